@@ -16,8 +16,7 @@ from .sampling import Sampler, sampler_of
 from .sampling.order import SampleOrder
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
-from .session.session import Session
-from .session.stats import Stats
+from .session.session import Session, Stats
 from .wire.watch import LIVENESS_S
 
 if TYPE_CHECKING:

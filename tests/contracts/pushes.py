@@ -20,6 +20,7 @@ from syncline.serving.shard import Groups, Holding
 from syncline.serving.traffic import Model
 from syncline.serving.worker import Worker, attach
 from syncline.session.layout import Layout
+from syncline.session.member import Member, Membership
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 
@@ -152,7 +153,7 @@ def sessions_over(
     group = Group(workers, chosen.servers)
     with network(kind, group.processes) as net:
         sessions = [
-            Session(chosen, group, index, end, limit_s=limit_s, observer=observe(index))
+            Session(chosen, Membership(Member(group, index, end, limit_s=limit_s, observer=observe(index))))
             for index, end in enumerate(net.ends)
         ]
         for session in sessions:

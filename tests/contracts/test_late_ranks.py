@@ -15,7 +15,9 @@ from ends import network
 from syncline.errors import PeerError, PeerLost
 from syncline.frameworks.torch import prepare
 from syncline.nouns import Group
-from syncline.session import ending
+from syncline.session import member
+from syncline.session.member import Member as Process
+from syncline.session.member import Membership
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 from syncline.wire.member import Member, Roll
@@ -69,7 +71,10 @@ def sessions_of(kind: str, strategy: str, workers: int, limit_s: float) -> Itera
     with network(kind, group.processes) as net:
         # Of processes that tell each other only the last worker, two places from the culprit in a ring, ever looks.
         limits = [limit_s if kind == "inproc" or index == workers - 1 else LIMIT_S for index in range(group.processes)]
-        sessions = [Session(chosen, group, index, end, limit_s=limits[index]) for index, end in enumerate(net.ends)]
+        sessions = [
+            Session(chosen, Membership(Process(group, index, end, limit_s=limits[index])))
+            for index, end in enumerate(net.ends)
+        ]
         if kind == "inproc":
             for session in sessions:
                 session.ending.neighbours = [other.ending for other in sessions if other is not session]
@@ -135,7 +140,7 @@ def compiled(kind: str, strategy: str, workers: int) -> bool:
 def test_everybody_names_the_worker_that_hangs(
     monkeypatch: pytest.MonkeyPatch, kind: str, strategy: str, workers: int, where: str
 ) -> None:
-    monkeypatch.setattr(ending, "VERDICT_S", 0.2)  # nobody else has news here
+    monkeypatch.setattr(member, "VERDICT_S", 0.2)  # nobody else has news here
     combined = f"{strategy} schedule=wait_free"
     assert compiled(kind, combined, workers)
     found = run(kind, combined, workers, where, SHORT_S)

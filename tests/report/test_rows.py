@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import DataError
 from syncline.report.rows import Point, Result, Row
-from syncline.session.stats import Stats
+from syncline.session.session import Stats
 
 TOP_KEYS = {"machine", "cores", "versions", "commit", "workload", "rows"}
 ROW_KEYS = {

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from group_calls import all_calls, wanted
 
+from syncline.engine.scope import SCOPES
 from syncline.errors import ClosedError, UsageError
-from syncline.session.grouped import GROUPS
 from syncline.session.groups import WorkerGroup, new_group
 from syncline.session.session import Session
 
@@ -20,7 +20,7 @@ def test_an_ended_group_says_so_and_gives_its_number_back(group: Any) -> None:
     """As many can be made, one after the other, as anybody likes."""
 
     def body(session: Session) -> Any:
-        for number in range(2 * GROUPS):
+        for number in range(2 * SCOPES):
             one = new_group(session, [0, 1])
             array = np.full(3, 1.0 + session.rank)
             if one.rank >= 0:
@@ -67,10 +67,10 @@ def test_a_group_that_was_made_within_another_gives_its_number_back_to_the_same_
 
 def test_a_process_is_in_so_many_groups_at_a_time(group: Any) -> None:
     def body(session: Session) -> None:
-        made = [new_group(session, [0, 1]) for _ in range(GROUPS - 1)]
+        made = [new_group(session, [0, 1]) for _ in range(SCOPES - 1)]
         assert all_calls(made[-1].session, session.rank) == wanted((0, 1))
         says = (
-            rf"the group of ranks 0-1 would be number {GROUPS}, and {GROUPS - 1} is the last: .* make groups once and"
+            rf"the group of ranks 0-1 would be number {SCOPES}, and {SCOPES - 1} is the last: .* make groups once and"
         )
         with pytest.raises(UsageError, match=says):
             new_group(session, [0, 1])
@@ -82,7 +82,7 @@ def test_groups_that_share_workers_each_with_the_next_use_up_numbers_together(gr
     """Whoever shares nobody with them has others."""
 
     def body(session: Session) -> Any:
-        made = [new_group(session, sorted({i % 3, (i + 1) % 3})) for i in range(GROUPS - 1)]
+        made = [new_group(session, sorted({i % 3, (i + 1) % 3})) for i in range(SCOPES - 1)]
         with pytest.raises(UsageError, match="those which share workers, each with the next, use up numbers together"):
             new_group(session, [0, 1])
         apart = new_group(session, [3, 4])
@@ -90,7 +90,7 @@ def test_groups_that_share_workers_each_with_the_next_use_up_numbers_together(gr
 
     found = group("ring", 5, body)
     assert [rank for _, rank in found] == [-1, -1, -1, 0, 1]
-    assert max(count for count, _ in found) < GROUPS - 30
+    assert max(count for count, _ in found) < SCOPES - 30
 
 
 def test_a_group_does_not_end_while_another_thread_is_in_it(group: Any) -> None:

@@ -43,9 +43,13 @@ _DRAIN_POLL_S = 0.01
 
 
 class Blocked:
-    """The seconds of the threads that waited, but for what they have asked not to be counted."""
+    """The seconds of the threads that waited, but for what they have asked not to be counted.
 
-    def __init__(self) -> None:
+    They count ``within`` others, too.
+    """
+
+    def __init__(self, within: Blocked | None = None) -> None:
+        self._within = within
         self._seconds: dict[int, float] = {}  # by thread
         self._uncounted: set[int] = set()
 
@@ -60,7 +64,8 @@ class Blocked:
         thread = threading.get_ident()
         self._uncounted.add(thread)
         try:
-            yield
+            with contextlib.nullcontext() if self._within is None else self._within.uncounted():
+                yield
         finally:
             self._uncounted.discard(thread)
 
@@ -69,6 +74,8 @@ class Blocked:
         thread = threading.get_ident()
         if thread not in self._uncounted:
             self._seconds[thread] = self._seconds.get(thread, 0.0) + time.perf_counter() - begun
+        if self._within is not None:
+            self._within.count(begun)
 
 
 class Driver(ABC):

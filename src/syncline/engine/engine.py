@@ -15,9 +15,10 @@ ranks that makes no difference.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,11 @@ from ..errors import SynclineError, labelled
 from ..plans.messages import Program
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Found, Waits, find_culprit
-from .driver import LIMIT_S, SPINS_HERE, Driver
+from .driver import LIMIT_S, SPINS_HERE, Blocked, Driver
 from .exchange import Exchange, Run
 from .order import NOW, UNANNOUNCED, Array, CodedOrder, Lane, Order, Sign, When, Work
 from .reducing import Reducing
+from .scope import Scope
 from .scripts import ScriptedRun
 from .trace import Kind, Observer, Span, begin
 
@@ -220,9 +222,11 @@ class Kept:
 class Engine(Driver):
     """What drives one transport; ``explain`` turns a fault into what the user shall see.
 
-    ``find_culprit`` searches who is to blame when nothing moves. ``expects`` may be set: for whom this process waits
-    though nothing under way says so; it is asked from any thread. An ``observer`` is told all that begins and ends.
+    ``find_culprit`` searches who is to blame when nothing moves. An ``observer`` is told all that begins and ends.
+    Peers and keys are those of the run, or of the ``scope`` that ``within`` was given.
     """
+
+    scope: Scope | None = None
 
     def __init__(
         self,
@@ -237,10 +241,21 @@ class Engine(Driver):
     ) -> None:
         # The progress thread starts with the driver: what it looks at has to be there before.
         self._has_left = has_left
-        self.expects: Callable[[], Waits] = dict
+        self._expecting: dict[Scope | None, Callable[[], Waits]] = {}
         self._mail = Mail(transport, has_left, observer, self.finish)
         exchange = Exchange(transport, has_left=has_left, observer=observer, handed_over=self._handed_over)
         super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer)
+
+    def within(self, scope: Scope) -> Engine:
+        """The same engine for what a group of processes exchanges, of which it counts time and bytes apart."""
+        made = copy.copy(self)  # threads, connections and whatever is under way are one
+        made.scope, made.blocked = scope, Blocked(self.blocked)
+        return made
+
+    def expect(self, found: Callable[[], Waits]) -> None:
+        """Ask this, from any thread, for whom this process waits though nothing under way says so."""
+        scope = self.scope
+        self._expecting[scope] = found if scope is None else lambda: scope.waits(found())
 
     def _handed_over(self) -> bool:
         """Whether the thread that drives has something to look at besides what is under way."""
@@ -251,6 +266,8 @@ class Engine(Driver):
         monitor = self.monitor
         if monitor.error is not None:
             raise self._raised(monitor.error)
+        if self.scope is not None:
+            order = self.scope.coded_order(order) if isinstance(order, CodedOrder) else self.scope.order(order)
         work = Work(order.label, order.tolerant, when.priority)
         work.key = order.key
         if self._observer is not None:
@@ -301,8 +318,8 @@ class Engine(Driver):
         reducing.start()
 
     def shows(self, program: Program | Collective, array: Array) -> bool:
-        """Whether ranks see each other's signs of such a run; the same on all ranks."""
-        return isinstance(program, Program) and self._exchange.shows(program.plan, array)
+        """Whether ranks see each other's signs of such a run; the same on all ranks. Those of a group meet before."""
+        return self.scope is None and isinstance(program, Program) and self._exchange.shows(program.plan, array)
 
     def absent(self, key: int, processes: Iterable[int]) -> set[int]:
         """Those who have not come to a run under way that shows signs; whom anything waits for where all have."""
@@ -314,13 +331,14 @@ class Engine(Driver):
         Raises PeerTimeout after ``timeout`` seconds; the run is still under way then.
         """
         self.check_not_driving()
-        work, begun = Work(order.label), time.perf_counter()
-        blocked = None if self._observer is None else begin(self._observer, "wait", order.label)
+        here = order if self.scope is None else self.scope.order(order)
+        work, begun = Work(here.label), time.perf_counter()
+        blocked = None if self._observer is None else begin(self._observer, "wait", here.label)
 
         def start() -> None:
             if self._observer is not None:
-                work.span = begin(self._observer, "work", order.label, key=order.key)
-            self._begin(order, work, NOW)
+                work.span = begin(self._observer, "work", here.label, key=here.key)
+            self._begin(here, work, NOW)
 
         deadline = None if timeout is None else begun + timeout
         try:
@@ -357,6 +375,8 @@ class Engine(Driver):
 
         An array stays unchanged until the work is done.
         """
+        if self.scope is not None:
+            dst, tag = self.scope.ranks[dst], self.scope.tag(tag)
         work = self._work(label, tolerant)
         self._post(partial(self._mail.send, work, dst, tag, np.frombuffer(data, np.uint8)), tolerant)
         return work
@@ -376,6 +396,8 @@ class Engine(Driver):
         Where a ``tolerant`` one does not come because its peer has left, ``left`` is told in the thread that drives.
         """
         into = np.empty(nbytes, np.uint8) if place is None else place  # here: what cannot be made is the caller's error
+        if self.scope is not None:
+            src, tag = self.scope.ranks[src], self.scope.tag(tag)
         work = self._work(label, tolerant)
         self._post(partial(self._mail.recv, work, src, tag, into, place is not None, left), tolerant)
         return work
@@ -426,18 +448,25 @@ class Engine(Driver):
 
     @property
     def awaited(self) -> set[int]:
-        """The processes that something under way waits for."""
-        return set(self.waits())
+        """The processes that something under way waits for; of a scope those in it."""
+        return set(self.waits()) if self.scope is None else self.scope.positions(self.waits())
+
+    def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The bytes sent to each process, and received: with all headers, or those of the scope."""
+        return super().traffic() if self.scope is None else self.scope.traffic()
 
     def waits(self) -> Waits:
-        """Of single messages, of what ``expects`` says, of reducers and of plans."""
-        waits = {**self._mail.waiting_for, **self.expects()}
+        """Of single messages, of what is expected, of reducers and of plans."""
+        waits = dict(self._mail.waiting_for)
+        for found in list(self._expecting.values()):
+            waits |= found()
         for one in list(self._reducing.values()):
             waits |= one.waiting_for
         return waits | self._exchange.waiting_for
 
     def _work(self, label: str, tolerant: bool = False) -> Work:
         """A work that is handed over, but no exchange."""
+        label = label if self.scope is None else self.scope.label(label)
         work = Work(label, tolerant)
         if self._observer is not None:
             work.span = begin(self._observer, "work", label)

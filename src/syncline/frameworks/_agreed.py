@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from ..plans.check import check_mixing
 from ..plans.messages import Program
-from ..session.programs import compiled
+from ..session.communicator import compiled
 from ..sync import Agrees, Mixes, mixes_of
 from ..sync._periodic import agree_in_blocks
 

@@ -19,6 +19,7 @@ from ..engine.driver import LIMIT_S
 from ..engine.trace import Observer
 from ..errors import UsageError
 from ..nouns import Group
+from ..session.member import Member, Membership
 from ..session.session import Session
 from ..strategy.strategy import Strategy, check_asked
 from ..strategy.words import AUTO, NONE
@@ -37,7 +38,6 @@ from ..wire.rollcall import connect, describe_self
 from ..wire.saying import absolve
 from ..wire.watch import LIVENESS_S, Watcher
 from .descriptors import make_room
-from .environment import Environment
 from .meeting import CONNECT_S, Joined, MeetingPoint, listen_address
 
 log = logging.getLogger("syncline")
@@ -56,15 +56,13 @@ def in_process(
     group = Group(workers, chosen.servers, nodes)
     told = [*observers, *[None] * group.processes][: group.processes]
     if group.processes == 1:
-        sessions = [Session(chosen, group, 0, None, observer=told[0])]
-        sessions[0].left_open = asked.architecture == AUTO
-        return sessions
+        return [_session(asked, chosen, Member(group, 0, None, observer=told[0]))]
     hub = Hub(group.processes)
     sessions = [
-        Session(chosen, group, index, hub.transport(index), observer=observer) for index, observer in enumerate(told)
+        _session(asked, chosen, Member(group, index, hub.transport(index), observer=observer))
+        for index, observer in enumerate(told)
     ]
     for session in sessions:
-        session.left_open = asked.architecture == AUTO
         session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
         session.ending.neighbours = [other.ending for other in sessions if other is not session]
     return sessions
@@ -74,10 +72,15 @@ def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
     """A session of one worker, who exchanges nothing with anybody."""
     group = Group(1)
     observer = None if recording is None else recording.file
-    session = Session(strategy.resolve(group), group, 0, None, observer=observer)
-    session.left_open = strategy.architecture == AUTO
+    session = _session(strategy, strategy.resolve(group), Member(group, 0, None, observer=observer))
     if recording is not None:
         recording.attach(session)
+    return session
+
+
+def _session(asked: Strategy, chosen: Strategy, process: Member) -> Session:
+    session = Session(chosen, Membership(process))
+    session.left_open = asked.architecture == AUTO
     return session
 
 
@@ -104,13 +107,12 @@ def connect_session(
         _count_workers(strategy, 1)  # there is nobody to meet, and no place
     with point.join(run, secret, interface, timeout) as joined:
         environment = joined.environment
-        workers = _count_workers(strategy, environment.world)
+        _count_workers(strategy, environment.world)
         make_room(environment.world)
         traced = {folder.VARIABLE: "off" if recording is None else "on"}
         formed = _form(strategy, joined, run, listen_address(environment, interface), timeout, liveness_s, traced)
     observer = None if recording is None else recording.file
-    session = _begin(formed, environment, workers, strategy.servers, liveness_s, limit_s, observer)
-    session.left_open = strategy.architecture == AUTO
+    session = _begin(strategy, formed, environment.local_rank, liveness_s, limit_s, observer)
     with _ending(session):
         _tune(session, strategy)
         if recording is not None:
@@ -190,47 +192,39 @@ def _form(
 
 
 def _begin(
+    asked: Strategy,
     formed: _Formed,
-    environment: Environment,
-    workers: int,
-    servers: int,
+    local_rank: int,
     liveness_s: float,
     limit_s: float,
     observer: Observer | None,
 ) -> Session:
     """The session over what was formed, watched from now on; no connection stays open where that fails."""
-    group = Group(workers, servers, formed.roll.nodes[:workers])
+    roll = formed.roll
+    workers = len(roll.members) - asked.servers
+    group = Group(workers, asked.servers, roll.nodes[:workers])
     with ExitStack() as undo:
         for sock in formed.control.values():
             undo.callback(sock.close)
-        unowned = undo.enter_context(ExitStack())
-        unowned.callback(formed.transport.close)
-        session = Session(
-            formed.strategy,
-            group,
-            environment.rank,
-            formed.transport,
-            roll=formed.roll,
-            local_rank=environment.local_rank,
-            limit_s=limit_s,
-            observer=observer,
-        )
-        unowned.pop_all()  # the session closes it
-        try:
-            ending = session.ending
+        with ExitStack() as unowned:
+            unowned.callback(formed.transport.close)
+            process = Member(
+                group,
+                roll.index,
+                formed.transport,
+                roll=roll,
+                local_rank=local_rank,
+                limit_s=limit_s,
+                observer=observer,
+            )
+            unowned.pop_all()  # the end of the process closes it
+        session = _session(asked, formed.strategy, process)
+        with _ending(session):
+            ending = process.ending
             ending.watcher = Watcher(
-                formed.roll,
-                formed.control,
-                session.member.process.on_peer_failure,
-                ending.left,
-                liveness_s,
-                ending.answer,
+                roll, formed.control, process.on_peer_failure, ending.left, liveness_s, ending.answer
             )
             ending.watcher.start()
-        except BaseException as error:
-            session.fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
-            session.shutdown()
-            raise
         undo.pop_all()
     return session
 

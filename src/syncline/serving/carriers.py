@@ -21,7 +21,7 @@ from ..compression.versions import Hearing, Telling
 from ..engine.order import CodedOrder, Order, When, Work
 from ..errors import UsageError
 from ..plans.messages import chunk_edges
-from ..session.programs import compiled
+from ..session.communicator import compiled
 from ..session.session import MODEL_KEYS, Session
 from ..session.tickets import WEIGHT_KEYS
 from .records import Array

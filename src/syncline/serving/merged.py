@@ -13,8 +13,8 @@ from ..compression.compression import Compression
 from ..compression.updates import Updates
 from ..engine.order import CodedOrder, Order, When, Work
 from ..plans.messages import Program
+from ..session.communicator import compiled
 from ..session.layout import Layout
-from ..session.programs import compiled
 from ..session.session import Session
 from ..session.tickets import WEIGHT_KEYS
 from .records import Array, Record, write_into

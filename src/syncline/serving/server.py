@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.order import Work
-from ..session.everyone import Heard
+from ..session.communicator import Heard
 from ..session.layout import LABEL, REPLACING, Layout, Passed, Recompressing, copy_weights, hear_layout
 from ..session.session import Session
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
@@ -84,7 +84,7 @@ class Server:
         self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
         self._heard = None if relay is None else session.everyone.listen(LABEL)
-        session.engine.expects = self._expects
+        session.engine.expect(self._expects)
 
     def serve(self) -> None:
         """Return when every worker has left; raises the fault when there is one."""

@@ -9,9 +9,8 @@ from ..engine.order import CodedOrder, Order, Work
 from ..errors import ProtocolError
 from ..nouns import Bucket
 from ..plans.messages import Program
-from ..session.everyone import Heard
+from ..session.communicator import Heard, compiled
 from ..session.layout import LABEL, REPLACING, Layout, Recompressing, hear_layout
-from ..session.programs import compiled
 from ..session.session import Session
 from .merged import coded_posts, planned_posts
 from .records import Array

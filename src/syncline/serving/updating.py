@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ..engine.engine import Engine
 from ..engine.order import Work
-from ..session.grouped import AnyEngine
 from .protocol import ALL
 
 Update = Callable[[int], None]
@@ -25,7 +25,7 @@ Update = Callable[[int], None]
 class Updating:
     """The updates of so many ``buckets``, ``apart`` from each other or all at once, step by step."""
 
-    def __init__(self, engine: AnyEngine, buckets: int, apart: bool) -> None:
+    def __init__(self, engine: Engine, buckets: int, apart: bool) -> None:
         self._engine, self._apart = engine, apart
         self._expected = [0] * buckets  # steps that each bucket has been handed over for
         self._told = 0  # steps whose values have been told
@@ -105,7 +105,7 @@ class Updating:
 class _Step:
     """What is known of one step."""
 
-    def __init__(self, engine: AnyEngine, buckets: int) -> None:
+    def __init__(self, engine: Engine, buckets: int) -> None:
         self._engine, self._opened = engine, False
         self.said = engine.promise("the values of a step", tolerant=True)
         self.over: Work | None = None

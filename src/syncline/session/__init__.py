@@ -1,8 +1,7 @@
 """A process in a run, and the groups it communicates in.
 
-``member`` is the process; ``communicator`` a group with its collectives; ``session`` the group of all workers, with the
-strategy and the models; ``groups`` are those of some of them, ``grouped`` is this process and its engine in one.
-``tickets`` has what belongs to every call: tickets, keys, and the threads that call. ``programs`` is a process's part
-in the plans of a group; ``ending`` what is said and heard of the end, ``printing`` what is printed of it; ``stats`` the
-totals.
+``member`` is the process, its end, and its place in a group; ``communicator`` a group with its collectives;
+``session`` the group of all workers, with the strategy and the models; ``groups`` are those of some of them.
+``tickets`` has what belongs to every call: tickets, keys, and the threads that call. ``layout`` says how a model's
+tensors travel, ``printing`` what is printed of the end.
 """

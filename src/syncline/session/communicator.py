@@ -1,5 +1,9 @@
 """A group of workers and its collectives. There may be several in one process, overlapping; all workers is one of them.
 
+The registry's algorithms plan for ranks 0, 1, ...; ``among`` puts the numbers of processes in their place. A process's
+part in a plan is compiled once, since every call of a collective asks for it. What servers are told too goes another
+way (``Everyone``).
+
 Every collective begins with an exchange of tickets (``tickets``). A communicator has ranks of its own, from 0, keys of
 its own, which tell its messages from those of others, and plans between its ranks only, so that several run at the same
 time in one process, each used by one thread at a time. In a group of one every collective is the identity. Nothing here
@@ -11,30 +15,34 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import registry
 from ..collectives import Collective
+from ..engine.engine import Engine
 from ..engine.order import NOW, UNANNOUNCED, Order, Sign, Work
-from ..errors import MismatchError, PeerTimeout, UsageError, within
+from ..errors import MismatchError, PeerTimeout, PlanError, ProtocolError, UsageError, within
 from ..nouns import Group
-from ..plans.messages import Program
+from ..plans.check import phases
+from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
-from .grouped import AnyEngine, AnyMember
-from .numbers import Numbers
-from .programs import among, broadcast_plan, compiled, has_phases, phases_of, planned
+from .member import Membership
 from .tickets import (
     ALLREDUCE,
     BARRIER,
     BROADCAST,
+    BUCKET_KEYS,
     CALLS,
     GATHER,
     TICKET_BYTES,
     Callers,
     CallKeys,
     Meeting,
+    Numbers,
     Ticket,
     fingerprint,
     remedy,
@@ -50,6 +58,51 @@ _GROUP_MESSAGES = 5 << 61
 """Of the highest three bits of tags, those of single messages in a communicator; rounds of reducers have other ones."""
 _TOPIC_BITS = 51
 
+_TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
+_MOST_TOLD_BYTES, _MOST_SHARED_BYTES = 1 << 32, 1 << 44
+
+
+@lru_cache(maxsize=256)
+def compiled(plan: Plan, index: int) -> Program:
+    """A process's part in a plan."""
+    return compile_program(plan, index)
+
+
+@lru_cache(maxsize=256)
+def planned(algorithm: str, group: Group) -> Plan:
+    """The plan of an algorithm that needs no arguments."""
+    plan: Plan = registry.get("algorithms", algorithm).target(group)
+    return plan
+
+
+@lru_cache(maxsize=64)
+def phases_of(plan: Plan) -> tuple[Plan, Plan]:
+    """The reduce-scatter and the all-gather of an allreduce; raises PlanError where it has none."""
+    return phases(plan)
+
+
+@lru_cache(maxsize=64)
+def has_phases(plan: Plan) -> bool:
+    """Whether it has."""
+    try:
+        phases_of(plan)
+    except PlanError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def broadcast_plan(world: int, root: int) -> Plan:
+    """The plan of a broadcast to the first ``world`` processes."""
+    plan: Plan = registry.get("algorithms", "broadcast").target(Group(world), root=root)
+    return plan
+
+
+@lru_cache(maxsize=256)
+def among(plan: Plan, ranks: tuple[int, ...]) -> Plan:
+    """A plan between the processes ``ranks``."""
+    return plan if ranks == tuple(range(plan.world)) else plan.among(ranks)
+
 
 class Communicator:
     """The workers with the process numbers ``ranks``, in this order, one of which this process may be.
@@ -58,7 +111,7 @@ class Communicator:
     ``number`` is the same on all of them, and of no other communicator of theirs: keys follow from it.
     """
 
-    def __init__(self, member: AnyMember, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
+    def __init__(self, member: Membership, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
         self.member, self.ranks, self.number = member, tuple(ranks), number
         self.index = member.index
         """The number of this process in the run."""
@@ -79,7 +132,7 @@ class Communicator:
         self._programs: dict[str, Program] = {}  # by algorithm, of those that need no arguments
 
     @property
-    def engine(self) -> AnyEngine:
+    def engine(self) -> Engine:
         """The engine; raises ClosedError after the end, in forked children, and in a world of one worker."""
         return self.member.engine
 
@@ -339,3 +392,81 @@ class Communicator:
     def _wait(self, work: Work) -> None:
         """For what holds a key."""
         self.engine.wait(work)
+
+
+class Heard(NamedTuple):
+    """That worker 0 tells something, and how many bytes, once the work is done."""
+
+    work: Work
+    size: Array
+
+
+class Everyone:
+    """All processes of ``group``, servers included, as one of them sees them."""
+
+    def __init__(self, member: Membership, group: Group) -> None:
+        self._member, self._group = member, group
+
+    def broadcast(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
+        """Start a broadcast from worker 0; every process calls it."""
+        program = compiled(broadcast_plan(self._group.processes, 0), self._member.index)
+        return self._member.engine.start(Order(program, array, key, label, tolerant))
+
+    def tell(self, data: bytes, label: str) -> bytes:
+        """The bytes of worker 0 on every process; what others give does not count."""
+        try:
+            size = np.array([len(data)], np.int64)
+            self._member.engine.wait(self.broadcast(size, _TOLD_KEY, label))
+            return self._told(size, data, label)
+        except BaseException as error:
+            self._member.process.interrupted(error)
+            raise
+
+    def listen(self, label: str) -> Heard:
+        """Post a server's part in the next ``tell``; it never ends when the workers leave."""
+        size = np.zeros(1, np.int64)
+        return Heard(self.broadcast(size, _TOLD_KEY, label, tolerant=True), size)
+
+    def hear(self, heard: Heard) -> bytes:
+        """What worker 0 has begun to tell, once the work of ``listen`` is done."""
+        return self._told(heard.size, b"", heard.work.label)
+
+    def _told(self, size: Array, data: bytes, label: str) -> bytes:
+        self._check_size(int(size[0]), 0, _MOST_TOLD_BYTES, label)
+        told = np.zeros(int(size[0]), np.uint8)
+        if self._member.index == 0:
+            told[:] = np.frombuffer(data, np.uint8)
+        self._member.engine.wait(self.broadcast(told, _TOLD_KEY, label))
+        return told.tobytes()
+
+    def _check_size(self, size: int, process: int, most: int, label: str) -> None:
+        if not 0 <= size <= most:
+            raise ProtocolError(
+                f"{label}: {self._member.name(process)} tells {size} bytes, which makes no sense",
+                rank=self._member.number(process),
+            )
+
+    def meet(self, label: str) -> None:
+        """Wait until all processes have come here."""
+        if self._member.alone:
+            return
+        program = compiled(planned("direct_all_gather", Group(self._group.processes)), self._member.index)
+        self._member.engine.run(Order(program, np.zeros(self._group.processes, np.uint8), _TOLD_KEY, label))
+
+    def share(self, processes: Sequence[int], data: bytes, label: str) -> Iterator[bytes]:
+        """What each of these processes gives, one after the other, on all of them; they are the same at every call."""
+        ranks, here = tuple(processes), processes.index(self._member.index)
+        if len(ranks) == 1:
+            yield data
+            return
+        engine = self._member.engine
+        sizes = np.zeros(len(ranks), np.int64)
+        sizes[here] = len(data)
+        gather = compiled(among(planned("direct_all_gather", Group(len(ranks))), ranks), self._member.index)
+        engine.run(Order(gather, sizes, _SHARE_KEY, label))
+        for place, size in enumerate(sizes):
+            self._check_size(int(size), ranks[place], _MOST_SHARED_BYTES, label)
+            body = np.frombuffer(data, np.uint8).copy() if place == here else np.zeros(int(size), np.uint8)
+            program = compiled(among(broadcast_plan(len(ranks), place), ranks), self._member.index)
+            engine.run(Order(program, body, _SHARE_KEY, label))
+            yield body.tobytes()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from ..engine.scope import SCOPES
 from ..errors import UsageError
 from ..plans.plan import ranks_text
-from .grouped import GROUPS
 from .session import Session
 
 
@@ -26,7 +26,7 @@ class WorkerGroup:
     def __init__(self, world: Session, ranks: Sequence[int], number: int) -> None:
         self.ranks = tuple(ranks)
         self._world, self._number = world, number
-        self._session = Session.within(world, self.ranks, number) if world.rank in self.ranks else None
+        self._session = world.within(self.ranks, number) if world.rank in self.ranks else None
         self._ended = False
 
     def __repr__(self) -> str:
@@ -103,9 +103,9 @@ def found_group(world: Session, ranks: Sequence[int]) -> WorkerGroup:
 
 
 def _numbered(world: Session, ranks: tuple[int, ...], number: int) -> WorkerGroup:
-    if number >= GROUPS:
+    if number >= SCOPES:
         raise UsageError(
-            f"the group of {ranks_text(ranks)} would be number {number}, and {GROUPS - 1} is the last: a group is"
+            f"the group of {ranks_text(ranks)} would be number {number}, and {SCOPES - 1} is the last: a group is"
             " numbered above all that its ranks have been in, so that those which share workers, each with the next,"
             " use up numbers together; make groups once and keep them, or end() those that are needed no longer, whose"
             " numbers groups of the same ranks take up"

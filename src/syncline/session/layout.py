@@ -49,8 +49,7 @@ from ..strategy.grammar import read_part
 from ..strategy.parts import write
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
-from .communicator import Array
-from .everyone import Heard
+from .communicator import Array, Heard
 from .session import MODEL_KEYS, Session
 from .tickets import BUCKET_KEYS, CALLS, LAYOUT
 

@@ -1,24 +1,184 @@
-"""This process in a run: its engine, how it calls the others, and its end.
+"""This process in a run: its engine, how it calls the others, its end, and the groups that it is a member of.
 
-One process is one member, whatever groups it communicates in (``communicator``). Made where a run begins, ended where
-it ends; what the end says and hears of others is in ``ending``. Without a transport there is nobody to talk to: a world
-of one worker needs neither connections nor threads.
+One process is one ``Member``, whatever groups it communicates in. Made where a run begins, ended where it ends. Without
+a transport there is nobody to talk to: a world of one worker needs neither connections nor threads.
+
+``Ending`` owns what the watcher's news mean here: a connection that closes is a failure unless its peer had said
+goodbye, a fault in the progress thread becomes the error that names the first culprit, and what goes wrong in this
+process is told to all. It does not know the engine or any operation. Who failed first is found by ``wire.watch``;
+between the threads of one process there is no watcher, and goodbyes go to the neighbours.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..engine.driver import LIMIT_S
 from ..engine.engine import Engine
+from ..engine.scope import Scope
 from ..engine.trace import Observer
-from ..errors import ClosedError, PeerError, SynclineError
+from ..errors import ClosedError, PeerError, PeerLeft, ProtocolError, SynclineError
 from ..nouns import Group
 from ..transports import Transport
+from ..wire.culprit import Answer, Found, Waits, find_culprit
 from ..wire.member import Roll
-from .ending import Ending
+from ..wire.saying import FAILED
+from ..wire.watch import Watcher
+
+VERDICT_S = 2.0
+"""How long a broken connection waits for the news of who really failed."""
+
+OWN_THREADS = "syncline-"
+"""How the names of threads begin that Syncline has started."""
+
+
+class Ending:
+    """The end of process ``index`` and of its peers; ``name`` is how messages call a process.
+
+    ``watcher`` and ``neighbours`` are set once the group stands.
+    """
+
+    def __init__(self, group: Group, index: int, name: Callable[[int], str]) -> None:
+        self.watcher: Watcher | None = None
+        self.neighbours: Sequence[Ending] = ()  # of the other sessions of a group in one process
+        self.answer: Callable[[], Answer] = lambda: Answer({})
+        """For whom this process waits; asked from any thread."""
+        self._group, self._index, self._name = group, index, name
+        self.known = False
+        """Whether the user's thread has seen what went wrong, before its end began."""
+        self._begun = False
+        self._left: set[int] = set()
+        self._all_left = threading.Event()
+
+    def begin(self) -> None:
+        """The user's thread has come to the end: what is raised from here on is for the end to tell.
+
+        Parts of the end may fail and be passed over, as nobody is left to raise to; the run has failed all the same.
+        """
+        self._begun = True
+
+    # News of peers.
+
+    def left(self, index: int) -> None:
+        """A peer has said goodbye (called by the watcher)."""
+        self._left.add(index)
+        if all(worker in self._left for worker in range(self._group.workers) if worker != self._index):
+            self._all_left.set()
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a peer whose connection has closed had said goodbye; waits for that news a little."""
+        if self.watcher is None:
+            return peer in self._left
+        deadline = time.monotonic() + VERDICT_S
+        while time.monotonic() < deadline and self.watcher.failure is None:
+            if peer in self._left:
+                return True
+            time.sleep(0.005)
+        return False
+
+    def left_already(self) -> frozenset[int]:
+        """The peers that have said goodbye, as far as that is known here."""
+        return frozenset(self._left)
+
+    def workers_left(self) -> bool:
+        """True when every worker has said goodbye."""
+        return self._all_left.is_set()
+
+    def find_culprit(self, waits: Waits) -> Found:
+        """Who seems to be to blame when nothing moves and this process waits for ``waits``: one search."""
+        return find_culprit(self._index, waits, self._ask)
+
+    def _ask(self, peer: int) -> Answer | None:
+        if self.watcher is not None:
+            return self.watcher.ask(peer)
+        if peer in self._left:
+            return Answer({})
+        return next((other.answer() for other in self.neighbours if other._index == peer), None)
+
+    def explain(self, error: Exception) -> Exception:
+        """What the user sees of a fault in the progress thread: the first culprit, if it was somebody else."""
+        here = self._name(self._index)
+        if self.watcher is None:
+            return error
+        verdict = self.watcher.verdict(VERDICT_S) if isinstance(error, PeerError) else self.watcher.failure
+        if verdict is not None:
+            return type(verdict)(f"{here}: {error}: {verdict}", rank=verdict.rank, host=verdict.host)
+        if isinstance(error, PeerError) and error.rank in self.watcher.left:
+            why = (
+                "left the run (shutdown, or the end of its script) while others needed it; if ranks have different"
+                " numbers of batches, wrap the loop in `with syncline.join():`"
+            )
+            self.watcher.abort(why, error.rank)
+            return PeerLeft(f"{here}: {error}: {self._name(error.rank)} {why}", rank=error.rank, host=error.host)
+        explained: Exception = error
+        if isinstance(error, ProtocolError):
+            culprit = f" (that is {self._name(error.rank)})" if error.rank >= 0 else ""  # or nobody's alone
+            text = f"{here}: {error}{culprit}"
+            explained = ProtocolError(text, rank=error.rank, host=error.host)
+        if not isinstance(error, SynclineError):
+            explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
+            explained.__cause__ = error
+        self.tell(explained)
+        return explained
+
+    # News for peers, and the end of the connections.
+
+    def tell(self, error: Exception) -> None:
+        """Tell everyone that this process ends with an error, and whose fault it is."""
+        if self.watcher is not None and self.watcher.failure is None:
+            blames_other = isinstance(error, PeerError) and error.rank not in (-1, self._index)
+            if blames_other:
+                assert isinstance(error, PeerError)
+                self.watcher.abort(f"is to blame for an error of {self._name(self._index)}: {error}", error.rank)
+            else:
+                self.watcher.abort(f"{FAILED}{type(error).__name__}: {error}")
+
+    def say_goodbye(self) -> None:
+        """Tell everyone that this process has ended its part; after a failure they know already."""
+        if self.watcher is not None and self.watcher.failure is None:
+            self.watcher.goodbye()
+        for peer in self.neighbours:
+            peer.left(self._index)
+
+    def came_back(self) -> None:
+        """An error is about to be raised: where that reaches the user's thread the process need not be ended for it."""
+        if threading.current_thread().name.startswith(OWN_THREADS):
+            return  # whoever serves or completes futures there tells nobody
+        self.known |= not self._begun
+        if self.watcher is not None and self.watcher.over:
+            self.watcher.came_back()
+
+    def reached_nobody(self) -> None:
+        """An error has reached a thread that is no user's, and is raised at the end if not before."""
+        self.known = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run has failed, here or elsewhere, as far as is known."""
+        return self.known or (self.watcher is not None and self.watcher.over)
+
+    @property
+    def verdict(self) -> Exception | None:
+        """Who failed first, as far as is known here."""
+        failure = None if self.watcher is None else self.watcher.failure
+        if failure is None:
+            return None
+        return type(failure)(f"{self._name(self._index)}: at its end: {failure}", rank=failure.rank, host=failure.host)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self.watcher is not None:
+            self.watcher.came_back()
+            self.watcher.close()
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close the parent's descriptors without a word."""
+        if self.watcher is not None:
+            self.watcher.close_descriptors()
 
 
 class Member:
@@ -39,8 +199,6 @@ class Member:
         observer: Observer | None = None,
     ) -> None:
         self.group, self.index, self.observer = group, index, observer
-        self.process: Member = self
-        """What is one for a process, whatever groups it is in: it fails, and it ends."""
         self.roll, self.local_rank = roll, local_rank
         self.communicators = 1
         """The least number that no communicator of this process has had; that of all workers is 0."""
@@ -51,8 +209,6 @@ class Member:
         """
         self.splitting = threading.Lock()
         """Held while a group's number is agreed on."""
-        self.before_calls: dict[int, Callable[[], None]] = {}
-        """What a model still has to do with the others before they come to another call, by its first key."""
         self.before_end: list[Callable[[], None]] = []
         """What this process does for the others before it leaves a run in which nothing went wrong."""
         self._at_end: Callable[[bool], None] = lambda _: None
@@ -74,18 +230,8 @@ class Member:
             ending.answer = self.unchecked.answer
 
     @property
-    def title(self) -> str:
-        """How messages call the group of processes, where these are some of the run's (``grouped``)."""
-        return ""
-
-    @property
-    def alone(self) -> bool:
-        """True when there is nobody to exchange with."""
-        return self.unchecked is None
-
-    @property
     def engine(self) -> Engine:
-        """The engine; raises ClosedError after the end and in forked children."""
+        """The engine; raises ClosedError after the end, in forked children and in a world of one worker."""
         if self._closed or os.getpid() != self._pid:
             self.check_usable()  # raises
         if self.unchecked is None:
@@ -96,14 +242,6 @@ class Member:
         """How messages call a process."""
         role = "" if index < self.group.workers else "server "
         return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
-
-    def number(self, index: int) -> int:
-        """The number in the run of a process, which is its own unless these are some of them (``grouped``)."""
-        return index
-
-    def left_already(self) -> frozenset[int]:
-        """The processes that have said goodbye, as far as that is known here."""
-        return self.ending.left_already()
 
     @property
     def forked(self) -> bool:
@@ -192,3 +330,58 @@ class Member:
         self.ending.forget_in_child()
         if self.unchecked is not None:
             self.unchecked.transport.close()
+
+
+class Membership:
+    """A process as one of the ``ranks`` of its run, which it counts from 0: all of them, or a group of that number."""
+
+    def __init__(self, process: Member, ranks: Sequence[int] | None = None, number: int = 0) -> None:
+        self.process = process
+        """What is one for a process, whatever groups it is in: it fails, and it ends."""
+        self.ranks = tuple(range(process.group.processes) if ranks is None else ranks)
+        self.index, self.group, self.title = self.ranks.index(process.index), process.group, ""
+        self.unchecked = process.unchecked
+        """The engine within the scope, None for one alone; for a call that has seen that this session can be used."""
+        self.before_calls: dict[int, Callable[[], None]] = {}
+        """What a model still has to do with the others before they come to another call, by its first key."""
+        if ranks is not None:
+            nodes, scope = process.group.nodes, Scope(self.ranks, self.index, number)
+            self.group = Group(len(ranks), nodes=tuple(nodes[rank] for rank in ranks) if nodes else ())
+            self.title = scope.title
+            self.unchecked = process.engine.within(scope) if len(ranks) > 1 else None
+
+    @property
+    def roll(self) -> Roll | None:
+        """Who the processes are."""
+        found = self.process.roll
+        if found is None or not self.title:
+            return found
+        return replace(found, index=self.index, members=tuple(found.members[rank] for rank in self.ranks))
+
+    @property
+    def alone(self) -> bool:
+        """True when there is nobody to exchange with."""
+        return self.unchecked is None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine within the scope; raises ClosedError after the end, in forked children and where it is alone."""
+        process = self.process
+        if process._closed or os.getpid() != process._pid:
+            process.check_usable()  # raises
+        if self.unchecked is None:
+            raise ClosedError(f"a {'group' if self.title else 'world'} of one worker has no engine")
+        return self.unchecked
+
+    def name(self, index: int) -> str:
+        """How messages call a process: by its number in the run."""
+        return self.process.name(self.ranks[index])
+
+    def number(self, index: int) -> int:
+        """The number in the run of a process."""
+        return self.ranks[index] if index >= 0 else index
+
+    def left_already(self) -> frozenset[int]:
+        """The processes that have said goodbye, as far as that is known here."""
+        left = self.process.ending.left_already()
+        return frozenset(position for position, process in enumerate(self.ranks) if process in left)

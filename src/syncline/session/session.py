@@ -1,15 +1,17 @@
 """A training run as one of its processes sees it: the strategy, what it runs for which bucket, and models.
 
 A session is the communicator of all workers (``communicator``), beside whom there may be servers. It knows nothing of
-frameworks: it averages arrays. ``launch.connecting`` makes sessions.
+frameworks: it averages arrays. A group of workers with models of its own is a session too, over the same process.
+``Stats`` is what it tells of itself: totals, what was chosen for it, and how its steps went beside those of the others.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +19,6 @@ from .. import registry
 from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.reducers import Participant, Reducer
-from ..engine.driver import LIMIT_S
 from ..engine.order import CodedOrder, Work
 from ..engine.trace import Observer
 from ..errors import MismatchError, UsageError
@@ -28,15 +29,9 @@ from ..plans.sums import order_of_additions
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
-from ..transports import Transport
 from ..wire.member import Roll
-from .communicator import Array, Communicator
-from .ending import Ending
-from .everyone import Everyone
-from .grouped import AnyMember, GroupMember
-from .member import Member
-from .programs import compiled, has_phases, phases_of, planned
-from .stats import Coordination, Stats
+from .communicator import Array, Communicator, Everyone, compiled, has_phases, phases_of, planned
+from .member import Ending, Membership
 from .tickets import BUCKET_KEYS, TABLE
 
 MODEL_KEYS = 1 << 16
@@ -46,32 +41,73 @@ _TOPIC_BITS = 32
 """Below them, in the tag of a message, who sends it."""
 
 
+@dataclass(frozen=True)
+class Stats:
+    """Totals since the start of the session.
+
+    ``blocked_s`` is the time the training thread was blocked in Syncline; bytes are per peer process, counted at the
+    transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
+    (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
+    ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
+    ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec, or why
+    nothing is compressed, and why ``schedule=auto`` took its schedule, which may change between two steps.
+
+    How this worker was coordinated with the others: ``staleness`` counts its steps by how many clocks it was ahead of
+    the slowest worker when they began; ``version_lag`` counts its pushes by how many updates the owners had made to the
+    weights since those on which they were computed; ``waited_s`` is the time that it was held up before steps, by the
+    rank that it waited for.
+    """
+
+    strategy: str
+    blocked_s: float = 0.0
+    bytes_sent: Mapping[int, int] = field(default_factory=dict)
+    bytes_received: Mapping[int, int] = field(default_factory=dict)
+    transport: str = ""
+    algorithms: Mapping[int, str] = field(default_factory=dict)
+    exchange: str = ""
+    reason: str = ""
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    version_lag: Mapping[int, int] = field(default_factory=dict)
+    waited_s: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> str:
+        """The strategy with what was chosen by measuring beside it, for result rows."""
+        by_size = f", by size: {Choice(tuple(self.algorithms.items()))}" if self.algorithms else ""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{self.strategy}{by_size}{why}"
+
+
+class Coordination:
+    """Counts of one worker, as ``Stats`` describes them; used by the thread that trains."""
+
+    def __init__(self) -> None:
+        self.staleness: Counter[int] = Counter()
+        self.version_lag: Counter[int] = Counter()
+        self.waited_s: defaultdict[int, float] = defaultdict(float)
+
+    def begun(self, ahead: int = 0) -> None:
+        """A step has begun, so many clocks ahead of the slowest worker."""
+        self.staleness[ahead] += 1
+
+    def pushed(self, lag: int, waited_s: float, held_by: int) -> None:
+        """Its push was applied so many updates late; then the worker was held up by that rank, if for any time."""
+        self.version_lag[lag] += 1
+        if waited_s > 0:
+            self.waited_s[held_by] += waited_s
+
+
 class Session(Communicator):
-    """This process's place in a run. Made in ``launch.connecting``.
+    """This process's place in a run, or in a group of its workers. Those of runs are made in ``launch.connecting``.
 
     Used by one thread at a time; an owner of weights beside the training sends and receives messages of its own.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        group: Group,
-        index: int,
-        transport: Transport | None,
-        *,
-        roll: Roll | None = None,
-        local_rank: int = 0,
-        limit_s: float = LIMIT_S,
-        observer: Observer | None = None,
-    ) -> None:
-        member = Member(group, index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s, observer=observer)
-        self._begin(strategy, group, member)
-
-    def _begin(self, strategy: Strategy, group: Group, member: AnyMember, number: int = 0) -> None:
-        super().__init__(member, range(group.workers), self._allreduce_in, number)
+    def __init__(self, strategy: Strategy, member: Membership, number: int = 0) -> None:
+        super().__init__(member, range(member.group.workers), self._allreduce_in, number)
         self.strategy = strategy
-        self.group = group
-        self.everyone = Everyone(member, group)
+        self.group = member.group
+        self.everyone = Everyone(member, member.group)
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
         self.left_open = False
@@ -93,19 +129,17 @@ class Session(Communicator):
         """The session of all workers, and those of groups of them that this process is in."""
         self._unfit = ""
 
-    @classmethod
-    def within(cls, world: Session, ranks: Sequence[int], number: int) -> Session:
-        """The session of some workers of a run, this one among them: models and collectives are theirs alone.
+    def within(self, ranks: Sequence[int], number: int) -> Session:
+        """The session of some workers of the run, this one among them: models and collectives are theirs alone.
 
-        ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``GROUPS``). What runs
-        is what ``world`` runs, in a smaller group.
+        ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``SCOPES``). What runs
+        is what this session runs, in a smaller group.
         """
-        made, member = cls.__new__(cls), GroupMember(world.member.process, ranks, number)
-        made._begin(world.strategy, member.group, member, number)
-        made.choice, made.chose_codec, made.reason = world.choice, world.chose_codec, world.reason
-        made.left_open = world.left_open
-        made.chooses_schedule = world.chooses_schedule and len(ranks) > 1
-        made.family = world.family
+        made = Session(self.strategy, Membership(self.member.process, ranks, number), number)
+        made.choice, made.chose_codec, made.reason = self.choice, self.chose_codec, self.reason
+        made.left_open = self.left_open
+        made.chooses_schedule = self.chooses_schedule and len(ranks) > 1
+        made.family = self.family
         made.family.append(made)
         made._fit_in()
         return made

@@ -64,7 +64,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         shut: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(us.rank, us.world_size)
-        assert us.member is us.member.process  # calls name processes and keys as the run does
+        assert not us.member.title  # calls name processes and keys as the run does
         self.us, self.store = us, store
         self.beside: dict[str, Any] = {}
         """Groups of other devices' backends."""

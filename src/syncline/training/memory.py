@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..engine.engine import Engine
 from ..engine.order import Work
 from ..errors import MismatchError
 from ..nouns import Bucket, Layer, Spec, numpy_dtype
 from ..session.communicator import Array
-from ..session.grouped import AnyEngine
 from ..session.layout import Layout, Placed, decide_layout, place_bucket, place_tensors
 from ..session.session import MODEL_KEYS, Session
 from ..session.tickets import BUCKET_KEYS
@@ -87,7 +87,7 @@ class InPlace:
 
     device: Any = None
 
-    def __init__(self, engine: AnyEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.allocate = engine.allocate
 
     def down(self, pair: Any, gate: Work | None, label: str) -> Work | None:  # noqa: ARG002

@@ -16,7 +16,7 @@ import torch
 
 from ...plans.check import check_mixing
 from ...plans.messages import Program
-from ...session.programs import compiled
+from ...session.communicator import compiled
 from ...session.session import Session
 from ...sync import Agrees, Mixes, mixes_of
 from ...sync._periodic import BLOCK_ELEMENTS, agree_in_blocks

@@ -34,8 +34,8 @@ import torch
 from ...costs.network import LinearCost
 from ...errors import UsageError
 from ...nouns import Layer
+from ...session.communicator import has_phases, planned
 from ...session.layout import Lay, Layout
-from ...session.programs import has_phases, planned
 from ...session.tickets import STEP, Ticket
 from ...strategy.strategy import Strategy
 from ...training.exchange import REPLACES

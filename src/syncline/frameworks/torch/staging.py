@@ -30,10 +30,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ...engine.engine import Engine
 from ...engine.order import Work
 from ...engine.trace import Span, begin
 from ...errors import NotBuiltError, SynclineError, UsageError
-from ...session.grouped import AnyEngine
 from ...training.memory import InPlace, Staging
 from .storage import Array, Pair
 
@@ -94,7 +94,7 @@ class Copier(Protocol):
 class Staged:
     """Tensors live on a device: ``copier`` takes them down and up. ``fail`` is told when a copy fails."""
 
-    def __init__(self, engine: AnyEngine, copier: Copier, fail: Callable[[Exception], None]) -> None:
+    def __init__(self, engine: Engine, copier: Copier, fail: Callable[[Exception], None]) -> None:
         self.device: torch.device | None = copier.device
         self._engine, self._copier, self._fail = engine, copier, fail
         self._pinned: list[torch.Tensor] = []
@@ -235,7 +235,7 @@ def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
 
 
 def staging_for(
-    device: torch.device, engine: AnyEngine, fail: Callable[[Exception], None], copier: Copier | None = None
+    device: torch.device, engine: Engine, fail: Callable[[Exception], None], copier: Copier | None = None
 ) -> Staging:
     """What a model on that device needs; ``copier`` stands in for the device's own."""
     if copier is None:

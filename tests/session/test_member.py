@@ -16,7 +16,7 @@ from syncline.engine.order import Order
 from syncline.errors import ProtocolError
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
-from syncline.session.ending import Ending
+from syncline.session.member import Ending
 from syncline.transports.tcp import Tcp
 
 LIMIT_S = 30.0
