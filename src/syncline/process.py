@@ -16,17 +16,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .errors import ClosedError, PeerError, SynclineError, UsageError
-from .launch import attendance
+from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
-from .launch.environment import Environment
-from .launch.guard import end_with_launcher
+from .launch.environment import Environment, Variables
 from .launch.meeting import MeetingPoint, secret_bytes
-from .launch.places import Variables
 from .session.groups import WorkerGroup, found_group
 from .session.printing import end_failed, end_quickly, watch_exceptions
 from .session.session import Session
 from .strategy.strategy import Strategy
 from .timeline.recording import SessionSpans, begin_recording
+from .wire import reports
 
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared
@@ -178,7 +177,7 @@ class Process:
 
     def _watch_the_end(self, environment: Environment) -> None:
         """Say goodbye at exit, let go in forked children, and end with the launcher."""
-        attendance.join()
+        reports.join()
         if self._watching:
             return
         self._watching = True
@@ -221,7 +220,7 @@ def _close(ending: Session, passing: BaseException | None) -> Exception | None:
         ending.fail(passing)  # the others shall read it, not a goodbye
     failure = ending.shutdown()
     if not ending.forked:
-        attendance.leave()
+        reports.leave()
     return failure
 
 

@@ -26,11 +26,11 @@ from syncline.cli import cli  # noqa: E402
 from syncline.launch.connecting import connect_session  # noqa: E402
 from syncline.launch.environment import recognise  # noqa: E402
 from syncline.launch.meeting import MeetingPoint  # noqa: E402
-from syncline.launch.placement import bind_here  # noqa: E402
 from syncline.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
 from syncline.report.units import decimal_size  # noqa: E402
 from syncline.session.session import Session  # noqa: E402
 from syncline.strategy.strategy import Strategy  # noqa: E402
+from syncline.wire.listener import bind_here  # noqa: E402
 
 SHAPES = ((7, 3), (5,), (2, 3, 4), (1,), (300,))
 TOY = Model("toy", SHAPES)

@@ -29,9 +29,8 @@ from syncline.bench.site import Site, check_site
 from syncline.errors import HandshakeError, SynclineError, UsageError
 from syncline.launch.mpi_library import LIBRARIES, MpiLibrary, find_library
 from syncline.report.rows import Row
-from syncline.wire.doors import CALLERS
 from syncline.wire.handshake import HELLO_BYTES, run_id
-from syncline.wire.listener import dial
+from syncline.wire.listener import CALLERS, dial
 
 SRUN = """#!{python}
 import os, signal, subprocess, sys

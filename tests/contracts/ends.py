@@ -12,11 +12,10 @@ from remote import World
 from mpi_launch import LIBRARIES
 from syncline import registry
 from syncline.testing.network import LIMIT_S, Ends, Network, connected, network_of, together
-from syncline.transports import Place, Transport
+from syncline.transports import MemoryStore, Place, Transport
 from syncline.transports._auto import Auto
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
-from syncline.wire.store import MemoryStore
 
 MESSAGE_KINDS = ("grpc", "ucx", "zmq", "zmq-near")
 """Libraries without an allreduce."""

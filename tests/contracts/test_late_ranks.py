@@ -20,7 +20,7 @@ from syncline.session.member import Member as Process
 from syncline.session.member import Membership
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
-from syncline.wire.member import Member, Roll
+from syncline.wire.meeting import Member, Roll
 from syncline.wire.watch import Watcher
 
 LIMIT_S = 120.0

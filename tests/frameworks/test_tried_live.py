@@ -21,11 +21,10 @@ from syncline.session.member import Member, Membership
 from syncline.session.session import Session
 from syncline.strategy.choice import Choice
 from syncline.strategy.strategy import Strategy
-from syncline.transports import Place
+from syncline.transports import MemoryStore, Place
 from syncline.transports.torch import Torch
 from syncline.tuning import schedule_choice
 from syncline.tuning.trials import STEPS
-from syncline.wire.store import MemoryStore
 
 COUNT = 8 + 12 * STEPS
 """Steps in which all that fits is tried, and some more."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from syncline.launch.environment import Environment
 from syncline.launch.meeting import Joined
-from syncline.launch.placement import bind_here
 from syncline.wire import handshake
-from syncline.wire.member import Member
+from syncline.wire.listener import bind_here
+from syncline.wire.meeting import Member
 
 LIMIT_S = 20.0
 Case = Callable[..., Any]

@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.errors import GroupError
-from syncline.launch.agent_store import Told, hear, tell
+from syncline.launch.address import Told, hear, tell
 from syncline.launch.environment import Environment
 
 LIMIT_S = 20.0

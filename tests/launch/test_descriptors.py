@@ -7,9 +7,9 @@ import resource
 import pytest
 
 from syncline.errors import UsageError
-from syncline.launch.descriptors import make_room
-from syncline.wire.doors import CALLERS
-from syncline.wire.meeting_server import MORE
+from syncline.launch.connecting import make_room
+from syncline.wire.listener import CALLERS
+from syncline.wire.meeting_sockets import MORE
 
 Limits = tuple[int, int]
 

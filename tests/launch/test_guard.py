@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 CHILD = (
     "import os, signal\n"
     "from syncline.launch.environment import Environment\n"
-    "from syncline.launch.guard import end_with_launcher\n"
+    "from syncline.launch.child import end_with_launcher\n"
     "end_with_launcher(Environment(os.environ['HOW']))\n"
     "print(os.getpid(), flush=True)\n"
     "signal.pause()\n"

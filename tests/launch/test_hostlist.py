@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.launch.hostlist import expand_counts, expand_hosts
+from syncline.launch.environment import expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(

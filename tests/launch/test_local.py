@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.launch.local import Ending, LocalRun, Outcome, launch
-from syncline.launch.placement import Placement, bind_here
+from syncline.launch.local import Ending, LocalRun, Outcome, Placement, launch
+from syncline.wire.listener import bind_here
 
 LIMIT_S = 30.0
 FOREVER = "import signal; signal.pause()"
@@ -389,7 +389,7 @@ def test_no_descriptor_is_left() -> None:
 def test_the_culprit_comes_first_whoever_ends_first() -> None:
     """It may need longer for its end than those that end because of it; its error and its status are the run's."""
     told, tells = os.pipe()
-    note = "import os, sys; from syncline.wire.saying import blame; "
+    note = "import os, sys; from syncline.wire.reports import blame; "
     note += f"own = os.environ['RANK'] == '0'; os.close({tells}) if own else None; "
     note += "blame(0, 'rank 0', 'failed: ValueError: the data are spoilt\\nby whom?', own=own); "
     script = f"{note} sys.exit(os.read({told}, 1) or 3 if own else 1)"
@@ -402,7 +402,7 @@ def test_the_culprit_comes_first_whoever_ends_first() -> None:
 
 
 def test_how_a_culprit_has_ended_is_more_than_what_others_saw() -> None:
-    note = "import os; from syncline.wire.saying import blame; "
+    note = "import os; from syncline.wire.reports import blame; "
     script = note + "os.environ['RANK'] == '1' and os._exit(7); blame(1, 'rank 1', 'died: whatever', own=False); 1 / 0"
     outcome = launch([sys.executable, "-c", script], 2, timeout_s=LIMIT_S, on_output=lambda *_: None)
     assert (outcome.status, outcome.text) == (7, "rank 1 ended with status 7; rank 0 ended with status 1")

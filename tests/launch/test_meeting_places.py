@@ -11,7 +11,8 @@ import pytest
 from starts import LIMIT_S, Case, environment, free_port
 
 from syncline.errors import UsageError
-from syncline.launch.meeting import Joined, listen_address
+from syncline.launch.address import listen_address
+from syncline.launch.meeting import Joined
 
 
 def test_a_port_in_use_is_a_clear_error(start: Case) -> None:
@@ -89,7 +90,7 @@ def test_a_machine_that_calls_itself_loopback_is_met_from_others_too(
 ) -> None:
     """Only where others may be elsewhere: 127.0.0.9 is this machine's address for them."""
     names(place["address"], "127.0.1.1")
-    monkeypatch.setattr("syncline.launch.meeting.own_address", lambda: "127.0.0.9")
+    monkeypatch.setattr("syncline.launch.address.own_address", lambda: "127.0.0.9")
     mine = environment(0, port=free_port(), **place)
     open_at = []
 

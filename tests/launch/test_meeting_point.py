@@ -13,9 +13,9 @@ import pytest
 from starts import LIMIT_S, WRONG, Case, Stranger, environment, free_port, serving
 from torch._C._distributed_c10d import TCPStore
 
-from syncline.launch.agent_store import Told, tell
+from syncline.launch.address import Told, tell
 from syncline.launch.environment import Environment
-from syncline.launch.placement import bind_here
+from syncline.wire.listener import bind_here
 
 
 def test_all_meet_again_and_again_at_one_port(start: Case) -> None:

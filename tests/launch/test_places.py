@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from syncline.launch.environment import Environment
-from syncline.launch.places import NO_GROUP, Variables, worker_places
+from syncline.launch.environment import NO_GROUP, Environment, Variables, worker_places
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

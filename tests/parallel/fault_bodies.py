@@ -23,7 +23,7 @@ from syncline.errors import PeerError, UsageError
 from syncline.launch import connecting
 from syncline.session.session import Session
 from syncline.torch_backend import sessions
-from syncline.wire.meeting_client import MeetingClient
+from syncline.wire.meeting_sockets import MeetingClient
 
 
 def train_until(line: Connection, place: Place, strategy: str, victim: int, number: int, liveness: float) -> None:

@@ -15,10 +15,8 @@ import rank_bodies as bodies
 import torch
 
 import syncline
-from syncline.launch import connecting
 from syncline.wire.listener import Listener
-from syncline.wire.member import Member
-from syncline.wire.rollcall import describe_self
+from syncline.wire.meeting import Member
 
 _CLONE_NEWNET = 0x40000000
 
@@ -26,11 +24,13 @@ _CLONE_NEWNET = 0x40000000
 def pretend(node: int) -> None:
     """Let this process be on another host than those of other nodes."""
 
-    def describe(index: int, world: int, listener: Listener, terms: dict[str, str]) -> Member:
-        me = describe_self(index, world, listener, terms)
+    describe = Listener.describe
+
+    def elsewhere(listener: Listener, terms: dict[str, str]) -> Member:
+        me = describe(listener, terms)
         return replace(me, host=f"host{node}", machine=f"{me.machine} {node}", pid_space=f"{me.pid_space} {node}")
 
-    connecting.describe_self = describe
+    Listener.describe = elsewhere  # type: ignore[method-assign]
 
 
 def enter(namespace: str) -> None:

@@ -12,8 +12,7 @@ import pytest
 import tuning_bodies
 
 from pool import Pool
-from syncline.launch.local import launch
-from syncline.launch.placement import Placement
+from syncline.launch.local import Placement, launch
 
 LIMIT_S = 120.0
 EQUALS = """

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from syncline.errors import GroupError, HandshakeError, PeerLost, ProtocolError, SecretError, UsageError
-from syncline.transports import Bytes, Place
+from syncline.transports import Bytes, MemoryStore, Place
 from syncline.wire import handshake
-from syncline.wire.store import MemoryStore
 
 grpc = pytest.importorskip("grpc")
 

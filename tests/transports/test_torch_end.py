@@ -15,8 +15,7 @@ import pytest
 
 from syncline.errors import PeerLost
 from syncline.launch.local import launch
-from syncline.transports import Handle, Place, Transport
-from syncline.wire.store import MemoryStore
+from syncline.transports import Handle, MemoryStore, Place, Transport
 
 torch = pytest.importorskip("torch")
 

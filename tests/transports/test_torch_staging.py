@@ -17,8 +17,7 @@ import pytest
 
 from syncline.errors import GroupError, PeerLost, UsageError
 from syncline.nouns import numpy_dtype
-from syncline.transports import Place
-from syncline.wire.store import MemoryStore
+from syncline.transports import MemoryStore, Place
 
 torch = pytest.importorskip("torch")
 

@@ -18,9 +18,8 @@ import pytest
 
 from syncline.errors import GroupError, HandshakeError, UsageError
 from syncline.testing.network import Ends, numbers
-from syncline.transports import Place
+from syncline.transports import MemoryStore, Place
 from syncline.transports import ucx as transport
-from syncline.wire.store import MemoryStore
 
 pytest.importorskip("libucx")  # ucxx itself would change the environment
 
@@ -208,7 +207,7 @@ def test_the_user_chooses_the_networks(tls: str, says: str) -> None:
     script = (
         "import json, test_ucx_end as here\n"
         "from syncline.errors import UsageError\n"
-        "from syncline.wire.store import MemoryStore\n"
+        "from syncline.transports import MemoryStore\n"
         "try:\n"
         "    both = here.ends(MemoryStore(), (b'', b''))\n"
         "except UsageError as error:\n"

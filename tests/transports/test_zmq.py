@@ -18,8 +18,7 @@ import pytest
 
 from syncline.errors import GroupError, PeerLost, ProtocolError, SynclineError, UsageError
 from syncline.testing import check_transport
-from syncline.transports import Bytes, Place
-from syncline.wire.store import MemoryStore
+from syncline.transports import Bytes, MemoryStore, Place
 
 zmq = pytest.importorskip("zmq")
 

@@ -12,10 +12,10 @@ from syncline.wire.meeting import (
     Frames,
     Kind,
     Meeting,
+    Member,
     Say,
     told,
 )
-from syncline.wire.member import Member
 
 KEY = b"a key for those without a secret"
 

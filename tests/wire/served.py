@@ -13,11 +13,9 @@ from plays import member
 from strangers import LIMIT_S, RUN, SECRET, knock
 
 from syncline.errors import GroupError
-from syncline.wire.doors import open_door
-from syncline.wire.listener import dial
+from syncline.wire.listener import dial, open_door
 from syncline.wire.meeting import Meeting
-from syncline.wire.meeting_client import MeetingClient
-from syncline.wire.meeting_server import PURPOSE, MeetingServer
+from syncline.wire.meeting_sockets import PURPOSE, MeetingClient, MeetingServer
 
 
 class Served:

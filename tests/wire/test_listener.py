@@ -14,10 +14,10 @@ import pytest
 from strangers import LIMIT_S, RUN, SECRET, Where, drain, knock
 
 from syncline.errors import GroupError, HandshakeError, SecretError, UsageError
+from syncline.launch.address import addresses_towards, interface_address
 from syncline.wire import handshake
-from syncline.wire.doors import IN_FULL
 from syncline.wire.handshake import run_id
-from syncline.wire.listener import Listener, addresses_towards, dial, interface_address
+from syncline.wire.listener import IN_FULL, Listener, dial
 
 WORLD = 4
 

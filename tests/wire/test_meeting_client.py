@@ -13,7 +13,7 @@ from strangers import LIMIT_S
 
 from syncline.errors import GroupError, RollCallError
 from syncline.wire.meeting import Kind, fault_frame, frame
-from syncline.wire.meeting_client import MeetingClient
+from syncline.wire.meeting_sockets import MeetingClient
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_fault_behind_an_answer_is_read_although_the_meeting_has_gone() -> Non
 
 def test_a_meeting_that_has_stopped_holds_nobody(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is stopped, or its machine is gone: its connections are there and say nothing."""
-    monkeypatch.setattr("syncline.wire.meeting_client._WORD_S", 0.05)
+    monkeypatch.setattr("syncline.wire.meeting_sockets._WORD_S", 0.05)
     client, _ = line
     client.limit(time.monotonic() + 0.05, 7.0)
     with pytest.raises(GroupError, match=r"meeting at 10.0.0.1:5, has not answered within 7 s: is it stopped"):

@@ -17,7 +17,7 @@ from strangers import LIMIT_S, RUN, SECRET, drain
 from syncline.errors import HandshakeError, RollCallError, SecretError
 from syncline.wire import handshake
 from syncline.wire.meeting import HEARD, NOTE_BYTES, NOTES_BYTES, VALUE_BYTES, Kind, fault_frame, frame, note
-from syncline.wire.meeting_server import PURPOSE
+from syncline.wire.meeting_sockets import PURPOSE
 
 
 def test_all_meet_and_the_port_is_free_before_anybody_goes_on(serve: Serve) -> None:

@@ -34,7 +34,7 @@ def test_after_a_fault_it_goes_where_nobody_else_is_coming(serve: Serve) -> None
 
 
 def test_one_that_does_not_read_the_fault_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.wire.meeting_server._READ_S", 0.05)
+    monkeypatch.setattr("syncline.wire.meeting_sockets._READ_S", 0.05)
     served = serve(3)
     served.prove(1)
     served.client(0).give_up("no such interface")
@@ -46,7 +46,7 @@ def test_one_that_was_let_in_before_all_were_through_is_not_waited_for(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has proved itself, and says nothing and stays."""
-    monkeypatch.setattr("syncline.wire.meeting_server._READ_S", 0.05)
+    monkeypatch.setattr("syncline.wire.meeting_sockets._READ_S", 0.05)
     served = serve(1)
     client = served.client(0)
     client.enter()

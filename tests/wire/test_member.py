@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import RollCallError
-from syncline.wire.member import Member, Roll, check_member, read_member
+from syncline.wire.meeting import Member, Roll, check_member, read_member
 
 ONE = Member(1, 4, "host", "machine", 77, "pids", "127.0.0.1", 5000, "syncline-abc", {"strategy": "ring"}, 2)
 

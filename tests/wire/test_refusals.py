@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.wire.doors import IN_FULL, Refusals
+from syncline.wire.listener import IN_FULL, Refusals
 
 log = logging.getLogger("syncline.test")
 

@@ -15,12 +15,9 @@ import pytest
 
 from syncline.errors import GroupError, HandshakeError, RollCallError, SecretError
 from syncline.wire.handshake import run_id
-from syncline.wire.listener import Listener
-from syncline.wire.meeting import Meeting
-from syncline.wire.meeting_client import MeetingClient
-from syncline.wire.meeting_server import MeetingServer
-from syncline.wire.member import Roll
-from syncline.wire.rollcall import connect, describe_self
+from syncline.wire.listener import Listener, connect
+from syncline.wire.meeting import Meeting, Roll
+from syncline.wire.meeting_sockets import MeetingClient, MeetingServer
 
 LIMIT_S = 20.0
 RUN = "a run"
@@ -45,7 +42,7 @@ def form(client: MeetingClient, caller: Caller) -> Roll:
         deadline = time.monotonic() + caller.timeout
         client.limit(deadline, caller.timeout)
         client.enter()
-        me = describe_self(caller.index, caller.world, listener, {"strategy": caller.strategy, "version": "1"})
+        me = listener.describe({"strategy": caller.strategy, "version": "1"})
         roll = client.call_roll(me, RUN, SECRET)
         for purpose, near in (("control", frozenset[int]()), ("data", roll.near)):
             found = connect(roll, listener, purpose, near, time.monotonic() + LIMIT_S, client.check)
@@ -176,7 +173,7 @@ class Here:
 
 def alone(index: int, **other: Any) -> Here:
     listener = Listener("127.0.0.1", run_id(RUN), SECRET, index, 2)
-    me = describe_self(index, 2, listener, {})
+    me = listener.describe({})
     absent = replace(me, index=1 - index, host="elsewhere", pid=77, **other)
     members = (me, absent) if index == 0 else (absent, me)
     return Here(listener, Roll(index, members, RUN, SECRET))
@@ -210,7 +207,7 @@ def calls(errors: list[Exception], monkeypatch: pytest.MonkeyPatch) -> list[Exce
             raise errors.pop(0)
         return socket.socket()
 
-    monkeypatch.setattr("syncline.wire.rollcall.dial", dial)
+    monkeypatch.setattr("syncline.wire.listener.dial", dial)
     alone(1).connect(near=())
     return errors
 
@@ -232,13 +229,13 @@ def test_a_peer_that_has_let_one_go_in_a_crowd_is_called_again(
 
 def test_a_peer_in_a_crowd_is_called_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no longer than nobody knows of a fault."""
-    monkeypatch.setattr("syncline.wire.rollcall._DIAL_S", 0.0)
+    monkeypatch.setattr("syncline.wire.listener._DIAL_S", 0.0)
     assert calls([BlockingIOError(errno.EAGAIN, "its queue is full")] * 3, monkeypatch) == []
 
     def check() -> None:
         raise RollCallError("rank 0 has burnt down")
 
-    monkeypatch.setattr("syncline.wire.rollcall.dial", _refuses)
+    monkeypatch.setattr("syncline.wire.listener.dial", _refuses)
     with pytest.raises(RollCallError, match="burnt"):
         alone(1).connect(near=(), check=check)
 
@@ -255,7 +252,7 @@ def test_a_peer_with_another_secret_is_not_called_again(monkeypatch: pytest.Monk
 def test_why_a_peer_has_closed_its_doors_is_waited_for() -> None:
     """It has heard of a process that has failed before this one has."""
     listener = Listener("127.0.0.1", run_id(RUN), SECRET, 1, 2)
-    me = describe_self(1, 2, listener, {})
+    me = listener.describe({})
     listener.close()
     looks: list[None] = []
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import UsageError
 from syncline.nouns import Rate, Seconds
-from syncline.wire.shape import LATE_S, PACKET_BYTES, QUANTUM_S, WINDOW_BYTES, DelayLine, Pacer, Shape
+from syncline.wire.shaped import LATE_S, PACKET_BYTES, QUANTUM_S, WINDOW_BYTES, DelayLine, Pacer, Shape
 
 rates = st.sampled_from([125.0, 1e4, 1.25e6, 1.25e8, 1.25e11])
 gaps = st.one_of(st.just(0.0), st.floats(0, 0.02), st.floats(0, 3.0))

@@ -17,8 +17,7 @@ from syncline.nouns import Rate, Seconds
 from syncline.transports import Handle
 from syncline.transports.tcp import Tcp
 from syncline.wire.links import Link
-from syncline.wire.shape import Pacer, Shape
-from syncline.wire.shaped import Line, ShapedLoop
+from syncline.wire.shaped import Line, Pacer, Shape, ShapedLoop
 
 LIMIT_S = 20.0
 RATE = Rate(4e8)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from syncline.errors import PeerError
 from syncline.wire.culprit import Answer
-from syncline.wire.member import Member, Roll
+from syncline.wire.meeting import Member, Roll
 from syncline.wire.watch import Watcher
 
 LIMIT_S = 20.0

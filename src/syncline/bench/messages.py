@@ -31,12 +31,11 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import GroupError, HandshakeError, SynclineError, UsageError
+from ..launch.address import interface_address, own_address
 from ..launch.environment import Environment, recognise
-from ..launch.placement import bind_here
 from ..report.result_file import finite
-from ..wire.doors import Doors, open_door
 from ..wire.handshake import Hello, run_id
-from ..wire.listener import dial, interface_address, own_address
+from ..wire.listener import Doors, bind_here, dial, open_door
 
 START_S = 120.0
 """Until all processes of another launcher have called: it may have to load what they run from a slow disk."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import SynclineError, UsageError
-from ..launch.local import LocalRun, Output
-from ..launch.placement import here
+from ..launch.local import LocalRun, Output, here
 from ..nouns import Rate
 from ..report.rows import BASELINE
 from ..strategy.grammar import write_value

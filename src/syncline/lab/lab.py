@@ -18,8 +18,9 @@ from functools import partial
 from types import TracebackType
 
 from ..errors import UsageError
-from ..launch.placement import Placement, bind_here
+from ..launch.local import Placement
 from ..nouns import Rate
+from ..wire.listener import bind_here
 from . import goodput, links, mpi, naming
 from .namespaces import Host, check_able, end_marked, run_tool, within
 from .records import Record, Registry

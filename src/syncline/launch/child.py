@@ -1,4 +1,4 @@
-"""One process of a local run: started in a session of its own, watched by a descriptor, dead when its launcher is.
+"""A process and its launcher: how one starts the other, watches it by a descriptor, and neither is left alone.
 
 Owns what Linux needs for that. Does not know why a process is started or ended: ``local`` does.
 
@@ -9,17 +9,26 @@ launcher with threads. The kernel watches the *thread* that started the process,
 
 An ended process is left as a zombie until ``close``: its number, which is that of its process group, cannot be given to
 another one meanwhile, so that a signal to the group never hits a stranger.
+
+A process of another launcher, or one that is started by something that stands in between, such as a shell script, finds
+its launcher itself and waits for its end (``end_with_launcher``), by a descriptor of the whole process (pidfd_open(2)):
+it would train on for nobody.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
+
+from .environment import Environment
 
 _STUB = """
 import ctypes, os, signal, sys
@@ -99,3 +108,58 @@ class Child:
         os.close(self.pidfd)
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+def end_with_launcher(environment: Environment) -> None:
+    """End this process when the ``syncline run`` or the torchrun that has started it is gone. Called once."""
+    pid = _launcher(environment)
+    if pid is None:
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return
+    threading.Thread(target=_end_after, args=(descriptor,), name="syncline-guard", daemon=True).start()
+
+
+def _end_after(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while not poll.poll():
+        pass
+    with suppress(OSError):
+        os.write(2, b"syncline: the launcher is gone, ending\n")
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(1)
+
+
+def _launcher(environment: Environment) -> int | None:
+    """The launcher among this process's ancestors; None where it is none that is looked after here."""
+    if environment.launcher == "syncline":
+        told = os.environ.get("SYNCLINE_LAUNCHER", "")
+        return next((pid for pid in _ancestors() if str(pid) == told), None)
+    if environment.launcher == "torchrun":
+        # Its agent is the first that has not been given what it gives to all that it starts.
+        mark = os.fsencode(f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID', '')}")
+        return next((pid for pid in _ancestors() if mark not in _variables_of(pid)), None)
+    return None
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return
+        pid = int(stat[stat.rindex(b")") + 2 :].split()[1])
+
+
+def _variables_of(pid: int) -> list[bytes]:
+    """What a process was started with; nothing where that may not be read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

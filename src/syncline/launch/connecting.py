@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +31,23 @@ from ..transports._auto import Auto
 from ..transports.inproc import Hub
 from ..tuning import codec_choice, schedule_choice
 from ..version import __version__
-from ..wire import watch
+from ..wire import listener, meeting_sockets, watch
 from ..wire.handshake import run_id
-from ..wire.listener import Listener
-from ..wire.member import Roll
-from ..wire.rollcall import connect, describe_self
-from ..wire.saying import absolve
+from ..wire.listener import Listener, connect
+from ..wire.meeting import Roll
+from ..wire.reports import absolve
 from ..wire.watch import LIVENESS_S, Watcher
-from .descriptors import make_room
-from .meeting import CONNECT_S, Joined, MeetingPoint, listen_address
+from .address import listen_address
+from .meeting import CONNECT_S, Joined, MeetingPoint
 
 log = logging.getLogger("syncline")
+
+_EACH = 2
+"""Connections to every other process: control, and data."""
+_MEETING = 3
+"""Of each in rank 0 while the group forms: the meeting, and handshakes under way."""
+_BESIDE = 256
+"""What the script, its framework and the start itself may have open."""
 
 
 def in_process(
@@ -154,13 +161,12 @@ def _form(
     """Roll call and connections; nothing stays open where they fail. All processes have to have ``agreed`` alike."""
     client, index, processes = joined.client, joined.environment.rank, joined.environment.world
     if strategy.transport == AUTO or strategy.transport.name == "tcp":
-        importlib.import_module(
-            "syncline.kernels.streams"
-        )  # compiled, where nobody has, before others wait for this one
-    listener = Listener(address, run_id(run), joined.secret, index, processes)
-    with closing(listener), ExitStack() as undo:
+        # Compiled, where nobody has, before others wait for this one.
+        importlib.import_module("syncline.kernels.streams")
+    doors = Listener(address, run_id(run), joined.secret, index, processes)
+    with closing(doors), ExitStack() as undo:
         terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode(), **agreed}
-        roll = client.call_roll(describe_self(index, processes, listener, terms), run, joined.secret)
+        roll = client.call_roll(doors.describe(terms), run, joined.secret)
         # Whoever has come is here now: the connections get their time, however long the last one took to come.
         deadline = max(client.deadline, time.monotonic() + CONNECT_S)
         client.limit(deadline, max(timeout, CONNECT_S))
@@ -169,7 +175,7 @@ def _form(
         chosen = strategy.resolve(Group(workers, strategy.servers, roll.nodes[:workers]), hosts=roll.hosts)
         carried = _carried(chosen, roll)
         watch.prepare(roll)
-        control = connect(roll, listener, "control", (), deadline, client.check)
+        control = connect(roll, doors, "control", (), deadline, client.check)
         for sock in control.values():
             undo.callback(sock.close)
         if [_connection(name) for name in carried] == ["own"]:
@@ -181,7 +187,7 @@ def _form(
             )
         else:
             unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
-            data = connect(roll, listener, "data", unix, deadline, client.check)
+            data = connect(roll, doors, "data", unix, deadline, client.check)
             transport = _transport(chosen, index, carried, data)
         undo.callback(transport.close)
         if index == 0:
@@ -288,3 +294,27 @@ def _transport(
         for name, peers in carried.items()
     }
     return Auto(index, made) if len(made) > 1 else next(iter(made))
+
+
+def _with_crowds(world: int) -> int:
+    """As many as there can be: all that strangers may hold at rank 0's two pairs of doors, and in its meeting."""
+    doors, meeting = listener.CALLERS + 2 * world, meeting_sockets.MORE + 2 * world
+    return _EACH * world + 2 * doors + meeting + _BESIDE
+
+
+def make_room(world: int) -> None:
+    """Raise this process's limit to what a group of ``world`` needs; UsageError where the system does not allow it.
+
+    Systems begin with 1024 for the sake of select(2), and let processes ask for more. It is raised further, as far as
+    the system allows, so that a crowd of strangers leaves room for the group.
+    """
+    needed, most = (_EACH + _MEETING) * world + _BESIDE, _with_crowds(world)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"{world} processes need {needed} descriptors in each of them, the system allows {hard}: raise the limit"
+            " (ulimit -Hn, LimitNOFILE= of systemd, nofile in limits.conf) where the processes are started"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

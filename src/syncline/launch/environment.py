@@ -4,21 +4,38 @@ Owns the names of the variables that launchers set. Each launcher has one recogn
 is added there. Does not connect, measure or guess: what is missing or contradicts itself is a UsageError that names
 the variable.
 
-``rank`` and ``world`` count processes: workers first, servers of their own after them.
+``rank`` and ``world`` count processes: workers first, servers of their own after them. What scripts read of their
+place, in the variables that torch.distributed reads, counts workers only, since scripts share out their data by it. A
+server, which runs the script up to ``prepare``, sees the place of the last worker, on its own host if there is one, as
+``syncline.rank()`` says there. ``syncline run`` sets the variables so from the start; other launchers count all
+processes, until ``init`` knows better (``Variables``).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UsageError
-from .hostlist import expand_counts, expand_hosts
 
 Environ = Mapping[str, str]
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+NO_GROUP = (
+    "none: a server takes no part in torch.distributed; call init_process_group() after syncline.prepare(), from which"
+    " servers do not return"
+)
+"""What a server finds for MASTER_PORT: init_process_group() fails there with this text instead of waiting for ever."""
+
+_COUNTING_ALL = ("torchrun", "variables")
 
 
 @dataclass(frozen=True)
@@ -321,3 +338,90 @@ def _number(environ: Environ, name: str, default: int | None = None) -> int:
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"the environment variable {name} must be a whole number, got {text!r}")
     return int(text)
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Every host that one of Slurm's lists names (``gpu[1-3,07],login``), in its order; UsageError for other text.
+
+    A host is a name with any number of bracketed ranges in it; the numbers of a range keep their leading zeros.
+    """
+    hosts: list[str] = []
+    for entry in _split(text):
+        pieces = re.split(r"\[([^\[\]]*)\]", entry)
+        if not entry or any(mark in piece for piece in pieces for mark in "[]"):
+            raise UsageError(f"{text!r} is no list of hosts such as node[01-04]")
+        choices = [list(_numbers(piece, text)) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        hosts += ["".join(parts) for parts in itertools.product(*choices)]
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """The counts of all nodes (``2(x3),1``) in order; UsageError for text that is no such list."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        found = _COUNT.fullmatch(entry.strip())
+        if found is None:
+            raise UsageError(f"{text!r} is no list of counts such as 2(x3),1")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _split(text: str) -> list[str]:
+    """The entries between the commas that are in no bracket."""
+    return [entry.strip() for entry in re.split(r",(?![^\[\]]*\])", text)]
+
+
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    for piece in ranges.split(","):
+        found = _RANGE.fullmatch(piece)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise UsageError(f"{text!r} is no list of hosts: {piece!r} is no range of numbers")
+        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+            yield f"{number:0{len(found[1])}}"
+
+
+def worker_places(hosts: Sequence[str], servers: int) -> list[dict[str, str]]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of every process, given its host; the last are servers."""
+    workers = len(hosts) - servers
+    on_host = Counter(hosts[:workers])
+    local: Counter[str] = Counter()
+    found = []
+    for process, host in enumerate(hosts):
+        number = local[host] if process < workers else max(0, on_host[host] - 1)
+        local[host] += 1
+        place = (min(process, workers - 1), workers, number, max(1, on_host[host]))
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        found.append({name: str(value) for name, value in zip(names, place, strict=True)})
+    return found
+
+
+class Variables:
+    """This process's variables, in which ``count_workers`` replaces some; ``recognise`` still finds the launcher's."""
+
+    def __init__(self) -> None:
+        self._replaced: dict[str, tuple[str, str]] = {}  # the launcher's value, and the one in its place
+
+    def recognise(self, **place: Any) -> Environment:
+        """``recognise`` of what the launcher has set."""
+        variables = dict(os.environ)
+        for name, (before, after) in self._replaced.items():
+            if variables.get(name) == after:  # else somebody else has set it since
+                variables[name] = before
+        return recognise(variables, **place)
+
+    def count_workers(self, environment: Environment, servers: int) -> None:
+        """Let the variables that are there count workers only, where the launcher has counted the servers too."""
+        if servers == 0 or environment.launcher not in _COUNTING_ALL:
+            return
+        first = environment.rank - environment.local_rank
+        here = range(first, first + environment.local_world)
+        hosts = ["here" if process in here else "elsewhere" for process in range(environment.world)]
+        seen = worker_places(hosts, servers)[environment.rank]
+        if environment.rank >= environment.world - servers:
+            seen["MASTER_PORT"] = NO_GROUP
+        for name in seen.keys() & os.environ.keys():
+            before, after = self._replaced.get(name, ("", None))
+            if os.environ[name] != after:
+                before = os.environ[name]
+            os.environ[name] = seen[name]
+            self._replaced[name] = before, seen[name]

@@ -16,7 +16,7 @@ place in process groups of the script's own: where these look for a port it has 
 wait for it for ever.
 
 A process starts on this machine as it is unless its ``Placement`` says otherwise. What a placement is made of, for
-instance a command that enters another network namespace, is not known here.
+instance a command that enters another network namespace, is not known here. What ranks report is in ``wire.reports``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from ..errors import UsageError
-from ..wire import saying
-from .attendance import VARIABLE as ATTENDANCE
-from .attendance import Attendance
+from ..wire import reports
+from ..wire.listener import bind_here
+from ..wire.reports import Reports
 from .child import Child
-from .placement import Placing, here
-from .places import NO_GROUP, worker_places
+from .environment import NO_GROUP, worker_places
 
 GRACE_S = 10.0
 """From the first failure until the other processes are told to end: they print what they know meanwhile."""
@@ -62,12 +61,41 @@ _REASON_CHARS = 400
 _READ_BYTES = 1 << 16
 _STALE = (
     *("TORCHELASTIC_", "SYNCLINE_MEETING_", "SYNCLINE_PROCESS", "SYNCLINE_RUN_ID", "SYNCLINE_TRACE_PARTS"),
-    *(ATTENDANCE, saying.VARIABLE, "GROUP_RANK", "ROLE_"),
+    *(reports.VARIABLE, "GROUP_RANK", "ROLE_"),
 )
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 
 Output = Callable[[int, str], None]
 """Called with a rank and a line that it printed, without the line's end."""
+
+
+def _bind_loopback(port: int) -> socket.socket:
+    return bind_here(port=port)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a process is started; by default on this machine as it is.
+
+    Processes with the same ``host`` count as local to each other. ``prefix`` stands before the command and runs it
+    there; it must become the command (exec), not start it, so that signals arrive. ``env`` is added to the process's
+    environment. ``bind`` makes a socket like ``bind_here`` on that host, on a port of it (0 for a free one), at the
+    address where the others reach it; only that of rank 0 is called.
+    """
+
+    host: str = ""
+    prefix: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    bind: Callable[[int], socket.socket] = _bind_loopback
+
+
+def here(rank: int) -> Placement:  # noqa: ARG001 - the signature of all that place ranks
+    """Every rank on this machine as it is."""
+    return Placement()
+
+
+Placing = Callable[[int], Placement]
+"""Says where a rank is started."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +153,7 @@ class Outcome:
             first = next(ending for ending in self.endings if ending.rank == rank)
             rest = [ending.text for ending in failed if ending is not first]
             # How a process has ended is more than what others saw of it, but for an error that it has told itself.
-            known = first.status and not first.told and not reason.startswith(saying.FAILED)
+            known = first.status and not first.told and not reason.startswith(reports.FAILED)
             told = [first.text if known else f"{first.name} {_first_line(reason)}", *rest]
         return "; ".join(told) or "all processes ended with status 0"
 
@@ -179,8 +207,7 @@ class LocalRun:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self._attendance = Attendance(self._processes)
-        self._said = saying.new_list()
+        self._reports = Reports(self._processes)
         try:
             self._start()
         except BaseException:
@@ -218,7 +245,7 @@ class LocalRun:
         endings = tuple(self._endings)
         if self._stopped is not None:
             return Outcome(self._stopped, endings)
-        culprit = saying.blamed(self._said)
+        culprit = self._reports.culprit()
         first = next((ending for ending in endings if culprit is not None and ending.rank == culprit[0]), None)
         if first is None:
             return Outcome(self._failed or 0, endings)
@@ -256,8 +283,8 @@ class LocalRun:
             seats = worker_places([placement.host for placement in self._placements], self._servers)
             for rank, seat in enumerate(seats):
                 own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
-                own |= self._attendance.environ(rank) | {saying.VARIABLE: str(self._said)}
-                fds = (*self._pass_fds, self._attendance.fd, self._said)
+                own |= self._reports.environ(rank)
+                fds = (*self._pass_fds, self._reports.fd)
                 if rank == 0 and self._processes > 1:  # one alone would never take it, and its children inherit it
                     own["SYNCLINE_MEETING_FD"] = str(door.fileno())
                     fds = (*fds, door.fileno())
@@ -300,7 +327,7 @@ class LocalRun:
         """A process has ended."""
         self._selector.unregister(child.pidfd)
         status = child.look() or 0
-        vanished = not status and self._attendance.present(child.rank)
+        vanished = not status and self._reports.present(child.rank)
         status = 1 if vanished else status
         self._endings.append(Ending(child.rank, self._name(child.rank), status, self._told, vanished))
         if status and self._failed is None and self._stopped is None:
@@ -370,8 +397,7 @@ class LocalRun:
         for sock in self._reserved:
             sock.close()
         self._selector.close()
-        self._attendance.close()
-        os.close(self._said)
+        self._reports.close()
         os.close(self._bell)
 
 

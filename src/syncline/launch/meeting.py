@@ -1,6 +1,6 @@
 """Where this process meets the others of its run, start after start: the place, the secret, the addresses.
 
-Owns what differs between launchers. Rank 0 serves the meeting (``wire.meeting_server``) for as long as a start
+Owns what differs between launchers. Rank 0 serves the meeting (``wire.meeting_sockets``) for as long as a start
 takes: at the address that all were told (``env://``, ``srun``, ``syncline run``, arguments), at one that it tells over
 MPI, or at one that it tells in a store of torch's. The port is free again when a start has ended.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 import secrets
@@ -21,15 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..errors import GroupError, HandshakeError, PeerError, SecretError, UsageError
-from ..wire.doors import open_door
 from ..wire.handshake import run_id
-from ..wire.listener import addresses_towards, dial, interface_address, own_address
+from ..wire.listener import dial, open_door
 from ..wire.meeting import Meeting
-from ..wire.meeting_client import MeetingClient
-from ..wire.meeting_server import PURPOSE, MeetingServer
-from ..wire.saying import FAILED, blame
-from . import agent_store
-from .address import find_address
+from ..wire.meeting_sockets import PURPOSE, MeetingClient, MeetingServer
+from ..wire.reports import FAILED, blame
+from .address import Told, addresses_here, find_address, hear, interface_address, tell
 from .environment import Environment
 
 log = logging.getLogger("syncline")
@@ -136,8 +132,8 @@ class MeetingPoint:
             where = f"{here[0]}:{here[1]}"
             client = MeetingClient(server.adopt(0, f"serving at {where}"), where, environment.world)
             if environment.agent_store:
-                told = agent_store.Told(str(here[0]), int(here[1]), key)
-                agent_store.tell(environment, run, told, limit_s)
+                told = Told(str(here[0]), int(here[1]), key)
+                tell(environment, run, told, limit_s)
         except BaseException:
             server.close()
             raise
@@ -152,7 +148,7 @@ class MeetingPoint:
         port = 0 if environment.agent_store else environment.port
         if port == 0 and not environment.agent_store:
             raise UsageError("rank 0 needs a port to meet at: give address=host:port, or MASTER_PORT")
-        addresses = _addresses(environment)
+        addresses = addresses_here(environment)
         with contextlib.suppress(UsageError):  # one that there is not is told to all, at the other doors
             if interface:
                 addresses = list(dict.fromkeys([interface_address(interface), *addresses]))
@@ -201,42 +197,12 @@ def secret_bytes(secret: str | bytes | None) -> bytes:
     return os.fsencode(secret) if isinstance(secret, str) else secret
 
 
-def listen_address(environment: Environment, interface: str | None) -> str:
-    """The address of the interface asked for, or the one from which rank 0's machine is reached."""
-    return interface_address(interface) if interface else _addresses(environment)[0]
-
-
-def _addresses(environment: Environment) -> list[str]:
-    """This machine's addresses from which rank 0's is reached, and first one that the others reach."""
-    if not environment.address:  # a store that is no server: a file that all hosts may have
-        try:
-            return [own_address()]
-        except GroupError:
-            return ["127.0.0.1"]
-    found = addresses_towards(environment.address, environment.port or 1)
-    elsewhere = environment.local_world < environment.world and not _is_loopback(environment.address)
-    if elsewhere and all(map(_is_loopback, found)):
-        # Systems give their own name an address such as 127.0.1.1, under which other hosts find themselves.
-        with contextlib.suppress(GroupError):
-            found.insert(0, own_address())
-    return found
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether an address, or a name, is each host's own wherever it is asked."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-        return found.is_loopback or found.is_unspecified
-    except ValueError:
-        return address == "localhost" or address.endswith(".localhost")
-
-
 def _call(environment: Environment, run: str, secret: bytes, deadline: float) -> tuple[MeetingClient, bytes]:
     """The other ranks' part: find out where the meeting is, and knock until it opens."""
     limit_s = max(0.0, deadline - time.monotonic())
-    told = agent_store.Told(environment.address, environment.port)
+    told = Told(environment.address, environment.port)
     if environment.agent_store:
-        told = agent_store.hear(environment, run, limit_s)
+        told = hear(environment, run, limit_s)
     rank, pause = environment.rank, _PAUSE_S
     failure: HandshakeError | OSError | None = None
     while True:
@@ -259,7 +225,7 @@ def _call(environment: Environment, run: str, secret: bytes, deadline: float) ->
         if environment.agent_store:  # which may have told the place of an earlier start
             before = told
             with contextlib.suppress(GroupError):
-                told = agent_store.hear(environment, run, max(_PAUSE_S, deadline - time.monotonic()))
+                told = hear(environment, run, max(_PAUSE_S, deadline - time.monotonic()))
             failure = failure if told == before else None
 
 

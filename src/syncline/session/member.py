@@ -25,8 +25,8 @@ from ..errors import ClosedError, PeerError, PeerLeft, ProtocolError, SynclineEr
 from ..nouns import Group
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits, find_culprit
-from ..wire.member import Roll
-from ..wire.saying import FAILED
+from ..wire.meeting import Roll
+from ..wire.reports import FAILED
 from ..wire.watch import Watcher
 
 VERDICT_S = 2.0

@@ -1,6 +1,6 @@
 """An exception that ends the script: printed so that it can be read among those of other ranks, and told to them.
 
-What one rank has said no other repeats (``wire.saying``).
+What one rank has said no other repeats (``wire.reports``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ..errors import PeerError, SynclineError
-from ..wire.saying import FAILED, first_time, say
+from ..wire.reports import FAILED, first_time, say
 from ..wire.watch import FAILED_STATUS
 from .session import Session
 

@@ -29,7 +29,7 @@ from ..plans.sums import order_of_additions
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
-from ..wire.member import Roll
+from ..wire.meeting import Roll
 from .communicator import Array, Communicator, Everyone, compiled, has_phases, phases_of, planned
 from .member import Ending, Membership
 from .tickets import BUCKET_KEYS, TABLE

@@ -16,8 +16,7 @@ from .. import registry
 from ..errors import UsageError
 from ..strategy.grammar import read_part
 from ..strategy.parts import bind
-from ..transports import Bytes, Handle, Place, Transport
-from ..wire.store import MemoryStore
+from ..transports import Bytes, Handle, MemoryStore, Place, Transport
 from .laws import require
 
 LIMIT_S = 20.0

@@ -30,7 +30,7 @@ from ..engine.order import Work
 from ..errors import PeerTimeout, SynclineError
 from ..kernels.private import new_file
 from ..session.session import Session
-from ..wire.saying import first_time, say
+from ..wire.reports import first_time, say
 from .chrome import RecordedRun, write
 from .clocks import Reading, best, identity
 from .folder import PARTS, VARIABLE, checked_target, folder_of, open_part, part_name

@@ -13,14 +13,13 @@ receives can deadlock.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ..wire.store import MemoryStore, Store
 
 Bytes = NDArray[np.uint8]
 """One-dimensional contiguous uint8 array: how data are passed to a transport."""
@@ -153,6 +152,50 @@ class HasAllreduce(Protocol):
         UsageError for element types that the library cannot add.
         """
         ...
+
+
+class Store(Protocol):
+    """The small notebook in which a message library's processes find each other. Every call has a time limit.
+
+    Between processes it is the meeting (``wire.meeting_sockets``), which keeps little and for the start only.
+    """
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """Read a value; None when nobody has written it yet."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that starts at 0 and return its new value."""
+        ...
+
+
+class MemoryStore:
+    """A store between the threads of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}
+        self._counters: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        with self._lock:
+            self._values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        """Read a value; None when nobody has written it yet."""
+        with self._lock:
+            return self._values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        with self._lock:
+            self._counters[key] = self._counters.get(key, 0) + amount
+            return self._counters[key]
 
 
 @dataclass(frozen=True)

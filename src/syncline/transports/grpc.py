@@ -60,8 +60,8 @@ from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
 from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..wire import handshake
-from ..wire.doors import Refusals
 from ..wire.links import broken
+from ..wire.listener import Refusals
 from . import Bytes, Place
 from ._bell import Bell
 from ._envelope import Enveloped

@@ -30,8 +30,7 @@ from ..nouns import Rate, Seconds
 from ..registry import register
 from ..wire.links import CONTROL, Frame, Link, Loop, broken
 from ..wire.scratch import Adding, Scratch, can_add
-from ..wire.shape import NO_DELAY, Shape
-from ..wire.shaped import Line, ShapedLoop
+from ..wire.shaped import NO_DELAY, Line, Shape, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
 from ._operations import UNCLAIMED_BYTES, Looped, Matcher, Receive
 

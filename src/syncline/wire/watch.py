@@ -42,8 +42,8 @@ import numpy as np
 
 from ..errors import PeerError, PeerLost
 from .culprit import ANSWER_BYTES, Answer, pack, unpack
-from .member import Member, Roll, printable
-from .saying import FAILED, blame, first_time, in_bytes, say
+from .meeting import Member, Roll, printable
+from .reports import FAILED, blame, first_time, in_bytes, say
 
 _POLLFD = struct.Struct("=ihh")
 

@@ -24,8 +24,7 @@ from rich.text import Text
 from ... import api
 from ...errors import UsageError
 from ...launch.environment import Environment, recognise
-from ...launch.local import LEFT_S, launch
-from ...launch.placement import Placing, here
+from ...launch.local import LEFT_S, Placing, here, launch
 from ...nouns import Rate
 from ...predict.networks import to_json
 from ...report import calibration_table

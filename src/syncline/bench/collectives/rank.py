@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...launch.address import listen_address
 from ...launch.environment import recognise
-from ...launch.meeting import listen_address
 from ..peers import Array, Seat
 from .contenders import connect, load_library, read_name
 from .kinds import collective

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ...launch.address import listen_address
 from ...launch.environment import recognise
-from ...launch.meeting import listen_address
 from ...registry import register
 from . import Array, Seat
 
