@@ -136,7 +136,7 @@ def test_easgd_is_two_springs(group: Any, strategy: str) -> None:
         found = trained(here)
         assert here.replica is not None
         assert here.replica.averaging is not None
-        here.replica.averaging.consolidate()
+        here.replica.trained.consolidate()
         return [*found, weights(here.model)]
 
     centre: list[Weights] = []

@@ -25,14 +25,13 @@ from ..serving.shard import Build
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
 from ..session.session import Session
-from ..session.tickets import AVERAGE, CONSOLIDATE, Meeting, step_argument
-from ..sync import Agrees, Averages, Mixes, alone
+from ..sync import Averages, alone
 from ..training.exchange import BucketExchange, storages_of
 from ..training.memory import Blocks, InPlace, agree_on_model, copy_from_rank_0
 from ..training.model import Framework, TrainedModel
-from ._agreed import AgreedWeights, MixedWeights
+from ..training.weights import WeightExchange
 from ._coming import Coming
-from ._weights import Array, Weights
+from ._weights import Array, HeldWeights, Weights
 
 Kind = Literal["exchanged", "own", "averaged"]
 """A step whose gradients are exchanged, a worker's own one, and one after which weights are."""
@@ -66,35 +65,39 @@ class FlatModel:
         held_or_agreed = isinstance(session.strategy.sync_mode(), Averages) or session.strategy.server_holds_weights
         storages, said = [self.gradients] * storages_of(session.strategy), None if held_or_agreed else rule
         self.exchange = BucketExchange(session, self.key, layout, storages, InPlace(session.engine), rule=said)
-        self._mode, arrays = self.exchange.mode, self.gradients.arrays
+        self._mode = self.exchange.mode
+        self.trained = TrainedModel(session, self.exchange, len(self.specs), Framework(apply=self._apply))
         self.held: Blocks | None = None  # the weights as they travel, where they do
-        self.agreed: AgreedWeights | MixedWeights | None = None
         self.worker: Worker | None = None
         if held_or_agreed:
             self.held = Blocks(layout.layers, layout.buckets, session.engine.allocate)
             self.held.take(self.gradients)
-        if self.held is not None and isinstance(self._mode, Agrees):
-            self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, arrays)
-        elif self.held is not None and isinstance(self._mode, Mixes):
-            self.agreed = MixedWeights(self._mode, session.world_size, session.rank, self.held.arrays, arrays)
-            self.exchange.program = self.agreed.program
+        if self.held is not None and isinstance(self._mode, Averages):
+            memory = HeldWeights(weights, self.held, self.gradients, session.world_size)
+            self.averaging = WeightExchange(session, self.key, self._mode, memory, follows=True)
+            self.trained.weights, self.exchange.program = self.averaging, self.averaging.program
         elif self.held is not None:
+            arrays = self.gradients.arrays
             model = Model(layout, arrays, self.held.arrays, self.exchange.compression, self.key)
             self.worker = self.exchange.owners = attach(session, model, build, [])
         self._alone = False  # the present step is the worker's own
-        self.follows = True
-        """Whether all have the same weights, which those that are agreed on have yet to become."""
         self.gone = False  # another has the weights
         self._backward: Span | None = None
-        framework = Framework(met=self._met, apply=self._apply, average=self._average)
-        self.trained = TrainedModel(session, self.exchange, len(self.specs), framework)
         self.exchange.plan()
         session.consolidates[self.key] = self._consolidate
+
+    averaging: WeightExchange | None = None
+    """What exchanges weights, where workers train by themselves."""
 
     @property
     def steps(self) -> int:
         """How many have been made."""
         return self.trained.machine.begun
+
+    @property
+    def follows(self) -> bool:
+        """Whether all have the same weights, which those that are agreed on have yet to become."""
+        return self.averaging is not None and self.averaging.follows
 
     @property
     def present(self) -> int:
@@ -165,7 +168,7 @@ class FlatModel:
                 f"sync={self.session.strategy.sync.name} exchanges nothing in step {self.steps}, and the owners"
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
             )
-        self._alone = self.agreed is not None and not due
+        self._alone = self.averaging is not None and not due
         self._begun = self.steps
         self._share = 1.0 / self.session.world_size if due and not alone(self._mode) else 1.0
         self.coming.begin()
@@ -244,33 +247,16 @@ class FlatModel:
 
     def _step_alone(self) -> None:
         """A step of the worker's own, and what the workers exchange after it."""
-        assert self.agreed is not None
-        assert self.held is not None
-        if self.follows:
-            self.weights.read(self.held.flat)
-            self.agreed.begin()
-            self.follows = False
+        self.trained.made_alone()
         self.weights.update(self.gradients.flat)
-        self.trained.machine.made_alone()
-        self.trained.do(self.trained.machine.updated())
-
-    # What the state machine says.
-
-    def _met(self, kind: int, meeting: Meeting, step: int) -> None:  # noqa: ARG002
-        if kind == AVERAGE and self.agreed is not None and self.held is not None:
-            self.weights.read(self.held.flat)
-            self.agreed.put()
+        self.trained.settle()
 
     def _apply(self, action: Apply) -> None:  # noqa: ARG002
         """All buckets of a step: what engines do that wait at the end of backward."""
         if self.worker is None:  # owners have
             self.weights.update(self.gradients.flat)
-            self.follows = True
-
-    def _average(self, step: int) -> None:
-        if self.agreed is not None and self.held is not None:
-            self.agreed.take(step)
-            self.weights.write(self.held.flat)
+            if self.averaging is not None:
+                self.averaging.updated_alike()
 
     # Between steps.
 
@@ -316,22 +302,11 @@ class FlatModel:
         if self.worker is not None and self.held is not None and (pulls := self.worker.consolidate()):
             self.session.engine.wait(*pulls)
             self.weights.write(self.held.flat)
-        if self.agreed is not None and self.held is not None:
-            self.session.agree(CONSOLIDATE, step_argument(self.key, self.steps))
-            self.weights.read(self.held.flat)
-            if self.follows:
-                self.agreed.begin()
-            if self.agreed.put_own():
-                for array in self.gradients.arrays:
-                    self.session.run(self.session.allreduce_program(array.nbytes), array, "consolidate")
-            self.agreed.take_final()
-            self.weights.write(self.held.flat)
+        self.trained.consolidate()
 
     def fault(self, text: str) -> GradientError:
-        """An error of this rank that ends the run for all."""
-        error = GradientError(self.session.titled(f"{self.session.name(self.session.index)}: {text}"))
-        self.session.fail(error)
-        return error
+        """As ``Session.fault``."""
+        return self.session.fault(text)
 
 
 def flat_models(session: Session) -> list[FlatModel]:

@@ -51,7 +51,7 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
             if STEP in kinds:
                 replica.shadow(meeting, step_of(tickets[kinds.index(STEP)]))  # not all of their steps are exchanged
             if AVERAGE in kinds and replica.averaging is not None:
-                replica.averaging.shadow(meeting, step_of(tickets[kinds.index(AVERAGE)]))
+                replica.trained.shadow(AVERAGE, meeting, step_of(tickets[kinds.index(AVERAGE)]))
             over = client is None or client.shadow(kinds[others[0]], others[0])
 
 
@@ -60,7 +60,7 @@ def _end(replica: Replica, steps: list[int], held: bool) -> None:
     longest = steps.index(max(steps))
     if replica.averaging is not None:
         replica.steps = max(steps)
-        replica.averaging.consolidate()
+        replica.trained.consolidate()
         replica.listeners.joined(longest)
         return
     if min(steps) < max(steps) or replica.made_local_steps:

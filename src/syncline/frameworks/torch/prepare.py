@@ -19,9 +19,8 @@ from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
-from ...sync import Agrees, Averages, Mixes
+from ...sync import Averages
 from .advice import tell_of_slow_start
-from .agreed import Differences, Mixture
 from .agreement import check_same_model, check_same_own, copy_from_worker
 from .averaging import Averaging
 from .choosing import Choosing
@@ -71,8 +70,7 @@ class Prepared:
         self.replica.flush()
         if self.client is not None:
             self.client.consolidate()
-        if self.replica.averaging is not None:
-            self.replica.averaging.consolidate()
+        self.replica.trained.consolidate()
 
     def release(self, fetch: bool = False, settle: bool = False) -> None:
         """Make model and optimizer the user's own again.
@@ -204,14 +202,9 @@ def let_go(session: Session, model: torch.nn.Module) -> None:
 def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
     """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
     if optimizer is not None:
-        mode, parameters = session.strategy.sync_mode(), [item for _, item in replica.named]
-        if isinstance(mode, Agrees):
-            differences = Differences(replica.storages[-1], parameters, session.world_size, mode)
-            replica.averaging = Averaging(replica, differences)
-        elif isinstance(mode, Mixes):
-            mixture = Mixture(replica.storages[-1], parameters, session, mode)
-            replica.exchange.program = lambda step: mixture.mix(step).program
-            replica.averaging = Averaging(replica, mixture)
+        mode = session.strategy.sync_mode()
+        if isinstance(mode, Averages):
+            replica.averaging = Averaging(replica, mode)
         if session.strategy.schedule_object().apply != "step":
             defer_steps(replica, optimizer)
         replica.listeners.joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])

@@ -23,7 +23,7 @@ from ...engine.step import Apply
 from ...errors import GradientError
 from ...session.layout import Layout, decide_layout
 from ...session.session import Session
-from ...session.tickets import AVERAGE, STEP, Meeting
+from ...session.tickets import STEP, Meeting
 from ...sync import alone, exchanges_gradients
 from ...training.exchange import BucketExchange, storages_of
 from ...training.model import Framework, TrainedModel
@@ -80,10 +80,9 @@ class Replica:
                 check=self.check_start,
                 begin=self._begin,
                 weight=self._weight,
-                fingerprint=self._fingerprint,
                 met=self._met,
                 apply=self._apply,
-                average=self._average,
+                averaged=self._averaged,
             ),
         )
         self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
@@ -199,7 +198,7 @@ class Replica:
 
     def made_alone(self) -> None:
         """A step of the rank's own was made, whose gradients are left as they are."""
-        self.trained.machine.made_alone()
+        self.trained.made_alone()
         self._steps += 1
 
     def made_step(self, meeting: Meeting | None, due: bool) -> None:
@@ -219,29 +218,22 @@ class Replica:
     def _begin(self) -> None:
         self.listeners.begin()
 
-    def _weight(self, kind: int) -> float:
-        return self._averaging.weight if kind == AVERAGE else self.passes.weight()
-
-    def _fingerprint(self) -> int:
-        return self._averaging.fingerprint
+    def _weight(self) -> float:
+        return self.passes.weight()
 
     def _met(self, kind: int, meeting: Meeting, step: int) -> None:
-        if kind == AVERAGE:
-            self._averaging.met(meeting, step)
-        else:
+        if kind == STEP:
             self.buffers.start(meeting)
+        elif self.averaging is not None:
+            self.averaging.met(kind, meeting, step)
 
     def _apply(self, action: Apply) -> None:
         if self.crossing is not None:
             self.crossing.apply(action)
 
-    def _average(self, step: int) -> None:
-        self._averaging.average(step)
-
-    @property
-    def _averaging(self) -> Averaging:
-        assert self.averaging is not None  # or there would be no such exchanges
-        return self.averaging
+    def _averaged(self, kind: int) -> None:
+        if self.averaging is not None:
+            self.averaging.averaged(kind)
 
     def check_start(self) -> None:
         """A step that is exchanged begins."""
@@ -252,10 +244,8 @@ class Replica:
         self.listeners.first_exchange = nothing
 
     def fault(self, text: str) -> GradientError:
-        """An error of this rank that ends the run for all."""
-        error = GradientError(self.session.titled(f"{self.session.name(self.session.index)}: {text}"))
-        self.session.fail(error)
-        return error
+        """As ``Session.fault``."""
+        return self.session.fault(text)
 
 
 def _measuring(model: torch.nn.Module, named: Named, steps: int, forward: bool) -> LayerTimes:
