@@ -341,5 +341,5 @@ class WeightExchange:
         if len(marks) > 1:
             raise self._session.fault(
                 "ranks have loaded different weights into the model since all agreed on some, so that what theirs"
-                " differ by says nothing: load the same ones on all ranks, or a checkpoint, by load_state_dict(), after them"
+                " differ by says nothing: load the same ones on all ranks, or a checkpoint (load_state_dict) after them"
             )

@@ -212,7 +212,7 @@ class Averaging:
     @property
     def weight(self) -> float:
         """What this rank counts in an exchange of weights: nothing where it has made no step since the last one."""
-        return self._weights.weight(self._replica.passes.weight)
+        return self._weights.weight(self._replica.weight)
 
     def met(self, kind: int, meeting: Meeting, step: int) -> None:
         """All come to exchange weights after that step, or to consolidate them."""
@@ -223,7 +223,7 @@ class Averaging:
         """All of it has come."""
         self._buffers.finish()
         if kind == AVERAGE:
-            self._replica.passes.counting.reset()
+            self._replica.counting.reset()
 
     def saved(self) -> dict[str, Any]:
         """What a resumed run has to know: of all workers, which call it together.
@@ -280,12 +280,12 @@ class Averaging:
             raise UsageError(f"the agreed weights in this state are of another model: {error}") from error
         weights.since, weights.follows = int(saved["since"]), bool(saved["synchronous"])
         if len(ranks) == session.world_size and weights.since:
-            self._replica.passes.counting.resume(float(saved["counted"][session.rank]))
+            self._replica.counting.resume(float(saved["counted"][session.rank]))
 
     def forget(self) -> None:
         """A state that has nothing of this was loaded: go on from the weights that there are, as in the beginning."""
         self._weights.forget()
-        self._replica.passes.counting.resume(0.0)
+        self._replica.counting.resume(0.0)
 
 
 def _load_own(tensor: torch.Tensor, of_ranks: Sequence[torch.Tensor | None], rank: int | None) -> None:

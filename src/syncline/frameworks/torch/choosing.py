@@ -27,7 +27,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,11 +42,9 @@ from ...tuning.schedule_choice import candidates, choose_schedule, with_measurin
 from ...tuning.trials import Trials
 from .compiled import is_compiled
 from .parts import updates_alone
+from .passes import TrainedReplica
 from .stepping import defer_steps, end_deferred_steps
 from .supported import check_crossing
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 log = logging.getLogger("syncline")
 
@@ -68,7 +65,7 @@ _BEGUN, _MEASURING, _CROSSING, _WAITING, _WATCHING, _TRYING, _OVER = range(7)
 class Choosing:
     """Chooses the schedule of the model of ``replica``; ``optimizer`` updates its weights, if one is known."""
 
-    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, replica: TrainedReplica, optimizer: torch.optim.Optimizer | None) -> None:
         self._replica, self._optimizer = replica, optimizer
         self._phase, self._patience = _BEGUN, _PATIENCE
         self._steps = 0  # in this phase

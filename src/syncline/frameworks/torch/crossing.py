@@ -29,7 +29,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,11 +43,9 @@ from .intact import Writes
 from .local import LocalSteps
 from .owed import Owed
 from .parts import Values, has_hooks, update, updates_alone, values_of, write_back
+from .replica import Replica
 from .storage import shares_memory
 from .supported import check_held
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 log = logging.getLogger("syncline")
 

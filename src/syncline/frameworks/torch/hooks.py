@@ -28,6 +28,10 @@ class Told(Protocol):
         """A forward pass has ended."""
         ...
 
+    def came_through_output(self) -> None:
+        """A backward pass has come through what a forward pass gave."""
+        ...
+
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient has been accumulated."""
         ...

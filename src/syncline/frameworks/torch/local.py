@@ -39,7 +39,7 @@ class LocalSteps:
         """A backward pass begins to make gradients; what is left of the one before has not been stepped from."""
         self._mine.clear()
 
-    def keep(self, number: int, gradient: torch.Tensor, *, copy: bool) -> None:
+    def keep(self, number: int, gradient: torch.Tensor, copy: bool) -> None:
         """This worker's own gradient of a parameter."""
         self._mine[number] = gradient.clone() if copy else gradient
 

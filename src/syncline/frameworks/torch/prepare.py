@@ -25,13 +25,13 @@ from .agreement import check_same_model, check_same_own, copy_from_worker
 from .averaging import Averaging
 from .choosing import Choosing
 from .computing import steps_of
-from .guard import Forms
 from .optimizer import give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .own_values import OwnValues, group_values
 from .parts import updates_alone
+from .passes import TrainedReplica
 from .pulling import pull_by_layer
-from .replica import Replica
+from .replica import Forms
 from .served import Client, model_of
 from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
@@ -62,7 +62,7 @@ class Prepared:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
-    replica: Replica
+    replica: TrainedReplica
     client: Client | None
 
     def consolidate(self) -> None:
@@ -117,7 +117,7 @@ def prepare(
         _serve(session, selection.trained(), optimizer, probed)
         return None
     tell_of_slow_start(session, selection.trained(), optimizer)
-    replica = Replica(session, model, options, first_key=first_key, copier=copier)
+    replica = TrainedReplica(session, model, options, first_key=first_key, copier=copier)
     if optimizer is None or not session.strategy.server_holds_weights:
         made = _attach_all_reduced(session, optimizer, replica)
     else:
@@ -199,7 +199,7 @@ def let_go(session: Session, model: torch.nn.Module) -> None:
                 other.leave_model(key)
 
 
-def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
+def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: TrainedReplica) -> Prepared:
     """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
     if optimizer is not None:
         mode = session.strategy.sync_mode()
@@ -212,7 +212,7 @@ def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | Non
     return Prepared(replica.model, optimizer, replica, None)
 
 
-def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+def _check_all_prepared(replica: TrainedReplica, optimizer: torch.optim.Optimizer) -> None:
     """Raise GradientError where the optimizer trains something whose gradients nobody averages."""
     for tensor in foreign_to(replica.session.models, optimizer):
         if tensor.requires_grad:
@@ -223,7 +223,9 @@ def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> N
             )
 
 
-def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: Probed, replica: Replica) -> Prepared:
+def _attach_served(
+    session: Session, optimizer: torch.optim.Optimizer, probed: Probed, replica: TrainedReplica
+) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
     staging, by_layer = replica.exchange.staging, session.strategy.schedule_object().apply == "layer"
     device = torch.device("cpu") if by_layer and staging.device is None else staging.device
@@ -247,7 +249,7 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: P
     return Prepared(replica.model, optimizer, replica, client)
 
 
-def _refuse_local_step(replica: Replica) -> None:
+def _refuse_local_step(replica: TrainedReplica) -> None:
     raise replica.fault(
         f"sync={replica.session.strategy.sync.name} exchanges nothing in step {replica.steps}, and the servers that"
         " hold the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"

@@ -14,7 +14,6 @@ rate than at the first gradient, weights that were changed since then, clipping 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,12 +22,11 @@ from ...serving.worker import PushThenPull
 from .crossing import Crossing
 from .owed import Owed
 from .own_values import group_values
+from .passes import TrainedReplica
+from .replica import Replica
 from .served import Client
 from .stepping import watch_zero_grad
 from .storage import Storage
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 log = logging.getLogger("syncline")
 
@@ -88,7 +86,7 @@ class Pulling(Crossing):
         vars(self.model).pop("zero_grad", None)
 
 
-def pull_by_layer(replica: Replica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
+def pull_by_layer(replica: TrainedReplica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
     """Let the steps of a model end in the next iteration, each layer waiting for its own weights."""
     crossing = Pulling(replica, optimizer, client, weights)
     replica.crossing = client.crossing = crossing

@@ -32,7 +32,7 @@ from ...session.tickets import Meeting
 from ...sync import backup_of
 from .intact import Contents
 from .own_values import OwnValues
-from .replica import Replica
+from .passes import TrainedReplica
 from .shard import as_elements, in_memory_order, whole_state
 from .storage import Storage
 
@@ -63,7 +63,7 @@ class Client:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: TrainedReplica,
         weights: Storage,
         worker: Worker,
         *,
@@ -533,7 +533,7 @@ class Client:
         )
 
 
-def model_of(replica: Replica, weights: Storage) -> Model:
+def model_of(replica: TrainedReplica, weights: Storage) -> Model:
     """A model as its owners see it, the way it is laid out now."""
     exchange = replica.exchange
     return Model(exchange.layout, replica.storage.arrays, weights.arrays, exchange.compression, exchange.key)

@@ -17,7 +17,7 @@ import torch
 from ...schedules import goes_ahead
 from .crossing import Crossing
 from .optimizer import hide_step, looks_at_gradients, mix_in, own_class
-from .replica import Replica
+from .passes import TrainedReplica
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -109,7 +109,7 @@ class Stepping:
         return copyreg._reconstructor, (plain, object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
 
 
-def defer_steps(replica: Replica, optimizer: torch.optim.Optimizer, *, gives_way: bool = False) -> None:
+def defer_steps(replica: TrainedReplica, optimizer: torch.optim.Optimizer, *, gives_way: bool = False) -> None:
     """Let the steps of a model end in the next iteration: the optimizer's updates wait until they are needed.
 
     ``gives_way`` says that another schedule may take the place of one that crosses iterations.
