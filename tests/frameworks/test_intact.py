@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from syncline.frameworks.torch.guard import Forms
 from toy import (
     SERVED,
     STAGED,
@@ -27,9 +28,7 @@ from toy import (
 )
 
 from syncline.errors import GradientError, MismatchError
-from syncline.frameworks.torch.guard import Forms
-from syncline.frameworks.torch.intact import SAMPLES, Contents
-from syncline.frameworks.torch.storage import Storage, layers_of
+from syncline.frameworks.torch.storage import SAMPLES, Contents, Storage, layers_of
 from syncline.strategy.strategy import Strategy
 
 Change = Callable[[Here], object]

@@ -11,7 +11,7 @@
 
 Steps may end in the next iteration only where that pays: where no rank looks at gradients between backward and the
 optimizer's step, changes them, calls the optimizer with a closure, or looks at weights between two steps. Ranks watch
-for it as they would complete what is looked at (``crossing``), and their tickets say what they have seen. Rank 0
+for it as they would complete what is looked at (``overlap``), and their tickets say what they have seen. Rank 0
 chooses such a schedule if no rank has seen anything in the steps that were measured, or watched, and the best of the
 others when one does later. Every rank is told with the layout, and goes by that alone: all phases follow from it, and
 whatever is looked at before is right under the schedule that runs. Some ranks, models and optimizers can make no such
@@ -41,9 +41,9 @@ from ...training.exchange import REPLACES
 from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets, worth_a_trial
 from ...tuning.trials import Trials
 from .compiled import is_compiled
-from .parts import updates_alone
+from .deferred import updates_alone
+from .optimizer import defer_steps, end_deferred_steps
 from .passes import TrainedReplica
-from .stepping import defer_steps, end_deferred_steps
 from .supported import check_crossing
 
 log = logging.getLogger("syncline")

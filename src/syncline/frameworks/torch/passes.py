@@ -5,7 +5,7 @@ on the way by the number of ranks unless each rank's is an update by itself, and
 after ``zero_grad(set_to_none=True)`` that is the only copy (``Produced``). The state machine of the step
 (``engine.step``) is told, whose answers are carried out (``training.model``); what it wants to be waited for at the end
 has arrived when ``backward()`` returns, so that what follows (clipping, GradScaler, the step) sees averaged gradients.
-The step's ticket, which says how much this rank counts (``samples``), goes with the first gradient, unless the pass may
+The step's ticket, which says how much this rank counts (``options``), goes with the first gradient, unless the pass may
 still add to the weight.
 
 A re-entrant checkpoint may produce a gradient several times in one backward pass (``backward``). Whether a model has
@@ -14,7 +14,7 @@ pass ends. So is every later one if there were some.
 
 A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
 
-Owns what else has to do with the passes: updates that wait for the next one (``crossing``), weights that are exchanged
+Owns what else has to do with the passes: updates that wait for the next one (``overlap``), weights that are exchanged
 in place of gradients (``averaging``), batch statistics (``buffers``).
 """
 
@@ -36,10 +36,9 @@ from .averaging import Averaging
 from .backward import Backward, Keep, Produced
 from .batch_norm import SyncBatchNorm
 from .buffers import Buffers
-from .crossing import Crossing
-from .options import Options
+from .options import Options, Samples
+from .overlap import Crossing
 from .replica import Replica
-from .samples import Samples
 from .staging import Copier
 
 

@@ -20,22 +20,20 @@ from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
 from ...sync import Averages
-from .advice import tell_of_slow_start
 from .agreement import check_same_model, check_same_own, copy_from_worker
 from .averaging import Averaging
 from .choosing import Choosing
-from .computing import steps_of
-from .optimizer import give_back, put_together, take_over
+from .deferred import updates_alone
+from .hooks import steps_of
+from .optimizer import defer_steps, end_deferred_steps, give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .own_values import OwnValues, group_values
-from .parts import updates_alone
 from .passes import TrainedReplica
 from .pulling import pull_by_layer
 from .replica import Forms
 from .served import Client, model_of
 from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
-from .stepping import defer_steps, end_deferred_steps
 from .storage import Array, Storage, layers_of
 from .supported import (
     check_averaging,
@@ -50,6 +48,7 @@ from .supported import (
     check_parameters,
     check_served,
     foreign_to,
+    tell_of_slow_start,
 )
 
 

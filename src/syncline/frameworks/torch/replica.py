@@ -27,8 +27,7 @@ from ...training.exchange import BucketExchange, storages_of
 from ...training.model import Framework, TrainedModel
 from .batch_norm import unsynchronised
 from .hooks import Hooks, Listeners, Told, nothing
-from .options import Named, Options, Selection
-from .samples import Counting, Fixed, Samples
+from .options import Counting, Fixed, Named, Options, Samples, Selection
 from .staging import Copier, device_of, staging_for
 from .storage import Storage, layers_of
 from .supported import check_only_ours

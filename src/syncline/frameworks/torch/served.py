@@ -30,11 +30,10 @@ from ...serving.traffic import Model
 from ...serving.worker import Worker
 from ...session.tickets import Meeting
 from ...sync import backup_of
-from .intact import Contents
 from .own_values import OwnValues
 from .passes import TrainedReplica
 from .shard import as_elements, in_memory_order, whole_state
-from .storage import Storage
+from .storage import Contents, Storage
 
 
 class Overlap(Protocol):
