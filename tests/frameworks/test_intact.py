@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from syncline.frameworks.torch.guard import Forms
 from toy import (
     SERVED,
     STAGED,
@@ -28,6 +27,7 @@ from toy import (
 )
 
 from syncline.errors import GradientError, MismatchError
+from syncline.frameworks.torch.replica import Forms
 from syncline.frameworks.torch.storage import SAMPLES, Contents, Storage, layers_of
 from syncline.strategy.strategy import Strategy
 

@@ -30,7 +30,7 @@ class Rank:
         buckets = schedule.buckets(layers)
         self.layout = Laid(buckets, [schedule.priority(bucket) for bucket in buckets])
         self.schedule, self.mode, self.key, self.flags = schedule, mode, KEY, 0b10
-        self.staging = SimpleNamespace(device=None)
+        self.staging, self.world_size = SimpleNamespace(device=None), 1
         self.engine, self.strategy = self, SimpleNamespace(server_holds_weights=False)
         self.heard: list[tuple[Any, ...]] = []
         self.operations: dict[int, BucketPhase] = {}  # by the identity of their works

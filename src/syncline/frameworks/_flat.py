@@ -25,7 +25,7 @@ from ..serving.shard import Build
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
 from ..session.session import Session
-from ..sync import Averages, alone
+from ..sync import Averages
 from ..training.exchange import BucketExchange, storages_of
 from ..training.memory import Blocks, InPlace, agree_on_model, copy_from_rank_0
 from ..training.model import Framework, TrainedModel
@@ -92,7 +92,7 @@ class FlatModel:
     @property
     def steps(self) -> int:
         """How many have been made."""
-        return self.trained.machine.begun
+        return self.trained.steps
 
     @property
     def follows(self) -> bool:
@@ -100,16 +100,11 @@ class FlatModel:
         return self.averaging is not None and self.averaging.follows
 
     @property
-    def present(self) -> int:
-        """The number of the step whose gradients are coming, or would come next."""
-        return self.steps if self._alone or not self.coming.begun else self._begun
-
-    @property
     def kind(self) -> Kind:
         """What the next step is."""
         if self.trained.machine.due:
             return "exchanged"
-        return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.present) else "own"
+        return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.steps) else "own"
 
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0; between two."""
@@ -169,43 +164,42 @@ class FlatModel:
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
             )
         self._alone = self.averaging is not None and not due
-        self._begun = self.steps
-        self._share = 1.0 / self.session.world_size if due and not alone(self._mode) else 1.0
+        self._share = self.trained.share if due else 1.0
         self.coming.begin()
 
     def step(self) -> None:
         """All gradients have come: have the weights updated with the workers' mean; all workers call it."""
         if self.coming.missing:
             raise self.fault(f"step() without the gradients of {self.coming.names_of_missing()}")
-        observer, optimizing = self.session.observer, None
         if self._backward is not None:
             self._backward.end()
             self._backward = None
-        try:
+        due = self.trained.machine.due
+        with self.trained.others_waiting():
             if not self._alone:
                 self.trained.do(self.trained.machine.backward_ended())
-            if observer is not None:
-                optimizing = begin(observer, "optimizer", "optimizer step")
-            if self._alone:
-                self._step_alone()
-            elif self.worker is not None:
-                self._step_by_owners(self.worker)
-            else:
-                self.trained.do(self.trained.machine.stepped())
-            if (
-                self.exchange.schedule.apply == "layer"
-            ):  # nobody shows when a weight is read first, so all are waited for
-                self.trained.do(self.trained.machine.flush())
+            observer = self.session.observer
+            optimizing = None if observer is None else begin(observer, "optimizer", "optimizer step")
+            try:
+                self._update()
+            finally:
+                if optimizing is not None:
+                    optimizing.end()
+            if not self._alone:
+                self.trained.made_step(due)
             self.trained.forget()
-            if not self._alone and self._mode.merges:
-                self.session.coordination.begun()
-        except BaseException as error:
-            self.session.member.process.interrupted(error)
-            raise
-        finally:
-            if optimizing is not None:
-                optimizing.end()
         self.coming.end()
+
+    def _update(self) -> None:
+        """The weights become the new ones."""
+        if self._alone:
+            self._step_alone()
+        elif self.worker is not None:
+            self._step_by_owners(self.worker)
+        else:
+            self.trained.do(self.trained.machine.stepped())
+        if self.exchange.schedule.apply == "layer":  # nobody shows when a weight is read first, so all are waited for
+            self.trained.do(self.trained.machine.flush())
 
     def step_alone(self) -> None:
         """A worker's own step whose gradients stay with the framework, which ``Weights.update`` has made of them."""
@@ -228,7 +222,7 @@ class FlatModel:
                 self.trained.machine.dropped()
         except UsageError as error:
             raise self.fault(
-                f"drop() in step {self.present}, gradients of which have gone to the other workers: begin the run again"
+                f"drop() in step {self.steps}, gradients of which have gone to the other workers: begin the run again"
                 " from a checkpoint; under schedule=fifo none go before step()"
             ) from error
         if self._alone:
@@ -255,8 +249,6 @@ class FlatModel:
         """All buckets of a step: what engines do that wait at the end of backward."""
         if self.worker is None:  # owners have
             self.weights.update(self.gradients.flat)
-            if self.averaging is not None:
-                self.averaging.updated_alike()
 
     # Between steps.
 

@@ -21,6 +21,7 @@ from ..engine.order import Work
 from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
+from ..sync import alone
 from .exchange import BucketExchange
 from .weights import WeightExchange
 
@@ -67,13 +68,21 @@ class TrainedModel:
         """Whether others wait for the rest of this step."""
         self.weight = 1.0
         """What the gradients of the last step that was pushed by itself count."""
+        self.share = 1.0 if alone(exchange.mode) else 1.0 / session.world_size
+        """Of a gradient in what is exchanged: a part of a mean, unless each push is an update by itself."""
         self._works: dict[BucketPhase, Work] = {}
+        self.steps = 0
+        """How many steps have been made."""
         self.machine = self._machine(0)
         """Which step it is, and how far it has come."""
 
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0, of which nothing has begun, by the layout and the schedule of now."""
-        self.machine = self._machine(step)
+        self.steps, self.machine = step, self._machine(step)
+
+    def begin_anew(self) -> None:
+        """Nothing is left of a step that was begun."""
+        self.resume_at(self.steps)
 
     def _machine(self, begun: int) -> Steps:
         exchange, held = self._exchange, self._session.strategy.server_holds_weights
@@ -100,13 +109,24 @@ class TrainedModel:
         if self.weights is not None:
             self.weights.made_alone()
         self.machine.made_alone()
+        self.steps += 1
+
+    def made_step(self, due: bool) -> None:
+        """A step was made, whose gradients were exchanged where that was ``due``, or are under way."""
+        self.steps += 1
+        if due:
+            self._exchange.exchanged(self.meeting)
+            if self._exchange.mode.merges or self._session.alone:
+                self._session.coordination.begun()
+        if self.weights is not None:
+            self.weights.updated_alike()
 
     def settle(self) -> None:
         """Exchange the weights that are to be exchanged before another step."""
         if self.machine.owes:
             self._session.check_usable()
             actions = self.machine.updated()
-            with self._others_waiting():
+            with self.others_waiting():
                 self.do(actions)
 
     def rest(self) -> None:
@@ -121,7 +141,7 @@ class TrainedModel:
             return
         self.rest()
         framework, step = self._framework, self.machine.begun
-        with self._others_waiting():
+        with self.others_waiting():
             framework.check()
             self.weights.consolidate(step, framework.weight, lambda met: framework.met(CONSOLIDATE, met, step))
             framework.averaged(CONSOLIDATE)
@@ -131,7 +151,7 @@ class TrainedModel:
 
         This rank makes no such step. All have met already.
         """
-        with self._others_waiting():
+        with self.others_waiting():
             self._shadow(kind, meeting, step)
 
     def _shadow(self, kind: int, meeting: Meeting, step: int) -> None:
@@ -157,7 +177,7 @@ class TrainedModel:
         self.forget()
 
     @contextmanager
-    def _others_waiting(self) -> Iterator[None]:
+    def others_waiting(self) -> Iterator[None]:
         """What is raised inside leaves the others waiting for the rest of an exchange, of which they are told."""
         try:
             yield

@@ -12,8 +12,8 @@ What travels, and what becomes of it, is ``training.weights``'; it lies in the b
 
 A GradScaler asks an optimizer whether that handles overflows itself, and where it does not calls it at once or, if a
 gradient has overflown, not at all (``torch.amp.GradScaler.step``). So an optimizer that has been asked, and not been
-called since, has been skipped; one that has not been asked may still be called (``Telling``). Optimizers that do handle
-overflows are called in every step and need no telling.
+called since, has been skipped; one that has not been asked may still be called (``ScalerCalls``). Optimizers that do
+handle overflows are called in every step and need no telling.
 
 Evaluation exchanges nothing, nor does the end. ``consolidate`` gives all workers the same weights; the run's course
 stays what it would be without it: what was agreed on, and what is counted, are left as they are.
@@ -39,42 +39,6 @@ from .buffers import MeanBuffers
 from .compiled import eager
 from .replica import Replica
 from .storage import Array, Storage, as_bytes
-
-_ASKED = "_step_supports_amp_scaling"
-
-
-class _Asked:
-    """In place of the answer, which is no: calls all of ``tells`` when it is looked at."""
-
-    def __init__(self) -> None:
-        self.tells: list[Callable[[], None]] = []
-
-    def __bool__(self) -> bool:
-        for tell in self.tells:
-            tell()
-        return False
-
-
-class Telling:
-    """Calls ``tell`` whenever a GradScaler comes with this optimizer, until it is removed."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, tell: Callable[[], None]) -> None:
-        self._optimizer, self._tell = optimizer, tell
-        found = vars(optimizer).get(_ASKED)
-        if isinstance(found, _Asked):
-            found.tells.append(tell)
-        elif not getattr(optimizer, _ASKED, False):
-            vars(optimizer)[_ASKED] = asked = _Asked()
-            asked.tells.append(tell)
-
-    def remove(self) -> None:
-        """The optimizer is as it was."""
-        found = vars(self._optimizer).get(_ASKED)
-        if isinstance(found, _Asked) and self._tell in found.tells:
-            found.tells.remove(self._tell)
-            if not found.tells:
-                del vars(self._optimizer)[_ASKED]
-
 
 Tensors = dict[str, torch.Tensor]
 
@@ -177,13 +141,13 @@ class Averaging:
         self._buffers = MeanBuffers(replica.session, replica.selection, staging, replica.first_key, replica.fault)
         self._in_step = self._counted = False  # the optimizer has been called; and has made a step of its own since
         self._scaled = False  # a GradScaler has come with the optimizer, which has not been called since
-        self._telling: Telling | None = None
+        self._telling: ScalerCalls | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Be told when the optimizer runs."""
         before, after = eager(lambda _, *given: self._before_step(*given)), eager(lambda *_: self._after_step())
         self._replica.hooks.keep([optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)])
-        self._telling = Telling(optimizer, self._note_scaler)
+        self._telling = ScalerCalls(optimizer, self._note_scaler)
         self._replica.session.member.before_calls[self._replica.first_key] = self._catch_up
 
     def detach(self) -> None:
@@ -205,10 +169,6 @@ class Averaging:
             return False
         self._counted, self._scaled = self._in_step, False
         return True
-
-    def exchanged(self) -> None:
-        """Gradients have been: weights stay those that all have."""
-        self._weights.updated_alike()
 
     def _before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
         self._in_step, self._counted, self._scaled = True, False, False
@@ -339,3 +299,39 @@ def _load_own(tensor: torch.Tensor, of_ranks: Sequence[torch.Tensor | None], ran
         tensor.data.copy_(torch.stack(known).to(torch.float64).mean(0))
     elif known:
         tensor.data.copy_(known[0])
+
+
+_ASKED = "_step_supports_amp_scaling"
+
+
+class _Asked:
+    """In place of the answer, which is no: calls all of ``tells`` when it is looked at."""
+
+    def __init__(self) -> None:
+        self.tells: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        for tell in self.tells:
+            tell()
+        return False
+
+
+class ScalerCalls:
+    """Calls ``tell`` whenever a GradScaler comes with this optimizer, until it is removed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tell: Callable[[], None]) -> None:
+        self._optimizer, self._tell = optimizer, tell
+        found = vars(optimizer).get(_ASKED)
+        if isinstance(found, _Asked):
+            found.tells.append(tell)
+        elif not getattr(optimizer, _ASKED, False):
+            vars(optimizer)[_ASKED] = asked = _Asked()
+            asked.tells.append(tell)
+
+    def remove(self) -> None:
+        """The optimizer is as it was."""
+        found = vars(self._optimizer).get(_ASKED)
+        if isinstance(found, _Asked) and self._tell in found.tells:
+            found.tells.remove(self._tell)
+            if not found.tells:
+                del vars(self._optimizer)[_ASKED]

@@ -30,7 +30,7 @@ from ...engine.step import Apply
 from ...session.layout import Layout
 from ...session.session import Session
 from ...session.tickets import STEP, Meeting
-from ...sync import alone, exchanges_gradients
+from ...sync import exchanges_gradients
 from ...training.model import Framework
 from .averaging import Averaging
 from .backward import Backward, Keep, Produced
@@ -63,8 +63,6 @@ class TrainedReplica(Replica):
             averaged=self._averaged,
         )
         super().__init__(session, model, options, self, framework, first_key=first_key, copier=copier)
-        self._mode = self.exchange.mode
-        self._share = 1.0 if alone(self._mode) else 1.0 / session.world_size  # of each gradient in the ranks' sum
         self._fills_missing = options.unused == "zeros"
         self._backward = Backward(self._end_backward, self._given_up)
         self._samples = self.counting if isinstance(self.counting, Samples) else None
@@ -89,7 +87,7 @@ class TrainedReplica(Replica):
     @property
     def synchronous_at_first(self) -> bool:
         """Whether weights are exchanged, and gradients in other steps."""
-        return self.averaging is not None and exchanges_gradients(self._mode)
+        return self.averaging is not None and exchanges_gradients(self.exchange.mode)
 
     def flush(self) -> None:
         """Wait for whatever is under way between two steps, and update what the optimizer was called for."""
@@ -132,13 +130,13 @@ class TrainedReplica(Replica):
         """As ``BucketExchange.replace_layout``."""
         self.settle()
         self.exchange.replace_layout()
-        self.begin_anew()  # the state machine goes by the buckets
+        self.trained.begin_anew()  # the state machine goes by the buckets
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
         """As ``BucketExchange.resume_with``."""
         self.settle()
         self.exchange.resume_with(layout, measured)
-        self.begin_anew()
+        self.trained.begin_anew()
 
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""
@@ -209,7 +207,7 @@ class TrainedReplica(Replica):
             self.crossing.local.forget()
         if self.exchange.replaces and self.exchange.on_replacing is None:  # with owners, behind the optimizer
             self.replace_layout()
-        self._produced.share = 1.0 if self._held or not self.trained.machine.due else self._share
+        self._produced.share = 1.0 if self._held or not self.trained.machine.due else self.trained.share
 
     @property
     def _local(self) -> Keep | None:
@@ -290,7 +288,7 @@ class TrainedReplica(Replica):
             self.counting.drop()
         self._backward.leave()
         if self._touched and self._alone and averaging is not None and averaging.begin_step():
-            self.made_alone()
+            self.trained.made_alone()
         self._touched = False
         if self.crossing is not None:
             self.crossing.backward_over()
@@ -305,11 +303,11 @@ class TrainedReplica(Replica):
         except BaseException as error:
             if self.trained.begun:  # the others wait for the rest of this step
                 self.session.member.process.interrupted(error)
-            self.begin_anew()
+            self.trained.begin_anew()
             self.reset()
             raise
         meeting = self.trained.meeting
-        self.made_step(meeting, due)
+        self._made_step(due)
         self.reset()
         if self.crossing is not None:
             self.crossing.backward_over()
@@ -319,12 +317,12 @@ class TrainedReplica(Replica):
         """Send what has not gone yet, divided where it is ``unshared`` so far, and wait as the state machine says."""
         self._produced.check_untouched()
         if unshared:
-            self._produced.share_out(self._share)
+            self._produced.share_out(self.trained.share)
         self._tell()
         if missing := self.trained.machine.missing:
             if not self._fills_missing:
                 self._produced.refuse_missing(missing)
-            self._produced.share = self._share if self.trained.machine.due else 1.0
+            self._produced.share = self.trained.share if self.trained.machine.due else 1.0
             for index in missing:
                 self._produced.fill(index, self._local)
             self._untold += missing
@@ -334,28 +332,13 @@ class TrainedReplica(Replica):
 
     # Steps.
 
-    def begin_anew(self) -> None:
-        """Nothing is left of a step that was begun."""
-        self.steps = self._steps
-
-    def made_alone(self) -> None:
-        """A step of the rank's own was made, whose gradients are left as they are."""
-        self.trained.made_alone()
-        self._steps += 1
-
-    def made_step(self, meeting: Meeting | None, due: bool) -> None:
+    def _made_step(self, due: bool) -> None:
         """A step was made, which was exchanged where that was ``due``."""
-        self._steps += 1
-        if due:
-            self.exchange.exchanged(meeting)
-            if self._mode.merges or self.session.alone:
-                self.session.coordination.begun()
+        self.trained.made_step(due)
         if self.exchange.times is not None:
             self.exchange.times.end_step()
         self.made_local_steps |= not due
         self.exchanged = True
-        if self.averaging is not None:
-            self.averaging.exchanged()
 
     def _begin(self) -> None:
         self.listeners.begin()

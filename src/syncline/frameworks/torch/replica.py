@@ -72,7 +72,6 @@ class Replica:
         self.trained = TrainedModel(session, self.exchange, len(self.named), framework)
         self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
         self.exchanged = False  # True between the end of an exchange and the next backward
-        self.steps = 0
         self.listeners = Listeners()
         self.counting: Counting
         """How much the gradients since the last exchange count."""
@@ -85,11 +84,10 @@ class Replica:
     @property
     def steps(self) -> int:
         """How many steps have been made."""
-        return self._steps
+        return self.trained.steps
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = value
         self.trained.resume_at(value)
 
     def storage_of(self, step: int) -> Storage:
