@@ -26,7 +26,7 @@ WORK = {
         ["--workload", "googlenet", "--workers", "2", "--network", "ethernet_1g"],
         "syncline.predict.forecast.predict",
     ),
-    "record": (["{script}"], "syncline.frameworks.torch.recording.Recording.__enter__"),
+    "record": (["{script}"], "syncline.frameworks.torch.timing.Recording.__enter__"),
     "reproduce": ([], "syncline.reproduction.page.page"),
     "tune": (["--workers", "2"], "syncline.bench.tuner.search.Course"),
     "timeline": (["{folder}"], "syncline.timeline.assembly.write_all"),

@@ -57,10 +57,10 @@ def mean(agreed: Weights, workers: list[Weights]) -> None:
             mine[place].copy_(value)
 
 
-def averaging(here: Here) -> Any:
+def consolidate(here: Here) -> None:
     assert here.replica is not None
     assert here.replica.averaging is not None
-    return here.replica.averaging
+    here.replica.trained.consolidate()
 
 
 def equal(results: list[dict[str, torch.Tensor]]) -> None:

@@ -139,7 +139,7 @@ def test_ranks_that_exchange_different_steps_are_named(group: Any) -> None:
     def body(here: Here) -> None:
         if here.rank == 1:
             assert here.replica is not None
-            object.__setattr__(here.replica._mode, "due", lambda step: step % 2 == 0)
+            object.__setattr__(here.replica.exchange.mode, "due", lambda step: step % 2 == 0)
         train(here, averaged=2)
 
     with pytest.raises(MismatchError, match=r"rank [01] is at a training step .call .*, step [01].* while rank"):

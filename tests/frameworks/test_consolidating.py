@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from periodic import averaging, equal, shares, under
+from periodic import consolidate, equal, shares, under
 from toy import STAGED, Here, batch, close, loss_of, mlp, on_group, sgd, weights
 
 from syncline.frameworks.torch import prepare
@@ -21,9 +21,9 @@ def test_all_have_the_mean_of_what_they_had_and_go_on_as_if_nothing_had_been(
     def body(here: Here) -> list[dict[str, torch.Tensor]]:
         shares(here, range(3))
         before = weights(here.model)
-        averaging(here).consolidate()
+        consolidate(here)
         once = weights(here.model)
-        averaging(here).consolidate()
+        consolidate(here)
         return [before, once, weights(here.model)]
 
     found = on_group(group, under(strategy, sync), 2, sgd, body, weight=1)
@@ -42,7 +42,7 @@ def test_where_all_have_the_same_weights_to_consolidate_changes_no_bit(group: An
         for steps in (0, 2, 2):
             shares(here, range(steps))
             before = weights(here.model)
-            averaging(here).consolidate()
+            consolidate(here)
             equal([before, weights(here.model)])
 
     on_group(group, "ring sync=post_local(after=2, steps=2)", 3, sgd, body, weight=1)
@@ -86,7 +86,7 @@ def test_ranks_that_do_not_consolidate_together_are_named(group: Any) -> None:
     def body(here: Here) -> None:
         shares(here, range(1))
         if here.rank == 0:
-            averaging(here).consolidate()
+            consolidate(here)
         else:
             shares(here, range(1))
 
@@ -97,7 +97,7 @@ def test_ranks_that_do_not_consolidate_together_are_named(group: Any) -> None:
 def test_ranks_that_consolidate_after_different_numbers_of_steps_are_told_these(group: Any) -> None:
     def body(here: Here) -> None:
         shares(here, range(1 + here.rank))
-        averaging(here).consolidate()
+        consolidate(here)
 
     says = r"consolidate \(call \d+, step [12]\) .* consolidate \(call \d+, step [12]\); .*join\(\)"
     with pytest.raises(Exception, match=says):

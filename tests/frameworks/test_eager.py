@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.frameworks.torch.eager import eager, eager_methods
+from syncline.frameworks.torch.compiled import eager, eager_methods
 
 
 def refuse(*_: object) -> None:

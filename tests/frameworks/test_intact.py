@@ -27,9 +27,8 @@ from toy import (
 )
 
 from syncline.errors import GradientError, MismatchError
-from syncline.frameworks.torch.guard import Forms
-from syncline.frameworks.torch.intact import SAMPLES, Contents
-from syncline.frameworks.torch.storage import Storage, layers_of
+from syncline.frameworks.torch.replica import Forms
+from syncline.frameworks.torch.storage import SAMPLES, Contents, Storage, layers_of
 from syncline.strategy.strategy import Strategy
 
 Change = Callable[[Here], object]

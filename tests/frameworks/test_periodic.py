@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from periodic import STEPS, WORKERS, Weights, averaging, by_hand, equal, mean, shares, under
+from periodic import STEPS, WORKERS, Weights, by_hand, consolidate, equal, mean, shares, under
 from toy import STAGED, Here, adam, batch, close, loss_of, making, mlp, on_group, same_as_alone, sgd, weights
 
 from syncline.errors import UsageError
@@ -136,7 +136,7 @@ def test_easgd_is_two_springs(group: Any, strategy: str) -> None:
         found = trained(here)
         assert here.replica is not None
         assert here.replica.averaging is not None
-        here.replica.averaging.consolidate()
+        here.replica.trained.consolidate()
         return [*found, weights(here.model)]
 
     centre: list[Weights] = []
@@ -176,7 +176,7 @@ def test_gossip_ends_with_the_mean_of_all(group: Any) -> None:
     def body(here: Here) -> list[dict[str, torch.Tensor]]:
         shares(here, range(3))
         before = weights(here.model)
-        averaging(here).consolidate()
+        consolidate(here)
         return [before, weights(here.model)]
 
     found = on_group(group, "ring sync=gossip", 4, sgd, body, weight=1)
@@ -214,7 +214,7 @@ def test_who_has_seen_no_samples_counts_nothing(group: Any, strategy: str, steps
             loss_of(here.model(batch(step, 0 if here.rank == 1 else 8))).backward()
             here.optimizer.step()
         if here.replica is not None:
-            averaging(here).consolidate()
+            consolidate(here)
         return weights(here.model)
 
     wanted = body(Here(*make(0)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from periodic import averaging, equal, shares
+from periodic import consolidate, equal, shares
 from toy import Here, adam, batch, close, loss_of, making, mlp, on_group, sgd, weights
 
 from syncline.errors import GradientError, UsageError
@@ -50,7 +50,7 @@ def test_a_codec_leaves_agreed_weights_equal(group: Any, codec: str, sync: str) 
             loss_of(here.model(batch(10 * step + here.rank).float())).backward()
             here.optimizer.step()
         if sync.startswith("easgd"):
-            averaging(here).consolidate()
+            consolidate(here)
         return weights(here.model)
 
     equal(on_group(group, f"ring sync={sync} codec={codec}{without}", 3, make, body, weight=1))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from syncline.errors import GradientError
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session
 
@@ -147,3 +148,18 @@ def test_all_end_with_the_mean_or_the_centre(group: Any, sync: str, centre: bool
 def test_a_codec_leaves_them_equal(group: Any, codec: str) -> None:
     found = group(f"ring sync=post_local(after=2, steps=2) codec={codec}", WORKERS, train)
     assert all(np.array_equal(mine, found[0]) for mine in found)
+
+
+def test_other_weights_on_a_rank_are_refused_where_all_are_to_agree(group: Any) -> None:
+    """Silently, what theirs differ by would be added to weights that it does not belong to."""
+
+    def body(session: Session) -> None:
+        handed = adapt(session, model(), Descent(), OPTIONS)
+        assert handed is not None
+        found, optimizer = handed.result
+        found["bias"] += session.rank
+        for step in range(2):
+            optimizer.step(gradient(step, session.rank))
+
+    with pytest.raises(GradientError, match="different weights"):
+        group("ring sync=local(steps=2)", WORKERS, body)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from periodic import Normalised, averaging, by_hand, equal, mean, shares
+from periodic import Normalised, by_hand, consolidate, equal, mean, shares
 from toy import STAGED, Here, batch, close, loss_of, mlp, on_group, sgd, weights
 
 from syncline.frameworks.torch import Options, prepare
@@ -60,7 +60,7 @@ def test_a_step_that_the_scaler_skips_on_one_rank_is_counted_on_all(group: Any) 
         here.model(batch(0).float())
         if here.rank == 0:  # evaluation exchanges nothing by itself
             equal([before, weights(here.model)])
-        averaging(here).consolidate()
+        consolidate(here)
         return scales, before, weights(here.model)
 
     (first, _, a), (second, _, b) = on_group(group, "ring sync=local(steps=2)", 2, make, body, weight=1)

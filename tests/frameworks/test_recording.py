@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline.errors import UsageError
-from syncline.frameworks.torch.recording import Recorded, Recording, write_trace
+from syncline.frameworks.torch.timing import Recorded, Recording, write_trace
 from syncline.workloads._trace import read_trace
 
 

@@ -14,7 +14,7 @@ from toy import batch, loss_of, mlp
 from host_copier import HostCopier
 from syncline.engine.trace import Recorder, Span
 from syncline.frameworks.torch import prepare
-from syncline.frameworks.torch.computing import NO_GRADIENT
+from syncline.frameworks.torch.hooks import NO_GRADIENT
 from syncline.launch.connecting import in_process
 from syncline.session.session import Session
 

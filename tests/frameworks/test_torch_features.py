@@ -46,7 +46,7 @@ def test_compiled_models(group: Any, strategy: str, before: bool) -> None:
             with _COMPILING, here.no_sync():
                 loss_of(here.model(batch(0, size))).backward()
         assert here.replica is not None
-        here.replica.passes.counting.reset()
+        here.replica.counting.reset()
         return train(here)
 
     for found in on_group(group, strategy, 2, make, body):

@@ -12,7 +12,7 @@ import torch
 from host_copier import HostCopier
 from syncline.frameworks.torch import Options, prepare
 from syncline.frameworks.torch.joining import shadow_until_all_joined
-from syncline.frameworks.torch.replica import Replica
+from syncline.frameworks.torch.passes import TrainedReplica
 from syncline.frameworks.torch.served import Client
 from syncline.session.session import Session
 
@@ -42,7 +42,7 @@ class Here:
     rank: int = 0
     world: int = 1
     session: Session | None = None
-    replica: Replica | None = None
+    replica: TrainedReplica | None = None
     client: Client | None = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -30,7 +30,7 @@ class Rank:
         buckets = schedule.buckets(layers)
         self.layout = Laid(buckets, [schedule.priority(bucket) for bucket in buckets])
         self.schedule, self.mode, self.key, self.flags = schedule, mode, KEY, 0b10
-        self.staging = SimpleNamespace(device=None)
+        self.staging, self.world_size = SimpleNamespace(device=None), 1
         self.engine, self.strategy = self, SimpleNamespace(server_holds_weights=False)
         self.heard: list[tuple[Any, ...]] = []
         self.operations: dict[int, BucketPhase] = {}  # by the identity of their works
@@ -40,12 +40,13 @@ class Rank:
             check=self._hear("check"),
             begin=self._hear("begin"),
             weight=self._weigh,
-            fingerprint=lambda: 0b11,
             met=self._hear("met"),
             apply=self._hear("apply"),
-            average=self._hear("average"),
+            averaged=self._hear("averaged"),
         )
         self.trained = TrainedModel(cast("Any", self), cast("Any", self), TENSORS, framework)
+        if isinstance(mode, Averages):
+            self.trained.weights = cast("Any", self)
         self.twin = self._machine()
 
     def _machine(self, begun: int = 0) -> Steps:
@@ -57,10 +58,23 @@ class Rank:
 
         return hear
 
-    def _weigh(self, kind: int) -> float:
+    def _weigh(self) -> float:
         self.counts += 1.0
-        self.heard.append(("weight", kind))
+        self.heard.append(("weight",))
         return self.counts
+
+    # As what exchanges weights.
+
+    fingerprint = 0b11
+
+    def weight(self, counted: Callable[[], float]) -> float:
+        return counted()
+
+    def put(self) -> None:
+        self.heard.append(("put",))
+
+    def take(self, meeting: Any, step: int) -> None:
+        self.heard.append(("average", step, meeting))
 
     # As the session, its engine and the exchange of buckets.
 
@@ -71,6 +85,9 @@ class Rank:
         ticket = Ticket(kind, 0, argument, weight, flags)
         self.heard.append(("meet", ticket))
         return cast("Meeting", ticket)
+
+    def exchanged(self, meeting: Any) -> None:
+        assert meeting is self.trained.meeting
 
     def start(self, operation: BucketPhase, meeting: Any, priority: float, after: Work | None) -> Work:
         behind = None if after is None else self.operations[id(after)]
@@ -143,7 +160,9 @@ def test_buckets_go_by_the_ticket_of_their_own_step(mode: SyncMode) -> None:
         averages = not mode.due(step)
         assert (ticket.kind, ticket.flags) == ((AVERAGE, 0b11) if averages else (STEP, 0b10))
         assert ("met", ticket.kind, ticket, step, ticket) in rank.heard
-        assert (("average", step, ticket) in rank.heard) == averages  # it knows the ticket still
+        assert (("average", step, ticket) in rank.heard) == averages
+    for what, *given in rank.heard:
+        assert what != "averaged" or (given[0] == AVERAGE and given[1] is not None)  # it knows the ticket still
     started = [(given[0].operation.step, given[1]) for what, *given in rank.heard if what == "start"]
     assert started
     assert all(meeting is tickets[step] for step, meeting in started)
@@ -154,7 +173,7 @@ def test_buckets_go_by_the_ticket_of_their_own_step(mode: SyncMode) -> None:
     ("mode", "wanted"),
     [
         (Every(), ["check", "begin", "weight", "meet", "met", "start"]),
-        (Averaged(1), ["check", "weight", "meet", "met", "start"]),
+        (Averaged(1), ["check", "weight", "meet", "met", "put", "start"]),
         (Bound(1), ["check", "weight", "begin", "start"]),
     ],
     ids=str,
@@ -170,7 +189,7 @@ def test_a_step_begins_when_it_may_and_with_what_it_counts(mode: SyncMode, wante
         rank.trained.forget()
         rank.tell(Steps.stepped)
         rank.tell(Steps.updated)
-        heard = [what for what, *_ in rank.heard if what not in ("wait", "apply", "average")]
+        heard = [what for what, *_ in rank.heard if what not in ("wait", "apply", "average", "averaged")]
         assert heard[: len(wanted)] == wanted
         assert set(heard[len(wanted) :]) == {"start"}
         if not mode.merges:

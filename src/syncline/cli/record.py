@@ -28,7 +28,7 @@ def record(output: str, steps: int, skip: int, module: bool, script: str, args: 
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
     (target,) = result_paths({"-o": output})
-    from ..frameworks.torch.recording import Recorded, Recording, write_trace
+    from ..frameworks.torch.timing import Recorded, Recording, write_trace
 
     sys.argv = [script, *args]
     with Recording(steps, skip) as recording:

@@ -25,14 +25,13 @@ from ..serving.shard import Build
 from ..serving.traffic import Model
 from ..serving.worker import Worker, attach
 from ..session.session import Session
-from ..session.tickets import AVERAGE, CONSOLIDATE, Meeting, step_argument
-from ..sync import Agrees, Averages, Mixes, alone
+from ..sync import Averages
 from ..training.exchange import BucketExchange, storages_of
 from ..training.memory import Blocks, InPlace, agree_on_model, copy_from_rank_0
 from ..training.model import Framework, TrainedModel
-from ._agreed import AgreedWeights, MixedWeights
+from ..training.weights import WeightExchange
 from ._coming import Coming
-from ._weights import Array, Weights
+from ._weights import Array, HeldWeights, Weights
 
 Kind = Literal["exchanged", "own", "averaged"]
 """A step whose gradients are exchanged, a worker's own one, and one after which weights are."""
@@ -66,47 +65,46 @@ class FlatModel:
         held_or_agreed = isinstance(session.strategy.sync_mode(), Averages) or session.strategy.server_holds_weights
         storages, said = [self.gradients] * storages_of(session.strategy), None if held_or_agreed else rule
         self.exchange = BucketExchange(session, self.key, layout, storages, InPlace(session.engine), rule=said)
-        self._mode, arrays = self.exchange.mode, self.gradients.arrays
+        self._mode = self.exchange.mode
+        self.trained = TrainedModel(session, self.exchange, len(self.specs), Framework(apply=self._apply))
         self.held: Blocks | None = None  # the weights as they travel, where they do
-        self.agreed: AgreedWeights | MixedWeights | None = None
         self.worker: Worker | None = None
         if held_or_agreed:
             self.held = Blocks(layout.layers, layout.buckets, session.engine.allocate)
             self.held.take(self.gradients)
-        if self.held is not None and isinstance(self._mode, Agrees):
-            self.agreed = AgreedWeights(self._mode, session.world_size, self.held.arrays, arrays)
-        elif self.held is not None and isinstance(self._mode, Mixes):
-            self.agreed = MixedWeights(self._mode, session.world_size, session.rank, self.held.arrays, arrays)
-            self.exchange.program = self.agreed.program
+        if self.held is not None and isinstance(self._mode, Averages):
+            memory = HeldWeights(weights, self.held, self.gradients, session.world_size)
+            self.averaging = WeightExchange(session, self.key, self._mode, memory, follows=True)
+            self.trained.weights, self.exchange.program = self.averaging, self.averaging.program
         elif self.held is not None:
+            arrays = self.gradients.arrays
             model = Model(layout, arrays, self.held.arrays, self.exchange.compression, self.key)
             self.worker = self.exchange.owners = attach(session, model, build, [])
         self._alone = False  # the present step is the worker's own
-        self.follows = True
-        """Whether all have the same weights, which those that are agreed on have yet to become."""
         self.gone = False  # another has the weights
         self._backward: Span | None = None
-        framework = Framework(met=self._met, apply=self._apply, average=self._average)
-        self.trained = TrainedModel(session, self.exchange, len(self.specs), framework)
         self.exchange.plan()
         session.consolidates[self.key] = self._consolidate
+
+    averaging: WeightExchange | None = None
+    """What exchanges weights, where workers train by themselves."""
 
     @property
     def steps(self) -> int:
         """How many have been made."""
-        return self.trained.machine.begun
+        return self.trained.steps
 
     @property
-    def present(self) -> int:
-        """The number of the step whose gradients are coming, or would come next."""
-        return self.steps if self._alone or not self.coming.begun else self._begun
+    def follows(self) -> bool:
+        """Whether all have the same weights, which those that are agreed on have yet to become."""
+        return self.averaging is not None and self.averaging.follows
 
     @property
     def kind(self) -> Kind:
         """What the next step is."""
         if self.trained.machine.due:
             return "exchanged"
-        return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.present) else "own"
+        return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.steps) else "own"
 
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0; between two."""
@@ -165,44 +163,43 @@ class FlatModel:
                 f"sync={self.session.strategy.sync.name} exchanges nothing in step {self.steps}, and the owners"
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
             )
-        self._alone = self.agreed is not None and not due
-        self._begun = self.steps
-        self._share = 1.0 / self.session.world_size if due and not alone(self._mode) else 1.0
+        self._alone = self.averaging is not None and not due
+        self._share = self.trained.share if due else 1.0
         self.coming.begin()
 
     def step(self) -> None:
         """All gradients have come: have the weights updated with the workers' mean; all workers call it."""
         if self.coming.missing:
             raise self.fault(f"step() without the gradients of {self.coming.names_of_missing()}")
-        observer, optimizing = self.session.observer, None
         if self._backward is not None:
             self._backward.end()
             self._backward = None
-        try:
+        due = self.trained.machine.due
+        with self.trained.others_waiting():
             if not self._alone:
                 self.trained.do(self.trained.machine.backward_ended())
-            if observer is not None:
-                optimizing = begin(observer, "optimizer", "optimizer step")
-            if self._alone:
-                self._step_alone()
-            elif self.worker is not None:
-                self._step_by_owners(self.worker)
-            else:
-                self.trained.do(self.trained.machine.stepped())
-            if (
-                self.exchange.schedule.apply == "layer"
-            ):  # nobody shows when a weight is read first, so all are waited for
-                self.trained.do(self.trained.machine.flush())
+            observer = self.session.observer
+            optimizing = None if observer is None else begin(observer, "optimizer", "optimizer step")
+            try:
+                self._update()
+            finally:
+                if optimizing is not None:
+                    optimizing.end()
+            if not self._alone:
+                self.trained.made_step(due)
             self.trained.forget()
-            if not self._alone and self._mode.merges:
-                self.session.coordination.begun()
-        except BaseException as error:
-            self.session.member.process.interrupted(error)
-            raise
-        finally:
-            if optimizing is not None:
-                optimizing.end()
         self.coming.end()
+
+    def _update(self) -> None:
+        """The weights become the new ones."""
+        if self._alone:
+            self._step_alone()
+        elif self.worker is not None:
+            self._step_by_owners(self.worker)
+        else:
+            self.trained.do(self.trained.machine.stepped())
+        if self.exchange.schedule.apply == "layer":  # nobody shows when a weight is read first, so all are waited for
+            self.trained.do(self.trained.machine.flush())
 
     def step_alone(self) -> None:
         """A worker's own step whose gradients stay with the framework, which ``Weights.update`` has made of them."""
@@ -225,7 +222,7 @@ class FlatModel:
                 self.trained.machine.dropped()
         except UsageError as error:
             raise self.fault(
-                f"drop() in step {self.present}, gradients of which have gone to the other workers: begin the run again"
+                f"drop() in step {self.steps}, gradients of which have gone to the other workers: begin the run again"
                 " from a checkpoint; under schedule=fifo none go before step()"
             ) from error
         if self._alone:
@@ -244,33 +241,14 @@ class FlatModel:
 
     def _step_alone(self) -> None:
         """A step of the worker's own, and what the workers exchange after it."""
-        assert self.agreed is not None
-        assert self.held is not None
-        if self.follows:
-            self.weights.read(self.held.flat)
-            self.agreed.begin()
-            self.follows = False
+        self.trained.made_alone()
         self.weights.update(self.gradients.flat)
-        self.trained.machine.made_alone()
-        self.trained.do(self.trained.machine.updated())
-
-    # What the state machine says.
-
-    def _met(self, kind: int, meeting: Meeting, step: int) -> None:  # noqa: ARG002
-        if kind == AVERAGE and self.agreed is not None and self.held is not None:
-            self.weights.read(self.held.flat)
-            self.agreed.put()
+        self.trained.settle()
 
     def _apply(self, action: Apply) -> None:  # noqa: ARG002
         """All buckets of a step: what engines do that wait at the end of backward."""
         if self.worker is None:  # owners have
             self.weights.update(self.gradients.flat)
-            self.follows = True
-
-    def _average(self, step: int) -> None:
-        if self.agreed is not None and self.held is not None:
-            self.agreed.take(step)
-            self.weights.write(self.held.flat)
 
     # Between steps.
 
@@ -316,22 +294,11 @@ class FlatModel:
         if self.worker is not None and self.held is not None and (pulls := self.worker.consolidate()):
             self.session.engine.wait(*pulls)
             self.weights.write(self.held.flat)
-        if self.agreed is not None and self.held is not None:
-            self.session.agree(CONSOLIDATE, step_argument(self.key, self.steps))
-            self.weights.read(self.held.flat)
-            if self.follows:
-                self.agreed.begin()
-            if self.agreed.put_own():
-                for array in self.gradients.arrays:
-                    self.session.run(self.session.allreduce_program(array.nbytes), array, "consolidate")
-            self.agreed.take_final()
-            self.weights.write(self.held.flat)
+        self.trained.consolidate()
 
     def fault(self, text: str) -> GradientError:
-        """An error of this rank that ends the run for all."""
-        error = GradientError(self.session.titled(f"{self.session.name(self.session.index)}: {text}"))
-        self.session.fail(error)
-        return error
+        """As ``Session.fault``."""
+        return self.session.fault(text)
 
 
 def flat_models(session: Session) -> list[FlatModel]:

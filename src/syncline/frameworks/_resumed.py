@@ -23,7 +23,7 @@ from ..serving.shard import WEIGHTS
 from ..session.layout import gather_saved, reading_state
 from ..session.session import Session
 from ..strategy.choice import Choice
-from ._agreed import AgreedWeights, MixedWeights
+from ..training.weights import WeightExchange
 from ._flat import FlatModel
 from ._weights import Array, Weights
 
@@ -57,8 +57,8 @@ def save(model: FlatModel) -> dict[str, Any]:
         session.barrier()  # nobody goes on before all have asked
     if model.exchange.compression is not None and model.exchange.compression.keeps:
         found["codec"] = _gathered(model, model.exchange.compression)
-    if model.agreed is not None:
-        found["agreed"] = model.agreed.saved() | {"follows": model.follows}
+    if model.averaging is not None:
+        found["agreed"] = model.averaging.travelling.saved() | {"follows": model.follows}
         each = session.gather(pack(_records(weights, kept)))
         name, number = session.name, session.member.number
         own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
@@ -107,18 +107,17 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
             model.weights.keep(states)
         if worker is not None:
             _load_owners(model, state, arrays, states)
-        if model.agreed is not None:
-            _load_agreed(model, model.agreed, state)
+        if model.averaging is not None:
+            _load_agreed(model, model.averaging, state)
 
 
-def _load_agreed(model: FlatModel, agreed: AgreedWeights | MixedWeights, state: Mapping[str, Any]) -> None:
+def _load_agreed(model: FlatModel, averaging: WeightExchange, state: Mapping[str, Any]) -> None:
     """Where one worker has trained nothing was agreed on: the weights are what all begin with."""
+    averaging.forget()
+    averaging.follows = True
     if "agreed" in state:
-        agreed.load(state["agreed"])
-        model.follows = bool(state["agreed"]["follows"])
-    else:
-        agreed.forget()
-        model.follows = True
+        averaging.travelling.load(state["agreed"])
+        averaging.follows = bool(state["agreed"]["follows"])
     apart = model.exchange.of_differences
     if apart is not None:
         apart.resume_at(0)

@@ -21,7 +21,7 @@ from ..compression.compression import Compression
 from ..compression.reducers import Participant, Reducer
 from ..engine.order import CodedOrder, Work
 from ..engine.trace import Observer
-from ..errors import MismatchError, UsageError
+from ..errors import GradientError, MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
 from ..plans.messages import Program
 from ..plans.plan import Plan
@@ -229,6 +229,12 @@ class Session(Communicator):
     def fail(self, error: Exception) -> None:
         """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
         self.member.process.fail(error)
+
+    def fault(self, text: str) -> GradientError:
+        """An error of this worker in a step, which ends the run for all."""
+        error = GradientError(self.titled(f"{self.name(self.index)}: {text}"))
+        self.fail(error)
+        return error
 
     def shutdown(self) -> Exception | None:
         """As ``Member.shutdown``; a group ends with the run."""

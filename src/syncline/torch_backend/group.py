@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import Backend, ProcessGroup, ReduceOp
 
 from ..errors import ClosedError, PeerError
-from ..frameworks.torch.eager import eager_methods
+from ..frameworks.torch.compiled import eager_methods
 from ..frameworks.torch.storage import dtype_name
 from ..session.communicator import Communicator
 from . import NAME

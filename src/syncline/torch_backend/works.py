@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from ..engine.engine import Engine
 from ..engine.order import Work
-from ..frameworks.torch.eager import eager_methods
+from ..frameworks.torch.compiled import eager_methods
 from ..session.communicator import Communicator
 from .collectives import Call, await_works
 

@@ -1,7 +1,8 @@
 """One worker's steps with one model, in every framework: what the state machine of a step says is carried out here.
 
 ``engine.step`` decides what is agreed on, handed over, waited for, applied and averaged, and in which order.
-``exchange`` knows how buckets travel. ``Framework`` is what differs between frameworks. Owns the ticket of the step
+``exchange`` knows how buckets travel, ``weights`` what of weights does. ``Framework`` is what differs between
+frameworks. Owns the ticket of the step
 that is under way, what was handed over and has not been waited for, and whether the others wait for the rest of the
 step. Ranks may count differently (rank i counts w_i / sum of w; one without batches left counts nothing): the ticket
 shows it.
@@ -12,49 +13,46 @@ Does not know when a gradient is there, nor when the optimizer is called. An ada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..engine.order import Work
 from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
 from ..session.session import Session
-from ..session.tickets import AVERAGE, STEP, Meeting, step_argument
+from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
+from ..sync import alone
 from .exchange import BucketExchange
+from .weights import WeightExchange
 
 
 def _nothing(*_: object) -> None:
     pass
 
 
-def _all_alike(_: int) -> float:
+def _all_alike() -> float:
     return 1.0
-
-
-def _no_mark() -> int:
-    return 0
 
 
 @dataclass(frozen=True)
 class Framework:
     """What a framework has to do in the steps of a model; one that leaves a part out has nothing to do there.
 
-    A ``kind`` is that of the ticket: STEP where gradients are exchanged, AVERAGE where weights are.
+    A ``kind`` is that of the ticket: STEP where gradients are exchanged, AVERAGE or CONSOLIDATE where weights are.
     """
 
     check: Callable[[], None] = _nothing
     """Raises where nothing may be exchanged now."""
     begin: Callable[[], None] = _nothing
     """A step begins whose gradients are exchanged; what they count is known where pushes are not merged."""
-    weight: Callable[[int], float] = _all_alike
-    """How much this rank counts, by kind."""
-    fingerprint: Callable[[], int] = _no_mark
-    """What has to be the same on all workers for their weights to be averaged; 32 bits."""
+    weight: Callable[[], float] = _all_alike
+    """How much this rank counts."""
     met: Callable[[int, Meeting, int], None] = _nothing
-    """The ticket of a kind is out, in that step or after it: buckets of weights are filled, and buffers may go."""
+    """The ticket of a kind is out, in that step or after it: buffers may go."""
     apply: Callable[[Apply], None] = _nothing
     """The weights of these buckets are to be updated."""
-    average: Callable[[int], None] = _nothing
-    """The exchange of weights after a step has come: they are what follows from it."""
+    averaged: Callable[[int], None] = _nothing
+    """Weights have come, in an exchange of that kind: buffers have to."""
 
 
 class TrainedModel:
@@ -62,19 +60,29 @@ class TrainedModel:
 
     def __init__(self, session: Session, exchange: BucketExchange, tensors: int, framework: Framework) -> None:
         self._session, self._exchange, self._tensors, self._framework = session, exchange, tensors, framework
+        self.weights: WeightExchange | None = None
+        """What exchanges weights, where the sync mode does."""
         self.meeting: Meeting | None = None
         """What all have come to, where they agree on a step."""
         self.begun = False
         """Whether others wait for the rest of this step."""
         self.weight = 1.0
         """What the gradients of the last step that was pushed by itself count."""
+        self.share = 1.0 if alone(exchange.mode) else 1.0 / session.world_size
+        """Of a gradient in what is exchanged: a part of a mean, unless each push is an update by itself."""
         self._works: dict[BucketPhase, Work] = {}
+        self.steps = 0
+        """How many steps have been made."""
         self.machine = self._machine(0)
         """Which step it is, and how far it has come."""
 
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0, of which nothing has begun, by the layout and the schedule of now."""
-        self.machine = self._machine(step)
+        self.steps, self.machine = step, self._machine(step)
+
+    def begin_anew(self) -> None:
+        """Nothing is left of a step that was begun."""
+        self.resume_at(self.steps)
 
     def _machine(self, begun: int) -> Steps:
         exchange, held = self._exchange, self._session.strategy.server_holds_weights
@@ -94,16 +102,60 @@ class TrainedModel:
             elif isinstance(action, Apply):
                 self._framework.apply(action)
             else:
-                self._framework.average(action.step)
-                self.forget()
+                self._average(action.step)
+
+    def made_alone(self) -> None:
+        """A step of the worker's own is made, whose gradients are left as they are."""
+        if self.weights is not None:
+            self.weights.made_alone()
+        self.machine.made_alone()
+        self.steps += 1
+
+    def made_step(self, due: bool) -> None:
+        """A step was made, whose gradients were exchanged where that was ``due``, or are under way."""
+        self.steps += 1
+        if due:
+            self._exchange.exchanged(self.meeting)
+            if self._exchange.mode.merges or self._session.alone:
+                self._session.coordination.begun()
+        if self.weights is not None:
+            self.weights.updated_alike()
+
+    def settle(self) -> None:
+        """Exchange the weights that are to be exchanged before another step."""
+        if self.machine.owes:
+            self._session.check_usable()
+            actions = self.machine.updated()
+            with self.others_waiting():
+                self.do(actions)
+
+    def rest(self) -> None:
+        """The same, and let what all agree on be what they have, before all do something together."""
+        self.settle()
+        if self.weights is not None:
+            self.weights.rest()
+
+    def consolidate(self) -> None:
+        """Give all workers the same weights, where they exchange them; all call it together, between two steps."""
+        if self.weights is None:
+            return
+        self.rest()
+        framework, step = self._framework, self.machine.begun
+        with self.others_waiting():
+            framework.check()
+            self.weights.consolidate(step, framework.weight, lambda met: framework.met(CONSOLIDATE, met, step))
+            framework.averaged(CONSOLIDATE)
 
     def shadow(self, kind: int, meeting: Meeting, step: int) -> None:
         """Take part in what the others exchange in a step of theirs, or after it, with what lies in the buckets.
 
         This rank makes no such step. All have met already.
         """
-        self.meeting = meeting
-        self._framework.met(kind, meeting, step)
+        with self.others_waiting():
+            self._shadow(kind, meeting, step)
+
+    def _shadow(self, kind: int, meeting: Meeting, step: int) -> None:
+        self._met(kind, meeting, step)
         machine, actions = self._machine(step), list[Action]()
         if kind == AVERAGE:
             machine.made_alone()
@@ -121,27 +173,52 @@ class TrainedModel:
 
     def close(self) -> None:
         """Nothing of the framework is held any more."""
-        self._framework, self._works = Framework(), {}
+        self._framework, self._works, self.weights = Framework(), {}, None
         self.forget()
 
+    @contextmanager
+    def others_waiting(self) -> Iterator[None]:
+        """What is raised inside leaves the others waiting for the rest of an exchange, of which they are told."""
+        try:
+            yield
+        except BaseException as error:
+            self._session.member.process.interrupted(error)
+            raise
+
     def _agree(self, step: int) -> None:
-        framework, kind = self._framework, AVERAGE if self._exchange.of_weights(step) else STEP
+        framework, weights = self._framework, self.weights
         framework.check()
-        if kind == STEP:
-            framework.begin()
-            flags = self._exchange.flags
-        else:
-            flags = framework.fingerprint()
         argument = step_argument(self._exchange.key, step)
-        self.meeting = self._session.meet(kind, argument, weight=framework.weight(kind), flags=flags)
+        if weights is not None and self._exchange.of_weights(step):
+            kind, weight, flags = AVERAGE, weights.weight(framework.weight), weights.fingerprint
+        else:
+            framework.begin()
+            kind, weight, flags = STEP, framework.weight(), self._exchange.flags
+        meeting = self._session.meet(kind, argument, weight=weight, flags=flags)
         self.begun = True
-        framework.met(kind, self.meeting, step)
+        self._met(kind, meeting, step)
+
+    def _met(self, kind: int, meeting: Meeting, step: int) -> None:
+        """All come, in that step or after it."""
+        self.meeting = meeting
+        self._framework.met(kind, meeting, step)
+        if self.weights is not None and kind == AVERAGE:
+            self.weights.put()
+
+    def _average(self, step: int) -> None:
+        """The exchange of weights after a step has come: they are what follows from it."""
+        assert self.weights is not None
+        assert self.meeting is not None
+        self.weights.take(self.meeting, step)
+        self._framework.averaged(AVERAGE)
+        self._exchange.exchanged(self.meeting)
+        self.forget()
 
     def _submit(self, submit: Submit) -> None:
         """A bucket is complete."""
         if self.meeting is None and not self.begun:  # nothing is agreed on where pushes are not merged
             self._framework.check()
-            self.weight = self._framework.weight(STEP)
+            self.weight = self._framework.weight()
             self._framework.begin()
         self.begun = True
         after = None if submit.after is None else self._works.pop(submit.after)

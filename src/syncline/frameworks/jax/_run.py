@@ -301,9 +301,9 @@ class Run:
         model = self._model
         assert model is not None
         self._session.check_usable()
-        if step != model.present:
+        if step != model.steps:
             raise model.fault(
-                f"a computation makes step {step} where the run is at step {model.present}: every step goes on"
+                f"a computation makes step {step} where the run is at step {model.steps}: every step goes on"
                 " from the optimizer state of the one before. Resume by syncline.jax.load_state_dict(), put the"
                 " parameters on all devices that compute before init(params), and let nothing around this"
                 f" transformation call it more than once in a step or drop its state: {_ORDER}"

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import NotBuiltError, UsageError
 from ...session.session import Session
-from .eager import eager
+from .compiled import eager
 
 
 class Moments(NamedTuple):

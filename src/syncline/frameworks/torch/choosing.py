@@ -11,7 +11,7 @@
 
 Steps may end in the next iteration only where that pays: where no rank looks at gradients between backward and the
 optimizer's step, changes them, calls the optimizer with a closure, or looks at weights between two steps. Ranks watch
-for it as they would complete what is looked at (``crossing``), and their tickets say what they have seen. Rank 0
+for it as they would complete what is looked at (``overlap``), and their tickets say what they have seen. Rank 0
 chooses such a schedule if no rank has seen anything in the steps that were measured, or watched, and the best of the
 others when one does later. Every rank is told with the layout, and goes by that alone: all phases follow from it, and
 whatever is looked at before is right under the schedule that runs. Some ranks, models and optimizers can make no such
@@ -27,7 +27,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,12 +41,10 @@ from ...training.exchange import REPLACES
 from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets, worth_a_trial
 from ...tuning.trials import Trials
 from .compiled import is_compiled
-from .parts import updates_alone
-from .stepping import defer_steps, end_deferred_steps
+from .deferred import updates_alone
+from .optimizer import defer_steps, end_deferred_steps
+from .passes import TrainedReplica
 from .supported import check_crossing
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 log = logging.getLogger("syncline")
 
@@ -68,7 +65,7 @@ _BEGUN, _MEASURING, _CROSSING, _WAITING, _WATCHING, _TRYING, _OVER = range(7)
 class Choosing:
     """Chooses the schedule of the model of ``replica``; ``optimizer`` updates its weights, if one is known."""
 
-    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, replica: TrainedReplica, optimizer: torch.optim.Optimizer | None) -> None:
         self._replica, self._optimizer = replica, optimizer
         self._phase, self._patience = _BEGUN, _PATIENCE
         self._steps = 0  # in this phase

@@ -8,19 +8,15 @@ end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ...session.tickets import AVERAGE, JOINED, STEP, step_of
 from .agreement import copy_from_worker
-
-if TYPE_CHECKING:
-    from .replica import Replica
-    from .served import Client
+from .passes import TrainedReplica
+from .served import Client
 
 
-def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> None:
+def shadow_until_all_joined(replica: TrainedReplica, client: Client | None = None) -> None:
     """Take part in the others' steps with weight 0 until every rank has run out of batches.
 
     All ranks then have the model of the rank that trained longest, or the mean of all where weights are exchanged; the
@@ -51,16 +47,16 @@ def shadow_until_all_joined(replica: Replica, client: Client | None = None) -> N
             if STEP in kinds:
                 replica.shadow(meeting, step_of(tickets[kinds.index(STEP)]))  # not all of their steps are exchanged
             if AVERAGE in kinds and replica.averaging is not None:
-                replica.averaging.shadow(meeting, step_of(tickets[kinds.index(AVERAGE)]))
+                replica.trained.shadow(AVERAGE, meeting, step_of(tickets[kinds.index(AVERAGE)]))
             over = client is None or client.shadow(kinds[others[0]], others[0])
 
 
-def _end(replica: Replica, steps: list[int], held: bool) -> None:
+def _end(replica: TrainedReplica, steps: list[int], held: bool) -> None:
     """Nobody has batches any more, after so many steps of each rank; others may hold the weights, which all have."""
     longest = steps.index(max(steps))
     if replica.averaging is not None:
         replica.steps = max(steps)
-        replica.averaging.consolidate()
+        replica.trained.consolidate()
         replica.listeners.joined(longest)
         return
     if min(steps) < max(steps) or replica.made_local_steps:

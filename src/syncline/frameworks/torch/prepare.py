@@ -19,24 +19,21 @@ from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
-from ...sync import Agrees, Averages, Mixes
-from .advice import tell_of_slow_start
-from .agreed import Differences, Mixture
+from ...sync import Averages
 from .agreement import check_same_model, check_same_own, copy_from_worker
 from .averaging import Averaging
 from .choosing import Choosing
-from .computing import steps_of
-from .guard import Forms
-from .optimizer import give_back, put_together, take_over
+from .deferred import updates_alone
+from .hooks import steps_of
+from .optimizer import defer_steps, end_deferred_steps, give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .own_values import OwnValues, group_values
-from .parts import updates_alone
+from .passes import TrainedReplica
 from .pulling import pull_by_layer
-from .replica import Replica
+from .replica import Forms
 from .served import Client, model_of
 from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
-from .stepping import defer_steps, end_deferred_steps
 from .storage import Array, Storage, layers_of
 from .supported import (
     check_averaging,
@@ -51,6 +48,7 @@ from .supported import (
     check_parameters,
     check_served,
     foreign_to,
+    tell_of_slow_start,
 )
 
 
@@ -63,7 +61,7 @@ class Prepared:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
-    replica: Replica
+    replica: TrainedReplica
     client: Client | None
 
     def consolidate(self) -> None:
@@ -71,8 +69,7 @@ class Prepared:
         self.replica.flush()
         if self.client is not None:
             self.client.consolidate()
-        if self.replica.averaging is not None:
-            self.replica.averaging.consolidate()
+        self.replica.trained.consolidate()
 
     def release(self, fetch: bool = False, settle: bool = False) -> None:
         """Make model and optimizer the user's own again.
@@ -119,7 +116,7 @@ def prepare(
         _serve(session, selection.trained(), optimizer, probed)
         return None
     tell_of_slow_start(session, selection.trained(), optimizer)
-    replica = Replica(session, model, options, first_key=first_key, copier=copier)
+    replica = TrainedReplica(session, model, options, first_key=first_key, copier=copier)
     if optimizer is None or not session.strategy.server_holds_weights:
         made = _attach_all_reduced(session, optimizer, replica)
     else:
@@ -201,17 +198,12 @@ def let_go(session: Session, model: torch.nn.Module) -> None:
                 other.leave_model(key)
 
 
-def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: Replica) -> Prepared:
+def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: TrainedReplica) -> Prepared:
     """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
     if optimizer is not None:
-        mode, parameters = session.strategy.sync_mode(), [item for _, item in replica.named]
-        if isinstance(mode, Agrees):
-            differences = Differences(replica.storages[-1], parameters, session.world_size, mode)
-            replica.averaging = Averaging(replica, differences)
-        elif isinstance(mode, Mixes):
-            mixture = Mixture(replica.storages[-1], parameters, session, mode)
-            replica.exchange.program = lambda step: mixture.mix(step).program
-            replica.averaging = Averaging(replica, mixture)
+        mode = session.strategy.sync_mode()
+        if isinstance(mode, Averages):
+            replica.averaging = Averaging(replica, mode)
         if session.strategy.schedule_object().apply != "step":
             defer_steps(replica, optimizer)
         replica.listeners.joined = partial(_copy_optimizer, session, optimizer, [item for _, item in replica.named])
@@ -219,7 +211,7 @@ def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | Non
     return Prepared(replica.model, optimizer, replica, None)
 
 
-def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+def _check_all_prepared(replica: TrainedReplica, optimizer: torch.optim.Optimizer) -> None:
     """Raise GradientError where the optimizer trains something whose gradients nobody averages."""
     for tensor in foreign_to(replica.session.models, optimizer):
         if tensor.requires_grad:
@@ -230,7 +222,9 @@ def _check_all_prepared(replica: Replica, optimizer: torch.optim.Optimizer) -> N
             )
 
 
-def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: Probed, replica: Replica) -> Prepared:
+def _attach_served(
+    session: Session, optimizer: torch.optim.Optimizer, probed: Probed, replica: TrainedReplica
+) -> Prepared:
     """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
     staging, by_layer = replica.exchange.staging, session.strategy.schedule_object().apply == "layer"
     device = torch.device("cpu") if by_layer and staging.device is None else staging.device
@@ -254,7 +248,7 @@ def _attach_served(session: Session, optimizer: torch.optim.Optimizer, probed: P
     return Prepared(replica.model, optimizer, replica, client)
 
 
-def _refuse_local_step(replica: Replica) -> None:
+def _refuse_local_step(replica: TrainedReplica) -> None:
     raise replica.fault(
         f"sync={replica.session.strategy.sync.name} exchanges nothing in step {replica.steps}, and the servers that"
         " hold the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"

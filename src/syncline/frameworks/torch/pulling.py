@@ -4,7 +4,7 @@ The owners are told the values of the optimizer's groups at the first gradient o
 its way by itself: it is pushed when its gradients are there, updated, and pulled at once, those that the next forward
 pass needs first before the others. So weights come while backward still reads the old ones, and before the script
 calls the optimizer. They are pulled into memory of their own and copied into the parameters when somebody looks at
-these after ``optimizer.step()``, as a rule their layer in the next forward pass (``crossing``, ``deferred``). Memory: a
+these after ``optimizer.step()``, as a rule their layer in the next forward pass (``overlap``, ``deferred``). Memory: a
 copy of the weights.
 
 What the owners could not take into account any more is refused by ``optimizer.step()`` (``served``): another learning
@@ -14,21 +14,18 @@ rate than at the first gradient, weights that were changed since then, clipping 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...engine.step import Apply
 from ...serving.worker import PushThenPull
-from .crossing import Crossing
-from .owed import Owed
+from .optimizer import watch_zero_grad
+from .overlap import Crossing, Owed
 from .own_values import group_values
+from .passes import TrainedReplica
+from .replica import Replica
 from .served import Client
-from .stepping import watch_zero_grad
 from .storage import Storage
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 log = logging.getLogger("syncline")
 
@@ -88,7 +85,7 @@ class Pulling(Crossing):
         vars(self.model).pop("zero_grad", None)
 
 
-def pull_by_layer(replica: Replica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
+def pull_by_layer(replica: TrainedReplica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
     """Let the steps of a model end in the next iteration, each layer waiting for its own weights."""
     crossing = Pulling(replica, optimizer, client, weights)
     replica.crossing = client.crossing = crossing

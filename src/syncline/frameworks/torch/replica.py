@@ -1,51 +1,47 @@
-"""One worker's copy of the model: gradients go into buckets during backward and come back averaged when it ends.
+"""One worker's copy of a model: its parameters, the storages of their gradients, which step it is, what it has to be.
 
-What goes when, and what is waited for, is decided by the state machine of ``engine.step``: ``passes`` tell it what
-backward does, ``training.model`` does what it says. Schedules whose results are applied by the optimizer's step have
-all arrived when backward ends, so that what follows ``backward()`` (clipping, GradScaler, the step) sees averaged
-gradients.
+What a model has to be from one exchange to the next is ``Guard``'s: gradients would be averaged twice, or by nobody, if
+others wrapped the model, took the place of its parameters, or gave these another form. Each is refused by name, with
+the remedy.
 
-Owns which step it is, and what belongs to the model: its hooks, and the storages in which its gradients lie. How
-buckets travel is the affair of ``training.exchange``, how batch statistics do that of ``buffers``. Buckets of a model
-on a GPU are staged through pinned memory of the transport (``staging``).
+How buckets travel is the affair of ``training.exchange``. Buckets of a model on a GPU are staged through pinned memory
+of the transport (``staging``). Does not know what forward and backward passes do (``passes``), nor who defers updates
+or exchanges weights: these know a replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import stateless
 
-from ...engine.step import Apply
-from ...errors import GradientError
-from ...session.layout import Layout, decide_layout
+from ...errors import GradientError, UsageError
+from ...session.layout import decide_layout
 from ...session.session import Session
-from ...session.tickets import AVERAGE, STEP, Meeting
-from ...sync import alone, exchanges_gradients
 from ...training.exchange import BucketExchange, storages_of
 from ...training.model import Framework, TrainedModel
-from .batch_norm import SyncBatchNorm
-from .buffers import Buffers
-from .crossing import Crossing
-from .guard import Guard
-from .hooks import Hooks, Listeners, nothing
-from .options import Named, Options, Selection
-from .passes import Passes
+from .batch_norm import unsynchronised
+from .hooks import Hooks, Listeners, Told, nothing
+from .options import Counting, Fixed, Named, Options, Samples, Selection
 from .staging import Copier, device_of, staging_for
 from .storage import Storage, layers_of
+from .supported import check_only_ours
 from .timing import LayerTimes, clock_of
 
-if TYPE_CHECKING:
-    from .averaging import Averaging
+_STEPS_UNSEEN = 64
+"""After so many steps at most it is seen that parameters have been added to the model."""
 
 
 class Replica:
-    """One model as this worker trains it, from when it is prepared until it is detached.
+    """One model from when it is prepared until it is detached; all processes make it together.
 
-    ``first_key`` begins the range of keys that tell this model's exchanges from those of others.
+    ``told`` hears what the script does with the model, and ``framework`` has what a step asks for. ``first_key`` begins
+    the range of keys that tell this model's exchanges from those of others.
     """
 
     def __init__(
@@ -53,11 +49,13 @@ class Replica:
         session: Session,
         model: torch.nn.Module,
         options: Options,
+        told: Told,
+        framework: Framework,
         *,
         first_key: int = 0,
         copier: Copier | None = None,
     ) -> None:
-        self.session, self.model = session, model
+        self.session, self.model, self.first_key = session, model, first_key
         self.selection = Selection(model, options)
         self.named = self.selection.trained()
         layout, device = decide_layout(session, layers_of(self.named)), device_of(self.named)
@@ -71,42 +69,25 @@ class Replica:
         self.exchange = BucketExchange(
             session, first_key, layout, self.storages, staging, measuring=partial(_measuring, model, self.named)
         )
-        self._mode = self.exchange.mode
-        self.trained = TrainedModel(
-            session,
-            self.exchange,
-            len(self.named),
-            Framework(
-                check=self.check_start,
-                begin=self._begin,
-                weight=self._weight,
-                fingerprint=self._fingerprint,
-                met=self._met,
-                apply=self._apply,
-                average=self._average,
-            ),
-        )
+        self.trained = TrainedModel(session, self.exchange, len(self.named), framework)
         self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
-        self.first_key = first_key
         self.exchanged = False  # True between the end of an exchange and the next backward
-        self.steps = 0
-        self.made_local_steps = False  # which were not exchanged
         self.listeners = Listeners()
-        self.passes = Passes(self, options, 1.0 if alone(self._mode) else 1.0 / session.world_size)
-        self.buffers = Buffers(session, self.selection, staging, first_key, self.fault)
-        self.hooks = Hooks(session, model, self.named, self.passes, outputs=self.passes.looks_at_outputs)
-        self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
-
-    # The user's side.
+        self.counting: Counting
+        """How much the gradients since the last exchange count."""
+        if isinstance(options.weight, (int, float)):
+            self.counting = Fixed(options.weight)
+        else:
+            self.counting = Samples(options.weight, told.came_through_output)
+        self.hooks = Hooks(session, model, self.named, told, outputs=isinstance(self.counting, Samples))
 
     @property
     def steps(self) -> int:
         """How many steps have been made."""
-        return self._steps
+        return self.trained.steps
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = value
         self.trained.resume_at(value)
 
     def storage_of(self, step: int) -> Storage:
@@ -117,131 +98,15 @@ class Replica:
         """The gradients of this step are made from now on."""
         self.storage = self.storage_of(step)
 
-    crossing: Crossing | None = None
-    """Where steps end in the next iteration."""
-
-    averaging: Averaging | None = None
-    """Where workers train by themselves and exchange weights."""
-
-    @property
-    def synchronous_at_first(self) -> bool:
-        """Whether weights are exchanged, and gradients in other steps."""
-        return self.averaging is not None and exchanges_gradients(self._mode)
-
-    def flush(self) -> None:
-        """Wait for whatever is under way between two steps, and update what the optimizer was called for."""
-        if self.crossing is not None:
-            self.crossing.flush()
-
-    def settle(self) -> None:
-        """The same, for what is ours: it is no sign of a script that looks."""
-        if self.crossing is not None:
-            self.crossing.settle()
-        if self.averaging is not None:
-            self.averaging.settle()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate local gradients; the next one outside exchanges their sum."""
-        before, self.passes.synchronising = self.passes.synchronising, False
-        try:
-            yield
-        finally:
-            self.passes.synchronising = before
-
-    def shadow(self, meeting: Meeting, number: int) -> None:
-        """Take part in the others' step of that number with zeros."""
-        self.turn(number)
-        self._zero()
-        self.trained.shadow(STEP, meeting, number)
-        self.buffers.finish()
-        self.exchange.exchanged(meeting)
-        self.passes.reset()
-
-    def _zero(self) -> None:
-        """Let the gradients of the present step be zeros."""
-        self.exchange.staging.synchronize()  # the last step's copies may still read what is now overwritten
-        with torch.no_grad():
-            for flat in self.storage.resident.values():
-                flat.zero_()
-
-    def replace_layout(self) -> None:
-        """As ``BucketExchange.replace_layout``."""
-        self.settle()
-        self.exchange.replace_layout()
-        self.begin_anew()  # the state machine goes by the buckets
-
-    def resume_with(self, layout: Layout, measured: bool) -> None:
-        """As ``BucketExchange.resume_with``."""
-        self.settle()
-        self.exchange.resume_with(layout, measured)
-        self.begin_anew()
-
-    def detach(self) -> None:
-        """Remove the hooks; gradients keep their values."""
-        self.hooks.remove()
-        if self.averaging is not None:
-            self.averaging.detach()
-        if self.crossing is not None:
-            self.crossing.detach()
-        self.exchange.close()
-
-    # For passes and exchanges.
-
-    def on_state_loaded(self) -> None:
-        """The script has loaded a state into the model."""
-        self.guard.check_same_parameters()
-        self.listeners.loaded()
-
-    def begin_anew(self) -> None:
-        """Nothing is left of a step that was begun."""
-        self.steps = self._steps
-
-    def made_alone(self) -> None:
-        """A step of the rank's own was made, whose gradients are left as they are."""
-        self.trained.machine.made_alone()
-        self._steps += 1
-
-    def made_step(self, meeting: Meeting | None, due: bool) -> None:
-        """A step was made, which was exchanged where that was ``due``."""
-        self._steps += 1
-        if due:
-            self.exchange.exchanged(meeting)
-            if self._mode.merges or self.session.alone:
-                self.session.coordination.begun()
-        if self.exchange.times is not None:
-            self.exchange.times.end_step()
-        self.made_local_steps |= not due
-        self.exchanged = True
-        if self.averaging is not None:
-            self.averaging.exchanged()
-
-    def _begin(self) -> None:
-        self.listeners.begin()
-
-    def _weight(self, kind: int) -> float:
-        return self._averaging.weight if kind == AVERAGE else self.passes.weight()
-
-    def _fingerprint(self) -> int:
-        return self._averaging.fingerprint
-
-    def _met(self, kind: int, meeting: Meeting, step: int) -> None:
-        if kind == AVERAGE:
-            self._averaging.met(meeting, step)
-        else:
-            self.buffers.start(meeting)
-
-    def _apply(self, action: Apply) -> None:
-        if self.crossing is not None:
-            self.crossing.apply(action)
-
-    def _average(self, step: int) -> None:
-        self._averaging.average(step)
-
-    @property
-    def _averaging(self) -> Averaging:
-        assert self.averaging is not None  # or there would be no such exchanges
-        return self.averaging
+    def weight(self) -> float:
+        """How much this rank counts in an exchange."""
+        weight = self.counting.weight
+        if weight is None:
+            raise self.fault(
+                "nothing says how much this rank counts: backward came through no output of the model's forward()"
+                " (another method was called?). Give syncline.prepare() a number as weight="
+            )
+        return weight
 
     def check_start(self) -> None:
         """A step that is exchanged begins."""
@@ -252,11 +117,140 @@ class Replica:
         self.listeners.first_exchange = nothing
 
     def fault(self, text: str) -> GradientError:
-        """An error of this rank that ends the run for all."""
-        error = GradientError(self.session.titled(f"{self.session.name(self.session.index)}: {text}"))
-        self.session.fail(error)
-        return error
+        """As ``Session.fault``."""
+        return self.session.fault(text)
 
 
 def _measuring(model: torch.nn.Module, named: Named, steps: int, forward: bool) -> LayerTimes:
     return LayerTimes(model, named, steps, clock_of(device_of(named)), forward=forward)
+
+
+class Forms:
+    """Element types, shapes, strides and devices of parameters, as they were when this was made."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self._known = [
+            (name, parameter, parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+            for name, parameter in named
+        ]
+
+    def changed(self) -> str | None:
+        """The first parameter that has another form now, in words; None where all are as they were."""
+        for name, parameter, dtype, shape, stride, device in self._known:
+            if (
+                parameter.dtype != dtype
+                or parameter.shape != shape
+                or parameter.stride() != stride
+                or parameter.device != device
+            ):
+                now = _form(parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+                return (
+                    f"parameter {name!r} was {_form(dtype, shape, stride, device)} at syncline.prepare() and is {now}"
+                    " now (by .double(), .half(), .to() or .data?): bring the model into its form before prepare()"
+                )
+        return None
+
+
+class Guard:
+    """Looks at one model; ``fault`` makes an error of this rank that ends the run for all."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Named,
+        selection: Selection,
+        storages: Sequence[Storage],
+        fault: Callable[[str], GradientError],
+    ) -> None:
+        self._model, self._named, self._storages, self._fault = model, named, storages, fault
+        self.forms = Forms(named)
+        self._looked_through = False
+        *self._path, self._first = named[0][0].split(".")
+        self._known = {id(parameter) for parameter in model.parameters()}
+        self._required = [
+            (name, parameter, parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+            if not selection.ignores(parameter)
+        ]
+
+    def check_only_ours(self) -> None:
+        """Raise GradientError where DistributedDataParallel has been put around, or into, the model."""
+        around = DistributedDataParallel._active_ddp_module
+        if around is not None and any(parameter is self._named[0][1] for parameter in around.parameters()):
+            raise self._fault(
+                "this model has been given to syncline.prepare() and then to DistributedDataParallel (as Accelerate and"
+                " Trainers do by themselves), and both would average its gradients: leave one of them out"
+            )
+        if not self._looked_through:
+            self._looked_through = True
+            try:
+                check_only_ours(self._model)
+            except UsageError as error:
+                raise self._fault(str(error)) from None
+            if unsynchronised(self._model):
+                raise self._fault(
+                    "this model was converted to SyncBatchNorm after syncline.prepare(): do that before it"
+                )
+
+    def check_first(self) -> None:
+        """Raise GradientError where the first parameter is another: without any of ours nothing would be exchanged."""
+        module: Any = self._model
+        for name in self._path:
+            module = module._modules.get(name)
+            if module is None:
+                break
+        present = None if module is None else module._parameters.get(self._first)
+        if present is not self._named[0][1] and not _for_one_call(present):
+            self.check_same_parameters()
+
+    def check_same_parameters(self) -> None:
+        """Raise GradientError where others have taken the place of the parameters that have our hooks."""
+        present = {id(parameter) for parameter in self._model.parameters()}
+        for name, parameter in self._named:
+            if id(parameter) not in present:
+                raise self._fault(
+                    f"parameter {name!r} is no longer the one of syncline.prepare() (load_state_dict(assign=True), or"
+                    " another module in its place?), and the new one would not be exchanged: do that before prepare()"
+                )
+
+    def check_trained(self, steps: int) -> None:
+        """Raise GradientError where parameters have been frozen, unfrozen or, as seen at times, added."""
+        changed = [name for name, parameter, required in self._required if parameter.requires_grad != required]
+        if not changed and steps % _STEPS_UNSEEN == 0:  # to walk through a model takes as long as some exchanges
+            changed = [name for name, parameter in self._model.named_parameters() if id(parameter) not in self._known]
+        if changed:
+            raise self._fault(
+                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or, without"
+                " server processes, prepare the model again"
+            )
+
+    def check_forms(self) -> None:
+        """Raise GradientError unless parameters have the form that buckets were made for, and these are in place."""
+        if (changed := self.forms.changed()) is not None:
+            raise self._fault(changed)
+        if any(storage.moved for storage in self._storages):
+            raise self._fault(
+                "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
+                " exchanged: call it before syncline.prepare()"
+            )
+
+
+def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device: torch.device) -> str:
+    return f"{dtype} {tuple(shape)} with strides {stride} on {device}"
+
+
+def _for_one_call(weight: Any) -> bool:
+    """Whether a weight is another one's place only during a call, by ``torch.func.functional_call``.
+
+    Gradients of such weights are the script's own. Only that puts tensors in place of parameters; for parameters the
+    calls that this one is made in tell.
+    """
+    if isinstance(weight, torch.Tensor) and not isinstance(weight, torch.nn.Parameter):
+        return True
+    call = getattr(stateless, "_functional_call", None)
+    frame: Any = sys._getframe(1)
+    while call is not None and frame is not None:
+        if frame.f_code is call.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -30,11 +30,10 @@ from ...serving.traffic import Model
 from ...serving.worker import Worker
 from ...session.tickets import Meeting
 from ...sync import backup_of
-from .intact import Contents
 from .own_values import OwnValues
-from .replica import Replica
+from .passes import TrainedReplica
 from .shard import as_elements, in_memory_order, whole_state
-from .storage import Storage
+from .storage import Contents, Storage
 
 
 class Overlap(Protocol):
@@ -63,7 +62,7 @@ class Client:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: TrainedReplica,
         weights: Storage,
         worker: Worker,
         *,
@@ -533,7 +532,7 @@ class Client:
         )
 
 
-def model_of(replica: Replica, weights: Storage) -> Model:
+def model_of(replica: TrainedReplica, weights: Storage) -> Model:
     """A model as its owners see it, the way it is laid out now."""
     exchange = replica.exchange
     return Model(exchange.layout, replica.storage.arrays, weights.arrays, exchange.compression, exchange.key)

@@ -1,4 +1,4 @@
-"""Steps that end in the next iteration: schedules whose results are needed by a layer, or a step, later.
+"""Overlap with the next forward pass: schedules whose results are needed by a layer, or a step, later.
 
 ``backward()`` ends while gradients are still under way. ``optimizer.step()`` then notes the values of its groups and
 returns; every parameter is updated with its averaged gradient when somebody looks at it (``deferred``), which as a rule
@@ -13,41 +13,80 @@ is its layer in the next forward pass. The script's loop stays as it is:
 * Weights of compiled models, and those of whose use torch does not tell, wait at the model's own forward pass. The
   first pass shows which ones these are; the gradient of a weight that has been read too early is refused.
 
-Each parameter is updated by a copy of the user's optimizer object whose groups hold nothing else (``parts``).
+Each parameter is updated by a copy of the user's optimizer object whose groups hold nothing else.
 
 Where the schedule is yet to be chosen (``choosing``) a crossing only watches: steps end where they always did, and who
 would have to wait is noticed.
 
 Under ``apply="next_step"`` weights are updated with the gradients of the step before. With ``local`` a worker goes on
-from weights that are ahead of that by its own gradient, a step of plain SGD (``local``); the optimizer sees averages
+from weights that are ahead of that by its own gradient, a step of plain SGD; the optimizer sees averages
 only, and who looks at weights between steps, on any rank, sees those that all have.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...engine.step import Action, Apply
 from ...engine.trace import begin
 from ...errors import UsageError
-from .compiled import is_compiled
-from .deferred import Deferral, in_transform
-from .eager import eager
-from .intact import Writes
-from .local import LocalSteps
-from .owed import Owed
-from .parts import Values, has_hooks, update, updates_alone, values_of, write_back
-from .storage import shares_memory
+from ...nouns import Bucket
+from .compiled import eager, is_compiled
+from .deferred import (
+    Deferral,
+    LocalSteps,
+    Values,
+    has_hooks,
+    in_transform,
+    update,
+    updates_alone,
+    values_of,
+    write_back,
+)
+from .replica import Replica
+from .storage import Storage, Writes, shares_memory
 from .supported import check_held
 
-if TYPE_CHECKING:
-    from .replica import Replica
+
+class Owed:
+    """What a step still owes to the weights: the gradients in ``storage``, as ``written`` knows them, in ``buckets``.
+
+    The optimizer has the tensors ``held``, and its groups had these ``values``.
+    """
+
+    def __init__(
+        self, storage: Storage, written: Writes, buckets: Sequence[Bucket], values: Values, held: Collection[int]
+    ) -> None:
+        self.storage, self.written, self.values, self.after = storage, written, values, values
+        self._held = held
+        self._buckets = buckets
+        self._left: dict[int, int] = {}  # buckets of each tensor
+        for bucket in buckets:
+            for part in bucket.slices:
+                self._left[part.tensor] = self._left.get(part.tensor, 0) + 1
+
+    def complete(self, buckets: Iterable[int]) -> list[int]:
+        """The tensors that the optimizer has of which these were the last buckets."""
+        found = []
+        for number in buckets:
+            for part in self._buckets[number].slices:
+                self._left[part.tensor] -= 1
+                if self._left[part.tensor] == 0:
+                    del self._left[part.tensor]
+                    found.append(part.tensor)
+        return [tensor for tensor in found if tensor in self._held]
+
+    @property
+    def over(self) -> bool:
+        """Whether all tensors have had the update."""
+        return not self._left
+
 
 log = logging.getLogger("syncline")
 
