@@ -23,7 +23,7 @@ from syncline.strategy.words import WORDS, vocabulary
 from syncline.tuning.codec_times import every_codec
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(page for folder in (".", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 

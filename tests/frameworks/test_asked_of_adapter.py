@@ -12,7 +12,7 @@ from toy import Here, alone, batch, close, loss_of, on_group, sgd, weights
 from remade import Remade
 from syncline import registry
 from syncline.errors import GradientError, MismatchError, UsageError
-from syncline.frameworks._schedules import check_schedule
+from syncline.frameworks._supported import check_schedule
 from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.schedules import Application, Phases
 from syncline.schedules.fixed import Fixed

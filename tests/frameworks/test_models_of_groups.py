@@ -15,6 +15,7 @@ from toy import Here, alone, batch, close, fill, loss_of, mlp, sgd, train, weigh
 from syncline import checkpoint
 from syncline.errors import GradientError, MismatchError, PeerError, UsageError
 from syncline.frameworks import numpy
+from syncline.frameworks._supported import SILENT
 from syncline.frameworks.torch import Options, Prepared, prepare
 from syncline.sampling import sampler_of
 from syncline.sampling.order import SampleOrder
@@ -386,7 +387,7 @@ def test_a_dictionary_of_arrays_is_a_model_of_a_group_too(group: Any) -> None:
     def body(session: Session) -> Any:
         made = [new_group(session, ranks) for ranks in ([0, 2], [1, 3])]
         one = made[session.rank % 2]
-        handed = numpy.adapt(one.session, {"w": np.zeros(3)}, Plain(), dict(numpy._OPTIONS))
+        handed = numpy.adapt(one.session, {"w": np.zeros(3)}, Plain(), dict(SILENT))
         assert handed is not None
         arrays, optimizer = handed.result
         for _ in range(3):
@@ -403,7 +404,7 @@ def test_a_gradient_that_does_not_fit_an_array_of_a_group_is_named(group: Any) -
     def body(session: Session) -> None:
         one = new_group(session, [1, 2])
         if one.rank >= 0:
-            handed = numpy.adapt(one.session, {"w": np.zeros(3)}, Plain(), dict(numpy._OPTIONS))
+            handed = numpy.adapt(one.session, {"w": np.zeros(3)}, Plain(), dict(SILENT))
             assert handed is not None
             handed.result[1].step({"w": np.zeros(4)})
 

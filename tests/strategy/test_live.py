@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.errors import StrategyError, UsageError
-from syncline.frameworks._schedules import check_schedule
+from syncline.frameworks._supported import check_schedule
 from syncline.nouns import Group
 from syncline.strategy.strategy import Strategy, check_asked
 

@@ -24,7 +24,7 @@ import syncline
 import syncline.errors
 import syncline.jax
 from syncline.frameworks._flat import FlatModel
-from syncline.frameworks.jax import _trees
+from syncline.frameworks.jax import trees
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(optax.exponential_decay(0.1, 2, 0.7)),
@@ -321,12 +321,12 @@ def other_trees(place: Place) -> None:
 @contextmanager
 def on_gpu() -> Iterator[Any]:
     """An array that lies on a device which is not served, as far as can be seen inside."""
-    seen = _trees.platforms_of
-    _trees.platforms_of = lambda _: ["gpu"]
+    seen = trees.platforms_of
+    trees.platforms_of = lambda _: ["gpu"]
     try:
         yield jnp.ones(3, jnp.float32)
     finally:
-        _trees.platforms_of = seen
+        trees.platforms_of = seen
 
 
 def _on_gpu(call: Callable[[Any], Any]) -> None:

@@ -1,5 +1,5 @@
-"""Compression: what a codec remembers of a model, and how payloads that are no sums become one average.
+"""Connects a codec to one model's buckets and combines the ranks' payloads into one average.
 
-``compression`` keeps a codec's memory of one model's buckets, ``updates`` carries what owners of weights tell;
-``reducers`` has a file for every way of making one average.
+``compression`` keeps the codec's state, ``updates`` distributes weights from their owners, and ``reducers`` has one
+file for every way of combining payloads.
 """

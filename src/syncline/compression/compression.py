@@ -1,23 +1,22 @@
-"""What a codec does to the buckets of one model, and everything that it has to remember between steps.
+"""Applies a codec to the buckets of one model and owns all state that the codec keeps between steps.
 
-Owns the states: one per parameter and process for its own encoding, and one for what owners encode again. Gives the
-engine the reducers of a bucket (``pieces``) and is told when they are done (``finish``). Codecs compute in float32;
-buckets of other types are converted on the way in and out.
+There is one state per parameter and process for its own encoding, and one for the second encoding by owners. The engine
+asks for a bucket's reducers (``pieces``) and reports their end (``finish``). Codecs compute in float32; buckets of
+other types are converted before and after.
 
-Checkpoints. ``saved`` is what this process has to keep, as flat arrays by name; residuals of owners are partitioned
-among them, so that together they have one value per element, wherever the owners stand. So are, on two levels, the
-residuals of a host among its ranks, each of which encodes a part of the host's gradients. ``load`` takes what all
-workers had saved. Where the number of those that encode, workers or hosts, is another one, the residuals' sum is shared
-out evenly: nothing is lost by it.
+Checkpoints. ``saved`` returns this process's state as flat arrays by name. The owners' residuals are partitioned among
+them: together they hold one value per element. On two levels the ranks of a host partition the host's residuals in the
+same way, because each encodes a part of the host's gradients. ``load`` takes the states of all workers. If the number
+of encoders (workers or hosts) has changed, every encoder gets an equal share of the summed residuals, so that no
+residual is lost.
 
-Buckets that take the place of others between two steps (``on``) find everything as it was; owners give each other what
-they have kept back, since elements have other owners then (``kept_by_owner``, ``take_over``), and so do the ranks of a
-host (``kept_for_host``, ``take_over_for_host``).
+Buckets may be replaced between two steps (``on``). The replacement keeps the state. Elements then change owners, so
+owners exchange their residuals (``kept_by_owner``, ``take_over``), and so do the ranks of a host (``kept_for_host``,
+``take_over_for_host``).
 
-Where steps overlap, a step's gradients lie beside those of the step before, and what one leaves goes into the next
-(``beside``).
+If steps overlap, the gradients of two consecutive steps are in memory at once; both use the same state (``beside``).
 
-Where owners hold the weights, gradients stay with them, and what they encode again is an update (``updates``).
+If owners hold the weights, they keep the summed gradients and encode updates of the weights instead (``updates``).
 """
 
 from __future__ import annotations
@@ -44,13 +43,17 @@ from .saved import Array, Saved, arrays_of, by_encoder, join, range_of, whole_ar
 log = logging.getLogger("syncline")
 
 AGAIN = -1
-"""The rank in the states of owners: what they draw does not depend on who they are."""
+"""The rank in the states of owners. It is constant, so that random numbers do not depend on which process owns a
+part.
+"""
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 class Divided(NamedTuple):
-    """A bucket's parts, what has to be done for them, and of how many tensors the codec has not begun."""
+    """A bucket's parts, their reducers, and the number of tensors that the codec does not compress yet
+    (``warming``).
+    """
 
     parts: list[Operand]
     reducers: Sequence[Callable[[], Reducer]]
@@ -58,12 +61,13 @@ class Divided(NamedTuple):
 
 
 class Compression:
-    """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is how messages call this rank.
+    """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is this rank's name in
+    messages.
 
-    ``served`` says that all gradients go through the owners, whatever the codec: they are servers; ``held`` that these
-    hold the weights, so that their sums of gradients are for themselves; ``alone`` that nothing is summed, since each
-    worker pushes by itself. Raises UsageError for gradients that the codec cannot take and for buckets that cut what it
-    must see whole.
+    ``served`` sends all gradients through the owners, which are servers, whatever the codec. ``held`` means that the
+    owners hold the weights and keep the sums of gradients for themselves. ``alone`` means that each worker pushes by
+    itself and nothing is summed. Raises UsageError for gradients that the codec cannot take and for buckets that cut
+    what it must see whole.
     """
 
     def __init__(
@@ -105,48 +109,49 @@ class Compression:
 
     @property
     def keeps(self) -> bool:
-        """True when a resumed run would not go on with the same bits if it knew nothing of the steps before."""
+        """Whether a resumed run needs the state of earlier steps to go on with the same bits."""
         drawn = any(isinstance(one.codec, Stochastic) and one.codec.stochastic for one in self._codecs)
         return drawn or any(one.feedback for one in self._codecs) or any(state.memory for state in self._states)
 
     @property
     def owns(self) -> bool:
-        """Whether any part of the model is this process's to encode again."""
+        """Whether this process encodes any part of the model a second time."""
         return next(self._owned(), None) is not None
 
     @property
     def warms_up(self) -> bool:
-        """True when the first steps have other payloads, so that servers have to know which one it is."""
+        """Whether the first steps have other payloads. Servers must then know the number of the step."""
         return self._warmup > 0
 
     @property
     def forgets(self) -> bool:
-        """True when servers that only sum keep residuals: they take part in no checkpoint."""
+        """Whether servers that only sum keep residuals. Such servers take part in no checkpoint."""
         elsewhere = self._served and not self._held and max(self.participant.owners) >= self.participant.workers
         return elsewhere and any(one.feedback for one in self._codecs)
 
     @property
     def names(self) -> list[str]:
-        """The parameters, in their order."""
+        """The parameters' names, in order."""
         return [spec.name for spec in self._specs]
 
     @property
     def buckets(self) -> int:
-        """How many there are."""
+        """The number of buckets."""
         return len(self._buckets)
 
     @property
     def elements(self) -> int:
-        """The elements of all buckets."""
+        """The number of elements in all buckets."""
         return sum(bucket.elements for bucket in self._buckets)
 
     def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
-        """The reducers of a bucket, whose gradients are complete."""
+        """The reducers of a bucket whose gradients are complete."""
         array, working = self._arrays[number], self._working(number)
         if working is not array:
             np.copyto(working, array, casting="same_kind")
         step = self._clock[number]
         warming = self.warming(step)
+        # The parts, and so the reducers, change only when a tensor's warm-up ends.
         if number not in self._pieces or self._pieces[number].warming != warming:
             self._pieces[number] = self._divided(self.parts(number, working, step), working, warming)
         parts, made, _ = self._pieces[number]
@@ -165,21 +170,22 @@ class Compression:
         return Divided(parts, pieces(parts, self.participant, served=self._served), warming)
 
     def warming(self, step: int) -> int:
-        """How many tensors are not compressed yet at a step: parts are the same as long as it is the same number."""
+        """How many tensors are not compressed yet at a step. The parts stay the same as long as this number does."""
         return sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
 
     def tell_step(self, number: int, parts: Sequence[Operand]) -> None:
-        """Let what owners encode of a bucket be of the step whose gradients it answers."""
+        """Set the step of a bucket's second encodings to that of the gradients that they answer."""
         step = self.answered(number)
         for part in parts:
             part.again.step = step
 
     def answered(self, number: int) -> int:
-        """The step whose gradients owners answer; where they hold the weights, these have been added by then."""
+        """The step whose gradients the owners answer. If they hold the weights, ``finish`` has already counted that
+        step."""
         return max(0, self._clock[number] - 1) if self._held else self._clock[number]
 
     def finish(self, number: int) -> None:
-        """The reducers of a bucket are done."""
+        """Record that the reducers of a bucket have finished."""
         self._clock[number] += 1
         array, working = self._arrays[number], self._working(number)
         if working is not array and (self.participant.owner >= 0 or not self._held):
@@ -188,7 +194,7 @@ class Compression:
             self._report_not_finite()
 
     def _report_not_finite(self) -> None:
-        """A warning for parameters that are named for the first time; GradScaler's search makes many of them."""
+        """Warn once per parameter: the search for a scale by GradScaler produces many infinities."""
         found = list(dict.fromkeys(self._not_finite))
         fresh = [name for name in found if name not in self._warned]
         self._warned.update(fresh)
@@ -203,13 +209,13 @@ class Compression:
         )
 
     def resume_at(self, step: int) -> None:
-        """Go on from that step, counted from 0: seeds follow from it."""
+        """Continue at that step, counted from 0; the seeds of random numbers depend on it."""
         self._clock[:] = [step] * len(self._buckets)
         for state in (*self._states, *self._again):
             state.step = step
 
     def forget(self) -> None:
-        """Keep back nothing, and remember nothing, as before the first step; between two."""
+        """Reset all state to that before the first step. Call between two steps."""
         empty = self.fresh(self._buckets, self._arrays)
         for mine, theirs in zip(self._states + self._again, empty._states + empty._again, strict=True):
             first = dict(arrays_of(theirs))
@@ -217,23 +223,24 @@ class Compression:
                 array[...] = first[what]
 
     def fresh(self, buckets: Sequence[Bucket], arrays: Sequence[Array]) -> Compression:
-        """The same codec at the same step on other buckets, or arrays, with nothing kept back."""
+        """The same codec at the same step on other buckets or arrays, without state."""
         options: dict[str, Any] = {"served": self._served, "held": self._held, "alone": self._alone, "name": self._name}
         made = Compression(self._codec, self._layers, buckets, arrays, self.participant, **options)
         made.resume_at(self.step)
         return made
 
     def beside(self, arrays: Sequence[Array]) -> Compression:
-        """This one, for gradients that lie in other arrays: what it remembers, and its count of steps, are the same.
+        """The same compression, sharing state and step counts, for gradients in other arrays.
 
-        A bucket's gradients of one step go behind those of the step before, in whichever arrays these are.
+        A bucket's gradients of one step are exchanged after those of the step before, whichever arrays hold them.
         """
         made = copy.copy(self)
         made._arrays, made._converted, made._pieces = arrays, {}, {}
         return made
 
     def on(self, buckets: Sequence[Bucket], arrays: Sequence[Array], step: int) -> Compression:
-        """What takes this one's place from that step on; what it remembers of its own encoding is handed over."""
+        """The compression that replaces this one from ``step`` on. It takes over the state of this process's own
+        encoding."""
         made = self.fresh(buckets, arrays)
         made._states, made._warned = self._states, self._warned
         made.resume_at(step)
@@ -241,16 +248,16 @@ class Compression:
 
     @property
     def step(self) -> int:
-        """The next one, counted from 0; between steps."""
+        """The next step, counted from 0. Valid between steps."""
         return max(self._clock)
 
     @property
     def owners_keep(self) -> bool:
-        """Whether owners keep something back; the same on all processes."""
+        """Whether owners keep residuals; the same on all processes."""
         return any(state.residual is not None for state in self._again)
 
     def kept_by_owner(self) -> Saved:
-        """What this process keeps back as an owner, by parameter and first element."""
+        """This process's residuals as an owner, keyed by parameter and first element."""
         found: Saved = {}
         for part in self._owned():
             if part.again.residual is not None:
@@ -259,18 +266,18 @@ class Compression:
         return found
 
     def take_over(self, kept: Mapping[str, Array]) -> None:
-        """Take up what an owner had kept back of other buckets, as far as it is of this process's now."""
+        """Copy those elements of an owner's former residuals that this process owns now."""
         for part in self._owned():
             if part.again.residual is not None:
                 join(part.again.residual, kept, f"again/{part.name}/", part.start, part.start + part.array.size)
 
     @property
     def ranks_keep(self) -> bool:
-        """Whether the ranks of a host keep something for each other; the same on all processes."""
+        """Whether the ranks of a host keep state for each other; the same on all processes."""
         return bool(self.participant.hosts) and any(True for state in self._states for _ in arrays_of(state))
 
     def kept_for_host(self) -> Saved:
-        """What this process keeps of its host's gradients, in parts."""
+        """This process's parts of its host's state."""
         found: Saved = {}
         for part in self._encoded():
             for what, array in arrays_of(part.state):
@@ -279,14 +286,14 @@ class Compression:
         return found
 
     def take_over_for_host(self, kept: Mapping[str, Array]) -> None:
-        """Take up what a rank of this host had kept of other buckets, as far as it is of this process's now."""
+        """Copy those elements of a host rank's former state that this process encodes now."""
         for part in self._encoded():
             for what, array in arrays_of(part.state):
                 of_part, start = range_of(part, array)
                 join(array.reshape(-1), kept, f"own/{part.name}/{what}/", start, start + of_part.size)
 
     def saved(self) -> Saved:
-        """What this process has to keep in a checkpoint."""
+        """This process's part of a checkpoint."""
         found: Saved = {"clock": np.array(self._clock, np.int64)}
         if self.participant.hosts:
             found["host"] = np.array([self.participant.encoder], np.int64)
@@ -297,7 +304,7 @@ class Compression:
         return found | self.kept_by_owner()
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
-        """Take up what all workers of a run had saved; raises UsageError when it is of another model or codec."""
+        """Restore the states that all workers saved; raises UsageError if they belong to another model or codec."""
         me = self.participant
         clock = saved[0].get("clock")
         if clock is None or (len(saved) == me.workers and clock.size != len(self._clock)):
@@ -310,14 +317,15 @@ class Compression:
                 array[:] = found[me.encoder] if len(before) == me.encoders else np.sum(found, axis=0) / me.encoders
         for part in self._owned():
             if part.again.residual is not None:
-                part.again.residual[part.start : part.start + part.array.size] = 0  # what nobody had
+                # elements without a saved residual start at 0
+                part.again.residual[part.start : part.start + part.array.size] = 0
         for one in saved:
             self.take_over(one)
 
     def warn_of_loss(self, strategy: str, lost: bool, stacklevel: int) -> None:
-        """Warn where a run does not go on with the same bits: what was kept back is ``lost``, or is in no checkpoint.
+        """Warn if a run cannot go on with the same bits: its residuals are ``lost`` or belong to no checkpoint.
 
-        ``stacklevel`` counts from the caller, as ``warnings.warn`` does.
+        ``stacklevel`` counts from the caller, as in ``warnings.warn``.
         """
         if lost:
             warnings.warn(
@@ -333,7 +341,7 @@ class Compression:
             )
 
     def _working(self, number: int) -> Floats:
-        """A bucket's gradients in float32: its array, or memory for a copy of it."""
+        """A bucket's gradients in float32: its own array or memory for a converted copy."""
         array = self._arrays[number]
         if array.dtype == np.float32:
             return array
@@ -347,7 +355,7 @@ class Compression:
         return state
 
     def parts(self, number: int, array: Array, step: int | None = None) -> list[Operand]:
-        """The parts of a bucket, over an array of its size, at a step; without one with the codecs of most."""
+        """The parts of a bucket at ``step``, over an array of its size. Without a step, all warm-ups have ended."""
         found, at = [], 0
         for part in self._buckets[number].slices:
             name, one = self._specs[part.tensor].name, self._codecs[part.tensor]
@@ -360,14 +368,15 @@ class Compression:
         return found
 
     def parts_of(self, worker: int, number: int, array: Array) -> list[Operand]:
-        """The parts of a bucket that a worker pushes by itself, over an array of its size, to be decoded at owners."""
+        """The parts of a bucket that a worker pushes by itself, over an array of its size, as owners decode them."""
         world = self.participant.workers
         return [replace(part, state=State(part.state.spec, worker, world=world)) for part in self.parts(number, array)]
 
     def keeps_rest(self, tensor: int) -> bool:
-        """Whether an owner of weights keeps what a payload does not say of an update: not where that would grow.
+        """Whether an owner of weights keeps the error of an encoded update, which is safe only if the error cannot
+        grow.
 
-        Nor where a biased codec was told to do without feedback.
+        It does not for a biased codec whose feedback the user has turned off.
         """
         codec, feedback, _ = self._codecs[tensor]
         return codec.contraction and (feedback or not codec.biased)
@@ -378,7 +387,7 @@ class Compression:
             yield from levels.encoded(self.parts(number, np.empty(bucket.elements, np.float32)), self.participant)
 
     def _owned(self) -> Iterator[Operand]:
-        """The slices that this process encodes again."""
+        """The slices that this process encodes a second time."""
         if self.participant.owner < 0:
             return
         for number in range(len(self._buckets)):
@@ -390,7 +399,7 @@ class Compression:
             yield from share_out(wanted, len(self.participant.owners))[self.participant.owner]
 
     def check_cuts(self, buckets: Sequence[Bucket]) -> None:
-        """Raise UsageError for buckets that cut what a codec must see whole."""
+        """Raise UsageError if a bucket cuts a tensor where its codec cannot be cut."""
         for part in [part for bucket in buckets for part in bucket.slices]:
             codec, spec = self._codecs[part.tensor].codec, self._specs[part.tensor]
             if not may_cut(codec, part, spec):
@@ -402,6 +411,6 @@ class Compression:
 
 
 def codec_at(applied: Applied, step: int | None) -> Codec:
-    """What a tensor's gradients are encoded with at a step; without one, at most."""
+    """The codec of a tensor's gradients at ``step``. Without a step, its warm-up has ended."""
     warming = step is not None and step < applied.warmup
     return Uncompressed(applied.codec.block) if warming else applied.codec

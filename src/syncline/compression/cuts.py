@@ -1,8 +1,8 @@
-"""Where buckets may cut tensors that are compressed: at a codec's blocks, or nowhere.
+"""Decides where buckets may cut compressed tensors: at multiples of the codec's block, or not at all.
 
-A schedule cuts tensors by size, and scales and selections belong to tensors, whatever the schedule. So what a schedule
-has cut elsewhere is put together again: the tensor travels in one bucket, whose payload is sent in segments that more
-urgent ones overtake.
+A schedule cuts tensors by size, but scales and selections belong to whole tensors or blocks. If a schedule cuts
+elsewhere, the tensor is rejoined: it travels in one bucket, whose payload is sent in segments that more urgent buckets
+can overtake.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def may_cut(codec: Codec, part: Slice, spec: Spec) -> bool:
 
 
 def join_cuts(codec: Codec, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The same buckets, each tensor that the codec must see whole in the first of those that it was cut over."""
+    """The same buckets, with every tensor that must stay whole moved to the first bucket that holds a part of it."""
     parts = [part for bucket in buckets for part in bucket.slices]
     whole: set[int] = set()
     for part in parts:

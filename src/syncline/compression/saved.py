@@ -1,6 +1,6 @@
-"""What a codec keeps between steps as arrays by name: for checkpoints, and for buckets that take the place of others.
+"""Stores a codec's state as arrays by name, for checkpoints and for replaced buckets.
 
-Knows the names and the parts; who keeps what is ``compression``'s.
+This module knows names and ranges; ``compression`` decides which process keeps which state.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from .reducers import Operand
 
 Array = NDArray[Any]
 Saved = dict[str, Array]
-"""Arrays by ``own/PARAMETER/what`` and ``again/PARAMETER/first element``, and ``clock``.
+"""Arrays named ``own/PARAMETER/what`` and ``again/PARAMETER/first element``, and ``clock``.
 
-On two levels the first are in parts, ``own/PARAMETER/what/first element``, and ``host`` says of which host.
+On two levels the former are partitioned, ``own/PARAMETER/what/first element``, and ``host`` is the index of the host.
 """
 
 
 def arrays_of(state: State) -> Iterator[tuple[str, Array]]:
-    """What a codec remembers of a tensor, by name."""
+    """A codec's state of one tensor, by name."""
     if state.residual is not None:
         yield "residual", state.residual
     yield from state.memory.items()
 
 
 def range_of(part: Operand, array: Array) -> tuple[Array, int]:
-    """What of an array of a tensor's state is a part's, and where it begins; all where it has no value per element."""
+    """A part's range of an array of its tensor's state, and its start; the whole array if it is not per element."""
     if array.size != part.state.spec.elements:
         return array.reshape(-1), 0
     return array.reshape(-1)[part.start : part.start + part.array.size], part.start
 
 
 def by_encoder(saved: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
-    """What each of those that encode had saved: workers, or hosts, whose ranks have parts."""
+    """The saved state of each encoder: of each worker, or of each host, joined from its ranks."""
     found: dict[int, dict[str, Array]] = {}
     for number, one in enumerate(saved):
         found.setdefault(int(one["host"][0]) if "host" in one else number, {}).update(one)
@@ -49,7 +49,7 @@ def by_encoder(saved: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]
 
 
 def join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop: int) -> None:
-    """Copy to elements ``start`` to ``stop`` of a tensor what an owner's pieces of it have of them."""
+    """Copy elements ``start`` to ``stop`` of a tensor from those saved pieces that contain them."""
     for key, piece in kept.items():
         if key.startswith(prefix):
             first = int(key.removeprefix(prefix))
@@ -61,14 +61,14 @@ def join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop:
 
 
 def as_bytes(saved: Saved) -> bytes:
-    """Arrays by name as bytes, to be told to another process."""
+    """Arrays by name, serialized for another process."""
     found = io.BytesIO()
     np.savez(found, **saved)  # type: ignore[arg-type]
     return found.getvalue()
 
 
 def from_bytes(data: bytes) -> Saved:
-    """The other way round; raises ValueError for what ``as_bytes`` does not give, and reads no more than there is."""
+    """Read the result of ``as_bytes``. Raises ValueError for other data and never reads beyond it."""
     found: Saved = {}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -76,13 +76,13 @@ def from_bytes(data: bytes) -> Saved:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
                     raise ValueError(f"{entry.filename!r} is compressed, or larger than the archive")
                 found[entry.filename.removesuffix(".npy")] = _array(archive.read(entry))
-    except Exception as error:  # whatever the libraries raise for what they cannot read
+    except Exception as error:  # the libraries raise many types for malformed data
         raise ValueError(f"{len(data)} bytes are no archive of arrays: {error!r}") from error
     return found
 
 
 def _array(data: bytes) -> Array:
-    """The array of a member, whose header has to say what is there."""
+    """The array of an archive member; ValueError unless header and length agree."""
     file, form = io.BytesIO(data), np.lib.format
     version = form.read_magic(file)
     read = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
@@ -95,7 +95,7 @@ def _array(data: bytes) -> Array:
 
 
 def whole_array(saved: Mapping[str, Array], key: str, like: Array) -> Array:
-    """An array of a checkpoint, put together where it is in parts; UsageError unless it is of the size of ``like``."""
+    """An array of a checkpoint, joined from its parts if necessary; UsageError unless it has the size of ``like``."""
     found = saved.get(key)
     if found is None and any(part.startswith(f"{key}/") for part in saved):
         found = np.zeros(like.size, like.dtype)

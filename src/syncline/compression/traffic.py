@@ -1,8 +1,7 @@
-"""What travels for a compressed bucket: who sends how many bytes to whom, step by step, without any gradients.
+"""Describes the messages of a compressed bucket, step by step, without any gradients.
 
-For whoever foresees an exchange: the sizes come from the code that cuts, encodes and sends (``reducers``), so that
-what is foreseen is what is run. Where payloads have no fixed size, bytes are the expected ones. Knows no network and no
-clock.
+Predictions use it. The sizes come from the code that cuts, encodes and sends (``reducers``), so predictions match runs.
+Payloads without a fixed size count with their expected bytes. This module knows no network and no clock.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from .reducers import Flows, Operand, Traffic
 
 
 def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | None = None) -> list[Operand]:
-    """A bucket's parts as reducers see them, which is all that ``ways.traffic`` and the halves of ``owners`` ask for.
+    """A bucket's parts without data, as ``ways.traffic`` and the halves of ``owners`` need them.
 
-    ``layers`` are the model's. ``step`` counts from 0, for codecs that warm up; without one they have.
+    ``layers`` are the model's. ``step`` counts from 0, for codecs that warm up; without it all warm-ups have ended.
     """
     found = []
     for part in bucket.slices:
@@ -34,7 +33,9 @@ def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | 
 
 
 def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int], Plan]) -> NDArray[np.float64]:
-    """The bytes from every process (row) to every other (column); ``plan`` is what sums an array of so many bytes."""
+    """The bytes from every process (row) to every other (column). ``plan(nbytes)`` is the plan that sums such an
+    array.
+    """
     found = np.zeros((processes, processes))
     for step in (step for one in traffic for step in one):
         if isinstance(step, Flows):
@@ -46,6 +47,6 @@ def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int]
 
 
 def without_data(name: str, codec: Codec, spec: Spec, start: int, stop: int) -> Operand:
-    """Elements ``start`` to ``stop`` of a tensor as reducers see them, one number standing for all of its gradients."""
+    """Elements ``start`` to ``stop`` of a tensor, with a broadcast zero for its gradients."""
     state = State(spec, 0)
     return Operand(name, codec, np.broadcast_to(np.float32(0), stop - start), state, state, start)

@@ -1,20 +1,19 @@
-"""The weights that this process owns, and how a codec carries their updates to the workers.
+"""Owns this process's share of the weights and sends their updates to the workers through a codec.
 
-Owns where every weight has its owner and the owner's own weights, beside the *known* ones, which all workers have and
-in which their models live. What the codec remembers is ``compression``'s affair.
+An owner has its own weights beside the *known* ones, which all workers have in their models. ``compression`` owns the
+codec's state.
 
-What an update has changed goes to all workers as a code, and all add it to what they have: weights are never encoded,
-only the difference between the owner's and the known ones. The owner adds to these what its payload says, as the
-workers do, so that all have the same bits. What a payload does not say is still in the difference, and so in the next
-payload: the known weights make up for every error, as a residual would. Gruntkowska, Tyurin, Richtarik, "EF21-P and
-friends: improved theoretical communication complexity for distributed optimization with bidirectional compression",
-ICML 2023.
+Only differences are encoded: those between the owner's weights and the known ones. The owner adds the decoded payload
+to the known weights, as all workers do, so all have the same bits. An encoding error remains in the difference and so
+enters the next payload: the known weights correct every error, as a residual would. Gruntkowska, Tyurin, Richtarik,
+"EF21-P and friends: improved theoretical communication complexity for distributed optimization with bidirectional
+compression", ICML 2023.
 
-That needs a codec that is a contraction. Around one that is not, the difference would grow from step to step; there the
-owner takes the known weights for its own, and an update is what its payload says of it, right in the mean.
+This requires a codec that is a contraction. With any other codec the difference would grow from step to step. The owner
+then replaces its weights by the known ones, and a payload is an unbiased estimate of an update.
 
-Differences are float32. Weights of another type are subtracted and added in the wider of both, and rounded to their
-type alike everywhere. Cost per rank with S owners: one decoding of everything; 1/S encoding of everything at an owner.
+Differences are float32. Weights of another type are subtracted and added in the wider of both types and rounded alike
+everywhere. Cost per rank with S owners: one decoding of everything; 1/S encoding of everything at an owner.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ Array = NDArray[Any]
 
 
 def _tell(piece: OwnedPiece, me: Participant) -> Reducer:
-    """The reducer of one piece.
+    """Send the updates of one piece.
 
-    The arrays of its parts are the known weights, of any floating-point type; the own share's parts have ``held``.
+    The parts' arrays are the known weights, of any floating-point type; this owner's parts have ``held``.
     """
     shares = piece.shares
     own = shares[me.owner] if me.owner >= 0 else ()
@@ -55,6 +54,7 @@ def _tell(piece: OwnedPiece, me: Participant) -> Reducer:
     else:
         yield from _through_float32(piece, me, changes, wanted)
     me.room.give(buffer)
+    # Without a contraction the error would grow: forget it.
     for part in own:
         if part.held is not None and not part.held.keeps:
             part.held.weights[:] = part.array
@@ -63,7 +63,7 @@ def _tell(piece: OwnedPiece, me: Participant) -> Reducer:
 def _through_float32(
     piece: OwnedPiece, me: Participant, changes: list[Floats], wanted: dict[int, Sequence[Operand]]
 ) -> Reducer:
-    """The same where a payload cannot be added to the known weights as it is decoded."""
+    """The same for known weights that are not float32: decode into float32, then add."""
     parts = [part for share in wanted.values() for part in share]
     buffer, decoded = _room_for(parts, me.room)
     arrays = iter(decoded)
@@ -76,7 +76,7 @@ def _through_float32(
 
 
 def _room_for(parts: Sequence[Operand], room: Room) -> tuple[Bytes, list[Floats]]:
-    """A buffer, and arrays in it as large as the parts."""
+    """A buffer, and arrays in it with the parts' sizes."""
     buffer = room.take(4 * sum(part.array.size for part in parts))
     found: list[Floats] = []
     at = 0
@@ -99,14 +99,14 @@ class Owned:
 class Updates:
     """The updates of one model's weights. ``known`` are the buckets' weights as all workers have them.
 
-    ``owned`` are the ranges of this process, which begins with the known weights; whoever updates them writes into
-    their arrays, at no time between ``pieces`` and the end of what these do.
+    ``owned`` are the ranges of this process, initialized from the known weights. The optimizer writes into their
+    arrays, but never between ``pieces`` and the end of its reducers.
     """
 
     def __init__(self, compression: Compression, known: Sequence[Array]) -> None:
         self._compression, self._known = compression, known
         self._held: list[list[Held]] = []
-        self._pieces: dict[int, Divided] = {}  # made with the first update
+        self._pieces: dict[int, Divided] = {}  # created by the first update
         owned: list[Owned] = []
         number_of = {name: number for number, name in enumerate(compression.names)}
         for number in range(compression.buckets):
@@ -121,11 +121,11 @@ class Updates:
 
     @property
     def keeps(self) -> bool:
-        """True where an owner's weights may say more than the known ones; the same on all processes."""
+        """Whether an owner's weights may be more precise than the known ones; the same on all processes."""
         return any(self._compression.keeps_rest(tensor) for tensor in range(len(self._compression.names)))
 
     def pieces(self, number: int) -> Sequence[Callable[[], Reducer]]:
-        """The reducers of a bucket, whose owned weights have been updated."""
+        """The reducers of a bucket whose owned weights have been updated."""
         step = self._compression.answered(number)
         warming, made = self._compression.warming(step), self._pieces.get(number)
         if made is None or made.warming != warming:

@@ -1,15 +1,15 @@
-"""Updates by version: what an owner tells a worker that has older weights than it has, where workers come one by one.
+"""Sends updates by version, for workers that fetch weights one by one.
 
-Weights are never encoded. Behind every update the owner encodes by how much its weights differ from the *known* ones,
-and adds to these what the payload says; what it does not say is in the next difference, as in ``updates``. So
-the known weights of a version follow from those of the version before and one payload, and all workers that have come
-to it have the same bits. A worker at version a gets the payloads of all versions since, which it adds in order, or,
-where these are more bytes, the known weights as they are. A worker that nobody has overtaken gets no more than its own
-update; one that is as many versions behind as a payload is smaller gets what it would without a codec. The owner keeps
-payloads of no more bytes than that.
+Weights are never encoded. After every update the owner encodes the difference between its weights and the *known* ones
+and adds the decoded payload to the latter; the error remains in the next difference, as in ``updates``. The known
+weights of a version therefore follow from those of the version before and one payload, and all workers at one version
+have the same bits. A worker at version a gets the payloads of all later versions and adds them in order, or the known
+weights themselves where those are fewer bytes. A worker that no other has overtaken gets a single payload. At c
+versions behind, with payloads c times smaller than the weights, it gets as many bytes as without a codec. The owner
+keeps no more bytes of payloads than that.
 
-    word 0   the version that the worker then has
-    word 1   how many payloads bring it there, ALL for the weights as they are
+    word 0   the worker's version after this message
+    word 1   the number of payloads, or ALL for the weights themselves
     then     the bytes of each payload's message
     then     these messages (``letters``), or the weights
 """
@@ -38,22 +38,23 @@ _HEAD_BYTES = 8
 
 
 class _Part:
-    """What one owner has of a bucket, in arrays of the known weights; either side has its own."""
+    """One owner's share of a bucket, in arrays of the known weights. Owner and worker each have one."""
 
     def __init__(self, share: Sequence[Operand], room: Room) -> None:
         self._parts = [replace(part, codec=relay_of(part.codec)) for part in share]
-        self._states: list[State] = [copy.deepcopy(part.again) for part in share]  # threads of two sides may decode
+        # the threads of both sides may decode at once
+        self._states: list[State] = [copy.deepcopy(part.again) for part in share]
         self._letter, self._room = Letter(self._parts), room
         self._whole_bytes = sum(part.array.nbytes for part in share)
         self.version = 0
 
     @property
     def greatest_bytes(self) -> int:
-        """Of a message."""
+        """The maximum size of a message."""
         return _HEAD_BYTES + self._whole_bytes
 
     def _add(self, post: Post, version: int, sender: str) -> None:
-        """Add what a payload says to the known weights, which then have that version."""
+        """Add a payload to the known weights, which then have that version."""
         for state in self._states:
             state.step = version
         arrays = [part.array for part in self._parts]
@@ -68,15 +69,15 @@ class _Part:
 
 
 class Telling(_Part):
-    """The owner's side: ``held`` are its own weights, whose updates it tells. Used by one thread."""
+    """The owner's side. ``held`` are its weights, whose updates it encodes. Not thread-safe."""
 
     def __init__(self, share: Sequence[Operand], held: Sequence[Held]) -> None:
         super().__init__(share, Scratch())
         self._held = held
-        self._said: deque[Bytes] = deque()  # the last versions' payloads, the newest last
+        self._said: deque[Bytes] = deque()  # payloads of the latest versions, the newest last
 
     def update(self) -> None:
-        """The owner's weights have been updated: that is the next version."""
+        """Encode the owner's updated weights as the next version."""
         changes = []
         for part, held in zip(self._parts, self._held, strict=True):
             changes.append(np.empty(part.array.size, np.float32))
@@ -90,18 +91,19 @@ class Telling(_Part):
         for part, held in zip(self._parts, self._held, strict=True):
             if not held.keeps:
                 held.weights[:] = part.array
+        # More payloads than weights: workers that far behind get the weights themselves.
         while sum(_with_length(one) for one in self._said) > self._whole_bytes:
             self._said.popleft()
 
     def renew(self) -> None:
-        """The owner has other weights than those that it has told of: all are to get them as they are."""
+        """Start a version from the owner's weights as they are, which every worker then gets in full."""
         for part, held in zip(self._parts, self._held, strict=True):
             part.array[:] = held.weights
         self._said.clear()
         self.version += 1
 
     def since(self, version: int) -> Bytes:
-        """The message for a worker that has that version."""
+        """The message for a worker that has ``version``."""
         behind = self.version - version
         if behind > len(self._said):
             return _message(self.version, ALL, [], [part.array.view(np.uint8) for part in self._parts])
@@ -113,7 +115,7 @@ class Hearing(_Part):
     """The worker's side."""
 
     def take(self, data: Bytes, sender: str) -> None:
-        """Go on by an owner's message; raises ReduceError for one that cannot be of the versions that are to come."""
+        """Apply an owner's message; raises ReduceError unless it continues from this version."""
         if data.nbytes < _HEAD_BYTES:
             raise self._nonsense(sender, f"of {data.nbytes} bytes is too short")
         version, count = (int(word) for word in data[:_HEAD_BYTES].view(np.uint32))
@@ -146,17 +148,16 @@ class Hearing(_Part):
 
 
 class _Lent:
-    """A room with one buffer, which is somebody else's."""
+    """A pool with a single buffer that belongs to the caller."""
 
     def __init__(self, buffer: Bytes) -> None:
         self._buffer = buffer
 
     def take(self, nbytes: int) -> Bytes:  # noqa: ARG002
-        """That one."""
         return self._buffer
 
     def give(self, buffer: Bytes) -> None:
-        """It was never taken."""
+        """Nothing to return."""
 
 
 def _with_length(body: Bytes) -> int:

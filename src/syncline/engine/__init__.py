@@ -1,7 +1,7 @@
-"""The engine: what runs plans and reducers in the background of training, and who drives them.
+"""Runs plans and reducers in the background of training.
 
-``engine`` takes orders and single messages, and ``driver`` drives them. ``order`` says what may start when, and has
-what threads share of it. ``motion`` sees whether anything moves, and finds out who is to blame when nothing does.
-``exchange`` runs plans over a transport: by messages, or in mapped ``memory``, by ``scripts``. ``reducing`` runs what
-is compressed. ``trace`` tells an observer what begins and ends.
+``engine`` accepts exchanges and single messages; ``driver`` has the threads that make progress. ``order`` decides when
+work may start and holds the state that threads share. ``motion`` detects stalls and finds the rank at fault.
+``exchange`` runs plans over a transport: by messages, or in mapped ``memory`` by ``scripts``. ``reducing`` runs
+compressed buckets. ``trace`` reports the begin and end of everything to an observer.
 """

@@ -1,12 +1,13 @@
-"""Keeps the ranks of a machine from waiting for each other on one core while another core has none of them.
+"""Keeps the ranks of a machine from sharing one core while another core runs none of them.
 
-A rank that waits offers its core to others, and is woken where the one that it waited for runs: so a kernel that sees
-threads by turns at one core finds nothing to balance, and two ranks may stay there for seconds, at half their speed or
-less. Each rank shows on its board (``kernels.board``) where it waits. One that has often found the rank it waits for on
-its own core goes to one that no rank has shown. Nothing is bound: the thread may run where it might before.
+A waiting rank yields its core and is woken on the core of the rank that it waited for. A kernel that sees two threads
+take turns on one core finds nothing to balance, so both ranks may stay there for seconds, at half their speed or less.
+Each rank therefore publishes on its board (``kernels.board``) the core on which it waits. A rank that has repeatedly
+waited for a rank on its own core moves to a core that no rank has published. Nothing is pinned: afterwards the thread
+may run on all cores that it could use before.
 
-On a busy machine ranks stay together: there a core that is offered goes to the other rank, elsewhere to whoever else
-computes, for milliseconds.
+On a busy machine the ranks stay together. There a yielded core goes to the other rank, whereas on another core it would
+go to an unrelated process for milliseconds.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 OFTEN = 8
-"""How many waits in succession have to have been for a rank on the same core."""
+"""The number of successive waits for a rank on the same core before a move."""
 _PAUSE_S, _STAY_S = 0.005, 0.02
-"""How long nothing is looked at after a move, and where staying was right."""
+"""The time without checks after a move, and after a decision to stay."""
 _NODES = Path("/sys/devices/system/node")
 _LOAD = Path("/proc/loadavg")
 
 
 class Cores:
-    """Moves the thread that drives.
+    """Moves the thread that drives the engine.
 
-    ``shown`` gives the cores on which the ranks of this machine were seen, the own one first, counted from 1.
+    ``shown`` returns the cores on which this machine's ranks waited last, this rank's first, counted from 1.
     """
 
     def __init__(self, shown: Callable[[], Sequence[int]]) -> None:
@@ -35,7 +36,7 @@ class Cores:
         self._next_s = 0.0
 
     def part(self) -> bool:
-        """Go to a core near this one that no rank has shown, where there is one; whether that was done."""
+        """Move to a nearby core that no rank has published. Returns whether the thread has moved."""
         now = time.monotonic()
         if now < self._next_s:
             return False
@@ -46,6 +47,7 @@ class Cores:
         if not (free := allowed.intersection(near(shown[0] - 1)).difference(core - 1 for core in shown)):
             return False
         try:
+            # Setting the affinity moves the thread at once; restoring it leaves the thread where it is.
             os.sched_setaffinity(0, free)
             os.sched_setaffinity(0, allowed)
         except OSError:  # a core that went offline, or a sandbox that refuses: stay
@@ -55,7 +57,7 @@ class Cores:
 
 
 def running() -> int:
-    """How many threads of the machine run, or wait for a core; 0 where the kernel does not tell."""
+    """The number of threads of the machine that run or wait for a core; 0 if the kernel does not tell."""
     try:
         return int(_LOAD.read_text().split()[3].partition("/")[0])
     except (OSError, IndexError, ValueError):
@@ -63,7 +65,7 @@ def running() -> int:
 
 
 def near(core: int) -> set[int]:
-    """The cores with the same memory as this one; all that there are, where the kernel does not tell."""
+    """The cores on the same memory node as this one; all cores if the kernel does not tell."""
     for node in _NODES.glob("node[0-9]*"):
         if core in (these := _listed((node / "cpulist").read_text())):
             return these
@@ -71,7 +73,7 @@ def near(core: int) -> set[int]:
 
 
 def _listed(text: str) -> set[int]:
-    """The numbers in a list like 0-3,8."""
+    """The numbers in a kernel list such as ``0-3,8``."""
     found = set[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

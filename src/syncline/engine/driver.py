@@ -1,16 +1,15 @@
-"""Who drives what is under way in one process, and how others wait for it.
+"""Drives the exchanges of one process and lets other threads wait for them.
 
-One thread at a time *drives*: it owns the transport, turns the exchange and calls back. That is the progress thread
-while there is work that nobody waits for; a thread that would have to wait anyway drives itself when nobody else does,
-which saves two hand-overs between threads. What threads share is in ``order``. The time that they spend blocked here
-is counted, each by itself: it is the exposed communication.
+One thread at a time *drives*: it owns the transport, calls ``progress`` of the exchange and runs all callbacks. Usually
+this is the progress thread. A thread that has to wait drives itself if no other thread does, which saves two context
+switches. ``order.Monitor`` holds the state that threads share. The time that threads spend blocked here is the exposed
+communication; it is counted per thread.
 
-A fault while driving reaches every thread that waits, now or later, as the same exception. So does an interrupt
-(Ctrl-C, an exception out of a signal handler) in a thread that drives or waits: a script that catches it and goes on
-would do so with a step missing, so every later call raises what happened. Each wait has a time limit, and so has the
-progress of the whole (``motion``).
+A fault while driving is raised as the same exception in every thread that waits, now or later. An interrupt (Ctrl-C, or
+an exception from a signal handler) in a thread that drives or waits has the same effect: a script that caught it and
+went on would do so with an incomplete step. Every wait has a time limit, and so has a stall of the whole (``motion``).
 
-Does not know what is handed over: that is the ``engine``'s.
+Subclasses decide what is exchanged (``engine``).
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from .reducing import Reducing
 from .trace import Observer, begin
 
 LIMIT_S = 30 * 60.0
-"""Default limit for progress."""
+"""The default time limit for a stall."""
 
 SPINS_HERE = 200
-"""How often a thread that waits anyway looks again before it sleeps; its core is offered to others in between."""
+"""How often a waiting thread polls before it sleeps. It yields its core between two polls."""
 _FLUSH_S = 10.0
 _DRAIN_S = 2.0
 _DRAIN_POLL_S = 0.01
 
 
 class Blocked:
-    """The seconds of the threads that waited, but for what they have asked not to be counted.
+    """The seconds for which threads were blocked, except where they have asked not to be counted.
 
-    They count ``within`` others, too.
+    They count ``within`` another one, too.
     """
 
     def __init__(self, within: Blocked | None = None) -> None:
@@ -55,12 +54,12 @@ class Blocked:
 
     @property
     def seconds(self) -> float:
-        """Those of all threads, added up."""
+        """The sum over all threads."""
         return sum(list(self._seconds.values()))
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What this thread waits for inside is no communication of the training."""
+        """Do not count this thread's waits inside the block as communication."""
         thread = threading.get_ident()
         self._uncounted.add(thread)
         try:
@@ -70,7 +69,7 @@ class Blocked:
             self._uncounted.discard(thread)
 
     def count(self, begun: float) -> None:
-        """This thread was blocked since then (``time.perf_counter``)."""
+        """Count this thread as blocked since ``begun`` (``time.perf_counter``)."""
         thread = threading.get_ident()
         if thread not in self._uncounted:
             self._seconds[thread] = self._seconds.get(thread, 0.0) + time.perf_counter() - begun
@@ -79,10 +78,10 @@ class Blocked:
 
 
 class Driver(ABC):
-    """Drives an exchange over a transport; ``error`` is the first fault.
+    """Drives an exchange over a transport. ``error`` is its first fault.
 
-    ``explain`` turns a fault into what the user shall see; ``on_raise`` is called when it is about to reach a user's
-    thread; ``find_culprit`` searches who is to blame when nothing moves. The progress thread starts at once.
+    ``explain`` turns a fault into the exception for the user. ``on_raise`` is called just before a user's thread gets
+    it. ``find_culprit`` finds the rank at fault in a stall. The progress thread starts in the constructor.
     """
 
     def __init__(
@@ -107,9 +106,9 @@ class Driver(ABC):
 
     @abstractmethod
     def waits(self) -> Waits:
-        """For whom something under way waits, and what that is; may be asked from another thread.
+        """The processes that this one waits for, each with the label of the waiting work. Callable from any thread.
 
-        What nobody minds if it never ends waits as soon as somebody has come to it.
+        Tolerant work waits only once a peer has joined it.
         """
 
     @property
@@ -119,26 +118,26 @@ class Driver(ABC):
 
     @property
     def observer(self) -> Observer | None:
-        """Who is told all that begins and ends here, if anybody is."""
+        """The observer, if there is one."""
         return self._observer
 
     # For the threads that wait.
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which threads have been blocked here, added up."""
+        """The seconds for which threads have been blocked here, summed over threads."""
         return self.blocked.seconds
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The bytes sent to each process, and received, with all headers."""
+        """The bytes sent to and received from each process, headers included."""
         return self.transport.traffic()
 
     def uncounted(self) -> contextlib.AbstractContextManager[None]:
-        """What this thread waits for inside is no communication of the training."""
+        """Do not count this thread's waits inside the block as communication."""
         return self.blocked.uncounted()
 
     def wait(self, *works: Work, timeout: float | None = None) -> None:
-        """Block until all are done; raises the engine's fault, or PeerTimeout after ``timeout`` seconds."""
+        """Block until all works are done. Raises the engine's fault, or PeerTimeout after ``timeout`` seconds."""
         monitor = self.monitor
         if monitor.error is None:
             for work in works:
@@ -156,7 +155,7 @@ class Driver(ABC):
         try:
             self._drive_here(works, deadline)
             for work in works:
-                if not work.done:  # another one drives, or the time is over
+                if not work.done:  # another thread drives, or the time is over
                     came = monitor.wait(works, deadline)
                     break
         except BaseException as error:
@@ -172,7 +171,7 @@ class Driver(ABC):
             raise self.unfinished(late, timeout)
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
-        """Block until one of the works is done or ``until()`` holds (looked at often); raises the engine's fault."""
+        """Block until one work is done or ``until()`` holds (polled). Raises the engine's fault."""
         blocked = None
         if self._observer is not None:
             blocked = begin(self._observer, "wait", _first_of([work.label for work in works]))
@@ -187,25 +186,26 @@ class Driver(ABC):
         self.over(until)
 
     def over(self, until: Callable[[], bool]) -> bool:
-        """Whether ``until()`` holds. Raises the engine's fault, but not that a peer is gone once it holds.
+        """Whether ``until()`` holds. Raises the engine's fault, except that of a departed peer if the condition holds.
 
-        Where somebody was lost all the same, ``close`` returns it.
+        ``close`` still returns such a fault.
         """
         holds, error = until(), self.error
         if error is None:
             return holds
-        if isinstance(error, PeerLost | PeerLeft) and (holds or until()):  # whoever is gone may have left meanwhile
+        # the departed peer may have fulfilled the condition just before
+        if isinstance(error, PeerLost | PeerLeft) and (holds or until()):
             return True
         raise self._raised(error)
 
     def when_over(self, work: Work, call: Callable[[], None]) -> None:
-        """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""
+        """Call once ``work`` is done or has failed: now, or later from another thread. The call must not block."""
         self.monitor.when_over(work, call)
 
     def check_not_driving(self) -> None:
-        """Raise UsageError for a call out of the middle of another one of the same thread.
+        """Raise UsageError for a call from inside another call of the same thread.
 
-        It would wait for what only the call that it interrupts can bring about.
+        Such a call would deadlock: it waits for progress that only the interrupted call can make.
         """
         if self.monitor.driver == threading.get_ident():
             raise UsageError(
@@ -215,32 +215,32 @@ class Driver(ABC):
 
     @property
     def doing(self) -> str:
-        """What is under way, in few words."""
+        """A short description of the exchanges in flight."""
         reducing = [one.label for one in list(self._reducing.values()) if one.label]
         labels = [*dict.fromkeys([*self._exchange.labels, *reducing])]
         return _first_of(labels) if labels else "no exchange"
 
     def allow(self, limit_s: float) -> None:
-        """Something may stand still for so long from now on, where that is longer than the limit of progress."""
+        """Raise the time limit for stalls to at least ``limit_s`` seconds."""
         self.motion.allow(limit_s)
 
     def abandon(self, works: Iterable[Work]) -> None:
-        """Nobody needs these any more: the end does not wait for them, and they do not mind peers that leave."""
+        """Make works tolerant: ``close`` does not wait for them, and departing peers are no fault for them."""
         self.monitor.abandon(works)
 
     @property
     def room(self) -> Room:
-        """Buffers for reducers; for the thread that drives."""
+        """The pool of buffers for reducers; only for the driving thread."""
         return self._exchange.scratch
 
     def fail(self, error: Exception) -> None:
-        """A fault found elsewhere: whoever waits here gets it. The first one stays."""
+        """Report a fault from elsewhere to all threads that wait here. Only the first fault counts."""
         self.monitor.fail(error)
 
     def interrupted(self, error: BaseException) -> None:
-        """Something was left in the middle: from now on every call raises that, here, and the others are told.
+        """Fail because a call was left half-done; all later calls here raise, and the peers are informed.
 
-        After a fault nobody is: it is known already whose it was.
+        After an earlier fault the peers are not informed again, because they already know its cause.
         """
         name = type(error).__name__
         fault: Exception = ClosedError(f"an exchange was interrupted by {name}: this session cannot go on")
@@ -252,9 +252,9 @@ class Driver(ABC):
             self.monitor.explain(fault)
 
     def close(self, before_end: Callable[[], None] = lambda: None) -> Exception | None:
-        """Finish what is under way unless there was a fault, end the thread and close the transport; the fault.
+        """Finish all work unless there was a fault, end the progress thread and close the transport. Returns the fault.
 
-        ``before_end`` is called while the connections still stand.
+        ``before_end`` is called while the connections are still open.
         """
         if self.error is None:
             self.monitor.flush(_FLUSH_S)
@@ -268,9 +268,10 @@ class Driver(ABC):
         return fault
 
     def answer(self) -> Answer:
-        """What this process says of itself to one that asks for whom it waits; asked from any thread."""
+        """This process's answer to a peer that searches for the cause of a stall. Callable from any thread."""
         answer = self.motion.answer(looking=bool(self.monitor.driver) or self.monitor.busy)
-        if self.monitor.driver:  # after the answer: it may have seen just before that nobody asked, and sleep
+        # after the answer: the driver may have just polled, before ``owed`` was set, and be asleep
+        if self.monitor.driver:
             self.transport.wake()
         return answer
 
@@ -282,7 +283,7 @@ class Driver(ABC):
         self.monitor.hand_in(task, tolerant)
 
     def finish(self, work: Work, lane: Lane | None = None, after: Callable[[], None] | None = None) -> None:
-        """Call ``after``; then a work is done. In the thread that drives."""
+        """Call ``after``, then mark a work as done. Only in the driving thread."""
         if after is not None:
             after()
         if work.span is not None:
@@ -299,19 +300,19 @@ class Driver(ABC):
             raise self._raised(self.monitor.error)
 
     def unfinished(self, work: Work, timeout: float | None) -> Exception:
-        """What is raised in place of a work's end: the engine's fault, or that the time is over."""
+        """The exception for a work that is not done: the engine's fault, or a timeout."""
         if self.error is not None:
             return self._raised(self.error)
-        assert timeout is not None  # without a limit a wait ends with the work or a fault
+        assert timeout is not None  # without a limit, a wait ends only with the work or a fault
         return PeerTimeout(f"{work.label}: not done {within(timeout)}", rank=-1)
 
     def _raised(self, error: Exception) -> Exception:
-        """The fault is about to reach the user's thread."""
+        """Announce that a user's thread is about to get the fault."""
         self._on_raise()
         return error
 
     def left(self, error: BaseException) -> None:
-        """A call ends in the middle. Its thread drives no longer, wherever that was: another one ends what is left."""
+        """Fail because a call ended early. Its thread gives up driving, so that another thread can finish."""
         try:
             self.interrupted(error)
         finally:
@@ -321,9 +322,10 @@ class Driver(ABC):
     def _drive_here(
         self, works: Collection[Work], deadline: float | None, first: Callable[[], None] | None = None
     ) -> bool:
-        """Drive in this thread until all works are done or the time is over; False, at once, where another one does.
+        """Drive in this thread until all works are done or the time is over. False, at once, if another thread drives.
 
-        ``first`` begins one more work, which nothing that was handed over before may stand behind.
+        ``first`` starts one more work. It is refused if earlier work is still queued, which would have to start before
+        it.
         """
         if not self.monitor.claim(first is not None, 0 if first is None else 1):
             return False
@@ -334,7 +336,7 @@ class Driver(ABC):
     # Driving: in the progress thread, or in one that waits.
 
     def _progress(self) -> None:
-        """The progress thread: drive whenever there is something to do and nobody does it."""
+        """The progress thread: drive whenever there is work and no other thread drives."""
         while self.monitor.take_turn():
             self.drive(None)
             self.monitor.hand_over()
@@ -349,9 +351,9 @@ class Driver(ABC):
         first: Callable[[], None] | None = None,
         spins: int = SPINS,
     ) -> None:
-        """Turn the exchange until all ``works`` are done, unless they are None, or the time is over.
+        """Make progress until all ``works`` are done (forever if None), or the time is over.
 
-        Ends too where nothing is left to do, and with a fault, which is kept.
+        Returns early when no work is left, and after a fault, which it records.
         """
         monitor, motion, exchange = self.monitor, self.motion, self._exchange
         endless, late, left_s = works is None, list(works or ()), math.inf
@@ -365,34 +367,36 @@ class Driver(ABC):
                     motion.moves, motion.stall = motion.moves + 1, None
                 if deadline is not None:
                     left_s = deadline - time.perf_counter()
+                # Only the last work is tested and then popped, which makes a turn cheap however many works there are.
                 while late and late[-1].done:
                     late.pop()
                 if left_s <= 0.0 or not (late or endless):
-                    if not self.transport.idle:  # a last chance for acknowledgements; the rest is another's to drive
+                    if not self.transport.idle:  # a last chance for acknowledgements; another thread drives the rest
                         exchange.progress(0.0)
                     return
                 if not (monitor.under_way or monitor.busy):
                     return
                 patience_s = min((motion.stall or motion).patience_s, left_s)
                 if motion.looks < motion.owed or (self._reducing and self._open_another()):
-                    patience_s = 0.0  # who has asked wants to know soon that it was looked since
+                    # a peer waits for this process to poll again, or a reducer can compute meanwhile: do not sleep
+                    patience_s = 0.0
                 if exchange.progress(patience_s, spins) or motion.crept():
                     motion.moves, motion.stall = motion.moves + 1, None
                 else:
                     motion.looked_in_vain(needed=monitor.under_way > 0)
         except Exception as error:
-            # Nonsense from a peer belongs to no message of ours: say at least what it came into.
+            # A malformed message belongs to none of our own: name at least the exchanges in flight.
             shown = labelled(f"during {self.doing}", error) if isinstance(error, ProtocolError) else error
             with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
                 shown = self._explain(shown)
             self.fail(shown)
 
     def _open_another(self) -> bool:
-        """Let one reducer more begin, of the most urgent bucket that has one."""
+        """Start one more reducer, of the most urgent bucket that has one left."""
         return any(one.open_another() for one in sorted(self._reducing.values(), key=Reducing.urgency))
 
     def _drain(self) -> None:
-        """The last acknowledgements have to reach the kernel, or a peer would wait for them."""
+        """Hand the last acknowledgements to the kernel: peers wait for them."""
         deadline = time.monotonic() + _DRAIN_S
         while not self.monitor.failed and time.monotonic() < deadline:
             self._exchange.progress(0.0 if self.transport.idle else _DRAIN_POLL_S)
@@ -401,5 +405,5 @@ class Driver(ABC):
 
 
 def _first_of(labels: Sequence[str]) -> str:
-    """What is under way, in few words, however much it is."""
+    """The first label and the number of others."""
     return f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else "".join(labels)

@@ -1,16 +1,15 @@
-"""Everything of one process that is under way in the background of training.
+"""The engine: everything that one process exchanges in the background of training.
 
-The training thread hands over work (a bucket to exchange, a message to send) and later waits for it. Who drives it
-meanwhile is in ``driver``; what a work is, and in which order works start, in ``order``.
+The training thread submits work (a bucket to exchange, a message to send) and waits for it later. ``driver`` makes
+progress meanwhile; ``order`` defines a work and the order in which works start.
 
-Single messages (``Mail``) go to others over the transport, and to this process itself, which no transport carries.
+Single messages (``Mail``) travel over the transport, or through a loopback if a process sends to itself.
 
-Most of the time of a small collective goes into what is done around it. So a plan may be prepared for many runs over
-arrays of one size and type (``Kept``), each carried out by the thread that calls, which hands nothing over; where all
-other ranks have come it does so in one go, and nothing has to be remembered of the run. Where it cannot finish at once,
-the run goes on as any other does. Where another thread drives, or anything is under way already, an earlier run of the
-same plan included, nothing is begun: the caller then uses ``Engine.run`` or ``Engine.start`` instead. To the other
-ranks that makes no difference.
+In a small collective most of the time is overhead. A plan can therefore be prepared for many runs over arrays of one
+size and type (``Kept``). The calling thread then executes a run itself; if all other ranks have arrived, it completes
+the run in one call without any bookkeeping. Otherwise the run continues like any other. If another thread drives, or
+any other exchange is in flight, nothing is started, and the caller uses ``Engine.run`` or ``Engine.start`` instead. The
+other ranks do not notice the difference.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from .trace import Kind, Observer, Span, begin
 
 
 class Mail:
-    """The messages under way, each of which a work stands for; ``finish`` is called when one is done.
+    """Single messages in flight. Each belongs to a work; ``finish`` is called when one is done.
 
-    ``has_left`` says of a process whether it has left in peace, which a ``tolerant`` work does not mind. Used from the
-    thread that drives.
+    ``has_left`` tells whether a process has left in an orderly way, which is no fault for a ``tolerant`` work. Only for
+    the driving thread.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class Mail:
     ) -> None:
         self._transport, self._has_left, self._observer, self._finish = transport, has_left, observer, finish
         self._loopback = Loopback()
-        self._awaited: dict[Work, int] = {}  # from or to whom
+        self._awaited: dict[Work, int] = {}  # the peer of each message
 
     @property
     def waiting_for(self) -> Waits:
-        """For whom those wait whose peers may not leave; may be asked from another thread."""
+        """The peers of all messages that are not tolerant. Callable from any thread."""
         return {peer: work.label for work, peer in list(self._awaited.items())}
 
     def send(self, work: Work, dst: int, tag: int, body: Bytes) -> None:
-        """Send a message, which stays unchanged until the work is done."""
+        """Send a message. Its memory must not change until the work is done."""
         if dst == self._transport.rank:
             self._loopback.send(tag, body.tobytes())
             self._finish(work)
@@ -74,9 +73,9 @@ class Mail:
     def recv(
         self, work: Work, src: int, tag: int, into: Bytes, placed: bool, left: Callable[[Exception], None]
     ) -> None:
-        """Receive a message that fits ``into``; the work's result is its bytes, or, where it is ``placed``, how many.
+        """Receive a message of at most ``into.nbytes``. The result is its bytes, or their number if ``placed``.
 
-        Where a tolerant one does not come because its peer has left, ``left`` is told.
+        ``left`` is called if a tolerant message does not arrive because its peer has left.
         """
         if src == self._transport.rank:
             self._loopback.recv(tag, partial(self._came_back, work, into, placed))
@@ -90,7 +89,7 @@ class Mail:
         self._transport.recv(src, tag, into, owner=arrived)
 
     def _came_back(self, work: Work, into: Bytes, placed: bool, data: bytes) -> None:
-        """A message to this process itself."""
+        """Deliver a message from this process to itself."""
         if len(data) > into.nbytes:
             raise SynclineError(f"{work.label}: a message of {len(data)} bytes does not fit a receive of {into.nbytes}")
         work.result = data
@@ -121,9 +120,9 @@ class Mail:
 
 
 class Loopback:
-    """Messages of a process to itself: what was sent and has not been asked for, and the other way round, by tag.
+    """Messages of a process to itself, by tag: unreceived messages, and receives without a message.
 
-    As between two processes, those of one tag are received in the order in which they were sent.
+    As between two processes, messages of one tag arrive in the order in which they were sent.
     """
 
     def __init__(self) -> None:
@@ -131,14 +130,14 @@ class Loopback:
         self._asked: defaultdict[int, deque[Callable[[bytes], None]]] = defaultdict(deque)
 
     def send(self, tag: int, data: bytes) -> None:
-        """Give a message to whoever asked first, or keep it."""
+        """Deliver a message to the oldest receive, or keep it."""
         if self._asked[tag]:
             self._asked[tag].popleft()(data)
         else:
             self._sent[tag].append(data)
 
     def recv(self, tag: int, came: Callable[[bytes], None]) -> None:
-        """Call with the next message, now or when it is sent."""
+        """Call ``came`` with the next message, now or when it is sent."""
         if self._sent[tag]:
             came(self._sent[tag].popleft())
         else:
@@ -146,11 +145,11 @@ class Loopback:
 
 
 LOOK_ONLY = -1
-"""For a thread that does not wait: looking again for a moment, without offering its core."""
+"""The number of polls for a thread that does not wait: poll briefly without yielding the core."""
 
 
 class Kept:
-    """What is prepared, until it is dropped. While a run of it is under way, ``run`` and ``begin`` begin no other."""
+    """A prepared run. While it is in flight, ``run`` and ``begin`` start no other; ``Engine.drop`` releases it."""
 
     def __init__(self, driver: Driver, exchange: Exchange, program: Program, scripted: ScriptedRun) -> None:
         self.program, self.scripted = program, scripted
@@ -158,16 +157,16 @@ class Kept:
         self._monitor, self._motion = driver.monitor, driver.motion
 
     def run(self, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
-        """Run it over the array at ``address`` and return when that is done; False where it could not be begun.
+        """Run over the array at ``address`` and return when done. Returns False if the run could not start.
 
-        Raises PeerTimeout after ``timeout`` seconds; the run is still under way then.
+        Raises PeerTimeout after ``timeout`` seconds; the run is still in flight then.
         """
         if not self._monitor.claim(first=True):
             return False
         begun, work = time.perf_counter(), Work(label)
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, SPINS_HERE)
-            work.done = code == 0  # nobody else knows the work yet: no lock
+            work.done = code == 0  # no lock: no other thread knows the work yet
             if code:
                 self._take_up(work, key, sign, None)
                 deadline = begun + timeout
@@ -188,9 +187,10 @@ class Kept:
         return True
 
     def begin(self, address: int, key: int, label: str, sign: Sign, memory: object) -> Work | None:
-        """Begin what ``run`` runs; the work, which may be done. None where it could not be begun.
+        """Start the same run and return its work, which may already be done. None if the run could not start.
 
-        Where all others have come this thread does it all; else it goes on behind the script. ``memory`` is kept alive.
+        If all other ranks have arrived, this thread completes the run; otherwise the run continues in the background.
+        ``memory`` is kept alive until then.
         """
         if not self._monitor.claim(first=True):
             return None
@@ -198,7 +198,7 @@ class Kept:
         work.key = key
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, LOOK_ONLY)
-            work.done = code == 0  # nobody else knows the work yet: no lock
+            work.done = code == 0  # no lock: no other thread knows the work yet
             if code:
                 self._take_up(work, key, sign, memory)
             self._motion.moved()
@@ -209,7 +209,7 @@ class Kept:
         return None if code is None else work
 
     def _take_up(self, work: Work, key: int, sign: Sign, memory: object) -> None:
-        """A run was begun and is not done: it goes on as any other."""
+        """Let a started run continue like any other."""
         self._monitor.expect(tolerant=False)
 
         def done(_: object = memory) -> None:
@@ -220,10 +220,10 @@ class Kept:
 
 
 class Engine(Driver):
-    """What drives one transport; ``explain`` turns a fault into what the user shall see.
+    """Submits work over one transport. ``explain`` turns a fault into the exception for the user.
 
-    ``find_culprit`` searches who is to blame when nothing moves. An ``observer`` is told all that begins and ends.
-    Peers and keys are those of the run, or of the ``scope`` that ``within`` was given.
+    ``find_culprit`` finds the rank at fault in a stall. ``observer`` is told of the begin and end of everything. Peers
+    and keys are those of the run, or of the ``scope`` that ``within`` was given.
     """
 
     scope: Scope | None = None
@@ -239,7 +239,7 @@ class Engine(Driver):
         find_culprit: Callable[[Waits], Found] = lambda waits: find_culprit(-1, waits, lambda _: None),
         observer: Observer | None = None,
     ) -> None:
-        # The progress thread starts with the driver: what it looks at has to be there before.
+        # The progress thread starts in ``super().__init__``, so its fields must exist before.
         self._has_left = has_left
         self._expecting: dict[Scope | None, Callable[[], Waits]] = {}
         self._mail = Mail(transport, has_left, observer, self.finish)
@@ -258,11 +258,11 @@ class Engine(Driver):
         self._expecting[scope] = found if scope is None else lambda: scope.waits(found())
 
     def _handed_over(self) -> bool:
-        """Whether the thread that drives has something to look at besides what is under way."""
+        """Whether the driving thread has something to do besides the exchanges in flight."""
         return bool(self.monitor.inbox) or self.monitor.ending
 
     def start(self, order: Order | CodedOrder, when: When = NOW) -> Work:
-        """Exchange what an order says, behind this call."""
+        """Start an exchange in the background."""
         monitor = self.monitor
         if monitor.error is not None:
             raise self._raised(monitor.error)
@@ -281,7 +281,7 @@ class Engine(Driver):
         return work
 
     def _begin(self, order: Order | CodedOrder, work: Work, when: When) -> None:
-        """What was handed over begins: a plan, what the transport's library does by itself, or a bucket's reducers."""
+        """Begin a submitted order: a plan, a collective of the transport's library, or a bucket's reducers."""
         if when.before is not None:
             when.before()
         if isinstance(order, CodedOrder):
@@ -296,7 +296,7 @@ class Engine(Driver):
             self._exchange.start(Run(program, order.array, order.key, *what))
 
     def _begin_reducers(self, order: CodedOrder, work: Work, lane: Lane | None) -> None:
-        """Begin to drive the reducers of a bucket."""
+        """Start to drive the reducers of a bucket."""
 
         def finished() -> None:
             self._reducing.pop(order.key, None)
@@ -318,17 +318,19 @@ class Engine(Driver):
         reducing.start()
 
     def shows(self, program: Program | Collective, array: Array) -> bool:
-        """Whether ranks see each other's signs of such a run; the same on all ranks. Those of a group meet before."""
+        """Whether ranks see each other's signs in such a run; the same on all ranks. Those of a group meet before."""
         return self.scope is None and isinstance(program, Program) and self._exchange.shows(program.plan, array)
 
     def absent(self, key: int, processes: Iterable[int]) -> set[int]:
-        """Those who have not come to a run under way that shows signs; whom anything waits for where all have."""
+        """The processes that have not joined a run with signs. If all have, the processes that anything here waits
+        for.
+        """
         return self._exchange.absent(key, processes) or self.awaited
 
     def run(self, order: Order, timeout: float | None = None) -> None:
-        """Exchange what an order says, and return when it is done: ``start`` and ``wait`` with less in between.
+        """Exchange and return when done: ``start`` and ``wait`` with less overhead.
 
-        Raises PeerTimeout after ``timeout`` seconds; the run is still under way then.
+        Raises PeerTimeout after ``timeout`` seconds; the run is still in flight then.
         """
         self.check_not_driving()
         here = order if self.scope is None else self.scope.order(order)
@@ -344,8 +346,8 @@ class Engine(Driver):
         try:
             if not self._drive_here((work,), deadline, start):
                 work = self.start(order, UNANNOUNCED)
-                self._drive_here((work,), deadline)  # whoever drove may have stopped before it was handed over
-            if not work.done:  # another one drives, or the end came first and with it a fault
+                self._drive_here((work,), deadline)  # the former driver may have stopped before it saw the order
+            if not work.done:  # another thread drives, or there was a fault
                 self.monitor.wait((work,), deadline)
         except BaseException as error:
             self.left(error)
@@ -358,7 +360,7 @@ class Engine(Driver):
             raise self.unfinished(work, timeout)
 
     def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> Kept | None:
-        """Prepare for many runs of a plan over arrays of one size and type, which shows its sign; None if not now."""
+        """Prepare many runs of a plan with signs over arrays of one size and type. None if that is impossible now."""
         if self._observer is not None or not self.monitor.claim(first=True):
             return None
         try:
@@ -367,13 +369,13 @@ class Engine(Driver):
             self.monitor.hand_over()
 
     def drop(self, kept: Kept, after: Work | None = None) -> None:
-        """What was prepared is not needed any more, once the last work of it is done."""
+        """Release a prepared run after its last work is done."""
         self.then("drop", [] if after is None else [after], partial(self._exchange.drop, kept.scripted), tolerant=True)
 
     def send(self, dst: int, tag: int, data: bytes | Bytes, label: str, tolerant: bool = False) -> Work:
-        """Send a message, which may be to this process itself; a ``tolerant`` one to a peer that may leave.
+        """Send a message, possibly to this process itself. A ``tolerant`` one may go to a peer that leaves.
 
-        An array stays unchanged until the work is done.
+        An array must not change until the work is done.
         """
         if self.scope is not None:
             dst, tag = self.scope.ranks[dst], self.scope.tag(tag)
@@ -391,11 +393,12 @@ class Engine(Driver):
         place: Bytes | None = None,
         left: Callable[[Exception], None] = lambda _: None,
     ) -> Work:
-        """Receive a message of at most ``nbytes``; ``result`` is its bytes, or how many lie in ``place`` then.
+        """Receive a message of at most ``nbytes``. ``result`` is its bytes, or the number of bytes written to
+        ``place``.
 
-        Where a ``tolerant`` one does not come because its peer has left, ``left`` is told in the thread that drives.
+        ``left`` is called in the driving thread if a ``tolerant`` message does not arrive because its peer has left.
         """
-        into = np.empty(nbytes, np.uint8) if place is None else place  # here: what cannot be made is the caller's error
+        into = np.empty(nbytes, np.uint8) if place is None else place  # allocate here: a failure is the caller's error
         if self.scope is not None:
             src, tag = self.scope.ranks[src], self.scope.tag(tag)
         work = self._work(label, tolerant)
@@ -403,27 +406,27 @@ class Engine(Driver):
         return work
 
     def promise(self, label: str, tolerant: bool = False) -> Work:
-        """A work that is done elsewhere, until ``fulfil`` says so."""
+        """A work that something else completes by calling ``fulfil``."""
         work = self._work(label, tolerant)
         self.monitor.expect(tolerant)
         return work
 
     def fulfil(self, work: Work) -> None:
-        """A promised work is done; called from any thread. After a fault nobody minds."""
+        """Mark a promised work as done. Callable from any thread; ignored after a fault."""
         self.monitor.tell_driver(lambda: self.finish(work))
 
     def then(
         self, label: str, works: Sequence[Work], call: Callable[[], None] = lambda: None, *, tolerant: bool = False
     ) -> Work:
-        """``call``, in the thread that drives, once all ``works`` are done, and be done after that.
+        """Call ``call`` in the driving thread once all ``works`` are done; the returned work is done after it.
 
-        The end waits for it unless it is ``tolerant``.
+        ``close`` waits for it unless it is ``tolerant``.
         """
         work = self._work(label, tolerant)
         waiting = list(works)
 
         def step() -> None:
-            while waiting:  # of which any number may be done: a call for each would be deep
+            while waiting:  # a loop: one callback per work would recurse as deep as there are finished works
                 if not (one := waiting.pop()).done:
                     one.when_done(step)
                     return
@@ -448,7 +451,7 @@ class Engine(Driver):
 
     @property
     def awaited(self) -> set[int]:
-        """The processes that something under way waits for; of a scope those in it."""
+        """The processes that anything in flight waits for; of a scope those in it."""
         return set(self.waits()) if self.scope is None else self.scope.positions(self.waits())
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
@@ -456,7 +459,7 @@ class Engine(Driver):
         return super().traffic() if self.scope is None else self.scope.traffic()
 
     def waits(self) -> Waits:
-        """Of single messages, of what is expected, of reducers and of plans."""
+        """The waits of single messages, of what is expected, reducers and plans."""
         waits = dict(self._mail.waiting_for)
         for found in list(self._expecting.values()):
             waits |= found()
@@ -465,7 +468,7 @@ class Engine(Driver):
         return waits | self._exchange.waiting_for
 
     def _work(self, label: str, tolerant: bool = False) -> Work:
-        """A work that is handed over, but no exchange."""
+        """A work that is submitted but is no exchange."""
         label = label if self.scope is None else self.scope.label(label)
         work = Work(label, tolerant)
         if self._observer is not None:

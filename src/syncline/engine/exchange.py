@@ -1,23 +1,23 @@
-"""Runs plans over a transport: by messages, in mapped memory, or by what the transport's library does by itself.
+"""Runs plans over a transport: by messages, in mapped memory, or by a collective of the transport's library.
 
-A ``Run`` is a plan under way over one array. The exchange chooses its way, turns the transport for all of them, and
-hands on what has completed there. In mapped memory (``memory``) compiled code counts the segments by itself.
+A ``Run`` executes one plan over one array. The ``Exchange`` selects how a run moves its data, polls the transport for
+all runs and dispatches the completions. In mapped memory (``memory``) compiled code executes the segments.
 
-By messages (``TwoSided``) a run is a dataflow over (rank, chunk), and large arrays are cut into segments. Each segment
-executes the whole plan on its own elements; a few segments flow one behind the other, so that sending, receiving and
-reducing overlap. Within a segment an action starts as soon as what it waits for has finished: a slow peer holds up only
-what needs it. Receives that reduce are posted when their segment opens, straight from the transport's memory (a peer's
-own memory over shm, scratch over tcp); receives that copy go straight into the array. Reductions into one chunk keep
-plan order, so the result does not depend on timing. The scratch for received parts is at most ``window`` segments per
-run.
+By messages (``TwoSided``) a run is a dataflow over (rank, chunk). Large arrays are cut into segments. Each segment
+executes the whole plan on its own elements, and a few segments are pipelined, so that sending, receiving and reducing
+overlap. Within a segment an action starts as soon as its dependencies have finished: a slow peer delays only the
+actions that depend on it. A segment posts its reducing receives when it opens and reduces directly from the transport's
+memory (a peer's memory over shm, scratch over tcp). Copying receives go directly into the array. Reductions into one
+chunk keep plan order, so the result does not depend on timing. Received parts take at most ``window`` segments of
+scratch per run.
 
-Priority: sends carry it to the transport, and of what has completed there the most urgent is acted upon first. Before
-what is less urgent it is looked whether something urgent has come meanwhile: so a run waits for no more than what has
-come of one window of segments of a less urgent one, and what it has opened waits in the transport behind the urgent.
-Nothing is held back while nothing more urgent is there to be done: so ranks may have different priorities, and each run
-ends. With equal priorities everything is acted upon in the order in which it completed.
+Priority: the transport sends the most urgent message first, and of all completions the most urgent are handled first.
+Before a less urgent one is handled, the transport is polled again. A run thus waits at most for the arrived parts of
+one window of segments of a less urgent run; the other parts queue in the transport behind the urgent ones. Less urgent
+work is never held back while no urgent work is ready, so ranks may use different priorities and every run ends. With
+equal priorities, completions are handled in order.
 
-Pure apart from the transport it is given: no threads, no clocks, no knowledge of frameworks.
+This module has no threads and no clocks and knows no framework.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from .trace import Kind, Observer, Span, begin
 _INDEX_BITS = 17
 _SEGMENT_BITS = 16
 MOST_ACTIONS, MOST_SEGMENTS = 1 << _INDEX_BITS, 1 << _SEGMENT_BITS
-"""What tags can number, of a rank's part in a plan and of a run."""
+"""The most actions per rank and segments per run that a tag can number."""
 
 
 @dataclass(eq=False)
 class Run:
-    """One plan under way over one array.
+    """One plan in progress over one array.
 
-    ``key`` is the same on all ranks and tells this run's messages from those of others in flight. A ``tolerant`` run
-    does not mind peers that have left: it then never finishes (a server waiting for a next step that does not come).
-    ``span`` is what it is to be observed within, and itself once it has begun.
+    ``key`` is the same on all ranks and separates this run's messages from those of other runs in flight. A
+    ``tolerant`` run does not fail when peers leave; it then never finishes (a server that waits for a further step).
+    ``span`` is first the enclosing span and, once the run has begun, its own.
     """
 
     program: Program
@@ -75,25 +75,25 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """True when every segment has finished."""
+        """Whether every segment has finished."""
         return self.left == 0
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A received part in scratch memory of the exchange."""
+    """A received part in scratch memory."""
 
     buffer: NDArray[np.uint8]
     nbytes: int
 
     @property
     def payload(self) -> NDArray[np.uint8]:
-        """Its bytes."""
+        """The received bytes."""
         return self.buffer[: self.nbytes]
 
 
 class Segment:
-    """The state of one segment: which actions still wait, and what has arrived too early to be applied."""
+    """The state of one segment: the remaining dependencies of its actions, and the parts that cannot be applied yet."""
 
     __slots__ = ("arrived", "left", "moves", "number", "posted", "run", "span", "spans", "tag", "waits")
 
@@ -103,13 +103,14 @@ class Segment:
         self.tag = (run.key << _INDEX_BITS + _SEGMENT_BITS) | (number << _INDEX_BITS)
         self.waits = list(run.program.waits)
         self.left = len(run.program.actions)
-        self.posted: set[int] = set()  # actions handed to the transport and not done
+        self.posted: set[int] = set()  # actions in the transport
         self.arrived: dict[int, Handle | Copied] = {}
         self.span: Span | None = None
-        self.spans: dict[int, Span]  # of what is posted; where somebody observes it
+        self.spans: dict[int, Span]  # spans of the posted actions; only with an observer
 
     def first_waiting(self, i: int) -> int:
-        """The first reduction that waits to be applied in one pass with reduction ``i``, or ``i`` itself."""
+        """The earliest of the arrived reductions that can share one pass with reduction ``i``; ``i`` itself if none
+        can."""
         precedes = self.run.program.precedes
         while precedes[i] in self.arrived:
             i = precedes[i]
@@ -117,7 +118,8 @@ class Segment:
 
 
 def has_begun(run: Run) -> bool:
-    """Whether something of a run has come or has been done by messages, which have a segment open until the end."""
+    """Whether any message of a run has arrived or any action has finished."""
+    # A run by messages keeps a segment open until it ends; a run in mapped memory has none.
     actions, segments = len(run.program.actions), tuple(run.open_segments)
     if not segments:
         return False
@@ -125,10 +127,10 @@ def has_begun(run: Run) -> bool:
 
 
 class TwoSided:
-    """The runs of one process that send and receive; used from one thread.
+    """The runs by messages of one process. Not thread-safe.
 
-    An array is cut into segments of ``segment_bytes``, and each run has at most ``window`` of them open at a time.
-    ``finish`` is called with a run when all of its segments have finished.
+    An array is cut into segments of ``segment_bytes``; a run has at most ``window`` of them open. ``finish(run)`` is
+    called after its last segment.
     """
 
     def __init__(
@@ -145,10 +147,11 @@ class TwoSided:
         self._segment_bytes, self._window = segment_bytes, window
         self._has_left, self._observer, self._finish = has_left, observer, finish
         self._adder = transport if isinstance(transport, Adds) else None
-        self._cut_of = lru_cache(maxsize=1024)(self._cut)  # steps repeat it
+        self._cut_of = lru_cache(maxsize=1024)(self._cut)  # every step repeats the same cuts
 
     def cut(self, run: Run) -> None:
-        """Cut the array of a run into segments, which may be none; raises UsageError for more than tags can number."""
+        """Cut the array of a run into segments, possibly none. Raises UsageError for more segments than tags can
+        number."""
         run.cut = self._cut_of(run.program, run.array.size, run.array.dtype)
         segments = run.cut.segments
         if segments > MOST_SEGMENTS:
@@ -158,9 +161,9 @@ class TwoSided:
         run.left, run.opened = segments, 0
 
     def _cut(self, program: Program, size: int, dtype: np.dtype[Any]) -> Cut:
-        """How arrays of ``size`` elements of that type are cut.
+        """The cut of arrays of ``size`` elements.
 
-        The transport may do a reduction that waits for nothing, so that plan order is kept.
+        The transport may add by itself only where a reduction has no dependency: otherwise it could violate plan order.
         """
         adds = tuple(
             self._adder is not None
@@ -173,9 +176,9 @@ class TwoSided:
         return Cut(program, size, max(1, self._segment_bytes // dtype.itemsize), adds)
 
     def waiting_for(self, run: Run) -> dict[int, str]:
-        """Peer -> label of a run that waits for it, a tolerant one once somebody has come to it.
+        """Peer -> label of a run that waits for it. A tolerant run waits only once a peer has joined it.
 
-        May be asked from another thread.
+        Callable from any thread.
         """
         if run.tolerant and not has_begun(run):
             return {}
@@ -186,13 +189,14 @@ class TwoSided:
         }
 
     def open(self, run: Run) -> None:
-        """Open the next segment of a run, and more of them until its window is full."""
+        """Open the next segment of a run, and further ones until its window is full."""
         segment = Segment(run, run.opened)
         if self._observer is not None:
             segment.spans = {}
             segment.span = begin(self._observer, "segment", run.label, run.span, segment=segment.number)
         run.open_segments.append(segment)
         run.opened += 1
+        # Post the reducing receives first: a peer's data can then arrive while this rank still waits to apply it.
         ready = []
         for i, (start, stop, tag, borrows, adds) in enumerate(segment.moves):
             if borrows and start < stop:
@@ -212,7 +216,8 @@ class TwoSided:
             self.open(run)
 
     def _act(self, segment: Segment, i: int) -> None:
-        """Action ``i`` has nothing to wait for any more; do it, and what it unlocks when there is nothing to move."""
+        """Start action ``i``, whose dependencies are done. Empty actions finish at once and start their successors."""
+        # A stack instead of recursion: a plan may chain many empty actions.
         todo = [i]
         while todo:
             i = todo.pop()
@@ -236,7 +241,7 @@ class TwoSided:
                     self._transport.recv(action.peer, tag, part, owner=(segment, i))
 
     def completed(self, handle: Handle, segment: Segment, i: int) -> None:
-        """What action ``i`` of a segment had posted is there, or has failed: do what that unlocks."""
+        """Handle the completion of action ``i`` of a segment and start the actions that depended on it."""
         action = segment.run.program.actions[i]
         segment.posted.discard(i)
         if handle.error is not None:
@@ -253,6 +258,7 @@ class TwoSided:
         if handle.kind == "add":
             unlocked = self._finished(segment, i)
         elif borrows:
+            # In a swap both ends hold a loan that the other waits for. A copy breaks this circle.
             lent = self._transport.lends_from(action.peer)
             segment.arrived[i] = self._copied(handle) if action.swaps and lent else handle
             unlocked = self._reduce_what_came(segment, segment.first_waiting(i))
@@ -262,7 +268,7 @@ class TwoSided:
             self._act(segment, other)
 
     def _copied(self, handle: Handle) -> Copied:
-        """Copy what was lent, so that its owner can go on."""
+        """Copy a lent part to scratch, so that its lender can go on."""
         assert handle.payload is not None
         buffer = self._scratch.take(handle.nbytes)
         buffer[: handle.nbytes] = handle.payload
@@ -270,7 +276,7 @@ class TwoSided:
         return Copied(buffer, handle.nbytes)
 
     def _reduce_what_came(self, segment: Segment, i: int) -> list[int]:
-        """Apply reduction ``i`` if it may and has come, and those that follow it in the same pass."""
+        """Apply reduction ``i`` if it is ready, together with the reductions that can share its pass."""
         if segment.waits[i] or i not in segment.arrived:
             return []
         program = segment.run.program
@@ -278,7 +284,7 @@ class TwoSided:
         while (following := program.follows[ready[-1]]) >= 0:
             if following not in segment.arrived:
                 if self._transport.lends_from(program.actions[following].peer):
-                    return []  # lent memory costs nothing to hold: one pass over all of them is worth the wait
+                    return []  # holding lent memory is free, and a single pass over all parts is worth the wait
                 break
             ready.append(following)
         start, stop, *_ = segment.moves[i]
@@ -294,7 +300,7 @@ class TwoSided:
         else:
             add_all_into(into, parts)
         if self._observer is not None:
-            for span in reversed(spans):  # each within the one before
+            for span in reversed(spans):  # the spans are nested
                 span.end()
         for item in came:
             if isinstance(item, Copied):
@@ -302,10 +308,11 @@ class TwoSided:
             else:
                 self._transport.release(item)
         unlocked = [other for index in ready for other in self._finished(segment, index)]
+        # A reduction of this pass unlocks the next one of the pass, which is done already.
         return [other for other in unlocked if other not in ready]
 
     def _finished(self, segment: Segment, i: int) -> list[int]:
-        """Note that action ``i`` is done; the actions that may act now."""
+        """Record that action ``i`` is done. Returns the actions that are now ready."""
         run = segment.run
         segment.left -= 1
         unlocked = []
@@ -325,13 +332,13 @@ class TwoSided:
         return unlocked
 
     def _tell(self, kind: Kind, segment: Segment, i: int) -> Span:
-        """Tell the observer, which there is, that something of a segment begins."""
+        """Begin the observer's span of one action of a segment."""
         assert self._observer is not None
         run, (start, stop, *_) = segment.run, segment.moves[i]
         action = run.program.actions[i]
         nbytes, place = (stop - start) * run.array.itemsize, (segment.number, action.step, action.peer)
         span = Span(self._observer, kind, run.label, segment.span, -1, "", run.priority, *place, nbytes)
-        self._observer.begin(span)  # as ``begin`` does, of which there are as many as messages
+        self._observer.begin(span)  # inlined ``begin``: there is one call per message
         return span
 
     def _where(self, segment: Segment, action: Action) -> str:
@@ -342,7 +349,7 @@ class TwoSided:
         )
 
     def _explain(self, error: Exception, segment: Segment, action: Action) -> Exception:
-        """What befell an action; a message of another length is the fault of whoever sent it."""
+        """The error of an action, with its context. A message of wrong length is the sender's fault."""
         explained = labelled(self._where(segment, action), error)
         if isinstance(error, UsageError) and action.kind != "send":
             advice = "do all ranks run the same version with the same model?"
@@ -353,18 +360,18 @@ class TwoSided:
 SEGMENT_BYTES = 32 * 1024 * 1024
 WINDOW = 2
 SHARED_SEGMENT_BYTES = 8 * 1024 * 1024
-"""Segments in shared memory: what several passes go over shall stay in the cache."""
+"""Segments in shared memory are small enough for the cache, since several passes read them."""
 SPINS = 20
-"""How often what a run waits for in shared memory is looked at before this process sleeps."""
+"""How often a condition in shared memory is polled before this process sleeps."""
 
 PATIENCE_MS = 2
-"""How long it then sleeps without an ear for its connections."""
+"""How long it then sleeps in shared memory without polling its connections."""
 
 
 class Exchange:
-    """Executes runs over one transport; used from one thread.
+    """Runs plans over one transport. Not thread-safe.
 
-    ``handed_over`` says whether runs wait to be started, which might be more urgent than those under way.
+    ``handed_over`` tells whether new runs are queued, which might be more urgent than those in flight.
     """
 
     def __init__(
@@ -390,19 +397,19 @@ class Exchange:
         self._onesided = (
             None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left, observer, handed_over)
         )
-        self._handed: dict[int, str] = {}  # key -> label of what a library does by itself
+        self._handed: dict[int, str] = {}  # key -> label of the library's collectives in flight
         self.progress: Callable[..., int] = self._turn if self._onesided is None else self._advance
-        """Do what can be done, waiting up to ``timeout`` seconds for it; returns how much that was.
+        """Make progress, waiting up to ``timeout`` seconds. Returns the number of events handled.
 
-        What is in shared memory is looked at ``spins`` times before this process sleeps.
+        Conditions in shared memory are polled ``spins`` times before this process sleeps.
         """
-        self._ranked = False  # whether something had another priority than 0
-        self._behind: list[Handle] = []  # what has completed and is less urgent than what was acted upon last
+        self._ranked = False  # whether any run had a priority other than 0
+        self._behind: list[Handle] = []  # completions that are less urgent than those handled last
 
     def start(self, run: Run) -> None:
-        """Begin a run; its ``on_done`` is called from a later ``progress``, or at once when there is nothing to do.
+        """Start a run. ``on_done`` is called from a later ``progress``, or at once if there is nothing to do.
 
-        Raises UsageError for a run that cannot be started, before anything of it is.
+        Raises UsageError, without side effects, for a run that cannot be started.
         """
         if run.key in self._under_way:
             raise UsageError(f"{run.label}: key {run.key} is in use by {self._under_way[run.key].label}")
@@ -436,37 +443,37 @@ class Exchange:
             self._messages.open(run)
 
     def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
-        """A run that is kept for arrays of one size and type (``OneSided.keep``), where it shows its sign."""
+        """Prepare a run with a sign for arrays of one size and type (``OneSided.keep``)."""
         assert self._onesided is not None
         return self._onesided.keep(plan, dtype, size)
 
     def drop(self, kept: ScriptedRun) -> None:
-        """It is not needed any more."""
+        """Release a prepared run."""
         assert self._onesided is not None
         self._onesided.drop(kept)
 
     def prompt(self, kept: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
-        """Carry it out at once (``OneSided.prompt``): 0 when it is done, None where it cannot be begun."""
+        """Execute a prepared run at once (``OneSided.prompt``): 0 when it is done, None if it cannot start."""
         if self._under_way or self._behind or self._onesided is None:
             return None
         return self._onesided.prompt(kept, address, key, sign, spins)
 
     def take_up(self, kept: ScriptedRun, run: Run) -> None:
-        """Go on with a kept run that was begun and is not done, as any other: as ``run``."""
+        """Continue a prepared run that has started but is not done, as ``run``."""
         self._under_way[run.key] = run
         run.left = 1
         kept.label, kept.on_done = run.label, partial(self._finish, run)
 
     def shows(self, plan: Plan, array: Array) -> bool:
-        """Whether a run of that plan shows its sign; the same on all ranks."""
+        """Whether a run of ``plan`` shows its sign; the same on all ranks."""
         return self._onesided is not None and self._onesided.takes(plan, array)
 
     def absent(self, key: int, processes: Iterable[int]) -> set[int]:
-        """Those who have not come to a run that shows signs and is under way here."""
+        """The processes that have not joined a run with signs that is in flight here."""
         return set() if self._onesided is None else self._onesided.absent(key, processes)
 
     def regard(self, priority: float) -> None:
-        """Something of that priority begins: from the first on that is not 0, the most urgent is acted upon first."""
+        """Note the priority of new work. Completions are sorted by urgency from the first priority other than 0 on."""
         self._ranked = self._ranked or priority != 0.0
 
     def hand_over(
@@ -478,7 +485,7 @@ class Exchange:
         on_done: Callable[[], None],
         within: Span | None = None,
     ) -> None:
-        """Let the transport's library do a collective by itself; UsageError where it has none."""
+        """Let the transport's library run a collective; UsageError if it has none."""
         if not isinstance(self.transport, HasAllreduce) or collective.goal != "allreduce":
             raise UsageError(f"{label}: transport={self.transport.name} has no {collective.goal} of its own")
         if array.ndim != 1 or not array.flags.c_contiguous:
@@ -502,7 +509,7 @@ class Exchange:
         self.transport.allreduce(key, array, owner=handed_back)
 
     def _advance(self, timeout: float, spins: int = SPINS) -> int:
-        """Carry out what lies in shared memory, and turn the transport."""
+        """Make progress in shared memory and poll the transport."""
         shared = self._onesided
         assert shared is not None
         if not shared.active:
@@ -510,6 +517,7 @@ class Exchange:
         moved = shared.advance(spins, PATIENCE_MS if timeout and len(self._under_way) == 1 and not self._behind else 0)
         if moved or self._behind:
             return moved + (self._turn(0.0) if shared.active else 0)
+        # Announce the sleep before the last check: a peer that changes memory after the check then rings the bell.
         shared.sleep_soon()
         try:
             return shared.advance(0) or self._turn(timeout)
@@ -517,7 +525,7 @@ class Exchange:
             shared.awake()
 
     def _turn(self, timeout: float, spins: int = SPINS) -> int:  # noqa: ARG002 - of shared memory
-        """Turn the transport once and act on what has completed."""
+        """Poll the transport once and handle the completions."""
         handles = self.transport.poll(0.0 if self._behind else timeout)
         if self._ranked:
             handles = self._most_urgent(handles)
@@ -530,7 +538,7 @@ class Exchange:
         return len(handles)
 
     def _most_urgent(self, handles: list[Handle]) -> list[Handle]:
-        """Of what has completed the most urgent, in order; the rest waits for the next turn."""
+        """The most urgent completions, in order. The others are kept for the next turn."""
         there = [(_urgency(handle), handle) for handle in (*self._behind, *handles)]
         first = min((priority for priority, _ in there), default=0.0)
         self._behind = [handle for priority, handle in there if priority != first]
@@ -538,9 +546,9 @@ class Exchange:
 
     @property
     def waiting_for(self) -> dict[int, str]:
-        """Peer -> label of a run that waits for it, a tolerant one once somebody has come to it.
+        """Peer -> label of a run that waits for it. A tolerant run waits only once a peer has joined it.
 
-        For messages about what takes so long; may be asked from another thread.
+        For error messages; callable from any thread.
         """
         waits = {} if self._onesided is None else dict(self._onesided.waiting_for)
         for run in self._runs():
@@ -549,7 +557,7 @@ class Exchange:
 
     @property
     def labels(self) -> list[str]:
-        """What is under way, oldest first; may be asked from another thread."""
+        """The labels of the exchanges in flight, oldest first. Callable from any thread."""
         return [run.label for run in self._runs() if not run.tolerant] + list(self._handed.values())
 
     def _runs(self) -> list[Run]:
@@ -565,7 +573,7 @@ class Exchange:
 
 
 def _urgency(handle: Handle) -> float:
-    """The priority of what waits for a handle; single messages, for which much else waits, before everything."""
+    """The priority of the run that waits for a handle. Single messages come first, because much else waits for them."""
     owner = handle.owner
     if isinstance(owner, tuple):
         priority: float = owner[0].run.priority

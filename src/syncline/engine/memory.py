@@ -1,30 +1,29 @@
-"""Runs plans by one-sided access: scripts carried out over memory that all ranks of the group have mapped.
+"""Runs plans by one-sided access: executes scripts over memory that all ranks of the group have mapped.
 
-Owns the runs under way: where their arrays lie, which goes on next, and what they wait for. Their tables are made in
-``scripts``, which also says where others find them. Does not know how memory is shared (``scripts.Window``) nor how
-waiting is done (``exchange`` and the transport's poll).
+This module owns the runs in flight: the place of their arrays, their order, and the peers that they wait for.
+``scripts`` lays out their tables and slots. Memory is shared by ``scripts.Window``; waiting is up to ``exchange`` and
+the transport's poll.
 
-An array that lies in the transport's memory is read and written where it is. Any other is *staged*: copied segment by
-segment to shared memory and back. Ranks need not agree on that: a slot says where a rank's segments lie.
+An array in the transport's memory is read and written in place. Any other array is *staged*: copied to shared memory
+and back, segment by segment. Ranks need not agree on this, because a slot tells where its rank's segments are.
 
-Large arrays are cut into segments, which flow one after the other; chunks that belong to ranks (reduce-scatter,
-all-gather) are not cut, so that a rank's chunk of the whole array stays in one piece.
+Large arrays are cut into segments that run one after the other. Plans whose chunks belong to ranks (reduce-scatter,
+all-gather) are not cut, so that a rank's chunk of the whole array stays contiguous.
 
-Priority: what is done next is the next operation of the most urgent run that can go on. One that is less urgent than
-another does a single operation before that one is looked at again; where nothing is more urgent a run goes on for a
-segment at a time, and then sees whether something has been handed over. Runs of equal priority go on in the order in
-which they were started, each as far as it can. Whatever can be done is done, so ranks may have different priorities.
+Priority: the next operation is always one of the most urgent run that can go on. A run that is less urgent than another
+does a single operation before the other is checked again. Without a more urgent run, a run proceeds by a segment at a
+time and then checks for new submissions. Runs of equal priority proceed in the order in which they started, each as far
+as it can. No run is held back without need, so ranks may use different priorities.
 
-Memory: scratch of a segment for algorithms that swap chunks (recursive doubling), and a segment for staged arrays.
+Memory: one segment of scratch for algorithms that swap chunks (recursive doubling), one segment for staged arrays.
 
-No deadlock between runs. What a run needs to begin (a slot, scratch, staging) is its own rank's, and is made when none
-is free: a run that has been started never waits for the end of another one of its rank, and what it waits for
-in others is that they have started the same run, or have got so far in it (``plans.memory``). So in whatever order
-ranks start runs, and however many of them, each ends once all who take part have started it; only what the callers
-themselves put one behind the other (a lane, a gate, a thread that waits) is an order, and that is the same on all
-ranks. A limit on slots would break this: a rank whose slots are all held by runs that its peers come to later
-could not start the one that they wait for now. Messages keep the same rule: a receive, once posted, waits for
-nothing but its sender, a large send for nothing but its receive, and scratch is made when none is free.
+No deadlock between runs. The resources of a run (slot, scratch, staging) belong to its own rank and are created if none
+is free. A started run therefore never waits for the end of another run of its rank. It waits for other ranks only to
+start the same run or to advance in it (``plans.memory``). Whatever the order in which ranks start runs, and however
+many, each run ends once all participants have started it. Orders imposed by callers (a lane, a gate, a waiting thread)
+are the same on all ranks. A limit on slots would break this argument: if runs that peers join later hold all slots of a
+rank, it could not start the run that they wait for now. Messages obey the same rule: a posted receive waits only for
+its sender, a large send only for its receive, and scratch is created if none is free.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def _priority(run: ScriptedRun) -> float:
 
 
 class OneSided:
-    """The runs of one process over one window; used from one thread at a time.
+    """The runs of one process in one window. One thread at a time.
 
-    ``handed_over`` says whether something waits to be started, which might be more urgent.
+    ``handed_over`` tells whether work is queued that might be more urgent.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class OneSided:
         observer: Observer | None = None,
         handed_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        from ..kernels import onesided  # compiled code: loaded where it is used
+        from ..kernels import onesided  # loads compiled code, so import it on first use
 
         self._kernel = onesided
         self._window = window
@@ -78,19 +77,19 @@ class OneSided:
         self._has_left = has_left
         self._observer, self._handed_over = observer, handed_over
         self._generations: dict[int, int] = {}
-        self._runs: list[ScriptedRun] = []  # the most urgent first, equal ones as they were started
+        self._runs: list[ScriptedRun] = []  # the most urgent first, equal ones in the order of their start
         self._waiting: deque[ScriptedRun] = deque()
         self._introduced = False
         self._board = int(window.members[window.rank, onesided.BOARD])
         self._cores = Cores(self._shown_cores)
 
     def takes(self, plan: Plan, array: NDArray[Any]) -> bool:
-        """Whether such a plan can be run here; the same on all ranks. Copies have no type."""
+        """Whether ``plan`` can run here; the same on all ranks. Plans that only copy support every type."""
         return self._scripts.code(array.dtype) is not None or not np.any(plan.op == REDUCE)
 
     @property
     def active(self) -> bool:
-        """True when runs are under way."""
+        """Whether runs are in flight."""
         return bool(self._runs or self._waiting)
 
     def start(
@@ -105,10 +104,11 @@ class OneSided:
         span: Span | None = None,
         sign: Sign | None = None,
     ) -> None:
-        """Begin a run over a one-dimensional contiguous array; ``on_done`` is called from a later ``advance``."""
+        """Start a run over a one-dimensional contiguous array. ``on_done`` is called from a later ``advance``."""
         layout = self._scripts.of(plan, array.dtype, array.size)
         if not layout.segments or (len(layout.script.operations) <= 2 and not layout.script.touched_by):
-            self._next_generation(key)  # nothing to do, but those who do something count it too
+            # nothing to do here, but ranks with work count a generation, so this rank must too
+            self._next_generation(key)
             on_done()
             return
         run = layout.idle.pop() if layout.idle else ScriptedRun(layout, self._window.world)
@@ -119,11 +119,11 @@ class OneSided:
         self._admit()
 
     def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
-        """A run over arrays of one size and type in memory that is not shared, for ``prompt``."""
+        """Prepare a run over private arrays of one size and type, for ``prompt``."""
         kernel, window = self._kernel, self._window
         layout = self._scripts.of(plan, dtype, size)
         run = ScriptedRun(layout, window.world)
-        run.array = np.broadcast_to(np.empty((), dtype), size)  # of that size, for messages
+        run.array = np.broadcast_to(np.empty((), dtype), size)  # a stand-in with the right size, for error messages
         run.staging = window.staging(min(layout.per_segment, size) * layout.item)
         address = address_of(run.staging)
         place = window.find(address, run.staging.nbytes)
@@ -136,16 +136,17 @@ class OneSided:
         return run
 
     def drop(self, run: ScriptedRun) -> None:
-        """A run that was kept is not needed any more."""
+        """Release a prepared run."""
         assert run.staging is not None
         self._window.free(run.staging)
         if run.scratch is not None:
             self._scratch.give(run.scratch)
 
     def prompt(self, run: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
-        """Carry out a kept run over the array at ``address`` where nothing else is under way: start and advance.
+        """Start and advance a prepared run over the array at ``address``, if no other run is in flight.
 
-        What the compiled ``advance`` returns: where that is not DONE it is under way. None where it has not begun.
+        Returns the code of the compiled ``advance``; the run is in flight unless that is DONE. None if the run has not
+        started.
         """
         if self._runs or self._waiting or not (self._introduced or not self._strangers()):
             return None
@@ -168,10 +169,10 @@ class OneSided:
         return code
 
     def advance(self, spins: int, patience_ms: int = 0) -> int:
-        """Do what can be done; how many runs have moved. Raises PeerLost when one waits for a process that is gone.
+        """Advance all runs. Returns how many have moved. Raises PeerLost if one waits for a process that is gone.
 
-        A single run may sleep up to ``patience_ms`` for each of its conditions; among several none may hold up the
-        others. It ends early where something more urgent has to be looked at again.
+        A single run may sleep up to ``patience_ms`` per condition; several runs must not delay each other, so none
+        sleeps. The loop ends early if a more urgent run must be checked again.
         """
         kernel, window = self._kernel, self._window
         gone = set(window.gone) if window.gone else window.gone
@@ -185,7 +186,7 @@ class OneSided:
         ranked = len(runs) > 1 and runs[0].priority != runs[-1].priority
         for run in runs:
             state = run.state
-            if ranked:  # an urgent run does not look again and again while a less urgent one could go on
+            if ranked:  # do not spin on an urgent run while a less urgent one could go on
                 looks = 0 if run.priority != runs[-1].priority else spins
                 overtaken = self._runs[0].priority < run.priority
             code = self._go_on(run, run.advance(kernel, window), looks, patience_ms, overtaken)
@@ -210,7 +211,7 @@ class OneSided:
         return moved
 
     def _shown_cores(self) -> list[int]:
-        """On which cores this process and the others of this machine have waited last, counted from 1."""
+        """The cores on which this machine's processes waited last, this one's first, counted from 1."""
         window = self._window
         peers = (peer for peer in range(window.world) if peer != window.rank)
         boards = [window.board, *(window.words_of(peer, 0) for peer in peers)]
@@ -219,7 +220,7 @@ class OneSided:
     def _go_on(
         self, run: ScriptedRun, call: Callable[[int, int, int], int], spins: int, patience_ms: int, overtaken: bool
     ) -> int:
-        """Carry out a run: one operation where it is ``overtaken``, else as long as nothing is handed over."""
+        """Advance a run: by one operation if it is ``overtaken``, else until it waits or new work is submitted."""
         most, code = 1 if overtaken else run.layout.count, self._kernel.PAUSED
         while code == self._kernel.PAUSED:
             if self._observer is None:
@@ -231,7 +232,7 @@ class OneSided:
         return code
 
     def _observed(self, observer: Observer, run: ScriptedRun, call: Callable[[], int]) -> int:
-        """Carry out a run as far as it goes, and tell what has been done of it meanwhile."""
+        """Advance a run and report the finished operations to the observer."""
         first, script = self._done(run), run.layout.script
         at = {"segment": first // len(script.operations), "step": first % len(script.operations)}
         span = begin(observer, "advance", run.label, run.span, priority=run.priority, **at)
@@ -245,13 +246,13 @@ class OneSided:
         return code
 
     def _done(self, run: ScriptedRun) -> int:
-        """How many operations of all segments a run has done."""
+        """The number of finished operations in all segments."""
         return int(run.state[self._kernel.AT]) + int(run.state[self._kernel.SEGMENT]) * len(
             run.layout.script.operations
         )
 
     def _moved(self, run: ScriptedRun, operation: Operation, segment: int) -> list[tuple[Kind, int, int]]:
-        """What one operation has done: kind, peer and bytes."""
+        """The transfers of one operation: kind, peer and bytes."""
         layout, rank = run.layout, run.layout.script.rank
         length = min(layout.per_segment, run.array.size - segment * layout.per_segment)
         start, stop = (length * chunk // layout.plan.chunks for chunk in (operation.lo, operation.hi))
@@ -263,21 +264,22 @@ class OneSided:
         return found + [("send", target, nbytes) for target in operation.targets if target >= 0 and target != rank]
 
     def sleep_soon(self) -> None:
-        """Say that this process is about to sleep: whoever it waits for then rings its bell. ``advance`` once more."""
+        """Announce that this process is about to sleep, so that peers ring its bell. Call ``advance`` once more after
+        this."""
         self._kernel.sleep_soon(self._board)
 
     def awake(self) -> None:
-        """Say that it is awake."""
+        """Announce that this process is awake."""
         self._kernel.awake(self._board)
 
     @property
     def labels(self) -> list[str]:
-        """What is under way."""
+        """The labels of the runs in flight."""
         return [run.label for run in (*self._runs, *self._waiting) if not run.tolerant]
 
     @property
     def waiting_for(self) -> dict[int, str]:
-        """Peer -> label of a run that waits for it: those that have not come to it, else the one that blocks it."""
+        """Peer -> label of a run that waits for it: peers that have not joined, else the peer that blocks it."""
         opened = {peer: run.label for run in tuple(self._runs) for peer in self._awaited(run)}
         if opened or self._introduced:
             return opened
@@ -289,18 +291,18 @@ class OneSided:
         touches = run.layout.script.touches
         absent = [peer for peer in touches if not self._has_come(peer, wanted)]
         if run.tolerant and len(absent) == len(touches):
-            return []  # nobody has come to it
+            return []  # no peer has joined it
         return absent or [int(run.state[self._kernel.WAITS_FOR])]
 
     def absent(self, key: int, processes: Iterable[int]) -> set[int]:
-        """Those of the processes that have not come to a run that is under way here; may be asked from any thread."""
+        """Those of ``processes`` that have not joined a run in flight here. Callable from any thread."""
         wanted = next((int(run.state[self._kernel.ID]) for run in tuple(self._runs) if run.key == key), None)
         if wanted is None:
             return set()
         return {peer for peer in processes if peer != self._window.rank and not self._has_come(peer, wanted)}
 
     def _has_come(self, peer: int, wanted: int) -> bool:
-        """Whether a process has a slot for a run, as far as is known: not while a table of it is yet to be mapped."""
+        """Whether a process has a slot for a run; assumed true while one of its tables is not mapped yet."""
         shown = self._window.words_of(peer, 0)
         tables = [
             shown[_HEAD_WORDS:],
@@ -309,13 +311,13 @@ class OneSided:
         return any(wanted in table[_IDS] for table in tables) or not all(table.size for table in tables[1:])
 
     def _strangers(self) -> set[int]:
-        """The processes that have not shown their board or bell yet."""
+        """The processes whose board or bell is still unknown."""
         members = self._window.members
         known = (members[:, self._kernel.BOARD] != 0) & (members[:, self._kernel.BELL] >= 0)
         return {int(peer) for peer in np.flatnonzero(~known)}
 
     def _admit(self) -> None:
-        """Open waiting runs once those they deal with can be rung: a matter of the start alone."""
+        """Open waiting runs once their peers can be woken. Only the first runs of a session wait for this."""
         strangers = set[int]() if self._introduced else self._strangers()
         self._introduced = not strangers
         for run in tuple(self._waiting):
@@ -325,7 +327,7 @@ class OneSided:
             self._open(run)
 
     def _open(self, run: ScriptedRun) -> None:
-        """Fill in a run's state; the first ``advance`` fills in the slot and shows it to the others."""
+        """Initialize a run's state. Its first ``advance`` fills in the slot and publishes it."""
         kernel, window, layout, state = self._kernel, self._window, run.layout, run.state
         identity = (self._next_generation(run.key) << KEY_BITS | run.key) + 1
         run.table, run.slot = table, slot = self._slots.take(identity)
@@ -352,7 +354,7 @@ class OneSided:
             self._runs.append(run)
 
     def _next_generation(self, key: int) -> int:
-        """How often that key has been used: all ranks count alike, and so find the slots of the same run."""
+        """The number of earlier uses of a key. All ranks count alike and so find the slots of the same run."""
         generation = self._generations.get(key, 0)
         self._generations[key] = (generation + 1) & _GENERATIONS
         return generation
@@ -375,7 +377,7 @@ class OneSided:
         on_done()
 
     def _fault(self, run: ScriptedRun, code: int) -> Exception:
-        """The error for a peer whose slot is not as that of a run like this has to be."""
+        """The error for a peer whose slot contradicts this run."""
         if code == self._kernel.OTHER:
             assert run.sign is not None
             theirs = run.state[self._kernel.THEIRS : self._kernel.STATE].tolist()
@@ -390,14 +392,16 @@ class OneSided:
         )
 
     def _check_peer(self, run: ScriptedRun, peer: int, gone: set[int]) -> None:
-        """The process that a run waits for has gone: that ends the run, or, where it may leave, just its hopes."""
+        """Raise PeerLost if the awaited process has gone, unless the run is tolerant and the process has left in
+        order.
+        """
         if peer not in gone:
             return
         if not (run.tolerant and self._has_left(peer)):
             raise PeerLost(f"{self._where(run)}: the connection to rank {peer} closed", rank=peer)
 
     def _check_waiting(self, gone: set[int]) -> None:
-        """What has not begun and deals with a process that has gone can never end."""
+        """Raise PeerLost for a run that has not begun and needs a process that has gone."""
         for run in self._waiting if gone else ():
             for peer in sorted(gone.intersection(_peers(run))):
                 if not (run.tolerant and self._has_left(peer)):
@@ -413,7 +417,7 @@ class OneSided:
 
 
 def _peers(run: ScriptedRun) -> tuple[int, ...]:
-    """The processes that a run deals with: those it looks at and those that look at it."""
+    """The processes that a run accesses and those that access it."""
     return run.layout.script.touches + run.layout.script.touched_by
 
 
@@ -422,4 +426,4 @@ _GENERATIONS = 0xFFFFFFFF
 _HEAD_WORDS = board.BOARD_HEAD // 8
 _TABLES = slice(board.TABLES // 8, _HEAD_WORDS)
 _IDS = slice(board.SLOT_ID // 8, None, board.SLOT_BYTES // 8)
-"""The segments of further tables among the words of a board, and the identities of runs among those of a table."""
+"""The table segments among a board's words, and the run identities among a table's words."""

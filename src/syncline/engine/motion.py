@@ -1,18 +1,17 @@
-"""Whether what is under way moves, as the thread that drives sees it, and who is to blame when nothing does.
+"""Detects stalls in one process and finds the rank at fault.
 
-Counts how often something has moved, and how often it was looked in vain. When nothing moves for as long as the limit
-of progress although something is under way, that is a fault that names who is to blame: not always whom this process
-waits for itself. So others that search ask this one too (``wire.culprit``): what it answers is only worth something
-once it has looked again, which it then does without waiting.
+It counts how often something has moved and how often a poll found nothing. If nothing moves for the time limit although
+work is in flight, the fault names the rank that causes the stall, which need not be the rank that this process waits
+for. Peers that search for the cause therefore query this process as well (``wire.culprit``). Its answer is reliable
+only if it has polled since the question, so it then polls without waiting.
 
-Time counts while this process looks for messages. One that was stopped, or whose machine was, finds that nothing has
-moved while nobody could: no look counts for more than twice what it should have lasted, and no search at all. When the
-limit is over it is searched who is to blame, and again after pauses that grow, until a search confirms the one before
-it: who has a message before it that it has not read yet reads it meanwhile. After ``SEARCHES`` it is one that has not
-looked in all that time, if there is one, else the last search counts: somebody may move on for ever without this
-process.
+Only the time of polls counts. A process that was stopped, or whose machine was, could not see anything move: a poll
+counts for at most twice its planned duration, and searches do not count. When the limit is over, a search for the rank
+at fault begins. It is repeated after growing pauses until two consecutive searches agree, because a rank with an unread
+message reads it meanwhile. After ``SEARCHES`` searches the verdict is a rank that has not polled in all that time, if
+there is one, else the result of the last search: the other ranks may go on forever without this process.
 
-Pure: the clock and the search are given.
+The clock and the search are arguments.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from ..wire.culprit import ANEW, Answer, Culprit, Found, Waits
 
 SEARCHES = 9
 LOOKS = 8
-"""How many looks a limit lasts at least."""
+"""The least number of polls within a time limit."""
 
 _PAUSE_S = 0.05
-"""The first pause between two searches; each of the next is twice as long, up to ``_SHARE`` of the limit."""
+"""The first pause between two searches. Each further pause is twice as long, up to ``_SHARE`` of the limit."""
 _SHARE = 0.25
 _MOST = 2
-"""A look counts for no more time than so many."""
+"""A poll counts for at most this multiple of its planned duration."""
 _ROUNDING_S = 1e-6
 _POLL_S = 1.0
 
 
 class Carries(Protocol):
-    """What bytes go and come through."""
+    """Anything that counts the bytes that it sends and receives."""
 
     @property
     def moved_bytes(self) -> int:
@@ -47,10 +46,10 @@ class Carries(Protocol):
 
 
 class Motion:
-    """What has moved in one process. Used from the thread that drives; ``answer``, ``allow`` and ``limit`` from any.
+    """Progress and stalls of one process. For the driving thread; ``answer``, ``allow`` and ``limit`` for any thread.
 
-    ``waits`` says for whom this process waits, ``find_culprit`` searches who is to blame. Whoever drives counts
-    ``moves`` and ends a ``stall`` itself, in every turn.
+    ``waits`` names the processes that this one waits for; ``find_culprit`` finds the rank at fault. The driver
+    increments ``moves`` and resets ``stall`` itself on every turn.
     """
 
     def __init__(
@@ -66,42 +65,44 @@ class Motion:
         self._clock = clock
         self._bytes = 0  # sent and received, when nothing had moved last
         self.moves = 0
-        """How often something has come, gone or begun."""
+        """How often something has arrived, left or begun."""
         self.looks = 0
-        """How often this process has looked in vain."""
+        """How often a poll has found nothing."""
         self.owed = 0
-        """Somebody waits until this process has looked in vain so often.
+        """A peer waits until ``looks`` reaches this number.
 
-        The thread that drives may have looked at it just before an answer, and sleep: so whoever answers wakes it
-        afterwards (``Driver.answer``).
+        The driving thread may have compared the two just before an answer and gone to sleep. The answering thread
+        therefore wakes it afterwards (``Driver.answer``).
         """
         self.stall: Stall | None = None
-        """Begins with the first look in vain for what should move; None again once something moves."""
+        """The current stall: it begins with the first poll that finds nothing although work is in flight. None after
+        progress."""
 
     def allow(self, limit_s: float) -> None:
-        """Let the limit of progress be at least that, from the next time on that nothing moves."""
+        """Raise the time limit to at least ``limit_s``, from the next stall on."""
         self.limit(max(self.limit_s, limit_s))
 
     def limit(self, limit_s: float) -> None:
-        """The limit of progress, from the next stall on."""
+        """Set the time limit, from the next stall on."""
         self.limit_s = limit_s
         self.patience_s = min(_POLL_S, limit_s / LOOKS)
-        """How long the next look may last where there is no stall, which says that itself."""
+        """The planned duration of the next poll while there is no stall."""
 
     def moved(self) -> None:
-        """Something has come, gone or begun."""
+        """Record that something has arrived, left or begun."""
         self.moves += 1
         self.stall = None
 
     def crept(self) -> bool:
-        """Whether bytes have moved since this was asked last: of a message that is longer under way than any look."""
+        """Whether bytes have moved since the last call. This notices a message that takes longer than a poll."""
         before, self._bytes = self._bytes, self._carrier.moved_bytes
         return before != self._bytes
 
     def looked_in_vain(self, needed: bool) -> None:
-        """Nothing has moved. Where something should (``needed``) raises PeerTimeout once it is certain who is to blame.
+        """Record a poll that found nothing. If work is in flight (``needed``), raises PeerTimeout once the cause is
+        certain.
 
-        Nothing should where nobody waits for what is under way.
+        Without ``needed`` no work is in flight that anything waits for, so there is no stall.
         """
         self.looks += 1
         if not needed:
@@ -119,9 +120,9 @@ class Motion:
         return PeerTimeout(f"{text}; rank {found.culprit.rank} {found.culprit.why}", rank=found.culprit.rank)
 
     def answer(self, looking: bool) -> Answer:
-        """What this process says of itself to one that asks for whom it waits; asked from any thread.
+        """This process's answer to a peer that searches for the cause of a stall. Callable from any thread.
 
-        ``looking`` is whether it has anything to look for.
+        ``looking`` is whether this process has any reason to poll.
         """
         moves, looks = self.moves, self.looks if looking else -1
         answer = Answer(self._waits(), moves, looks)
@@ -130,11 +131,13 @@ class Motion:
 
 
 class Stall:
-    """Begins when it is made, is over when something moves, and is a fault after ``limit_s`` of looks of ``look_s``."""
+    """A stall, from its start until something moves. It becomes a fault after ``limit_s`` of polls of ``look_s``
+    each.
+    """
 
     def __init__(self, limit_s: float, look_s: float, clock: Callable[[], float]) -> None:
         self.patience_s = look_s
-        """How long the next look may last."""
+        """The planned duration of the next poll."""
         self._left_s = limit_s
         self._most_s = _MOST * look_s
         self._longest_s = _SHARE * limit_s
@@ -142,16 +145,16 @@ class Stall:
         self._begun = self._seen = clock()
         self._searches = 0
         self._found: Found | None = None
-        self._asked = 0.0  # when it was first searched
-        self._busy: dict[int, Answer] = {}  # who has not looked since then, and what it said
+        self._asked = 0.0  # the time of the first search
+        self._busy: dict[int, Answer] = {}  # the peers that have not polled since then, with their answers
 
     @property
     def lasted_s(self) -> float:
-        """How long ago it began."""
+        """The seconds since its start."""
         return self._clock() - self._begun
 
     def look(self, search: Callable[[], Found]) -> Found | None:
-        """Note that nothing had moved when it was looked; who is to blame, once that is certain."""
+        """Record another poll that found nothing. Returns the result of the search once it is certain."""
         now = self._clock()
         self._left_s -= min(now - self._seen, self._most_s)
         self._seen = now
@@ -171,7 +174,7 @@ class Stall:
         return None
 
     def _note(self, found: Found) -> None:
-        """Keep who has something to look for and has neither looked nor moved since the first search."""
+        """Keep the peers that have a reason to poll but have neither polled nor moved since the first search."""
         said = {peer: answer for peer, answer in found.answers.items() if answer is not None and answer.looks >= 0}
         if self._searches == 0:
             self._asked, self._busy = self._seen, said
@@ -179,7 +182,7 @@ class Stall:
         self._busy = {peer: one for peer, one in self._busy.items() if counts.get(peer) == (one.moves, one.looks)}
 
     def _last(self, found: Found) -> Found:
-        """What counts where no search has confirmed another."""
+        """The verdict if no two consecutive searches agreed."""
         if not self._busy:
             return found
         why = (

@@ -1,30 +1,30 @@
-"""What is under way: orders, works, the lanes in which works keep their order, and what threads share about all this.
+"""Defines works and orders, the lanes that keep works in order, and the state that threads share about them.
 
-An order says what is exchanged, and ``When`` says when that may begin. The order of a bucket is made once and given in
-every step, so it holds nothing that a step decides. Both are tuples, which cost least to make. A ``Work`` stands for
-what was handed over, until it is done.
+An order says what is exchanged; ``When`` says when it may begin. A bucket's order is made once and reused in every
+step, so it contains nothing that depends on the step. Both are tuples because tuples are the cheapest to make. A
+``Work`` is the handle of something submitted.
 
-A work starts once its gate is done, and in a lane when those of its priority that were handed over before it have
-started and there is room for one more of them, ``in_flight`` at a time. Works of different priorities do not wait for
-each other; those that may start at the same moment do so in the order of urgency. What goes first among works that have
-started is decided wherever a rank chooses what to send or to do next: in ``exchange``, ``memory`` and the transports,
-operation by operation. What a work does, and when it is done, is the engine's affair, which calls works and lanes from
-the thread that drives.
+A work starts after its gate is done. In a lane it also waits for the start of all earlier works of its priority, and
+for one of ``in_flight`` places for works of that priority. Works of different priorities do not wait for each other;
+those that become ready together start in order of urgency. Once started, works compete for the network operation by
+operation (``exchange``, ``memory``, the transports). The engine defines what a work does and when it is done; it calls
+works and lanes from the driving thread.
 
-No deadlock. Ranks hand the works of a lane over in one order, whatever order their gradients become ready in. Take the
-first work of that order that has not ended on all ranks. Where it has not, all before it has: so it is the first of its
-priority there, whichever priority that rank gave it, and starts as soon as its gate is done, which is no later work of
-the lane. What all ranks have started ends: receives are posted, and nothing waits for the end of another run
-(``memory``). So ranks need no common order among works of different priorities, and may even differ in the priorities.
-A limit over all priorities together would break this: with room for one, a rank whose gate of A opens late starts the
-more urgent B, another one has started A, and each waits for what the other one's lane holds back.
+No deadlock. All ranks submit the works of a lane in one order, whatever the order in which gradients become ready.
+Consider the first work in that order that has not ended on all ranks. On a rank where it has not ended, all works
+before it have. It is therefore the first of its priority there, whichever priority that rank assigned, and starts as
+soon as its gate is done; the gate is no later work of the lane. A work that has started on all ranks ends: its receives
+are posted, and it waits for the end of no other run (``memory``). Works of different priorities thus need no common
+order, and ranks may even assign different priorities. A limit over all priorities together would break this. With room
+for one, a rank whose gate of A opens late starts the more urgent B while another rank has started A; each then waits
+for work that the other's lane holds back.
 
-Threads share one lock, and two conditions to wait for (``Monitor``). These are Python's, and so Mesa's (B. W. Lampson
-and D. D. Redell, "Experience with processes and monitors in Mesa", 1980): a thread that is notified does not go on at
-once. What it waited for may have changed again by then, so it always looks at the condition once more.
+Threads share one lock and two condition variables (``Monitor``). Python's condition variables have Mesa semantics (B.
+W. Lampson and D. D. Redell, "Experience with processes and monitors in Mesa", 1980): a notified thread does not
+continue at once, and its condition may have changed again by then. Waits therefore always test the condition again.
 
-Does not know what driving is, nor what a fault looks like to a user: that is the ``driver``'s. Of the transport it uses
-two words: whether it has anything left to do by itself (``idle``), and to ``wake`` whoever drives it.
+This module does not know how to drive, nor how faults are presented to the user (``driver``). It uses two things of the
+transport: whether it is ``idle``, and ``wake``, which interrupts the poll of the driving thread.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Array = NDArray[Any]
 
 KEY_BITS = 30
 KEYS = 1 << KEY_BITS
-"""Keys a run may have; tags with the highest bit set are left to single messages and to reducers."""
+"""The number of run keys. Tags with the highest bit set belong to single messages and to reducers."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a run is for, which ranks show each other where they share memory (``kernels.board``): SIGN_WORDS numbers.
+    """The identity of a run, SIGN_WORDS numbers that ranks publish to each other in shared memory (``kernels.board``).
 
-    ``differs`` makes the error for a process whose first two are others, from its number and its words.
+    ``differs(rank, words)`` makes the error for a process whose first two words differ.
     """
 
     words: tuple[int, ...]
@@ -64,10 +64,10 @@ class Sign:
 
 
 class Work:
-    """Something under way; ``result`` is set when it is done. A ``tolerant`` one does not mind peers that leave.
+    """The handle of something submitted; ``result`` is valid once ``done``. A ``tolerant`` one survives leaving peers.
 
-    The smallest ``priority`` goes first. ``key`` is that of an exchange, -1 for anything else; ``span`` is what an
-    observer has been told of it; ``callbacks`` are called when it is done.
+    The smallest ``priority`` goes first. ``key`` is the key of an exchange, else -1. ``span`` is the observer's span;
+    ``callbacks`` are called when the work is done.
     """
 
     __slots__ = ("callbacks", "done", "key", "label", "priority", "result", "span", "tolerant")
@@ -83,21 +83,21 @@ class Work:
         self.callbacks: list[Callable[[], None]] = []
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call at once, or as soon as the work is done."""
+        """Call now if the work is done, else as soon as it is."""
         if self.done:
             call()
         else:
             self.callbacks.append(call)
 
     def call_back(self) -> None:
-        """Call what waits for this work, which is done."""
+        """Run the callbacks of this finished work."""
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
 
 
 class _Queue:
-    """The works of one priority: how many are under way, and those that wait, with their gates."""
+    """The works of one priority: the number in flight, and the waiting ones with their gates."""
 
     __slots__ = ("active", "waiting")
 
@@ -107,20 +107,20 @@ class _Queue:
 
 
 class Lane:
-    """Works in order, of which ``in_flight`` of each priority may be under way."""
+    """Works in order. At most ``in_flight`` of each priority are in flight."""
 
     def __init__(self, in_flight: int) -> None:
         self.in_flight = in_flight
         self._queues: dict[float, _Queue] = {}
-        self._gates: set[Work] = set()  # those that are to tell when they are done
+        self._gates: set[Work] = set()  # gates that have a callback of this lane
 
     @property
     def active(self) -> int:
-        """How many are under way."""
+        """The number of works in flight."""
         return sum(queue.active for queue in self._queues.values())
 
     def enter(self, gate: Work | None, start: Callable[[], None], priority: float = 0.0) -> None:
-        """Start one more work, once ``gate`` is done and it is its turn."""
+        """Add a work: ``start`` is called once ``gate`` is done and it is the work's turn."""
         queue = self._queues.get(priority)
         if queue is None:
             queue = self._queues[priority] = _Queue()
@@ -128,16 +128,17 @@ class Lane:
         self._advance(queue)
 
     def leave(self, priority: float = 0.0) -> None:
-        """A work of this lane is done: another of its priority may start."""
+        """Record that a work has ended; the next one of its priority may start."""
         queue = self._queues[priority]
         queue.active -= 1
         if queue.waiting:
             self._advance(queue)
+        # The callbacks of ``start`` may have left this queue and made a new one: delete only our own.
         if not (queue.active or queue.waiting) and self._queues.get(priority) is queue:
             del self._queues[priority]
 
     def _advance(self, queue: _Queue) -> None:
-        """Start what may; a work that starts may end at once, and others enter meanwhile."""
+        """Start the works that may start. A started work may end at once, and others may enter meanwhile."""
         while queue.waiting and queue.active < self.in_flight:
             gate, start = queue.waiting[0]
             if gate is not None and not gate.done:
@@ -150,7 +151,7 @@ class Lane:
             start()
 
     def _opened(self, gate: Work) -> None:
-        """A gate is done, which works of several priorities may wait for."""
+        """Start the works behind a gate, which may belong to several priorities."""
         self._gates.discard(gate)
         for priority in sorted(self._queues):
             if (queue := self._queues.get(priority)) is not None:
@@ -158,12 +159,12 @@ class Lane:
 
 
 class Order(NamedTuple):
-    """A plan, or a library's collective, over ``array``.
+    """An exchange of ``array`` by a plan or by a library's collective.
 
-    ``key`` is the same on all ranks and tells its messages from those of others in flight. A program that depends on
-    the gate's result is given as a function. A ``tolerant`` order does not mind peers that leave, and nobody waits for
-    it at the end. A ``sign`` is shown where ``Engine.shows`` says so. ``after`` is called, in the thread that drives,
-    when all is exchanged, before the work is done.
+    ``key`` is the same on all ranks and separates its messages from others in flight. ``program`` is a function if it
+    depends on the gate's result. A ``tolerant`` order does not fail when peers leave, and ``close`` does not wait for
+    it. Ranks show ``sign`` to each other if ``Engine.shows`` says so. ``after`` is called in the driving thread after
+    the exchange, before the work is done.
     """
 
     program: Program | Collective | Callable[[], Program]
@@ -176,7 +177,7 @@ class Order(NamedTuple):
 
 
 class CodedOrder(NamedTuple):
-    """The reducers of a bucket, which ``pieces`` makes when it begins; sums in it run ``program`` of their bytes."""
+    """The reducers of a bucket, made by ``pieces`` at the start. A sum of n bytes in it runs ``program(n)``."""
 
     pieces: Callable[[], Sequence[Callable[[], Reducer]]]
     program: Callable[[int], Program | Collective]
@@ -187,10 +188,10 @@ class CodedOrder(NamedTuple):
 
 
 class When(NamedTuple):
-    """When an order begins: once ``gate`` is done and ``lane`` has room, right after ``before`` has been called.
+    """When an order begins: after ``gate`` is done and ``lane`` has room; ``before`` is called right before.
 
-    The smallest ``priority`` goes first, in whatever is under way; ranks need not agree on it. Whoever waits for the
-    work at once need not ``announce`` it to the progress thread.
+    The smallest ``priority`` goes first among everything in flight; ranks need not agree on it. A caller that waits for
+    the work at once can skip waking the progress thread with ``announce=False``.
     """
 
     gate: Work | None = None
@@ -204,10 +205,10 @@ NOW, UNANNOUNCED = When(), When(announce=False)
 
 
 class Exchanger(Protocol):
-    """Whatever takes a model's buckets: plans, a codec, or those who hold the weights."""
+    """Exchanges a model's buckets: by plans, by a codec, or with the owners of the weights."""
 
     def start(self, bucket: int, when: When = NOW) -> Work:
-        """Hand a bucket over."""
+        """Submit a bucket."""
         ...
 
 
@@ -215,62 +216,64 @@ _UNTIL_S = 0.1
 
 
 class Wakes(Protocol):
-    """What is driven, as far as whoever does not drive has to do with it."""
+    """The interface of the transport to threads that do not drive it."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do for it."""
+        """Whether it has no work left of its own."""
         ...
 
     def wake(self) -> None:
-        """Have the thread that waits in it, if one does, look for what there is to do."""
+        """Interrupt the driving thread's wait, if it waits."""
         ...
 
 
 class Monitor:
-    """The state that threads share; ``driven`` is what the one among them that drives waits in.
+    """The state that threads share. ``driven`` is the transport that the driving thread waits in.
 
-    Whose turn it is to drive, what has been handed over and not been taken up, how many works the end waits for, who is
-    told when one is over, and the first fault, which is the same exception for all.
+    This is: the driving thread, the submitted tasks, the number of works that ``close`` waits for, the callbacks of
+    works, and the first fault, which is the same exception for all threads.
 
-    Every public field is written with the lock held, but for what the thread that drives takes out of ``inbox``. Each
-    may be read without it, as one value: ``error`` and ``ending`` never change back, whether ``driver`` is the thread
-    that asks is known to that thread alone, and what is put into ``inbox`` while it drives is followed by a ``wake``.
-    ``under_way`` may be another number a moment later. What depends on several of them is decided here.
+    Public fields are written with the lock held, except that the driving thread takes from ``inbox`` without it. Each
+    field may be read without the lock, as a single value: ``error`` and ``ending`` never change back; whether
+    ``driver`` is the current thread cannot change under that thread; and every append to ``inbox`` during driving is
+    followed by ``wake``. ``under_way`` may be outdated a moment later. Decisions that depend on several fields are made
+    here, under the lock.
     """
 
     def __init__(self, driven: Wakes) -> None:
         self._driven = driven
-        self._lock = threading.RLock()  # of both conditions; taken without them, which cost two calls each time
-        self._changed = threading.Condition(self._lock)  # something is done: for those who wait for it
-        self._wanted = threading.Condition(self._lock)  # something is to be done: for the progress thread
-        self._told: dict[Work, Callable[[], None]] = {}  # who is told that a work is over
-        self._tolerated = 0  # works that nobody waits for
-        self._explains = 0  # the thread that is to say what the first fault is; 0 when none is
+        self._lock = threading.RLock()  # shared by both conditions and acquired directly, which saves two calls per use
+        self._changed = threading.Condition(self._lock)  # some work is done; for waiting threads
+        self._wanted = threading.Condition(self._lock)  # there is work; for the progress thread
+        self._told: dict[Work, Callable[[], None]] = {}  # callbacks of ``when_over``
+        self._tolerated = 0  # tolerant works in flight
+        self._explains = 0  # the thread that must explain the first fault; 0 if none
         self.inbox: deque[Callable[[], None]] = deque()
-        """What has been handed over, for the thread that drives."""
+        """Submitted tasks for the driving thread."""
         self.under_way = 0
-        """Works that the end waits for."""
+        """The number of works that ``close`` waits for."""
         self.driver = 0
-        """The thread that drives; 0 when none does."""
+        """The id of the driving thread; 0 if none drives."""
         self.error: Exception | None = None
-        """The first fault, as everybody gets it."""
+        """The first fault, as raised in every thread."""
         self.failed = False
-        """Whether there is a fault, of which ``error`` may not be known yet."""
+        """Whether there is a fault. ``error`` is set a moment later."""
         self.ending = False
-        """Whether there was a fault, or the end has come: nobody begins to drive any more."""
+        """Whether there was a fault or the end has come. No thread starts to drive after that."""
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to drive."""
         return bool(self.inbox or self.under_way or self._tolerated) or not self._driven.idle
 
-    # Whose turn it is.
+    # Driving
 
     def claim(self, first: bool = False, works: int = 0) -> bool:
-        """Drive from now on, until ``hand_over``; False, at once, where another thread does, or the end has come.
+        """Start to drive, until ``hand_over``. False, at once, if another thread drives or the end has come.
 
-        Whoever begins something ``first`` may not where anything was handed over before. ``works`` is how many it is.
+        ``first`` is for a caller that begins work of its own, ``works`` in number; it is refused while earlier work is
+        queued.
         """
         with self._lock:
             if self.driver or self.ending or (first and self.inbox):
@@ -280,7 +283,7 @@ class Monitor:
             return True
 
     def take_turn(self) -> bool:
-        """Wait until there is something to drive and nobody does: then do so; False at the end."""
+        """Wait until there is work that no thread drives, then start to drive. False at the end."""
         with self._lock:
             self._wanted.wait_for(lambda: not self.driver and (self.ending or self.busy))
             if self.ending:
@@ -289,16 +292,18 @@ class Monitor:
             return True
 
     def hand_over(self) -> None:
-        """Nobody drives from now on, but for the progress thread if there is anything left."""
+        """Stop driving, and wake the progress thread if work is left."""
         with self._lock:
             self.driver = 0
             if self.ending or self.busy:
                 self._wanted.notify()
 
-    # Works.
+    # Works
 
     def hand_in(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
-        """One more work, which ``task`` begins in the thread that drives. Who drives soon need not ``announce`` it."""
+        """Submit a work that ``task`` begins in the driving thread. With ``announce=False`` the caller drives it
+        soon.
+        """
         with self._lock:
             if tolerant:
                 self._tolerated += 1
@@ -306,13 +311,14 @@ class Monitor:
                 self.under_way += 1
             self.inbox.append(task)
             if self.driver:
-                if len(self.inbox) == 1:  # else it has been woken, and looks at all of it before it sleeps again
+                # otherwise the driver is awake already and will see the whole queue before it sleeps
+                if len(self.inbox) == 1:
                     self._driven.wake()
             elif announce:
                 self._wanted.notify()
 
     def expect(self, tolerant: bool) -> None:
-        """One more work, which is done elsewhere."""
+        """Count a work that something else completes."""
         with self._lock:
             if tolerant:
                 self._tolerated += 1
@@ -320,7 +326,7 @@ class Monitor:
                 self.under_way += 1
 
     def tell_driver(self, task: Callable[[], None]) -> None:
-        """Call in the thread that drives, for a work that is under way already."""
+        """Run ``task`` in the driving thread, for a work that is already counted."""
         with self._lock:
             self.inbox.append(task)
             if self.driver:
@@ -329,14 +335,14 @@ class Monitor:
                 self._wanted.notify()
 
     def take_up(self) -> None:
-        """Do what has been handed over; in the thread that drives."""
+        """Run the submitted tasks. Only in the driving thread."""
         while self.inbox:
             self.inbox.popleft()()
-        with self._lock:  # the end waits for this; a tolerant work gives no other sign
+        with self._lock:  # ``flush`` waits for an empty inbox, and a tolerant work has no other signal
             self._changed.notify_all()
 
     def finish(self, work: Work) -> None:
-        """A work is done: whoever waits for it goes on, and whoever wanted to be told is."""
+        """Mark a work as done, wake the waiting threads and run the work's callback."""
         with self._lock:
             work.done = True
             if work.tolerant:
@@ -349,7 +355,7 @@ class Monitor:
             told()
 
     def abandon(self, works: Iterable[Work]) -> None:
-        """Nobody needs these any more: the end does not wait for them."""
+        """Make works tolerant, so that ``flush`` does not wait for them."""
         with self._lock:
             for work in works:
                 if not (work.done or work.tolerant):
@@ -359,44 +365,45 @@ class Monitor:
             self._changed.notify_all()
 
     def when_over(self, work: Work, call: Callable[[], None]) -> None:
-        """Call, at once or from whichever thread ends it, when a work is done or never will be; it may not wait."""
+        """Call once ``work`` is done or has failed: now, or later from another thread. The call must not block."""
         with self._lock:
             if not (work.done or self.error):
                 self._told[work] = call
                 return
         call()
 
-    # Waiting.
+    # Waiting
 
     def wait(self, works: Collection[Work], deadline: float | None) -> bool:
-        """Wait for other threads to get all works done, or for a fault; False when the time is over first."""
+        """Wait until other threads have completed all works, or for a fault. False when the time is over."""
         left = None if deadline is None else max(0.0, deadline - time.perf_counter())
         with self._lock:
             return bool(self._changed.wait_for(lambda: self.error or all(work.done for work in works), left))
 
     def wait_any(self, works: Collection[Work], until: Callable[[], bool]) -> None:
-        """Wait until one of the works is done, ``until()`` holds (looked at often), or there is a fault."""
+        """Wait until one work is done, ``until()`` holds (polled), or there is a fault."""
         with self._lock:
             while not (self.error or until() or any(work.done for work in works)):
                 self._changed.wait(_UNTIL_S)
 
     def flush(self, limit_s: float) -> None:
-        """Have what is left done, unless there is a fault, for no longer than that."""
+        """Wait up to ``limit_s`` for the remaining work, unless there is a fault."""
         with self._lock:
             self._wanted.notify()
             self._changed.wait_for(lambda: self.error or not (self.under_way or self.inbox), limit_s)
 
-    # The end.
+    # The end
 
     def fail(self, error: Exception) -> None:
-        """A fault: whoever waits here gets the first one."""
+        """Record a fault; threads that wait here get the first one."""
         self.fail_first()
         self.explain(error)
 
     def fail_first(self) -> bool:
-        """A fault: nobody begins to drive any more. False where it is not the first.
+        """Record that there is a fault, so that no thread starts to drive. False if it is not the first.
 
-        The same thread has to ``explain`` it. Until then whoever waits goes on waiting: nobody gets anything else.
+        The same thread must call ``explain`` next. Waiting threads keep waiting until then, so that all get one
+        exception.
         """
         with self._lock:
             if self.failed:
@@ -406,7 +413,7 @@ class Monitor:
             return True
 
     def explain(self, error: Exception) -> None:
-        """What the fault is with which this thread was the first: whoever waits here gets it. Any other is dropped."""
+        """Publish the fault of the thread whose ``fail_first`` returned True; faults of other threads are dropped."""
         with self._lock:
             if self._explains != threading.get_ident():
                 return
@@ -414,13 +421,13 @@ class Monitor:
             told, self._told = self._told, {}
             self._changed.notify_all()
             self._wanted.notify()
-        self._driven.wake()  # whoever drives looks at it
+        self._driven.wake()  # the driver must notice the fault
         for call in told.values():
-            with contextlib.suppress(Exception):  # the first fault stays, and the others have to be told
+            with contextlib.suppress(Exception):  # a failing callback must not keep the others from being called
                 call()
 
     def end(self) -> None:
-        """The end has come, without a fault."""
+        """End without a fault."""
         with self._lock:
             self.ending = True
             self._wanted.notify()

@@ -1,10 +1,10 @@
-"""Drives reducers over a transport: their rounds become messages, their sums runs of the architecture's plan.
+"""Drives reducers over a transport: rounds become messages, sums become runs of the architecture's plan.
 
-What others send to be added is looked at in the transport's memory, over shm in theirs, and added in one pass once all
-of it is there: in the order that the reducer says, whatever came first.
+A total is added directly from the transport's memory (over shm from the peers' memory), in one pass after all parts
+have arrived, in the order that the reducer gives, whatever the order of arrival.
 
-A few of a bucket's reducers are open at the same time, so that one computes while another's messages travel. Used from
-the thread that drives the engine, like the ``exchange``, through which the transport's events come.
+Several reducers of a bucket are open at once, so that one computes while the messages of another travel. Only for the
+driving thread, like ``exchange``, which delivers the transport's events.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .order import KEYS, Array
 from .trace import Kind, Observer, Span, begin
 
 OPEN = 4
-"""Reducers of one bucket that are under way at once."""
+"""The number of open reducers per bucket."""
 
 _MARK = 3 << 62
-"""Tags of rounds have the two highest bits set: plans have not the first, single messages not the second."""
+"""Tags of rounds have both highest bits set. Plans leave the highest one clear, single messages the second."""
 _PIECE_BITS = 31
-"""Below the key is the piece; two processes exchange its messages in the same order, so that rounds need no number."""
+"""The low bits of a tag are the piece. Both ends exchange a piece's messages in one order, so rounds need no number."""
 
 MOST_PIECES = 1 << _PIECE_BITS
-"""Of one bucket."""
+"""Per bucket."""
 
 
 class Reducing:
-    """The reducers of one bucket under way. ``program`` gives this rank's part in a sum by its bytes.
+    """The reducers of one bucket in progress. A sum of n bytes runs ``program(n)``.
 
-    ``key`` tells this bucket from all others in flight. A ``tolerant`` one does not mind peers that have left: it then
+    ``key`` separates this bucket from all others in flight. A ``tolerant`` one does not fail when peers leave; it then
     never finishes.
     """
 
@@ -73,19 +73,19 @@ class Reducing:
         self._observer, self._span = observer, within
 
     def urgency(self) -> float:
-        """The smallest goes first."""
+        """The sort key: the smallest goes first."""
         return self._priority
 
     @property
     def label(self) -> str:
-        """What is reduced; empty when nobody minds if it never ends."""
+        """The bucket's label; empty if it is tolerant."""
         return "" if self._tolerant else self._label
 
     @property
     def waiting_for(self) -> dict[int, str]:
-        """Peer -> label, where messages from or to it are under way; may be asked from another thread.
+        """Peer -> label, for messages in flight from or to it. Callable from any thread.
 
-        Where nobody minds if it never ends, of the rounds that somebody has come to.
+        A tolerant bucket waits only in rounds that a peer has joined.
         """
         turns = [turn for turn in list(self._turns) if turn.begun or not self._tolerant]
         return {peer: self._label for turn in turns for peer in tuple(turn.peers)}
@@ -102,7 +102,9 @@ class Reducing:
             self._finish()
 
     def open_another(self) -> bool:
-        """Open one more reducer, if there may be; between two of them, messages of the first are to be sent."""
+        """Open one more reducer, if the limit allows it. Between two openings the first one's messages should be
+        sent.
+        """
         if self._opened - self._ended >= OPEN or self._opened == len(self._pieces):
             return False
         self._open()
@@ -114,7 +116,7 @@ class Reducing:
         self._advance(number, self._pieces[number](), 0, [])
 
     def _advance(self, number: int, reducer: Reducer, turn: int, lengths: Lengths) -> None:
-        """Let a reducer go on until it has to wait."""
+        """Run a reducer until it has to wait."""
         while True:
             span = None
             if self._observer is not None:
@@ -146,7 +148,7 @@ class Reducing:
         self._on_done()
 
     def _tell(self, kind: Kind, number: int, peer: int = -1, nbytes: int = -1, phase: str = "") -> Span:
-        """Tell the observer, which there is, that something of a piece begins."""
+        """Begin the observer's span of one piece."""
         assert self._observer is not None
         what = {"phase": phase, "step": number, "peer": peer, "nbytes": nbytes}
         return begin(self._observer, kind, self._label, self._span, priority=self._priority, **what)
@@ -163,9 +165,9 @@ class Reducing:
 
 
 class _Turn:
-    """One round of one reducer: goes on when all its messages have been sent and received.
+    """One round of one reducer. The reducer resumes when all messages have been sent and received.
 
-    ``peers`` are the processes that messages still come from or go to.
+    ``peers`` are the processes of the messages in flight.
     """
 
     def __init__(self, of: Reducing, number: int, reducer: Reducer, turn: int, asked: Round) -> None:
@@ -187,11 +189,11 @@ class _Turn:
 
     @property
     def begun(self) -> bool:
-        """Whether another process has come to this round, or to one before it."""
+        """Whether a peer has joined this round or an earlier one."""
         return self._turn > 1 or len(self.peers) < self._messages
 
     def arrived(self, handle: Handle, index: int) -> None:
-        """A message has been sent, or received as number ``index``."""
+        """Handle the completion of a message: a send, a part of the total, or received message number ``index``."""
         of = self.of
         if handle.error is not None:
             if of._tolerant and of._has_left(handle.peer):
@@ -208,7 +210,7 @@ class _Turn:
             of._advance(self.number, self._reducer, self._turn, self._lengths)
 
     def _came(self, handle: Handle, total: Total) -> None:
-        """What is to be added is there; with the last of it the sum is made, whether or not all has been sent."""
+        """Keep an arrived part of the total; with the last part, compute the sum. Sends may still be in flight."""
         of = self.of
         if handle.nbytes != total.array.nbytes:
             raise ProtocolError(
@@ -229,7 +231,7 @@ class _Turn:
         self._lent.clear()
 
     def _array(self, peer: int, total: Total) -> Array:
-        """What a peer sent, as numbers."""
+        """A peer's part as numbers."""
         payload = self._lent[peer].payload
         assert payload is not None
         return payload.view(total.array.dtype)
@@ -240,7 +242,7 @@ def _bytes(total: Total) -> Bytes:
 
 
 class _Completion:
-    """Who is told that a message of a round is complete; sent or lent, or number ``index`` of those received."""
+    """The completion callback of one message: of a send, of a part of the total, or of received message ``index``."""
 
     __slots__ = ("_index", "_span", "_turn", "priority")
 

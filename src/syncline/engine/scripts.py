@@ -1,10 +1,10 @@
-"""What runs in mapped memory need: the memory, the slots where peers find a run, and scripts for compiled code.
+"""Prepares runs in mapped memory: shared memory, the slots where peers find a run, and scripts for compiled code.
 
-A script is made ready as tables for one size and type of array. Tables, and the runs of them, are kept for the next run
-of the same kind: what is made here once is not made in every step.
+A script is laid out as tables for one size and type of array. Tables and runs are cached, so that steps after the first
+create nothing.
 
-A rank's slots are on its board and in tables beyond it. There is always one more: tables are added, each twice as large
-as the last, and said on the board (``kernels.board``).
+A rank's slots are on its board and in further tables. There is always a free slot: new tables, each twice as large as
+the last, are added on demand and announced on the board (``kernels.board``).
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from .trace import Span
 
 
 class Window(Protocol):
-    """Memory that all processes of a group have mapped, with a board for each (``kernels.onesided``)."""
+    """Memory that all processes of a group have mapped, with a board for each process (``kernels.onesided``)."""
 
     rank: int
     world: int
     members: Words
-    """Per process: the address of its board, 0 while unknown, and the descriptor of its bell, -1 while unknown."""
+    """Per process: the address of its board (0 if unknown) and the descriptor of its bell (-1 if unknown)."""
     board: Words
     """This process's own board."""
     maps: Words
-    """Per process two words for each segment number: where the segment is mapped here, 0 while it is not; its size."""
+    """Per process, two words for each segment number: its local address (0 if not mapped) and its size."""
     gone: set[int]
-    """Processes whose connections have closed."""
+    """The processes whose connections have closed."""
 
     def words_of(self, peer: int, segment: int) -> Words:
-        """A segment of a process, empty while unknown and after the end; may be asked from any thread."""
+        """A segment of a process; empty if unknown and after the end. Callable from any thread."""
         ...
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Zeroed shared memory, for good."""
+        """Zeroed shared memory that is never freed."""
         ...
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Segment number and offset of memory of this process, or None when it is not shared."""
+        """The segment number and offset of this process's memory; None if it is not shared."""
         ...
 
     def staging(self, nbytes: int) -> Bytes:
-        """Shared memory of at least that size, until ``free``."""
+        """Shared memory of at least ``nbytes``, until ``free``."""
         ...
 
     def free(self, staging: Bytes) -> None:
-        """Give back what ``staging`` gave."""
+        """Return memory of ``staging``."""
         ...
 
     def count(self, sent: Words, received: Words) -> None:
-        """Add to the traffic: bytes per process."""
+        """Add bytes per process to the traffic counters."""
         ...
 
 
@@ -69,7 +69,7 @@ class Window(Protocol):
 class Table:
     """A table of this rank's slots.
 
-    ``users`` has per slot how many had to look at what was there last, and None while it is in use.
+    ``users`` counts, per slot, the ranks that read its last content; None while the slot is in use.
     """
 
     address: int
@@ -78,7 +78,7 @@ class Table:
 
 
 class Slots:
-    """The slots of one process over one window."""
+    """The slots of one process in one window."""
 
     def __init__(self, window: Window) -> None:
         from ..kernels import onesided  # compiled code: loaded where it is used
@@ -88,7 +88,7 @@ class Slots:
         self.tables = [Table(address + board.BOARD_HEAD, words, [0] * board.SLOTS)]
 
     def take(self, wanted: int) -> tuple[Table, int]:
-        """A slot where peers look for a run of that identity, in the first table that has a free one."""
+        """A free slot where peers look for a run with this identity, in the first table that has one."""
         sets, level = board.SLOTS // board.WAYS, 0
         while True:
             if level == len(self.tables):
@@ -98,13 +98,14 @@ class Slots:
                 user = table.users[slot]
                 if user is None:
                     continue
+                # A slot is free once every rank that reads it has counted itself there.
                 if user == 0 or table.words[(slot * board.SLOT_BYTES + board.SLOT_DONE_WITH) // 8] >= user:
                     table.users[slot] = None
                     return table, slot
             sets, level = 2 * sets, level + 1
 
     def _add_table(self) -> None:
-        """Make twice as many slots as the last table has, and say on the board where."""
+        """Add a table with twice as many slots as the last one, and announce it on the board."""
         further, slots = len(self.tables) - 1, 2 * len(self.tables[-1].users)
         if further == board.MORE_TABLES:
             used = sum(table.users.count(None) for table in self.tables)
@@ -117,40 +118,40 @@ class Slots:
 
 
 def _first_slot(wanted: int, sets: int) -> int:
-    """As ``kernels.onesided.first_slot``, of which a call costs more than it does."""
+    """An inlined ``kernels.onesided.first_slot``: the call would cost more than the computation."""
     return ((wanted * board.SPREAD & 0xFFFFFFFFFFFFFFFF) >> 32 & sets - 1) * board.WAYS
 
 
 MOST = 1024
-"""How many sizes of arrays are remembered."""
+"""The number of cached sizes of arrays."""
 
 
 @dataclass(frozen=True)
 class Scripted:
-    """A script as tables for one size and type of array; shared by all runs of it."""
+    """A script as tables for one size and type of array, shared by all its runs."""
 
     plan: Plan
     script: Script
     count: int
-    """Operations of a segment."""
+    """The number of operations per segment."""
     state: Words
     operations: Words
     operands: Words
     lengths: Words
     touched: Words
     staged: Words
-    """What of an array that is not shared is copied to shared memory, and back."""
+    """The ranges of a private array that are copied to shared memory and back."""
     per_segment: int
     segments: int
     item: int
     sent: Words
     received: Words
     idle: list[ScriptedRun]
-    """Runs that have ended: their tables are used again."""
+    """Finished runs whose tables are reused."""
 
 
 class ScriptedRun:
-    """One run under way, or waiting to be; used again for the next one of its layout."""
+    """A run that is in flight or waits to start. It is reused for the next run of its layout."""
 
     __slots__ = (
         "array", "base", "before", "bound", "key", "label", "layout", "maps", "on_done", "peers", "priority", "room",
@@ -161,7 +162,7 @@ class ScriptedRun:
         self.layout = layout
         self.state = layout.state.copy()
         self.base: Words | None = None
-        """Of a run that is kept for calls of one kind: its state before each."""
+        """For a prepared run: its state before each call."""
         self.peers = np.zeros((world, 3), np.int64)
         self.room = np.empty((2, world + layout.script.scratch + 1), np.int64)
         self.maps: Words | None = None
@@ -179,7 +180,9 @@ class ScriptedRun:
         self.scratch: Bytes | None = None
 
     def advance(self, kernel: Any, window: Window) -> Callable[[int, int, int], int]:
-        """The compiled ``advance`` with this run's tables; laid out anew when the window's table of maps is another."""
+        """The compiled ``advance``, bound to this run's tables; bound again if the window's table of maps was
+        replaced.
+        """
         if self.bound is None or self.maps is not window.maps:
             layout, self.maps = self.layout, window.maps
             self.bound = kernel.advance.bind(
@@ -190,11 +193,11 @@ class ScriptedRun:
 
 
 def nothing() -> None:
-    """What an idle run calls at its end."""
+    """The ``on_done`` of an idle run."""
 
 
 class Scripts:
-    """The scripts of one process over one window, those used last."""
+    """The scripts of one process in one window, in an LRU cache."""
 
     def __init__(self, window: Window, segment_bytes: int) -> None:
         from ..kernels import onesided, passes  # compiled code: loaded where it is used
@@ -207,23 +210,23 @@ class Scripts:
         self._buffer[onesided.ONE] = 1
 
     def crowded(self, often: int) -> bool:
-        """Whether so many waits in succession were for a rank on the core of this one; counted anew after that."""
+        """Whether the last ``often`` waits were all for a rank on this rank's core. Resets the counter if so."""
         if self._buffer[self._kernel.CROWDED] < often:
             return False
         self._buffer[self._kernel.CROWDED] = 0
         return True
 
     def code(self, dtype: np.dtype[Any]) -> int | None:
-        """The kernels' number of an element type."""
+        """The kernels' number of an element type; None if they do not support it."""
         if dtype not in self._numbers:
             self._numbers[dtype] = self._codes.get(dtype.name) if dtype.isnative else None
         return self._numbers[dtype]
 
     def of(self, plan: Plan, dtype: np.dtype[Any], size: int) -> Scripted:
-        """The tables of a plan for arrays of so many elements."""
-        key = id(plan), size, dtype  # the layout keeps the plan: no other one gets its id
+        """The tables of a plan for arrays of ``size`` elements."""
+        key = id(plan), size, dtype  # the id stays unique: the cached layout keeps the plan alive
         found = self._known.pop(key, None) or self._lay_out(plan, dtype, size)
-        self._known[key] = found  # the one used last stands last
+        self._known[key] = found  # move to the end: most recently used
         if len(self._known) > MOST:
             del self._known[next(iter(self._known))]
         return found
@@ -267,13 +270,13 @@ class Scripts:
 
 
 def _tables(script: Script, shared: NDArray[np.bool_]) -> tuple[Words, Words]:
-    """A script as the table of its operations and the lists that its columns point into."""
+    """A script as a table of operations and the lists that its columns point into."""
     from ..kernels import onesided as kernel
 
     rows, lists = np.zeros((len(script.operations), kernel.COLUMNS), np.int64), list[int]()
     for row, operation in zip(rows, script.operations, strict=True):
         waits = [number for wait in operation.waits for number in wait]
-        # Sources and targets lie side by side: together they are whom the operation deals with.
+        # Sources and targets must be adjacent: the kernel iterates over both as the operation's partners.
         parts = (
             (kernel.WAITS, waits),
             (kernel.SOURCES, operation.sources),
@@ -290,12 +293,13 @@ def _tables(script: Script, shared: NDArray[np.bool_]) -> tuple[Words, Words]:
 
 
 def _shared(scripts: Sequence[Script], rank: int, chunks: int) -> NDArray[np.bool_]:
-    """Which chunks of a rank's array others look at, or an operation of its own that touches such ones too."""
+    """The chunks of a rank's array that other ranks access, and those that share an operation with such a chunk."""
     shared = np.zeros(chunks, np.bool_)
     for script in scripts:
         for operation in script.operations:
             if script.rank != rank and rank in (*operation.sources, *operation.targets):
                 shared[operation.lo : operation.hi] = True
+    # Grow to a fixed point: an operation over several chunks cannot be partly private.
     before = -1
     while before != (before := int(shared.sum())):
         for operation in scripts[rank].operations:
@@ -305,7 +309,7 @@ def _shared(scripts: Sequence[Script], rank: int, chunks: int) -> NDArray[np.boo
 
 
 def _stages(scripts: Sequence[Script], rank: int, chunks: int) -> Words:
-    """The shared chunks of a rank that are copied to shared memory, since they are read, or back, being written."""
+    """The shared chunks of a rank that are copied to shared memory (others read them) or back (others write them)."""
     from ..kernels import onesided as kernel
 
     shared = _shared(scripts, rank, chunks)
@@ -323,7 +327,7 @@ def _stages(scripts: Sequence[Script], rank: int, chunks: int) -> Words:
 
 
 def _traffic(plan: Plan, rank: int, nbytes: int, world: int) -> tuple[Words, Words]:
-    """The bytes that the plan moves from this rank to each process of the ``world``, and to it."""
+    """The bytes that the plan moves from this rank to each process of ``world``, and from each process to it."""
     moved = plan.count.astype(np.int64) * nbytes // plan.chunks
     sent, received = np.zeros((2, world), np.int64)
     np.add.at(sent, plan.dst[plan.src == rank], moved[plan.src == rank])

@@ -1,35 +1,33 @@
-"""What can be observed of a run: everything that begins and ends, told to one observer.
+"""Defines the spans that an observer of the engine receives.
 
-Owns the seam and what is told through it. Does not know who listens: a timeline, statistics or a live view are
-observers. Where there is none (``None``, the default) nothing is called and nothing is made: each action then costs one
-test for ``None``.
+Timelines, statistics and live views are observers; this module knows none of them. Without an observer (``None``, the
+default) no span is created, and each action costs one test for ``None``.
 
-A span is told twice, as the same object, when it begins and when it ends, and lies within another one, which begins
-before it and ends after it:
+An observer gets every span twice, as the same object: at its begin and at its end. Spans are nested:
 
-    work             from being handed over to being done, whatever it stands for
-      run            a plan, a library's collective or a bucket's reducers, from the start, after gate and lane
+    work             from submission to completion
+      run            a plan, a library's collective or a bucket's reducers, from its start (after gate and lane)
         segment      the plan on one segment of the array
-          send  receive        from being handed to the transport to being complete there
-          reduce  copy         what has come is added, or takes the place of what was there
-        advance      one call of compiled code that carries out a plan in mapped memory
+          send  receive        from the call of the transport to the completion there
+          reduce  copy         received data is added to the array or copied into it
+        advance      one call of compiled code that executes a plan in mapped memory
           send  receive  reduce  copy
-        compute      a turn of a reducer: it encodes before its messages, and decodes after them
+        compute      one turn of a reducer: encoding before its messages, decoding after them
         send  receive          a reducer's payloads
       send  receive  single messages
     wait             a thread of the script, or of an owner, is blocked
-    forward          the model computes, as far as the framework tells it
-    backward         from where the pass enters the model's output; the waits at its end come after it
-    optimizer        the optimizer's step, with what waits for owners in it
+    forward          the model's forward pass, if the framework reports it
+    backward         the backward pass, from the model's output on, without the waits at its end
+    optimizer        the optimizer's step, including its waits for owners
     update           an owner applies gradients to its weights
-    staging          a bucket is copied down from a device
+    staging          a bucket is copied from a device to the host
 
-Compiled loops tell nothing. In mapped memory it is seen before and after each call of ``advance`` how many operations
-of the script are done; those done in between are told at the end of the call, with no time of their own. There the rank
-that reads a peer's memory receives, one that writes it sends, and the other one does nothing. A call without anything
-in it has found that it has to wait. What a transport adds while it comes in is a receive, and no reduction beside it.
+Compiled loops report nothing. In mapped memory the number of finished operations is read before and after each call of
+``advance``; the operations in between are reported after the call, without a duration of their own. There a rank that
+reads a peer's memory receives, a rank that writes it sends, and its peer reports nothing. An ``advance`` without nested
+spans found that it had to wait. If a transport adds data on arrival, that is a receive without a reduce.
 
-What a fault leaves unfinished has no end, and neither has what nobody waits for (a tolerant work).
+Spans that a fault interrupts never end; neither do those of tolerant work that is left unfinished.
 """
 
 from __future__ import annotations
@@ -44,50 +42,48 @@ Kind = Literal[
 ]  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)  # frozen ones take three times as long to make, and there is one for everything
+@dataclass(slots=True, eq=False)  # not frozen: that triples the cost of creation, and every message creates one
 class Span:
-    """Something that begins and ends; what does not apply to it is -1, or empty."""
+    """Something with a begin and an end. Fields that do not apply are -1 or empty."""
 
     observer: Observer = field(repr=False)
     kind: Kind
     label: str
-    """What it is for: of a bucket its number and tensors."""
+    """The subject; for a bucket, its number and tensors."""
     within: Span | None = None
     key: int = -1
-    """Of works and runs: what tells it from others under way. Of updates the step of the worker that has pushed."""
+    """The key of a work or run; for an update, the pushing worker's step."""
     phase: str = ""
-    """Of runs: the plan's goal, or ``reduce`` for reducers; of their turns ``encode`` or ``decode``."""
+    """The plan's goal for a run, or ``reduce`` for reducers; ``encode`` or ``decode`` for their turns."""
     priority: float = 0.0
     segment: int = -1
     step: int = -1
-    """The step of the plan, in mapped memory the operation of the script, of reducers the number of the piece.
-
-    Of updates their number.
-    """
+    """The step of the plan; in mapped memory the operation of the script; for reducers the piece; for updates their
+    number."""
     peer: int = -1
     nbytes: int = -1
     mark: int = field(default=0, repr=False)
-    """The observer's own."""
+    """Reserved for the observer."""
 
     def end(self) -> None:
-        """Tell the observer that it has ended."""
+        """Report the end to the observer."""
         self.observer.end(self)
 
 
 class Observer(Protocol):
-    """Who is told. Called from any thread, most from the one that drives; it must not block or raise."""
+    """Receives spans. Called from any thread, mostly the driving one; it must neither block nor raise."""
 
     def begin(self, span: Span) -> None:
-        """It begins now."""
+        """A span begins now."""
         ...
 
     def end(self, span: Span) -> None:
-        """What began with the same object has ended now."""
+        """The span that began as this object ends now."""
         ...
 
 
 def begin(observer: Observer, kind: Kind, label: str, within: Span | None = None, **what: Any) -> Span:
-    """Tell the observer that something begins; the span is to be told when it ends."""
+    """Create a span and report its begin; the caller must call its ``end``."""
     span = Span(observer, kind, label, within, **what)
     observer.begin(span)
     return span

@@ -7,7 +7,7 @@ owners of the weights (``serving``). Where workers train by themselves it is wei
 
 No framework is known here, and none of its objects: ``Weights`` is all that one has to do. Weights stay where the
 framework has them; copies in the transport's memory are made only where others hold the weights, or all agree on them.
-Which gradients have come is ``_coming``'s, how buckets travel and what a step does ``training``'s, what a server does
+Which gradients have come is ``_gradients``', how buckets travel and what a step does ``training``'s, what a server does
 ``_served``'s.
 """
 
@@ -30,7 +30,7 @@ from ..training.exchange import BucketExchange, storages_of
 from ..training.memory import Blocks, InPlace, agree_on_model, copy_from_rank_0
 from ..training.model import Framework, TrainedModel
 from ..training.weights import WeightExchange
-from ._coming import Coming
+from ._gradients import Coming
 from ._weights import Array, HeldWeights, Weights
 
 Kind = Literal["exchanged", "own", "averaged"]

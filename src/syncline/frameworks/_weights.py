@@ -1,6 +1,7 @@
 """What a framework without hooks has to do for one model: its side of the steps of flat arrays.
 
-Where its weights travel, workers exchange copies of them in the transport's memory (``HeldWeights``).
+Where its weights travel, workers exchange copies of them in the transport's memory (``HeldWeights``). Owners of
+weights have its optimizer on slices of them (``OnHoldings``).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..serving.records import State
-from ..serving.shard import Groups
+from ..serving.records import Elements, State
+from ..serving.shard import Groups, Holding
 from ..sync._periodic import BLOCK_ELEMENTS
 from ..training.memory import Blocks
 from ..training.weights import Values
@@ -119,3 +120,23 @@ class HeldWeights:
             raise UsageError("the agreed weights in this state are of another model or schedule")
         for mine, value in zip(values.blocks, saved, strict=True):
             mine[...] = value
+
+
+class OnHoldings:
+    """What a framework's optimizer has in common with others on the slices that this process owns."""
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self._holdings = holdings
+
+    def squared_norm(self) -> float:
+        """In float64."""
+        return float(sum(np.square(held.gradient, dtype=np.float64).sum() for held in self._holdings))
+
+    def advanced(self) -> Groups:
+        """Nothing: such an optimizer is refused before."""
+        return []
+
+
+def flat_elements(array: Array) -> Elements:
+    """A contiguous array that an optimizer keeps, as owners tell it: flat, but for what has no dimensions."""
+    return Elements.of(array.reshape(-1) if array.ndim else array)

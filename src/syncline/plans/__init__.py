@@ -1,7 +1,7 @@
-"""Plans: an allreduce, or another collective, as data. Pure: no transport, no clock, no arrays.
+"""An allreduce or another collective as data, without transports, clocks or arrays.
 
-``plan`` is the value and ``check`` its proof; ``messages`` is one rank's share of it as sends and receives, ``memory``
-as passes over memory that all ranks have mapped.
+``plan`` defines the value and ``check`` proves it. ``messages`` compiles a plan into one rank's sends and receives;
+``memory`` compiles it into passes over memory that all ranks have mapped.
 """
 
 from .check import check

@@ -1,11 +1,11 @@
-"""The proof of a plan: that its transfers reach their goal, what depends on what, and its two halves.
+"""Proves that a plan reaches its goal, orders its transfers, and splits an allreduce into its two phases.
 
-Whether a plan is right does not depend on numbers: it is enough to follow, for every rank and chunk, the set of ranks
-whose contributions are in it. ``check`` runs the plan on such sets, as MSCCLang does for its programs (Cowan et al.,
-ASPLOS 2023), and faults every plan that could give a wrong sum or that moves something in vain.
+Whether a plan is correct does not depend on the numbers in the array. ``check`` tracks, for every rank and chunk, the
+set of ranks whose contributions the chunk contains, as MSCCLang does for its programs (Cowan et al., ASPLOS 2023). It
+rejects every plan that could give a wrong sum or that moves data in vain.
 
-Ranks that are no members (parameter servers) contribute nothing: their chunks are empty at the start, and what is
-reduced into an empty chunk is copied.
+Ranks that are not members (parameter servers) contribute nothing. Their chunks start empty, and a reduce into an empty
+chunk is a copy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .plan import COLUMNS, COPY, REDUCE, Goal, Plan, ranks_text
 
 
 def check(plan: Plan) -> None:
-    """Prove that the plan does what it claims; raises PlanError that names step, transfer and ranks of the first fault.
+    """Prove that the plan reaches its goal; PlanError names the step, the transfer and the ranks of the first fault.
 
-    Faults: a contribution added twice; a transfer that brings nothing new; a copy that destroys contributions which
-    are not in what it copies; a copy and another transfer into one chunk in one step; an empty chunk that is sent; a
-    result that is missing at the end. Cost: linear in the chunks moved.
+    A plan is faulty if it adds a contribution twice, makes a transfer that brings nothing new, overwrites contributions
+    that the copied chunk lacks, mixes a copy and another transfer into one chunk in one step, sends an empty chunk, or
+    leaves a result incomplete. Cost: linear in the number of chunks moved.
     """
     if plan.goal in ("all_gather", "broadcast") and np.any(plan.op == REDUCE):
         fault = plan[int(np.flatnonzero(plan.op == REDUCE)[0])]
@@ -45,7 +45,8 @@ def check(plan: Plan) -> None:
 
 
 def mixing_matrix(plan: Plan) -> NDArray[np.float64]:
-    """What a mix makes of the members' arrays when each sum is divided by their number: float64, rows sum to 1."""
+    """The matrix W of a mix: array i becomes the mean sum_j W[i, j] array_j. Float64, shape (members, members), rows
+    sum to 1."""
     place = {rank: number for number, rank in enumerate(plan.members)}
     found = np.zeros((len(plan.members), len(plan.members)))
     for row, of in zip(found, plan.sums, strict=True):
@@ -54,10 +55,10 @@ def mixing_matrix(plan: Plan) -> NDArray[np.float64]:
 
 
 def check_mixing(plans: Sequence[Plan]) -> None:
-    """Prove each plan of a period of mixes, that all keep the mean, and that they bring everyone's to everyone at last.
+    """Prove every plan of a period of mixes; together they must keep the mean and connect all members.
 
-    Raises PlanError for the first fault: a matrix that is not doubly stochastic, or graphs that together leave members
-    apart. Workers' arrays then come to their mean as the period is repeated, since every matrix has a diagonal.
+    Raises PlanError for the first fault: a matrix that is not doubly stochastic, or members that no sequence of mixes
+    connects. Every matrix has a positive diagonal, so repeating a period that passes brings all arrays to their mean.
     """
     reached = np.eye(len(plans[0].members), dtype=bool)
     for plan in plans:
@@ -68,7 +69,7 @@ def check_mixing(plans: Sequence[Plan]) -> None:
             rank = plan.members[int(np.argmax(np.abs(columns - 1)))]
             raise PlanError(f"{plan.name}: it does not keep the mean: what rank {rank} has counts {columns.max():.3g}")
         reached |= matrix > 0
-    for _ in range(len(reached).bit_length()):  # ways of twice as many steps
+    for _ in range(len(reached).bit_length()):  # Each product doubles the length of the paths that are covered.
         reached = reached.astype(np.float32) @ reached > 0
     if not reached.all():
         src, dst = (plans[0].members[int(place)] for place in np.argwhere(~reached.T)[0])
@@ -76,11 +77,11 @@ def check_mixing(plans: Sequence[Plan]) -> None:
 
 
 def depends(plan: Plan, i: int, j: int) -> bool:
-    """True when transfer j must not run before transfer i < j.
+    """Whether transfer j must wait for transfer i, where i < j.
 
-    That is so when, in a later step and on a common chunk, j sends what i wrote, j overwrites what i reads, or j
-    overwrites what i wrote and one of the two is a copy. Reduces into one chunk commute; running them in plan order
-    all the same is what makes results repeatable bit for bit. Transfers of one step never depend on each other.
+    It must if the two share a chunk, j belongs to a later step, and j sends what i wrote, overwrites what i reads, or
+    overwrites what i wrote while one of them is a copy. Two reduces into one chunk commute; running them in plan order
+    makes results repeatable bit for bit. Transfers of one step never depend on each other.
     """
     if not 0 <= i < j < len(plan):
         raise PlanError(f"{plan.name}: transfers {i} and {j} are no pair in order out of {len(plan)}")
@@ -94,16 +95,17 @@ def depends(plan: Plan, i: int, j: int) -> bool:
 
 
 def phases(plan: Plan) -> tuple[Plan, Plan]:
-    """The reduce-scatter and the all-gather that an allreduce consists of, both checked.
+    """Split an allreduce into its reduce-scatter and its all-gather, both checked.
 
-    Possible when every chunk is first reduced until exactly one rank, its owner, holds the whole sum, and copied
-    afterwards. Raises PlanError otherwise, as for recursive doubling, where all ranks complete a chunk together.
+    Every chunk must first be reduced until exactly one rank, its owner, holds the whole sum, and be copied afterwards.
+    Raises PlanError for other plans: in recursive doubling, for example, all ranks complete a chunk together.
     """
     if plan.goal != "allreduce":
         raise PlanError(f"{plan.name}: only an allreduce has two phases, this plan is for {plan.goal}")
     reduces, copies = plan.op == REDUCE, plan.op == COPY
     _require_reduces_first(plan, reduces, copies)
     state = _start(plan)
+    # A reduce-scatter plan must name owners, and they are what this run finds out: any member stands in for them.
     _run(_half(plan, reduces, "reduce_scatter", tuple(plan.members[:1]) * plan.chunks), state)
     owners = []
     for chunk, whole in enumerate(_whole(plan)):
@@ -124,7 +126,7 @@ def phases(plan: Plan) -> tuple[Plan, Plan]:
     return halves
 
 
-# Running on sets of ranks: held[rank * chunks + chunk] has bit r set when the contribution of rank r is in it --------
+# ``held[rank * chunks + chunk]`` is a bit set: bit r is set once the contribution of rank r is in that chunk ---------
 
 
 def _start(plan: Plan) -> list[int]:
@@ -140,19 +142,20 @@ def _start(plan: Plan) -> list[int]:
 
 
 def _whole(plan: Plan) -> list[int]:
-    """What each chunk's result contains."""
+    """The contributions that each chunk's result must contain, as bit sets."""
     if plan.goal in ("allreduce", "reduce_scatter", "mix"):
         return [sum(1 << rank for rank in plan.members)] * plan.chunks
     return [1 << rank for rank in (plan.owners if plan.root is None else (plan.root,) * plan.chunks)]
 
 
 def _run(plan: Plan, held: list[int]) -> None:
-    """Apply all transfers to ``held``, or raise at the first that must not be; written for speed."""
+    """Apply all transfers to ``held`` or raise for the first faulty one. The inner loop is written for speed."""
     chunks = plan.chunks
     src, dst, chunk, count, op = (getattr(plan, title).tolist() for title in COLUMNS[1:])
     edges = [0, *(np.flatnonzero(np.diff(plan.step)) + 1).tolist(), len(plan)]
     for start, stop in pairwise(edges):
-        after: dict[int, int] = {}  # what this step has written so far, by cell
+        # Writes of a step take effect at its end, because all its transfers read the values from before it.
+        after: dict[int, int] = {}  # cell -> what this step has written there so far
         copied: set[int] = set()
         for i in range(start, stop):
             source, target, reduces, fresh = src[i] * chunks, dst[i] * chunks, op[i] == REDUCE, 0
@@ -161,6 +164,7 @@ def _run(plan: Plan, held: list[int]) -> None:
                 now = after.get(cell, -1)
                 touched = now >= 0
                 if not touched:
+                    # Two copies, or a copy and a reduce, into one cell would depend on the order within the step.
                     now = held[cell]
                 if reduces:
                     if not come or come & now or cell in copied:
@@ -172,6 +176,7 @@ def _run(plan: Plan, held: list[int]) -> None:
                         raise _fault(plan, i, part, come, now, clash=touched)
                     copied.add(cell)
                     after[cell] = come
+            # One message is either added or copied as a whole.
             if fresh and fresh != count[i]:
                 raise PlanError(
                     f"{plan.name}: step {plan.step[i]}, {plan[i]}: some of these chunks are empty at rank {dst[i]} and "
@@ -214,6 +219,7 @@ def _require_reduces_first(plan: Plan, reduces: NDArray[np.bool_], copies: NDArr
 
 def _half(plan: Plan, chosen: NDArray[np.bool_], goal: Goal, owners: tuple[int, ...]) -> Plan:
     rows = plan.rows[chosen]
+    # Each phase counts its own steps from 0 without gaps.
     rows[:, 0] = np.unique(rows[:, 0], return_inverse=True)[1]
     name = f"{plan.name} {goal}"
     return Plan.of(name, plan.world, plan.chunks, rows, goal=goal, members=plan.members, owners=owners)

@@ -1,23 +1,23 @@
-"""What one rank does of a plan when ranks can read and write each other's memory: passes over memory, and waits.
+"""Compiles a plan into passes over shared memory, for ranks that can read and write each other's arrays.
 
-Owns the translation of a plan into one *script* per rank. Does not know bytes, addresses, or how waiting is done
-(``engine.memory`` and ``kernels.onesided`` do).
+Every rank gets one *script*: a list of operations, each of which waits, reads, adds and writes. This module knows no
+bytes, no addresses and no way of waiting (``engine.memory`` and ``kernels.onesided`` do).
 
-Theory. With one-sided access nothing has to be sent: a rank that reduces reads its peers' chunks where they lie, and
-what a message told ("here is my part", "I have read yours") becomes a condition on how far the other rank is. Every
-rank carries out its operations in order, so that one number, its *progress*, says everything about it: all conditions
-have the form "rank p has done its first k operations".
+Theory. With one-sided access nothing has to be sent. A rank that reduces reads its peers' chunks in place, and the
+information that a message would carry ("my part is ready", "I have read yours") becomes a condition on the progress of
+another rank. A rank runs its operations in order, so one number, its *progress*, describes its state, and every
+condition reads "rank p has finished its first k operations".
 
-* A pass reads chunks of some ranks, adds them from left to right, and writes the sum to the same chunks of some ranks.
-  It waits for those who wrote what it reads, and for those who still read what it writes.
-* Consecutive reductions of one step into one chunk are one pass over all their inputs.
-* A copy to a rank whose chunk the sum's pass has read last of all is written by that pass itself: nobody else can want
-  the old value. So ``direct`` becomes one pass in which each owner reads all peers and writes all peers: n bytes are
-  read N times and written N times in all, the least traffic possible when inputs and results are private to the ranks.
-* A chunk that is overwritten in the step in which it is read by others is first collected in scratch memory.
+* A pass reads the same chunks of several ranks, adds them from left to right, and writes the sum to the same chunks of
+  one or more ranks. It waits for the ranks that wrote its inputs and for the ranks that still read its outputs.
+* Consecutive reductions of one step into one chunk become one pass over all their inputs.
+* If the pass that computes a sum was the last to read a rank's chunk, it also writes the sum to that rank, because no
+  other rank still needs the old value. ``direct`` thus becomes one pass in which each owner reads all peers and writes
+  all peers: n bytes are read N times and written N times in total, the least possible traffic for private arrays.
+* If a step both overwrites a chunk and sends it, the incoming values are first collected in scratch memory.
 
-No deadlock: passes of a step wait for passes of earlier steps only, and what waits for passes of its own step (writing
-what was collected) stands behind all passes of its rank in that step.
+No deadlock: a pass waits only for passes of earlier steps. The exception, writing the collected values, waits for
+passes of its own step and comes after all other passes of its rank in that step.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from typing import Final
 from .plan import COPY, Plan
 
 Wait = tuple[int, int]
-"""(rank, k): that rank has done its first k operations."""
+"""(rank, k): wait until that rank has finished its first k operations."""
 
 SCRATCH: Final = -1
-"""As a source or target of a pass: this rank's scratch memory; SCRATCH - 1 is a second one, and so on."""
+"""A source or target in this rank's scratch memory; SCRATCH - 1 is a second scratch array, and so on."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One pass over the chunks ``lo`` to ``hi``, after ``waits``; without sources it only waits.
+    """One pass over the chunks ``lo`` to ``hi`` that starts after ``waits``; without sources it only waits.
 
-    ``sources`` and ``targets`` are ranks, or scratch. ``ring`` are the ranks that wait for it to be done.
+    ``sources`` and ``targets`` are ranks or scratch arrays. ``ring`` lists the ranks that wait for this operation.
     """
 
     waits: tuple[Wait, ...] = ()
@@ -54,10 +54,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Script:
-    """One rank's operations in order; the first one opens its memory, the last one waits until nobody needs it.
+    """One rank's operations in order. The first one opens its memory; the last one waits until no rank needs it.
 
-    ``scratch`` is how many arrays of the size of the whole it collects into. ``touches`` are the ranks whose progress
-    or memory it looks at; ``touched_by`` the ranks that look at its own.
+    ``scratch`` counts the scratch arrays, each as large as the whole array. ``touches`` are the ranks whose progress or
+    memory this rank accesses; ``touched_by`` are the ranks that access its own.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Script:
 
 @dataclass
 class _Draft:
-    """An operation that may still get more targets."""
+    """An operation to which further targets may be added."""
 
     waits: set[Wait]
     sources: list[int]
@@ -80,7 +80,7 @@ class _Draft:
 
 @dataclass
 class _Place:
-    """One chunk of one rank: who wrote it last, and who has read it since. An event is (rank, operation)."""
+    """The last writer of one chunk of one rank, and its readers since. Both are (rank, operation)."""
 
     writer: Wait | None = None
     readers: list[Wait] = field(default_factory=list)
@@ -88,7 +88,7 @@ class _Place:
 
 @lru_cache(maxsize=512)
 def compile_scripts(plan: Plan) -> tuple[Script, ...]:
-    """The scripts of all ranks. Cost: linear in the chunks moved, for all ranks together."""
+    """The scripts of all ranks. Cost for all together: linear in the number of chunks moved."""
     return _Compiler(plan).scripts()
 
 
@@ -113,7 +113,10 @@ class _Compiler:
         return self._finish()
 
     def _step(self, rows: range) -> None:
-        """All passes of a step, then the writing of what had to be collected, then who has read and written what."""
+        """Add all passes of a step, then the writes of collected values, then record readers and writers.
+
+        The records come last because every transfer of a step reads the values from before it.
+        """
         sent = {(int(self.plan.src[i]), chunk) for i in rows for chunk in self._chunks(i)}
         collected: dict[tuple[int, int, int, bool], list[int]] = {}
         shelf: Counter[tuple[int, int]] = Counter()  # (rank, chunk) -> scratch arrays in use there
@@ -123,6 +126,7 @@ class _Compiler:
             dst, chunks = int(self.plan.dst[group[0]]), self._chunks(group[0])
             sources = [int(self.plan.src[i]) for i in group]
             adds = self._adds(group[0])
+            # Another transfer of this step sends these chunks, so they must keep their old values: collect.
             if any((dst, chunk) in sent for chunk in chunks):
                 kept = collected.setdefault((dst, chunks.start, chunks.stop, adds), [])
                 for src in sources:
@@ -145,10 +149,11 @@ class _Compiler:
                 self.places[dst][chunk] = _Place(event)
 
     def _groups(self, rows: range) -> list[list[int]]:
-        """The rows of a step, those that reduce into the same chunks of the same rank together."""
+        """The rows of a step, grouped where they reduce into the same chunks of the same rank."""
         found: dict[tuple[int, int, int, int], list[int]] = {}
         for i in rows:
             dst, chunks, op = int(self.plan.dst[i]), self._chunks(i), int(self.plan.op[i])
+            # A copy never joins a group: its key is unique.
             found.setdefault((dst, chunks.start, chunks.stop, op if op != COPY else -1 - i), []).append(i)
         return list(found.values())
 
@@ -156,7 +161,7 @@ class _Compiler:
         return range(int(self.plan.chunk[i]), int(self.plan.chunk[i] + self.plan.count[i]))
 
     def _adds(self, i: int) -> bool:
-        """Whether what arrives is added; the first reduction into a chunk that holds nothing is a copy."""
+        """Whether the incoming chunks are added; the first reduction into an empty chunk is a copy."""
         if self.plan.op[i] == COPY:
             return False
         empty, chunks = self.empty[int(self.plan.dst[i])], self._chunks(i)
@@ -178,12 +183,13 @@ class _Compiler:
         return rank, len(self.ranks[rank])
 
     def _made(self, rank: int, chunks: range) -> Iterable[Wait]:
-        """What has to have happened before those chunks of a rank have their value."""
+        """The operations after which those chunks of a rank have their values."""
         for chunk in chunks:
+            # A chunk that no operation has written is valid once its rank has opened its memory: operation 1.
             yield self.places[rank][chunk].writer or (rank, 1)
 
     def _written_by_its_sum(self, src: int, dst: int, chunks: range) -> bool:
-        """Let the pass that made ``src``'s chunks write ``dst``'s too, where it was the last to read them."""
+        """Let the pass that wrote ``src``'s chunks also write ``dst``'s, if it was the last to read them."""
         writers = {self.places[src][chunk].writer for chunk in chunks}
         writer = writers.pop()
         if writers or writer is None or writer[0] != src:
@@ -204,7 +210,7 @@ class _Compiler:
                 self.places[src][chunk].readers.append(event)
 
     def _outstanding(self, rank: int) -> set[Wait]:
-        """What others still do with a rank's memory at the end."""
+        """The operations that still use a rank's memory at the end."""
         waits: set[Wait] = set()
         for place in self.places[rank]:
             waits.update(place.readers)
@@ -255,7 +261,8 @@ def _empty_chunks(plan: Plan, rank: int) -> set[int]:
 
 
 def _nearest(rank: int, drafts: Sequence[_Draft]) -> list[tuple[Wait, ...]]:
-    """The waits of each operation without those that an earlier one, or the order of the rank itself, has met."""
+    """The waits of each operation, without those that the rank's own order or an earlier wait implies."""
+    # Progress only grows: a wait for operation k of a rank also covers every operation before k.
     met: dict[int, int] = {rank: len(drafts)}
     found = []
     for draft in drafts:

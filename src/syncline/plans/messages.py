@@ -1,14 +1,16 @@
-"""What one rank does of a plan: its sends and receives, and what each has to wait for.
+"""Compiles a plan into one rank's program: its sends and receives and what each waits for.
 
-Compiled once per plan and rank, executed by ``engine.exchange`` for every segment of every bucket. All transfers of a
-step read the values from before it, so the dependencies of a rank's action on one chunk are
+A program is compiled once per plan and rank; ``engine.exchange`` runs it for every segment of every bucket. All
+transfers of a step read the values from before it, so the actions of a rank on one chunk depend on each other as
+follows.
 
-* a send waits for the receives of earlier steps into its chunks (it sends what they made),
-* a receive waits for the sends of earlier steps and of its own that read its chunks (it would overwrite what they
-  send), and for the receives before it into its chunks (results keep plan order, so every run gives the same bits).
+* A send waits for the receives of earlier steps into its chunks, because it sends their result.
+* A receive waits for the sends of its own and earlier steps that read its chunks, because it would overwrite what they
+  send. It also waits for earlier receives into its chunks, which keeps sums in plan order and gives every run the same
+  bits.
 
-Only the nearest ones are kept; the others follow from them. ``Cut`` says which elements each action moves, segment by
-segment of an array. Nothing here knows about bytes or transports.
+Only direct dependencies are kept; the others follow from them. ``Cut`` tells which elements each action moves in every
+segment of an array. This module knows neither bytes nor transports.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ Kind = Literal["send", "copy", "reduce"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One send or receive of chunks ``lo`` to ``hi``; ``index`` is its number among the messages of its two ends.
+    """One send or receive of chunks ``lo`` to ``hi``. ``index`` counts the messages from its source to its destination.
 
-    ``swaps`` marks a receive into chunks that this rank sends in the same step: both ends would wait for each other if
-    what arrives could only be taken once the own send is done.
+    ``swaps`` marks a receive into chunks that this rank sends in the same step. Such a receive must be able to buffer
+    its message: both ends would deadlock if each took the peer's message only after its own send had finished.
     """
 
     kind: Kind
@@ -45,13 +47,13 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One rank's actions in plan order; the same only as itself.
+    """One rank's actions in plan order. Programs compare by identity.
 
-    ``waits[i]`` counts the actions that must finish before action i may act (a send starts, a copy is received, a
-    reduction is applied); ``unlocks[i]`` lists those that wait for it. ``follows[i]`` is the reduction that comes next
-    into the same chunks in the same step and waits for nothing but reduction i, or -1, and ``precedes`` the other way
-    round: the two can be applied in one pass over memory. What follows was sent before this step, so waiting for it
-    delays nothing that it needs.
+    ``waits[i]`` counts the actions that must finish before action i may act, that is, start a send, receive a copy or
+    apply a reduction. ``unlocks[i]`` lists the actions that wait for action i. ``follows[i]`` is the next reduction
+    into the same chunks in the same step if it waits for reduction i alone, else -1; ``precedes`` is the inverse. Both
+    reductions can run in one pass over memory. The peer of the second sent its data before this step, so waiting for
+    both delays nothing.
     """
 
     plan: Plan
@@ -64,7 +66,7 @@ class Program:
 
 
 def compile_program(plan: Plan, rank: int) -> Program:
-    """The program of ``rank``. Cost: linear in its chunks moved, and a look at the columns of the plan."""
+    """The program of ``rank``. Cost: linear in the chunks that it moves, plus one scan of the plan's columns."""
     actions = _actions(plan, rank)
     before: list[set[int]] = [set() for _ in actions]
     writer: dict[int, int] = {}  # chunk -> the last receive into it
@@ -75,6 +77,7 @@ def compile_program(plan: Plan, rank: int) -> Program:
         while stop < len(actions) and actions[stop].step == actions[start].step:
             stop += 1
         step = range(start, stop)
+        # Sends first: a receive of the same step must not change what they read.
         for i in step:
             if actions[i].kind == "send":
                 for chunk in range(actions[i].lo, actions[i].hi):
@@ -84,6 +87,7 @@ def compile_program(plan: Plan, rank: int) -> Program:
         for i in step:
             if actions[i].kind != "send":
                 for chunk in range(actions[i].lo, actions[i].hi):
+                    # ``pop``: later receives wait for this one, which has waited for these sends.
                     before[i].update(readers.pop(chunk, ()))
                     if chunk in writer:
                         before[i].add(writer[chunk])
@@ -115,11 +119,12 @@ def _follower(actions: list[Action], before: list[set[int]], i: int, unlocked: l
 
 
 def _actions(plan: Plan, rank: int) -> list[Action]:
-    """This rank's rows; the first reduction into an empty chunk of a rank that contributes nothing is a copy."""
+    """This rank's rows as actions; the first reduction into an empty chunk of a non-member is a copy."""
     empty = set() if rank in plan.members or plan.goal == "all_gather" else set(range(plan.chunks))
     found = []
-    among: Counter[tuple[int, int]] = Counter()  # both ends count the same: messages need no other number
-    # A plan of all pairs has N^2 rows, of which a rank has 2N.
+    # Both ends count alike, so the index identifies a message without negotiation.
+    among: Counter[tuple[int, int]] = Counter()
+    # Select this rank's rows first: a plan over all pairs has N^2 rows, and a rank takes part in 2N of them.
     for row in np.flatnonzero((plan.src == rank) | (plan.dst == rank)).tolist():
         transfer = plan[row]
         index = among[transfer.src, transfer.dst]
@@ -140,10 +145,10 @@ def _actions(plan: Plan, rank: int) -> list[Action]:
 
 
 class Move(NamedTuple):
-    """What an action moves of a segment: the elements from ``start`` to ``stop``, under a tag that ends in ``tag``.
+    """The elements ``start`` to ``stop`` that an action moves in one segment, in messages whose tag ends in ``tag``.
 
-    What arrives for one that ``borrows`` cannot go straight to its place. One that ``adds`` is left to the transport,
-    which adds while a message comes in.
+    ``borrows`` is set if the incoming message cannot go straight to its place. ``adds`` is set if the transport itself
+    adds the message while it arrives.
     """
 
     start: int
@@ -154,12 +159,12 @@ class Move(NamedTuple):
 
 
 class Cut:
-    """The ``segments`` of arrays of one size under a program, and what each action moves of them.
+    """The ``segments`` of arrays of one size under a program, and the elements that each action moves.
 
-    ``adds`` says of each action whether the transport adds what it receives.
+    ``adds`` tells for each action whether the transport adds incoming data itself.
 
     A plan whose chunks belong to ranks (reduce-scatter, all-gather) is cut inside each chunk, so that a rank's chunk of
-    the whole array stays in one piece; others are cut into contiguous segments, which are kinder to the cache.
+    the whole array stays contiguous. Other plans are cut into contiguous segments, which use the cache better.
     """
 
     def __init__(self, program: Program, size: int, per_segment: int, adds: Sequence[bool]) -> None:
@@ -172,14 +177,15 @@ class Cut:
             self.segments = -(-size // per_segment)
         else:
             widest = -(-size // plan.chunks)
-            together = any(action.hi - action.lo > 1 for action in program.actions)  # have to lie side by side
+            # Chunks of one message must lie side by side, so such a plan cannot be cut inside its chunks.
+            together = any(action.hi - action.lo > 1 for action in program.actions)
             self._per = widest if together else max(1, per_segment // plan.chunks)
             self.segments = -(-widest // self._per)
         self.first: Sequence[Move] = self.moves(0) if self.segments else ()
         """What each action moves of the first segment, which most arrays have alone."""
 
     def moves(self, number: int) -> Sequence[Move]:
-        """What each action moves of a segment."""
+        """The elements that each action moves in segment ``number``."""
         size, per, chunks = self._size, self._per, self._program.plan.chunks
         if self._owned:
             edges = chunk_edges(size, chunks)
@@ -202,5 +208,5 @@ class Cut:
 
 
 def chunk_edges(size: int, chunks: int) -> list[int]:
-    """Where the chunks of an array of ``size`` elements begin and end: ``chunks + 1`` indices."""
+    """The bounds of the chunks of an array of ``size`` elements: ``chunks + 1`` indices."""
     return [size * chunk // chunks for chunk in range(chunks + 1)]

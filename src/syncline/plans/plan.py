@@ -1,11 +1,10 @@
-"""A plan: who sends which chunk to whom in which step, as data; its steps and bytes.
+"""Defines ``Plan``: which rank sends which chunk to which rank in which step.
 
-Owns the ``Plan`` and what its transfers mean. Does not know algorithms (they make plans), whether a plan reaches its
-goal (``check``), bytes in memory, transports or clocks.
+This module does not know algorithms (they make plans), proofs (``check``), memory, transports or clocks.
 
 An array is cut into ``chunks`` equal parts. A transfer carries consecutive chunks from one rank to another, which adds
-them to its own (reduce) or takes them over (copy). All transfers of one step read the values from before that step.
-Several reduces into one chunk in one step are applied in plan order.
+them to its own chunks (reduce) or replaces them (copy). All transfers of one step read the values from before that
+step. Several reduces into one chunk in one step are applied in plan order.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _OP_NAMES: Final[tuple[Literal["reduce", "copy"], ...]] = ("reduce", "copy")
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One row of a plan: in ``step``, ``src`` sends ``count`` chunks from ``chunk`` on to ``dst``."""
+    """One row of a plan: in ``step``, ``src`` sends ``count`` chunks, starting at ``chunk``, to ``dst``."""
 
     step: int
     src: int
@@ -50,14 +49,13 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Transfers in the order of their steps, what they are for, and between whom. Compared by identity.
+    """The transfers of a collective in step order, with its goal and its ranks. Plans compare by identity.
 
-    ``world`` counts all processes, workers first and servers of their own after them. ``members`` contribute and must
-    hold the result. ``owners`` gives for every chunk the rank that must hold it (reduce_scatter) or has it at the start
-    (all_gather) and is empty otherwise; ``root`` is the rank that a broadcast starts from; ``sums`` gives for every
-    member the ranks whose contributions it must hold after a mix, its own among them. The columns are int32 arrays
-    of equal length and read-only. Raises PlanError for rows that make no sense; whether they reach the goal is
-    ``check``'s question.
+    ``world`` counts all processes: workers first, then dedicated servers. ``members`` contribute and must hold the
+    result. ``owners`` names, for every chunk, the rank that must hold it (reduce_scatter) or holds it at the start
+    (all_gather); it is empty for other goals. ``root`` is the source of a broadcast. ``sums`` lists, for every member,
+    the ranks whose contributions it must hold after a mix, itself included. The columns are read-only int32 arrays of
+    equal length. Raises PlanError for malformed rows; ``check`` decides whether they reach the goal.
     """
 
     name: str
@@ -97,9 +95,10 @@ class Plan:
         root: int | None = None,
         sums: Sequence[Sequence[int]] = (),
     ) -> Plan:
-        """A plan from rows (step, src, dst, chunk, count, op), which are sorted by step and otherwise keep their order.
+        """Make a plan from rows (step, src, dst, chunk, count, op). Rows are sorted by step and otherwise keep their
+        order.
 
-        ``group`` is a Group or a number of workers; ``members`` defaults to the workers.
+        ``group`` is a Group or a number of workers; ``members`` defaults to all workers.
         """
         group = Group(group) if isinstance(group, int) else group
         rows = transfers if isinstance(transfers, np.ndarray) else np.array([tuple(row) for row in transfers])
@@ -127,14 +126,14 @@ class Plan:
 
     @property
     def rows(self) -> Column:
-        """All columns side by side, shape (transfers, 6): what ``Plan.of`` takes."""
+        """All columns side by side, shape (transfers, 6), as ``Plan.of`` takes them."""
         return np.stack([getattr(self, title) for title in COLUMNS], axis=1)
 
     @property
     def digest(self) -> str:
-        """Equal for the same transfers in the same order: ranks that run plans of two digests mistake messages.
+        """A hash of the transfers and their order. Ranks whose digests differ would mismatch their messages.
 
-        Messages are counted between two ranks, and sums are added up, in the order in which transfers are listed.
+        The order counts because messages between two ranks are numbered, and sums are computed, in plan order.
         """
         return hashlib.sha256(np.array([self.chunks]).tobytes() + self.rows.tobytes()).hexdigest()[:16]
 
@@ -145,7 +144,7 @@ class Plan:
 
     @cached_property
     def additions(self) -> NDArray[np.bool_]:
-        """Of every transfer whether it adds: what comes first to a rank that contributes nothing does not."""
+        """For every transfer, whether it adds. The first reduce into a chunk of a non-member only copies."""
         found: NDArray[np.bool_] = self.op == REDUCE
         outside = np.flatnonzero(found & ~np.isin(self.dst, self.members))
         _, first = np.unique(self.dst[outside] * self.chunks + self.chunk[outside], return_index=True)
@@ -161,9 +160,9 @@ class Plan:
         return self._moved(self.dst, nbytes)
 
     def among(self, ranks: Sequence[int]) -> Plan:
-        """The same transfers between processes with other numbers: rank i becomes ``ranks[i]``.
+        """The same transfers with other rank numbers: rank i becomes ``ranks[i]``.
 
-        The plan of a group is thereby one of a larger world, of which all others take no part in it.
+        This embeds a group's plan in a larger world; the other ranks take no part in it.
         """
         if len(ranks) != self.world or len(set(ranks)) < self.world:
             raise PlanError(f"{self.name}: {self.world} ranks need as many different numbers, not {tuple(ranks)}")
@@ -189,7 +188,7 @@ def chunk_range(chunk: int, count: int) -> str:
     return f"chunk {chunk}" if count == 1 else f"chunks {chunk}-{chunk + count - 1}"
 
 
-# Rows that make sense ------------------------------------------------------------------------------------------------
+# Validation ---------------------------------------------------------------------------------------------------------
 
 
 def _validate_head(plan: Plan) -> None:

@@ -1,11 +1,11 @@
-"""In which order a plan adds: what decides the last bits of a sum of floating-point numbers.
+"""Finds the order in which a plan adds, which decides the last bits of a floating-point sum.
 
-Pure: follows, for every rank and chunk, the expression that its value is, as ``check`` follows the contributions in it.
-Addition of two numbers commutes to the bit and does not associate: an expression is a tree whose pairs have no order.
+For every rank and chunk it tracks the expression that produced the value, as ``check`` tracks the set of contributions.
+Floating-point addition commutes but is not associative, so an expression is a tree whose pairs are unordered.
 
-Two plans give the same bits wherever an element lies in an array when all chunks of both have one expression. A ring
-has another one for each chunk, so that other buckets, in which an element lies elsewhere, round otherwise; a tree and
-halving-doubling have the same one for all. Between two ranks every plan has one: a + b.
+Two plans give the same bits, wherever an element lies in an array, if one expression describes all chunks of both. In a
+ring every chunk has its own expression, so moving an element to another bucket changes its rounding. In a tree and in
+halving-doubling all chunks share one. Between two ranks every plan computes a + b.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .plan import REDUCE, Plan
 
 @lru_cache(maxsize=256)
 def order_of_additions(plan: Plan) -> str | None:
-    """What names the one expression that each chunk is at each member's; None where chunks or ranks differ in it.
+    """A hash of the expression that all chunks share at all members; None if chunks or ranks differ.
 
-    None too where several values are added to one chunk in one step: in which order is the engine's affair. Cost:
-    linear in the chunks moved, seconds for a ring of hundreds of ranks, so that a plan is followed once.
+    Also None if one step adds several values to one chunk, because the engine then chooses the order. Cost: linear in
+    the number of chunks moved. That is seconds for a ring of hundreds of ranks, so results are cached per plan.
     """
     held = {(rank, chunk): _leaf(rank) for rank in plan.members for chunk in range(plan.chunks)}
     for step in np.unique(plan.step):

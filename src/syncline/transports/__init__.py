@@ -1,13 +1,13 @@
-"""Transports: how bytes travel between the processes of a group. One file per message library.
+"""Transports move bytes between the processes of a group; there is one file per message library.
 
-A transport moves messages between process indices (workers first, servers after them). Messages are matched by sender
-and tag; those with the same sender and tag are received in the order in which they were sent; all others in any order.
-Nothing moves except inside calls: one thread per process, the progress thread, makes all calls but ``wake``. Nothing
-blocks except ``poll``. Data are one-dimensional contiguous uint8 arrays and are not copied by the caller's side: a
-buffer given to ``send`` must stay unchanged, one given to ``recv`` untouched, until its handle is done.
+A transport moves messages between process indices (workers first, then servers). A receive matches a message by sender
+and tag. Messages with the same sender and tag arrive in the order in which they were sent; others arrive in any order.
+Data moves only inside calls. One thread per process, the progress thread, makes all calls except ``wake``, and only
+``poll`` blocks. Data are one-dimensional contiguous uint8 arrays, which the caller does not copy: a buffer passed to
+``send`` must not change, and one passed to ``recv`` must not be used, until its handle is done.
 
-Messages of up to ``INLINE_BYTES`` travel at once and are kept by the receiver until they are asked for. Larger ones
-wait at the sender until the receiver has asked, so that a fast peer cannot fill a slow one's memory and no order of
+Messages of up to ``INLINE_BYTES`` are sent at once, and the receiver keeps them until a receive is posted. Larger ones
+stay at the sender until the receive is posted. A fast peer therefore cannot fill a slow one's memory, and no order of
 receives can deadlock.
 """
 
@@ -22,21 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-"""One-dimensional contiguous uint8 array: how data are passed to a transport."""
+"""The type of data passed to a transport: a one-dimensional contiguous uint8 array."""
 
 Words = NDArray[np.int64]
-"""Table of int64: what compiled code and Python share."""
+"""A table of int64 that compiled code and Python share."""
 
 INLINE_BYTES = 64 * 1024
-"""Messages up to this size travel without waiting for the receiver."""
+"""Messages up to this size are sent without waiting for a receive."""
 
 
 class Handle:
-    """One send, receive or collective (of all peers: -1) under way.
+    """One send, receive or collective in flight. The peer of a collective is -1.
 
-    ``done`` turns True inside some call of ``poll``, which also returns the handle once. ``nbytes`` is then the
-    message's size and ``payload`` what a ``borrow`` received. ``error`` is set instead when the operation failed.
-    ``owner`` is the caller's own and never looked at.
+    ``done`` becomes True inside a call of ``poll``, which also returns the handle once. ``nbytes`` is then the size of
+    the message, and ``payload`` the data of a ``borrow``. If the operation failed, ``error`` is set instead. ``owner``
+    belongs to the caller.
     """
 
     __slots__ = ("done", "error", "kind", "nbytes", "note", "owner", "payload", "peer", "tag")
@@ -55,7 +55,7 @@ class Handle:
         self.nbytes = nbytes
         self.owner = owner
         self.payload: Bytes | None = None
-        self.note: Any = None  # the transport's own
+        self.note: Any = None  # reserved for the transport
         self.done = False
         self.error: Exception | None = None
 
@@ -65,91 +65,89 @@ class Handle:
 
 
 class Transport(Protocol):
-    """What the exchange needs of a message library."""
+    """The interface of a message library to the exchange."""
 
     name: str
     rank: int
     world: int
 
     def lends_from(self, src: int) -> bool:
-        """True when ``borrow`` shows the memory of that sender itself, who then waits until it is released."""
+        """Whether ``borrow`` exposes the memory of sender ``src`` itself, which then waits for the release."""
         ...
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Zeroed memory that this transport moves without an extra copy; it lives until ``close``."""
+        """Zeroed memory that this transport moves without an extra copy. It lives until ``close``."""
         ...
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """Start sending; the smallest priority goes first among what waits for the same peer, equal ones in order.
+        """Start sending. Among messages that wait for one peer the smallest priority goes first, equal ones in order.
 
-        Messages of one tag have one priority while any of them waits.
+        All waiting messages of one tag must have the same priority.
         """
         ...
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
-        """Start receiving into memory of the caller; a longer message is an error."""
+        """Start receiving into the caller's memory. A longer message is an error."""
         ...
 
     def borrow(self, src: int, tag: int, nbytes: int, owner: Any = None) -> Handle:
-        """Start receiving into memory of the transport; ``payload`` is valid until ``release``."""
+        """Start receiving into the transport's memory. ``payload`` is valid until ``release``."""
         ...
 
     def release(self, handle: Handle) -> None:
-        """Give back what a ``borrow`` received."""
+        """Return the memory of a ``borrow``."""
         ...
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Move data; what has completed, after at most ``timeout`` seconds. A failed handle carries its error."""
+        """Move data and return the completed handles, after at most ``timeout`` seconds. Failed handles carry their
+        errors."""
         ...
 
     @property
     def idle(self) -> bool:
-        """True when nothing waits to be written, acknowledgements included: the transport may be closed."""
+        """Whether nothing waits to be written, acknowledgements included. An idle transport may be closed."""
         ...
 
     def wake(self) -> None:
-        """Make a ``poll`` in another thread return now (or the next one at once)."""
+        """Make a ``poll`` in another thread return now, or else the next one at once."""
         ...
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Bytes sent to and received from each peer since the start, headers included."""
+        """The bytes sent to and received from each peer since the start, headers included."""
         ...
 
     @property
     def moved_bytes(self) -> int:
-        """The sum of ``traffic``: it is asked whenever nothing has completed, to see whether anything moves at all."""
+        """The sum of ``traffic``. The engine reads it when nothing has completed, to see whether data still moves."""
         ...
 
     def close(self) -> None:
-        """Free everything; what is under way is dropped. Flush before by waiting for the handles."""
+        """Free everything and drop what is in flight. To flush, wait for the handles before."""
         ...
 
 
 @runtime_checkable
 class Adds(Protocol):
-    """A transport that can add what it receives to an array while it comes in."""
+    """A transport that can add received data to an array while it arrives."""
 
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:
-        """True when messages of that process can be added while they come in, so that they need no other memory.
-
-        The same as long as the transport lives.
-        """
+        """Whether messages from ``src`` can be added on arrival, without other memory. The answer never changes."""
         ...
 
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
-        """Start receiving a message that is added to ``into``, which nobody else touches until it is done."""
+        """Start receiving a message that is added to ``into``. No one else may use ``into`` until it is done."""
         ...
 
 
 @runtime_checkable
 class HasAllreduce(Protocol):
-    """A transport over a library with an allreduce of its own: what the architecture ``native`` hands over to."""
+    """A transport whose library has its own allreduce, which the architecture ``native`` uses."""
 
     def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
         """Sum ``array`` (one-dimensional, contiguous) over all ranks, in place.
 
-        Calls with the same key belong together, whatever the order in which ranks make theirs. The handle fails with
-        UsageError for element types that the library cannot add.
+        Calls with the same key match, whatever the order in which ranks make them. The handle fails with UsageError for
+        element types that the library cannot add.
         """
         ...
 
@@ -200,13 +198,12 @@ class MemoryStore:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a transport that makes its own connections meet (capability ``connection="own"``).
+    """The rendezvous of a transport that makes its own connections (capability ``connection="own"``).
 
-    ``address`` is the interface to listen on, ``store`` a notebook that all ranks see, ``key`` the prefix of what this
-    transport writes there. Forming the connections may take ``timeout_s`` seconds; ``check``, to be called while
-    waiting, raises when another rank has failed meanwhile. ``secret`` is the run's, which all ranks hold and no
-    stranger: connections are proved with it, and it is never sent. ``near`` are the ranks that share this one's kernel
-    and network namespace.
+    ``address`` is the interface to listen on. ``store`` is a key-value store that all ranks see; this transport's keys
+    start with ``key``. Connecting may take ``timeout_s`` seconds; call ``check`` while waiting: it raises if another
+    rank has failed. ``secret`` is known to all ranks of the run and to no one else. It authenticates connections and is
+    never sent. ``near`` are the ranks that share this one's kernel and network namespace.
     """
 
     rank: int

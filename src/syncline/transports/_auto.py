@@ -1,10 +1,10 @@
-"""Several transports as one: each peer is reached by the transport that suits it best.
+"""Combines several transports: each peer is reached by the transport that suits it best.
 
-What ``transport=auto`` runs where some processes share a host and others do not: shared memory inside, TCP between.
-Messages to and from a peer go through one member transport, so that what a transport promises holds as it is. One wait
-covers all members: that of the last one, which watches the others' descriptors as well.
+``transport=auto`` uses it if some processes share a host and others do not: shared memory within hosts, TCP between
+them. All messages with one peer go through one member transport, so the members' guarantees hold. One wait covers all
+members: the last member's, which also watches the other members' descriptors.
 
-Knows nothing of its members but what ``Member`` says.
+Members only have to satisfy ``Member``.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from . import Adds, Bytes, Handle, Transport
 
 
 class Member(Transport, Protocol):
-    """A transport that can be waited for together with others."""
+    """A transport whose wait can be combined with that of others."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable whenever ``poll`` would find something to do, a ``wake`` included."""
+        """A descriptor that is readable whenever ``poll`` has something to do, ``wake`` included."""
         ...
 
     def watch(self, fd: int) -> None:
-        """From now on end a wait when that descriptor of another is readable, too."""
+        """Let the given descriptor of another member end a wait from now on."""
         ...
 
     def settle(self) -> bool:
-        """Get ready for a wait: write what has gathered. True when ``poll`` has something to return at once."""
+        """Prepare for a wait by writing queued data. Returns whether ``poll`` can return something at once."""
         ...
 
 
 class Auto:
-    """Member transports of process ``rank``, each with the peers that it reaches; the first one allocates memory.
+    """The transports of process ``rank``, each with the peers that it reaches.
 
-    What the first one allocates the others have to send from: so it is the one whose memory matters (shared memory).
-    The last one waits for all: so it is the one whose bodies are moved while it waits (TCP).
+    The first member allocates memory, from which the others must also send: it is the one that needs its own memory
+    (shared memory). The last member waits for all: it is the one that moves bodies while it waits (TCP).
     """
 
     def __init__(self, rank: int, members: Mapping[Member, Collection[int]]) -> None:
@@ -82,7 +82,7 @@ class Auto:
         self._member(handle.peer).release(handle)
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Waits for whichever member has something first."""
+        """Waits for all members at once."""
         if self._closed:
             raise ClosedError("this transport is closed")
         at_once = [member.settle() for member in self._others]
@@ -94,7 +94,7 @@ class Auto:
         return all(member.idle for member in self._members)
 
     def wake(self) -> None:
-        """One member is enough: that ends the common wait."""
+        """One member suffices to end the common wait."""
         self._members[0].wake()
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:

@@ -1,4 +1,4 @@
-"""What a library's thread waits for where the library has nothing to wait for."""
+"""Bells wake the thread that drives a transport."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import threading
 
 
 class Bell:
-    """Wakes the one thread that waits for it; rings given before are kept, as one."""
+    """Wakes the one thread that waits for it. Rings before a wait count as one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def ring(self) -> None:
-        """End the wait, or the next one at once."""
+        """End the wait, or else the next one at once."""
         try:
             self._lock.release()
         except RuntimeError:
             return  # it has rung already
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to so many seconds; whether it rang. 0 only looks."""
+        """Wait up to ``seconds``; returns whether it rang. With 0 it only tests."""
         return self._lock.acquire(timeout=seconds) if seconds > 0 else self._lock.acquire(blocking=False)
 
 
 class DescriptorBell:
-    """A bell that one can wait for together with other descriptors; silent once it is closed."""
+    """A bell that can be polled together with other descriptors. Ringing a closed bell does nothing."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -34,7 +34,7 @@ class DescriptorBell:
         self._open = True
 
     def fileno(self) -> int:
-        """Readable after a ring."""
+        """The descriptor, readable after a ring."""
         return self._fd
 
     def ring(self) -> None:
@@ -44,7 +44,7 @@ class DescriptorBell:
                 os.eventfd_write(self._fd, 1)
 
     def rang(self) -> bool:
-        """Whether it rang since the last time that this was asked."""
+        """Whether it rang since the last call."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:

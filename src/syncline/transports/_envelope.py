@@ -1,30 +1,30 @@
-"""Messages with 64-bit tags over a library that has its own, smaller, idea of tags: what libraries share.
+"""Sends messages with 64-bit tags over libraries with smaller tags or none: the part that such transports share.
 
-Owns matching, buffers, the end of peers and the order of collectives. Does not know how a library sends, and does no
-I/O: a library's part is five methods that move *frames* and *bodies*, and a sixth where it has an allreduce of its own.
+This module owns matching, buffers, the end of peers and the order of collectives. It does no I/O. A library implements
+five methods that move *frames* and *bodies*, and a sixth if it has its own allreduce.
 
-* A frame is one small message, a header of 24 bytes and up to ``INLINE_BYTES`` behind it. The frames between two ranks
-  arrive in the order in which they were sent; that order is what keeps messages of one tag in order. A message of up
-  to ``INLINE_BYTES`` is one frame.
-* The body of a larger message goes straight from the sender's buffer into the receiver's, on a *slot*, a number that
-  its frame announces and that every library has a tag for. The receive of a body is posted when the receive that it
-  belongs to has been: until then the library's own rendezvous holds the body back at the sender. A library that cannot
-  hold it back, or cannot say when it has been taken, is *asked* for it by one more frame (``asks``).
-* Libraries know no priority: what waits does so in an outbox. From the first message on whose priority is not 0
-  bodies are *offered*: each is asked for, and when it is its turn one more frame says that it comes. Only then do both
-  ends give it to the library: what that has been given flows, and in the order in which it was given.
-* A library matches collectives by the order in which they are called (``Turns``). Ranks may start theirs in different
-  orders, so rank 0 tells the others its own by frames: at most one frame of latency, which overlaps with the wait for
-  the others.
-* A rank that closes says so in a last frame, so what it sent before still arrives, and what waits for it fails. The
-  frame tells in how many collectives the rank has been: others do not wait for it in a further one. A rank that dies
-  says nothing: the watcher of the session finds out.
+* A frame is one small message: a header of 24 bytes and up to ``INLINE_BYTES`` of data. Frames between two ranks arrive
+  in the order in which they were sent, which keeps messages of one tag in order. A message of up to ``INLINE_BYTES`` is
+  a single frame.
+* The body of a larger message goes directly from the sender's buffer to the receiver's, on a *slot*: a number that its
+  frame announces and that every library can use as a tag. The body's receive is posted when the matching receive has
+  been. Until then the library's rendezvous holds the body back at the sender. A library that cannot hold a body back,
+  or cannot tell when it was taken, sends bodies only on request, which is one more frame (``asks``).
+* Libraries have no priorities, so waiting data stay in an outbox. From the first message with a priority other than 0
+  on bodies are *offered*: the receiver requests each one, and the sender announces its turn by one more frame. Only
+  then do both ends pass it to the library, whose own queue therefore always flows, in the order in which it was filled.
+* A library matches collectives by the order of the calls (``Turns``). Ranks may start theirs in different orders, so
+  rank 0 sends its order to the others in frames. This costs at most the latency of one frame, which overlaps with the
+  wait for the other ranks.
+* A rank that closes sends a last frame. Its earlier messages still arrive, and operations that wait for it fail. The
+  frame contains the number of collectives that the rank took part in, so that no rank waits for it in a later one. A
+  rank that dies sends nothing; the session's watcher detects its death.
 
-What frames say is checked before it is believed; ``poll`` raises a ProtocolError that names the peer. A body that does
-not fit its receive ends that receive; one of up to 1 GiB is taken from the library and forgotten.
+Received headers are validated; for an invalid one ``poll`` raises a ProtocolError that names the peer. A body that does
+not fit its receive fails that receive; bodies of up to 1 GiB are then received and discarded.
 
-Traffic of a message: its bytes and 24 of header; 24 more in either direction where bodies are asked for, and 24 more
-where they are offered.
+Traffic of a message: its bytes and a header of 24; 24 more in each direction if bodies are requested, and another 24 if
+they are offered.
 """
 
 from __future__ import annotations
@@ -64,29 +64,29 @@ from ._frames import (
 from ._operations import UNCLAIMED_BYTES, Matcher, Operations, Receive
 
 _MOST_TURNS = 1 << 16
-"""How many collectives rank 0 may be ahead."""
+"""The most collectives that rank 0 may be ahead."""
 
 
 class Turns:
-    """The collectives that rank 0 has begun, those that this rank has come to, and those of both that run.
+    """The order of collectives: those that rank 0 has started, those that this rank has reached, and the running ones.
 
-    ``begun`` counts the last.
+    ``begun`` counts the collectives that have started to run.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._order: deque[int] = deque()  # keys, as rank 0 starts them
+        self._order: deque[int] = deque()  # keys, in rank 0's order
         self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}
         self._running: dict[int, Handle] = {}  # by number
         self.begun = 0
 
     def check_new(self, key: int) -> None:
-        """Raise UsageError for a key that this rank has come to already."""
+        """Raise UsageError for a key that this rank has in flight already."""
         if key in self._ready:
             raise UsageError(f"rank {self._rank} has an allreduce with key {key} under way already")
 
     def come(self, key: int, handle: Handle, array: NDArray[Any]) -> None:
-        """This rank has come to one."""
+        """Record that this rank has reached a collective."""
         self._ready[key] = handle, array
 
     @property
@@ -95,11 +95,11 @@ class Turns:
         return len(self._order) >= _MOST_TURNS
 
     def add(self, key: int) -> None:
-        """It is the next one's turn, says rank 0."""
+        """Append the next collective of rank 0's order."""
         self._order.append(key)
 
     def take(self) -> tuple[Handle, NDArray[Any]] | None:
-        """The next one that runs from now on; None where this rank or rank 0 has not come to it."""
+        """Start the next collective. None if this rank or rank 0 has not reached it."""
         if not self._order or self._order[0] not in self._ready:
             return None
         handle, array = self._ready.pop(self._order.popleft())
@@ -109,15 +109,15 @@ class Turns:
         return handle, array
 
     def ended(self, handle: Handle) -> None:
-        """One has ended, or will never begin."""
+        """Record that a collective has ended or will never start."""
         self._running.pop(handle.note, None)
 
     def left_out(self, begun: int) -> list[Handle]:
-        """Those that run and that a peer is not in, which has been in so many."""
+        """The running collectives without a peer that took part in only ``begun`` of them."""
         return [handle for number, handle in self._running.items() if number >= begun]
 
     def give_up(self) -> list[Handle]:
-        """Those that have not begun, and never will."""
+        """The collectives that have not started and never will."""
         found = [handle for handle, _ in self._ready.values()]
         self._ready.clear()
         return found
@@ -125,7 +125,7 @@ class Turns:
 
 @dataclass
 class _Message:
-    """What a frame brought: the message itself in scratch memory, or the slot on which its body comes, or may."""
+    """A received message: its frame in scratch memory, or the slot of its announced or offered body."""
 
     size: int
     frame: Bytes | None = None
@@ -134,15 +134,15 @@ class _Message:
 
 
 class Enveloped(ABC):
-    """The transport of one rank over a library's own messages; see the head of this file for what a library gives."""
+    """One rank's transport over a library's messages. The module's docstring describes what a library implements."""
 
     name: ClassVar[str]
     asks: ClassVar[bool]
-    """True when a body is sent only once its receive has been posted."""
+    """Whether a body is sent only after its receive has been posted."""
     answers: ClassVar[bool]
-    """True when a peer that has ended still waits for this rank's end."""
+    """Whether a peer that has ended still waits for this rank's end."""
     adds: ClassVar[bool] = False
-    """True when a body can be added while it comes in (``_pull_sum``)."""
+    """Whether a body can be added while it arrives (``_pull_sum``)."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -154,8 +154,8 @@ class Enveloped(ABC):
         self._matcher: Matcher[Receive, _Message] = Matcher()
         self._slots = dict.fromkeys(self._peers, 0)
         self._bodies: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not left yet
-        self._unasked: dict[tuple[int, int], Event] = {}  # (peer, slot): how bodies go that are not asked for yet
-        self._promised: dict[tuple[int, int], Event] = {}  # (peer, slot): how bodies are taken that were asked for
+        self._unasked: dict[tuple[int, int], Event] = {}  # (peer, slot) -> sends a body that has not been requested yet
+        self._promised: dict[tuple[int, int], Event] = {}  # (peer, slot) -> receives a requested body
         self._outbox = Outbox(self._peers)
         self._turns = Turns(rank)
         self._sending = dict.fromkeys(self._peers, 0)  # frames and bodies that the library has not sent yet
@@ -163,54 +163,55 @@ class Enveloped(ABC):
         self._received = dict.fromkeys(self._peers, 0)
         self._pid = os.getpid()
 
-    # The library's part, all called from the progress thread.
+    # Implemented by the library; called from the progress thread
 
     @abstractmethod
     def _put(self, peer: int, frame: Bytes, done: Event) -> None:
-        """Send a frame, which is the library's from now on; frames to one peer keep their order."""
+        """Send a frame, whose memory then belongs to the library. Frames to one peer keep their order."""
 
     @abstractmethod
     def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
-        """Send a body; ``done()`` when its buffer is the caller's again."""
+        """Send a body. Call ``done()`` when the caller may use its buffer again."""
 
     @abstractmethod
     def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
-        """Receive a body of exactly the size of ``into``; ``done()`` when it is there."""
+        """Receive a body of exactly the size of ``into``. Call ``done()`` when it has arrived."""
 
     @abstractmethod
     def _move(self, timeout: float) -> None:
-        """Let the library move data; return when something completed, the bell rang, or the time is up.
+        """Let the library move data. Return when something completes, the bell rings, or the time is up.
 
-        Frames that have come are given to ``_came``.
+        Pass received frames to ``_came``.
         """
 
     @abstractmethod
     def _leave(self) -> None:
-        """Free what the library holds; in a forked child, let go of it without a word (see ``_forked``)."""
+        """Free the library's resources. In a forked child (``_forked``), drop them without any communication."""
 
     def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
-        """Receive a body of exactly the size of ``into`` and add it there; for a library whose class says ``adds``."""
+        """Receive a body of exactly the size of ``into`` and add it there. Only for libraries that declare ``adds``."""
         raise NotImplementedError
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
-        """Begin the library's allreduce (sum, in place); ``_finish(handle)`` when it is done. Calls agree in order.
+        """Start the library's allreduce (sum, in place) and call ``_finish(handle)`` at its end. All ranks call in one
+        order.
 
-        For a library that has one; its class says ``allreduce = Enveloped._allreduce``.
+        Only for libraries with an allreduce; their class declares ``allreduce = Enveloped._allreduce``.
         """
         raise NotImplementedError
 
-    # The transport protocol.
+    # The transport protocol
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Never: the library has copied what arrives."""
+        """Never: received data lie in the library's copy."""
         return False
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Plain memory: the libraries read and write any."""
+        """Ordinary memory: the libraries can use any."""
         return np.zeros(nbytes, np.uint8)
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """A copy goes in one frame, or the body is announced."""
+        """A small message is copied into one frame; a larger one is announced."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
@@ -237,7 +238,7 @@ class Enveloped(ABC):
         return handle
 
     def _queue(self, handle: Handle, data: Bytes, priority: float) -> None:
-        """A body that was offered has been asked for: it goes when it is its turn."""
+        """Queue a requested body for its turn."""
         peer, slot = handle.peer, handle.note
 
         def begin(done: Event) -> None:
@@ -247,7 +248,7 @@ class Enveloped(ABC):
         self._outbox.put(peer, priority, data.nbytes, begin, partial(self._pushed, handle))
 
     def _free_slot(self, peer: int) -> int | None:
-        """The slot for the next body to that peer: the one used longest ago among those that are not in use."""
+        """The least recently used free slot to a peer, None if all are in use."""
         for _ in range(SLOTS):
             slot = self._slots[peer] = self._slots[peer] % SLOTS + 1
             if (peer, slot) not in self._bodies:
@@ -261,7 +262,7 @@ class Enveloped(ABC):
         return self._post(Receive(Handle("borrow", src, tag, nbytes, owner)))
 
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
-        """Where the library's messages can be added from its memory, and the compiled code knows the type."""
+        """If the library's messages can be added from its memory and the compiled code supports the type."""
         return self.adds and can_add(dtype)
 
     def add(self, src: int, tag: int, into: NDArray[Any], owner: Any = None) -> Handle:
@@ -272,12 +273,13 @@ class Enveloped(ABC):
         handle.payload = handle.note = None
 
     def _allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
-        """What a transport over a library with an allreduce has as ``allreduce``."""
+        """The ``allreduce`` of transports whose library has one."""
         handle = Handle("allreduce", -1, key, array.nbytes, owner)
         operations = self._operations
         operations.check_open()
         self._turns.check_new(key)
         operations.under_way.add(handle)
+        # The library needs all ranks: after one has gone, no collective can complete.
         if operations.gone:
             self._finish(handle, operations.lost(min(operations.gone)))
             return handle
@@ -296,7 +298,7 @@ class Enveloped(ABC):
 
     @property
     def idle(self) -> bool:
-        """True when the library has nothing left to send to those who are still there."""
+        """Whether the library has nothing left to send to the remaining peers."""
         left = [peer for peer in self._peers if peer not in self._operations.gone]
         return not any(self._sending[peer] or self._outbox.holds(peer) for peer in left)
 
@@ -304,7 +306,7 @@ class Enveloped(ABC):
         self.bell.ring()
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Bytes of messages with their headers; what the library adds, or its collectives move, it does not tell."""
+        """Bytes of messages and headers, without the library's own headers and collectives."""
         return dict(self._sent), dict(self._received)
 
     @property
@@ -312,7 +314,7 @@ class Enveloped(ABC):
         return sum(self._sent.values()) + sum(self._received.values())
 
     def close(self) -> None:
-        """The others are told that this rank ends."""
+        """The peers get a last frame."""
         if self._operations.closed:
             return
         self._operations.closed = True
@@ -324,15 +326,15 @@ class Enveloped(ABC):
                     self._tell(peer, END, self._turns.begun)
         self._leave()
 
-    # For the library's part.
+    # For the library's methods
 
     @property
     def _forked(self) -> bool:
-        """True in a process that was forked from the transport's own: the library is the parent's."""
+        """Whether this process was forked from the transport's own. The library then belongs to the parent."""
         return os.getpid() != self._pid
 
     def _came(self, peer: int, frame: Bytes, nbytes: int) -> None:
-        """A frame has arrived in a buffer of ``scratch``, which is given back in time."""
+        """Handle a received frame in a buffer of ``scratch``, which is returned to the pool later."""
         self._received[peer] += nbytes
         try:
             self._understand(peer, frame, nbytes)
@@ -341,7 +343,7 @@ class Enveloped(ABC):
             raise
 
     def _understand(self, peer: int, frame: Bytes, nbytes: int) -> None:
-        """Act on a frame; raises ProtocolError for one that no rank of this version sends."""
+        """Act on a frame. Raises ProtocolError for one that no rank of this version sends."""
         kind, slot, tag, size = read(peer, frame, nbytes)
         if kind == WHOLE:
             self._arrived(peer, tag, _Message(size, frame=frame))
@@ -362,13 +364,14 @@ class Enveloped(ABC):
             raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
 
     def _ended(self, peer: int, begun: int) -> None:
-        """A peer has said that it ends, after so many collectives; what it took before has to be noticed first."""
+        """Handle a peer's last frame, after ``begun`` collectives."""
+        # First fail the collectives that the peer never joined; then everything else that waits for it.
         for handle in self._turns.left_out(begun):
             self._finish(handle, self._operations.lost(peer))
         self._lose(peer)
 
     def _pushed(self, handle: Handle) -> None:
-        """A body has left."""
+        """Record that a body has left."""
         self._bodies.discard((handle.peer, handle.note))
         self._sent[handle.peer] += handle.nbytes
         self._finish(handle)
@@ -379,7 +382,10 @@ class Enveloped(ABC):
         self._operations.finish(handle, error)
 
     def _lose(self, peer: int) -> None:
-        """A peer is gone: fail what waits for it, collectives not begun included; the library ends those that are."""
+        """Handle the loss of a peer: fail what waits for it, including all collectives that have not started.
+
+        The library itself ends the collectives that are running.
+        """
         if peer in self._operations.gone:
             return
         self._matcher.forget(peer)
@@ -394,9 +400,9 @@ class Enveloped(ABC):
     def _add_in_pieces(
         self, into: NDArray[Any], piece_bytes: int, fetch: Callable[[int, Bytes, Event], None], done: Event
     ) -> None:
-        """A body whose pieces come into memory that stays in the cache, and are added from there, two ahead.
+        """Receive a body in pieces and add each from memory that fits the cache, with two pieces in flight.
 
-        ``fetch(at, memory, event)`` begins to bring the bytes from ``at`` on.
+        ``fetch(at, memory, event)`` starts to receive the bytes from ``at`` on.
         """
         step = piece_bytes // into.itemsize
         starts = deque(range(0, into.size, step))
@@ -421,7 +427,7 @@ class Enveloped(ABC):
         for _ in range(min(2, left)):
             begin()
 
-    # Between the two.
+    # Messages
 
     def _tell(
         self,
@@ -457,7 +463,7 @@ class Enveloped(ABC):
             self._deliver(receive, message)
 
     def _deliver(self, receive: Receive, message: _Message) -> None:
-        """A message has met its receive: its bytes are here, or have to be fetched."""
+        """Complete a receive with its message, or receive the message's body."""
         handle = receive.handle
         fits = message.size <= handle.nbytes
         if not fits:
@@ -484,7 +490,7 @@ class Enveloped(ABC):
         self._finish(handle)
 
     def _fetch(self, receive: Receive, message: _Message, fits: bool) -> None:
-        """Ask for a body where that has to be, and receive it; who has ended answers no more."""
+        """Receive a body, after a request if necessary. A peer that has ended no longer answers requests."""
         if (message.offered or self.asks) and receive.handle.peer in self._operations.gone:
             self._finish(receive.handle, self._operations.lost(receive.handle.peer))
             return
@@ -497,7 +503,7 @@ class Enveloped(ABC):
             self._tell(receive.handle.peer, ASKED, receive.handle.tag, slot=message.slot)
 
     def _take(self, receive: Receive, message: _Message, fits: bool) -> None:
-        """Receive a body; one that does not fit goes to scratch memory and is forgotten."""
+        """Receive a body. One that does not fit goes to scratch memory and is discarded."""
         handle, size = receive.handle, message.size
         in_place = receive.into if fits else None
         summed = receive.adds if fits else None
@@ -505,7 +511,7 @@ class Enveloped(ABC):
 
         def done() -> None:
             self._received[handle.peer] += size
-            if buffer is not None and handle.done:  # it did not fit, or the peer was given up
+            if buffer is not None and handle.done:  # the message did not fit, or the peer was given up
                 self.scratch.give(buffer)
             elif buffer is not None:
                 handle.payload, handle.note = buffer[:size], buffer
@@ -519,11 +525,11 @@ class Enveloped(ABC):
         self._pull(handle.peer, message.slot, into[:size], done)
 
     def _take_turns(self) -> None:
-        """Begin the collectives that rank 0 has begun, and this rank has come to, in rank 0's order."""
+        """Start the collectives that both rank 0 and this rank have reached, in rank 0's order."""
         while (turn := self._turns.take()) is not None:
             handle, array = turn
             self._reduce(array, handle)
 
 
 def _nothing() -> None:
-    """What is done when a frame has been sent: it was a copy."""
+    """For frames, whose memory is a copy: there is nothing to do when they have been sent."""

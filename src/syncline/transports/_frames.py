@@ -1,15 +1,15 @@
-"""The frames of ``_envelope``, and the outbox in which what is to be sent waits for its turn.
+"""Defines the frames of ``_envelope`` and the outbox that orders them by priority.
 
-A frame is a header of 24 bytes, and behind it a message of up to ``INLINE_BYTES``. What it says is checked here as far
-as it can be without knowing what is under way.
+A frame is a header of 24 bytes and a message of up to ``INLINE_BYTES``. This module validates headers as far as
+possible without knowing the operations in flight.
 
-A library knows no priority, and sends what it has been given in its own order. So where priorities differ it is given
-little ahead of time: the next thing for a peer while it has less than ``AHEAD_BYTES`` to send there, or when that is as
-small as a header: it may be what the peer has to know of something urgent. Whoever puts something into the outbox sees
-to it that it flows once the library has it, whatever its receiver does: what is held back then waits for nothing else.
-While nothing has had another priority than 0 all is given to the library at once.
+A library knows no priority and sends in the order in which it was filled. If priorities differ, it is therefore filled
+only slightly ahead: it gets the next item for a peer while fewer than ``AHEAD_BYTES`` to that peer are unsent. Items as
+small as a header go at once, because urgent operations may depend on them. An item in the outbox must flow once the
+library has it, whatever its receiver does; items that are held back then depend on nothing else. While all priorities
+are 0 the library gets everything at once.
 
-Pure: how a library sends is passed in.
+The outbox does no I/O; the functions that send are passed in.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ FRAME_BYTES = HEADER_BYTES + INLINE_BYTES
 """The size of the largest frame."""
 
 SLOTS = 32767
-"""Bodies under way between two ranks have slots from 1 to this: the tags that MPI promises at least."""
+"""Bodies in flight between two ranks use slots from 1 to this number, the largest tag that MPI guarantees."""
 
 WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING = range(1, 8)
-"""A message; a body that comes; one that may come; whose turn it is; the last frame; a body that is offered; its turn.
+"""The kinds of frames: a message; an announced body; a request for a body; the next collective; the last frame; an
+offered body; the turn of an offered body.
 
-ANNOUNCED and OFFERED have the size of a body and its slot, which ASKED and COMING repeat. TURN and END have a key of
-collectives, and how many of them have begun, in place of a tag.
+ANNOUNCED and OFFERED carry a body's size and slot; ASKED and COMING repeat the slot. Instead of a tag, TURN carries the
+key of a collective and END the number of collectives.
 """
 
 
 class Header(NamedTuple):
-    """What a frame says."""
+    """The fields of a frame's header."""
 
     kind: int
     slot: int
@@ -52,7 +53,7 @@ class Header(NamedTuple):
 
 
 def written(kind: int, tag: int, slot: int, size: int, data: Bytes | None) -> Bytes:
-    """A frame, with a copy of a message that goes in it."""
+    """A new frame with a copy of ``data``."""
     size = size if data is None else data.nbytes
     frame: Bytes = np.empty(HEADER_BYTES + (0 if data is None else size), np.uint8)
     _HEADER.pack_into(frame, 0, kind, slot, tag, size)
@@ -62,7 +63,7 @@ def written(kind: int, tag: int, slot: int, size: int, data: Bytes | None) -> By
 
 
 def read(peer: int, frame: Bytes, nbytes: int) -> Header:
-    """The header of a frame of so many bytes; raises ProtocolError where it cannot be one of this version."""
+    """The header of a frame of ``nbytes``. Raises ProtocolError if no rank of this version sends such a frame."""
     if not HEADER_BYTES <= nbytes <= FRAME_BYTES:
         raise broken(peer, f"a frame of {nbytes} bytes came")
     header = Header._make(_HEADER.unpack_from(frame))
@@ -74,13 +75,13 @@ def read(peer: int, frame: Bytes, nbytes: int) -> Header:
 
 
 def frame_bytes(frame: Bytes) -> int:
-    """The size of a frame that lies in a larger buffer."""
+    """The size of a frame in a larger buffer."""
     kind, _, _, size = _HEADER.unpack_from(frame)
     return HEADER_BYTES + (size if kind == WHOLE else 0)
 
 
 def is_last(frame: Bytes) -> bool:
-    """True for the frame with which a rank ends."""
+    """Whether this is a rank's last frame."""
     return bool(_HEADER.unpack_from(frame)[0] == END)
 
 
@@ -88,14 +89,14 @@ AHEAD_BYTES = 1024 * 1024
 _SMALL_BYTES = 64
 
 Event = Callable[[], None]
-"""Something that has happened, for the thread that drives to act on."""
+"""A callback for the thread that drives."""
 
 Begin = Callable[[Event], None]
-"""Gives something to the library, which calls what it is passed when that has been sent."""
+"""Passes an item to the library, which calls the given event when the item has been sent."""
 
 
 class _Waiting(NamedTuple):
-    """Something that waits; of the most urgent, which have the smallest priority, the oldest goes first."""
+    """A waiting item. The smallest priority goes first; among equals, the oldest."""
 
     priority: float
     serial: int
@@ -105,17 +106,17 @@ class _Waiting(NamedTuple):
 
 
 class Outbox:
-    """What one rank has to send to each of its peers."""
+    """The items that one rank has to send to each of its peers."""
 
     def __init__(self, peers: Iterable[int]) -> None:
         self.ranked = False
-        """Whether something had another priority than 0."""
+        """Whether any item had a priority other than 0."""
         self._waiting: dict[int, list[_Waiting]] = {peer: [] for peer in peers}
         self._ahead = dict.fromkeys(self._waiting, 0)
         self._serial = count()
 
     def put(self, peer: int, priority: float, nbytes: int, begin: Begin, done: Event) -> None:
-        """Let something be sent when it is its turn; ``done`` when it has been."""
+        """Send an item when it is its turn. ``done`` is called when it has been sent."""
         if not self.ranked:
             begin(done)
             return
@@ -123,15 +124,15 @@ class Outbox:
         self._give(peer)
 
     def holds(self, peer: int) -> bool:
-        """Whether something waits."""
+        """Whether items wait."""
         return bool(self._waiting[peer])
 
     def forget(self, peer: int) -> None:
-        """The peer is gone."""
+        """Drop the items for a peer that is gone."""
         self._waiting[peer].clear()
 
     def empty(self, peer: int) -> None:
-        """Give the library all that waits for a peer: nothing will be more urgent."""
+        """Pass all items for a peer to the library, because no more urgent one can follow."""
         waiting = self._waiting[peer]
         while waiting:
             first = heapq.heappop(waiting)

@@ -1,12 +1,12 @@
-"""The window through which processes of an MPI job read each other's memory: ``mpi(onesided=on)``.
+"""The MPI window through which the processes of a job read each other's memory: ``mpi(onesided=on)``.
 
-Owns MPI's window over all processes, and who has which part of this one's memory there. It is made once per process,
-since making and freeing it are collective, and locked for all from then on (passive target): a read needs no call of
-the owner's. What is read, and when the owner may change it again, is for ``mpi`` to say and to tell.
+This module owns the window over all processes and allocates this process's part. Creating and freeing a window is
+collective, so there is one per process, locked for all from then on (passive target): a read needs no call of the
+owner. ``mpi`` decides what is read and tells the owner when it may change the memory again.
 
-The memory is MPI's own (``MPI_Win_allocate``), which ranks of one host share, and it is reserved only: pages that
-nobody writes take nothing. Memory of somebody else's, attached to a dynamic window, was four to six times slower here:
-both libraries move it in fragments that need both processes' turns.
+The memory is allocated by MPI (``MPI_Win_allocate``), which lets ranks of one host share it. It is only reserved: pages
+that are never written use no memory. Attaching foreign memory to a dynamic window was four to six times slower here,
+because both MPI libraries then move it in fragments that need both processes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PAGE_BYTES = 4096
 _SHARED = "/dev/shm"
 
 NOWHERE = -1
-"""The place of bytes that do not lie in the window."""
+"""The place of bytes outside the window."""
 
 
 class Window:
-    """So many bytes of every process of ``comm``; all make theirs together. UsageError where the library has none."""
+    """``nbytes`` of window for every process of ``comm``. Collective. UsageError if the library cannot make it."""
 
     def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
         library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
@@ -51,11 +51,13 @@ class Window:
         self._first = address_of(np.frombuffer(self._memory, np.uint8))
         self.nbytes = nbytes
         self._taken = 0
-        self._begun = 0  # what lies from here on is nobody's
+        self._begun = 0  # everything from here on is free
         self._free: dict[int, list[int]] = {}  # places by size
 
     def take(self, nbytes: int) -> Bytes | None:
-        """Zeroed memory that others can read, its taker's until nobody has it any more; None where there is no more."""
+        """Zeroed memory that other processes can read, owned until it is garbage collected. None if the window is
+        full.
+        """
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         free = self._free.get(size)
         if free:
@@ -74,31 +76,33 @@ class Window:
         self._taken -= 1
         if self._taken:
             self._free.setdefault(size, []).append(place)
-        else:  # whatever sizes come next
+        else:  # empty: start again, whatever sizes follow
             self._begun = 0
             self._free.clear()
 
     def place_of(self, data: Bytes) -> int:
-        """Where others find some bytes; ``NOWHERE`` for those that do not lie here."""
+        """The place of some bytes in the window, ``NOWHERE`` if they are not in it."""
         place = address_of(data) - self._first
         return place if 0 <= place <= self.nbytes - data.nbytes else NOWHERE
 
     def show(self) -> None:
-        """What this process has written is what others read from now on."""
+        """Make this process's writes visible to the reads of others."""
         self._window.Sync()
 
     def read(self, into: Bytes, rank: int, place: int) -> Any:
-        """Begin to read from another process; the request that is done when it is here."""
+        """Start to read from another process. Returns the request."""
         return self._window.Rget([into, into.nbytes, self._byte], rank, (place, into.nbytes, self._byte))
 
     def unlock(self) -> None:
-        """Before MPI's end, which takes the memory back."""
+        """Free the window. Call before MPI_Finalize, which takes the memory back."""
         self._window.Unlock_all()
         self._window.Free()
 
 
 def check_room(nbytes: int) -> None:
-    """Ranks of a host share the memory as files, and one without room would end them by SIGBUS."""
+    """Raise UsageError if the host has no room: ranks share the memory as files, and a full file system means
+    SIGBUS.
+    """
     try:
         found = os.statvfs(_SHARED)
     except OSError:

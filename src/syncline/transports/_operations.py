@@ -1,12 +1,12 @@
-"""The operations of one end: which message belongs to which receive, what is under way, and what has completed.
+"""Tracks the operations of one end: matches messages with receives, and records what is in flight and what completed.
 
-Messages match receives by (sender, tag), first to first; whichever side comes first waits for the other. What a sender
-may leave here unasked is bounded: a sound one is ahead by what is under way, a broken one without end. An operation
-ends once, and is told once; one whose peer is gone fails.
+Messages match receives by (sender, tag) in order; whichever comes first waits for the other. The unclaimed messages of
+one sender are limited, because a broken sender could otherwise fill the memory. Every operation ends exactly once and
+is reported exactly once. If its peer is gone, it fails.
 
-Every transport has ``Operations`` and a ``Matcher``, which do no I/O and do not know how messages move. ``Looped`` is
-what ``tcp`` and ``shm`` share beyond that: an end whose connections one event loop drives, and which waits alone or
-together with other transports (``_auto.Member``). It does not know what frames mean.
+All transports use ``Operations`` and ``Matcher``, which do no I/O. ``Looped`` is the base of ``tcp`` and ``shm``: an
+end whose connections one event loop drives, and which can wait alone or together with other transports
+(``_auto.Member``). It does not know the meaning of frames.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..wire.links import Link, Loop, moved_bytes
 from . import Bytes, Handle
 
 UNCLAIMED_BYTES = 1 << 30
-"""What messages of one sender that nobody has asked for may take."""
+"""The limit for unclaimed messages of one sender."""
 
 _ENTRY_BYTES = 512
-"""What a message takes at least, with the tables that know it."""
+"""The least memory that an unclaimed message counts as, table entries included."""
 
 Posted = TypeVar("Posted")
 Arrived = TypeVar("Arrived")
 
 
 class Matcher(Generic[Posted, Arrived]):
-    """Two tables of queues; at most one of them has an entry for a key at any time."""
+    """Two tables of queues, of receives and of messages. At most one of them has an entry for a key."""
 
     def __init__(self, unclaimed_bytes: int = UNCLAIMED_BYTES) -> None:
         self._posted: dict[tuple[int, int], deque[Posted]] = {}
@@ -43,7 +43,7 @@ class Matcher(Generic[Posted, Arrived]):
         self._unclaimed: dict[int, int] = {}  # bytes by sender
 
     def post(self, src: int, tag: int, receive: Posted) -> Arrived | None:
-        """A receive was posted: the message it gets at once, or None when it has to wait."""
+        """Post a receive. Returns the message that it matches, or None if it has to wait."""
         key = src, tag
         queue = self._arrived.get(key)
         if queue is None:
@@ -56,9 +56,9 @@ class Matcher(Generic[Posted, Arrived]):
         return message
 
     def arrive(self, src: int, tag: int, message: Arrived, nbytes: int = 0) -> Posted | None:
-        """A message arrived: the receive it belongs to, or None when it is kept for later, in ``nbytes`` of memory.
+        """Handle a message. Returns the receive that it matches, or None if it is kept in ``nbytes`` of memory.
 
-        Raises ProtocolError when its sender has left too much here.
+        Raises ProtocolError if the sender exceeds the limit for unclaimed messages.
         """
         found = self.take(src, tag)
         if found is None:
@@ -75,7 +75,7 @@ class Matcher(Generic[Posted, Arrived]):
         return found
 
     def take(self, src: int, tag: int) -> Posted | None:
-        """The receive that the next message of that key belongs to, taken out; None when there is none."""
+        """Remove and return the receive for the next message of that key. None if there is none."""
         key = src, tag
         queue = self._posted.get(key)
         if queue is None:
@@ -86,16 +86,16 @@ class Matcher(Generic[Posted, Arrived]):
         return receive
 
     def forget(self, src: int) -> None:
-        """Drop the receives that wait for that sender; messages that did arrive stay."""
+        """Drop the receives from that sender, and keep its unclaimed messages."""
         for key in [key for key in self._posted if key[0] == src]:
             del self._posted[key]
 
 
 @dataclass
 class Receive:
-    """A posted receive: its handle, and where its bytes go or what they are added to.
+    """A posted receive: its handle, and the array that its data go to or are added to.
 
-    Without either they are looked at in memory of the transport.
+    With neither, the data stay in the transport's memory (``borrow``).
     """
 
     handle: Handle
@@ -104,9 +104,9 @@ class Receive:
 
 
 class Operations:
-    """Those of process ``rank`` with its ``peers``; ``completed`` have ended and were not taken yet.
+    """The operations of process ``rank`` with its ``peers``. ``completed`` have ended and were not returned yet.
 
-    ``gone`` are the peers that have ended, of which ``lost`` says so in the text of errors, with ``{}`` for the rank.
+    ``gone`` are the peers that have ended. ``lost`` is the error text for them, with ``{}`` for the rank.
     """
 
     def __init__(self, rank: int, peers: Iterable[int], lost: str, gone: set[int] | None = None) -> None:
@@ -124,15 +124,15 @@ class Operations:
             raise ClosedError("this transport is closed")
 
     def _raise(self, peer: int) -> NoReturn:
-        """Why nothing can be exchanged with that peer."""
+        """Raise the reason why no message can be exchanged with that peer."""
         self.check_open()
         world = len(self.peers) + 1
         raise UsageError(f"rank {self.rank} cannot exchange messages with {peer} in a world of {world}")
 
     def admit(self, handle: Handle) -> bool:
-        """Whether an operation can start, which is then under way; one whose peer is gone completes with that.
+        """Whether an operation can start. If its peer is gone, it completes with an error.
 
-        Raises ClosedError after the end, and UsageError for a peer that there is not.
+        Raises ClosedError after the end, and UsageError for a peer that does not exist.
         """
         if self.closed or handle.peer not in self.peers:
             self._raise(handle.peer)
@@ -143,7 +143,7 @@ class Operations:
         return True
 
     def post(self, receive: Receive, matcher: Matcher[Receive, Arrived]) -> Arrived | None:
-        """Begin a receive: the message that it gets at once; None where it waits for one, or has failed.
+        """Start a receive. Returns the message that it matches; None if it waits or has failed.
 
         Raises as ``admit`` does.
         """
@@ -152,13 +152,14 @@ class Operations:
             self._raise(handle.peer)
         self.under_way.add(handle)
         message = matcher.post(handle.peer, handle.tag, receive)
+        # A message that arrived before its sender left still matches; only a receive that would wait fails.
         if message is None and handle.peer in self.gone:
             matcher.forget(handle.peer)
             self.finish(handle, self.lost(handle.peer))
         return message
 
     def finish(self, handle: Handle, error: Exception | None = None) -> None:
-        """An operation has ended, well or with an error; once only."""
+        """End an operation, with an error if given. Further calls do nothing."""
         if handle.done:
             return
         self.under_way.discard(handle)
@@ -166,28 +167,28 @@ class Operations:
         self.completed.append(handle)
 
     def refuse(self, handle: Handle, nbytes: int) -> None:
-        """A receive gets a message that is too long for it."""
+        """Fail a receive whose message is too long."""
         text = f"a message of {nbytes} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
         self.finish(handle, UsageError(text))
 
     def lose(self, peer: int) -> None:
-        """A peer is gone: what waits for it fails."""
+        """Record that a peer is gone and fail what waits for it."""
         self.gone.add(peer)
         for handle in [handle for handle in self.under_way if handle.peer == peer]:
             self.finish(handle, self.lost(peer))
 
     def lost(self, peer: int) -> PeerLost:
-        """The error of what waits for a peer that is gone."""
+        """The error for operations with a peer that is gone."""
         return PeerLost(self._lost.format(peer), rank=peer)
 
     def take(self) -> list[Handle]:
-        """What has completed since the last time: ``poll`` returns it."""
+        """Remove and return the completed handles."""
         found, self.completed = self.completed, []
         return found
 
 
 class Looped(ABC):
-    """Process ``rank`` among ``links``, which a loop of the implementation drives."""
+    """Process ``rank`` and its ``links`` to the others, driven by the event loop of the subclass."""
 
     _loop: Loop
 
@@ -199,7 +200,7 @@ class Looped(ABC):
 
     @abstractmethod
     def _post(self, receive: Receive) -> Handle:
-        """Begin a receive, or end it at once with a message that is there."""
+        """Start a receive, or complete it with a message that has arrived."""
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
         return self._post(Receive(Handle("recv", src, tag, into.nbytes, owner), into))
@@ -229,7 +230,7 @@ class Looped(ABC):
 
     @property
     def idle(self) -> bool:
-        """True when the kernel has all frames."""
+        """Whether the kernel has all frames."""
         return self._loop.idle
 
     @property

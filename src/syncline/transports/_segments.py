@@ -1,12 +1,12 @@
-"""Shared memory of one process: anonymous segments that peers map, and staging buffers that are used again.
+"""Owns one process's shared memory: anonymous segments that peers map, and reusable staging buffers.
 
-Segments are memfd: there are no names in /dev/shm that could be left behind or run into its size limit. They are
-allocated when made and sealed against shrinking, so that no access can fault; a machine without the memory gives a
-clear error instead. How descriptors reach the peers is the transport's business.
+Segments are memfd files. They have no names in /dev/shm, which could be left behind, and are not subject to its size
+limit. They are allocated at creation and sealed against shrinking, so that no access can fault; a machine without
+enough memory gives a clear error instead. The transport sends the descriptors to the peers.
 
-Segments stay mapped, since peers know their numbers, but idle staging buffers hold little memory: what lies idle
-beyond ``IDLE_BYTES`` is given back to the kernel, the longest idle first, and allocated again when it is needed. Many
-small staging buffers share a segment, for each costs a descriptor here and a mapping at every peer.
+Segments stay mapped because peers know their numbers. Idle staging buffers hold little memory: the excess over
+``IDLE_BYTES`` is returned to the kernel, least recently used first, and allocated again on use. Small staging buffers
+share segments, because each segment costs a descriptor here and a mapping at every peer.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from . import Bytes
 _BLOCK_BYTES = 512
 
 IDLE_BYTES = 256 * 1024 * 1024
-"""Memory of idle staging buffers that a process keeps."""
+"""The memory that idle staging buffers may hold."""
 
 _ARENA_BYTES = 1024 * 1024
 """The largest segment that several staging buffers share."""
 
 
 class Segments:
-    """This process's own shared memory: segments by address, and staging buffers that are used again."""
+    """This process's shared memory: segments by address, and reusable staging buffers."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
-        self._memory: list[Bytes] = []  # kept mapped: an address must not become somebody else's while it is known
+        self._memory: list[Bytes] = []  # kept mapped: a known address must not be reused
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._numbers: list[int] = []
         self.known = MOST_SEGMENTS
-        """How many segments, the first ones, all peers have mapped: only those may have holes."""
+        """The number of segments, from the first on, that all peers have mapped. Only these may have holes."""
         self._maps: list[mmap.mmap] = []
         self._free: dict[int, list[Bytes]] = {}
         self._made: Counter[int] = Counter()  # staging buffers by size
-        self._idle: dict[int, int] = {}  # address -> bytes of those that are free and hold memory, longest idle first
+        self._idle: dict[int, int] = {}  # address -> bytes of free buffers with memory, least recently used first
         self._idle_bytes = 0
 
     def create(self, nbytes: int) -> tuple[int, int, Bytes]:
-        """A new segment: number, descriptor, memory."""
+        """Create a segment. Returns its number, descriptor and memory."""
         size = max(nbytes, 1)
         number = len(self.fds)
         if number == MOST_SEGMENTS:
@@ -83,18 +83,18 @@ class Segments:
         return number, fd, memory[:nbytes]
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Segment number and offset of ``nbytes`` at ``address``, when they lie in a segment."""
+        """The segment number and offset of ``nbytes`` at ``address``, if they are in a segment."""
         at = bisect_right(self._starts, address) - 1
         if at < 0 or address + nbytes > self._ends[at]:
             return None
         return self._numbers[at], address - self._starts[at]
 
     def staging(self, nbytes: int) -> Bytes | None:
-        """A free staging buffer of at least that size, or None when a segment has to be cut into new ones."""
+        """A free staging buffer of at least ``nbytes``. None if a new segment must be cut."""
         free = self._free.get(staging_size(nbytes))
         if not free:
             return None
-        staging = free.pop()  # the one used last: it holds memory if any of its size does
+        staging = free.pop()  # the most recently used one: it holds memory if any of this size does
         idle = self._idle.pop(staging.ctypes.data, 0)
         self._idle_bytes -= idle
         if not idle:
@@ -107,12 +107,12 @@ class Segments:
         return staging
 
     def segment_for(self, nbytes: int) -> int:
-        """The size of a segment for new staging buffers of at least ``nbytes``: as many small ones as there are."""
+        """The size of a segment for new staging buffers of at least ``nbytes``: as many small ones as exist already."""
         size = staging_size(nbytes)
         return size * max(1, min(self._made[size], _ARENA_BYTES // size))
 
     def cut(self, segment: Bytes, nbytes: int) -> Bytes:
-        """Make staging buffers of a new segment: one to be used, the others free."""
+        """Cut a new segment into staging buffers. Returns the first; the others are free."""
         size = staging_size(nbytes)
         first, *others = (segment[at : at + size] for at in range(0, segment.nbytes, size))
         self._made[size] += 1 + len(others)
@@ -129,7 +129,7 @@ class Segments:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Let the kernel have the memory of what has lain idle longest."""
+        """Return the memory of the least recently used buffers to the kernel."""
         for address, nbytes in tuple(self._idle.items()):
             number, offset = self._place(address, nbytes)
             if number >= self.known:
@@ -146,7 +146,7 @@ class Segments:
         return place
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes with the last array that looks at it."""
+        """Close the descriptors. The memory lives as long as arrays that use it."""
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
@@ -166,22 +166,22 @@ def _explained(error: OSError, nbytes: int) -> Exception:
 
 
 def map_segment(fd: int, nbytes: int) -> Bytes:
-    """Map a peer's segment, to read and to write; raises OSError for one that could vanish while it is used."""
+    """Map a peer's segment for reading and writing. Raises OSError if it could vanish during use."""
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise OSError("shared memory that could vanish")
     found = os.fstat(fd)
-    if min(found.st_size, found.st_blocks * _BLOCK_BYTES) < nbytes:  # in a hole, an access might find no memory
+    if min(found.st_size, found.st_blocks * _BLOCK_BYTES) < nbytes:  # an access to a hole might find no memory
         raise OSError(f"{nbytes} bytes of shared memory that are not there")
     return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
 
 
 def check_bell(fd: int) -> None:
-    """Raise OSError unless a descriptor is an eventfd to which writing never waits."""
+    """Raise OSError unless the descriptor is a non-blocking eventfd."""
     kind = str(Path(f"/proc/self/fd/{fd}").readlink())
     if kind != "anon_inode:[eventfd]" or os.get_blocking(fd):
         raise OSError(f"{kind}, where an eventfd that does not block was expected")
 
 
 def staging_size(nbytes: int) -> int:
-    """The size of the staging buffer for a message: a power of two, so that few sizes serve all."""
+    """The size of a message's staging buffer: a power of two, so that few sizes serve all."""
     return 1 << max(nbytes - 1, 4095).bit_length()

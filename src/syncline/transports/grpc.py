@@ -1,36 +1,36 @@
 """Transport over gRPC: a bidirectional stream between every two ranks, through grpcio's synchronous interface.
 
-Owns a server (in every rank but the last), a channel to every lower rank, and the streams in them, whose messages are
-plain bytes: no generated code, no serializers. grpc is loaded when the first transport is made.
+It owns a server (in every rank but the last), a channel to every lower rank, and their streams. Messages are plain
+bytes, without generated code or serializers. grpc is imported when the first transport is created.
 
-**Messages.** A stream carries frames, each one message, and bodies in slices of 1 MiB, so that neither waits for more
-than a slice of the other. Bodies are asked for: then every slice has its place when it comes, and gRPC's flow control
-never holds back a frame behind a body that nobody takes. Sending is bounded by that flow control: gRPC asks for the
-next message when it has taken the last one.
+**Messages.** A stream carries frames, one per message, and bodies in slices of 1 MiB, so that neither waits longer than
+a slice for the other. Bodies are sent on request. Every slice then has a destination when it arrives, and gRPC's flow
+control never holds a frame back behind a body without a receive. This flow control also limits sending: gRPC asks for
+the next message when it has taken the last one.
 
-**Threads.** Each stream has one of gRPC's that asks for messages to send, and one of ours that takes what has come. A
-frame is handed to the progress thread where gRPC deserializes it, which saves a change of threads: the progress thread
-is told before the stream's own thread wakes up.
+**Threads.** Each stream has a gRPC thread that asks for messages to send, and a thread of this transport that handles
+received messages. Frames go to the progress thread from gRPC's deserializer, before the stream's own thread wakes up,
+which saves a context switch.
 
-**Who copies what how often.** grpcio has no way to lend memory, either way. A body is copied from the array into a
-message (Python's bytes), from there into gRPC's memory, and into the kernel; at the receiver out of the kernel, into
-bytes piece by piece, together into one message, and into the array: seven times, of which the kernel makes two and
-Python, which holds the interpreter lock meanwhile, four. HTTP/2 adds 9 bytes to every frame of its own.
+**Copies.** grpcio cannot lend memory in either direction. A body is copied from the array into a message (Python
+bytes), into gRPC's memory, and into the kernel; at the receiver out of the kernel, into bytes piece by piece, joined
+into one message, and into the array. Of these seven copies the kernel makes two, and Python makes four while it holds
+the interpreter lock. HTTP/2 adds 9 bytes to each of its frames.
 
-**Who is let in.** The first messages of a stream are the proof of ``wire.handshake`` on both sides, over a number that
-the server has drawn and told in the store: whoever listens in cannot use it again. Each of its messages has one size.
-Another version has another name for the stream, which gRPC refuses. Before the proof a stranger holds a connection, a
-thread and at most one slice of memory, for five seconds; at most sixteen have a stream. The server stops to listen when
-all are connected. Nothing is encrypted, as over ``tcp``: whoever can read or change packets of the network reads and
-changes what ranks send.
+**Authentication.** The first messages of a stream are the proof of ``wire.handshake`` on both sides, over a random
+number that the server has published in the store, so that an eavesdropper cannot replay it. Each of these messages has
+a fixed size. Another version uses another stream name, which gRPC refuses. Before the proof a stranger can hold a
+connection, a thread and at most one slice of memory for five seconds; at most sixteen strangers have a stream. The
+server stops listening when all ranks are connected. Data are not encrypted, as with ``tcp``: whoever controls the
+network can read and change them.
 
-**Settings.** Frames of HTTP/2 may be as large as a slice, which spares headers. The window grows by gRPC's own
-estimate of the bandwidth-delay product, its default. A proxy in the environment is not for ranks. There are no pings:
-the session's watcher finds who hangs. A port is not shared (SO_REUSEPORT), or another process could take half of the
-callers.
+**Settings.** HTTP/2 frames may be as large as a slice, which saves headers. The flow-control window grows by gRPC's
+default, an estimate of the bandwidth-delay product. Proxies from the environment are ignored. There are no keepalive
+pings, because the session's watcher detects hanging ranks. Ports are not shared (SO_REUSEPORT), or another process
+could receive half of the connections.
 
-**The end.** A rank that ends sends what it was given and then its last frame; a peer that sees that ends its side of
-the stream. So nothing is cancelled that is on its way, unless a peer does not react for a second.
+**The end.** A rank that ends sends its queued messages and then its last frame. The peer then ends its side of the
+stream. Nothing in transit is cancelled, unless a peer does not react for a second.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ _PURPOSE = "grpc"
 
 _SLICE_BYTES = 1 << 20
 _SLICE = struct.Struct("<BxHxxxxQ")
-"""What a slice begins with: 0, which no frame begins with, its body's slot, and its place in the body."""
+"""The head of a slice: 0, which begins no frame, its body's slot, and its offset in the body."""
 
 _STRANGERS = 16
-"""Streams beside those of ranks that may be in their handshake."""
+"""The number of unauthenticated streams beside those of ranks."""
 
 _CONNECTIONS = 256
-"""Connections beside those of ranks: without a stream they are closed when the time of a handshake is over."""
+"""The number of connections beside those of ranks. Without a stream they close when the handshake's time is over."""
 
 _AHEAD = 64
-"""Frames that may come from a peer before the progress thread looks at them."""
+"""The frames that may arrive from a peer before the progress thread handles them."""
 
 _HANDSHAKE_S = 5.0
 
@@ -103,7 +103,7 @@ _OPTIONS = (
 )
 
 _END_S = 1.0
-"""How long a rank that ends waits for its peers to see that."""
+"""How long a closing rank waits for its peers to notice."""
 
 _POLL_S = 0.005
 _AGAIN_S = 0.1
@@ -111,9 +111,9 @@ _FOREVER_S = 365 * 86400.0
 
 
 def load() -> Any:
-    """The module grpc; UsageError where it is missing or too old.
+    """The module grpc. UsageError if it is missing or too old.
 
-    Its log, which goes to stderr by itself, is off unless the script has loaded grpc before, or has set its level.
+    Its log to stderr is turned off, unless the script imported grpc before or has set the level.
     """
     quiet = "grpc" not in sys.modules and "GRPC_VERBOSITY" not in os.environ
     if quiet:
@@ -134,7 +134,7 @@ def load() -> Any:
 
 @dataclass
 class _Body:
-    """A body that leaves or comes, and how much of it has; one that comes may be added to what is there."""
+    """A body in flight and its progress; a received one may be added to its destination."""
 
     slot: int
     data: Bytes
@@ -143,7 +143,7 @@ class _Body:
     adds: np.dtype[Any] | None = None
 
     def take(self, message: bytes) -> None:
-        """The next slice has come."""
+        """Store or add the next slice."""
         data = np.frombuffer(message, np.uint8, offset=_SLICE.size)
         into = self.data[self.at : self.at + data.size]
         if self.adds is None:
@@ -155,9 +155,9 @@ class _Body:
 
 @dataclass(eq=False)
 class _Stream:
-    """One end of a stream: what waits to be sent, and where what comes goes.
+    """One end of a stream: the queue of messages to send, and the destinations of received ones.
 
-    ``tell`` hands something to the progress thread. Sending is an iterator, which a thread of gRPC's drives.
+    ``tell`` calls an event in the progress thread. Sending is an iterator that a gRPC thread drives.
     """
 
     tell: Callable[[Event], None]
@@ -167,21 +167,21 @@ class _Stream:
     proved: bool = False
     cancel: Callable[[], Any] = lambda: None
     given: int = 0  # messages and bodies that were put here
-    sent: int = 0  # of them those that gRPC has sent
+    sent: int = 0  # those of them that gRPC has sent
     over: threading.Event = field(default_factory=threading.Event)
     _frames: deque[tuple[bytes, Event | None]] = field(default_factory=deque)
     _bodies: deque[_Body] = field(default_factory=deque)
     _last: bytes | None = None
     _stopped: bool = False
     _bell: Bell = field(default_factory=Bell)
-    _leaving: threading.Lock = field(default_factory=threading.Lock)  # bodies are read
-    _coming: threading.Lock = field(default_factory=threading.Lock)  # receives are written
+    _leaving: threading.Lock = field(default_factory=threading.Lock)  # held while bodies are read
+    _coming: threading.Lock = field(default_factory=threading.Lock)  # held while received data are written
     _into: dict[int, _Body] = field(default_factory=dict)
 
-    # Sending.
+    # Sending
 
     def put(self, frame: bytes, done: Event | None) -> None:
-        """Send a frame before all bodies; ``done`` when gRPC has it."""
+        """Send a frame before all bodies. ``done`` is called when gRPC has it."""
         self.given += 1
         self._frames.append((frame, done))
         self._bell.ring()
@@ -194,11 +194,11 @@ class _Stream:
 
     @property
     def waits(self) -> bool:
-        """Whether something that was put here has not been sent."""
+        """Whether anything put here has not been sent."""
         return self.given != self.sent
 
     def finish(self, frame: bytes) -> None:
-        """Send a last frame, behind everything; what still comes goes nowhere."""
+        """Send a last frame after everything else. Bodies that still arrive are dropped."""
         with self._coming:
             self._last = frame
             self._into.clear()
@@ -210,7 +210,7 @@ class _Stream:
         return self._last is not None and not self._stopped
 
     def stop(self) -> None:
-        """Send nothing any more, and touch no memory of others."""
+        """Stop sending and stop using the callers' memory."""
         self._stopped = True
         with self._leaving:
             self._bodies.clear()
@@ -219,7 +219,7 @@ class _Stream:
         self._bell.ring()
 
     def messages(self) -> Iterator[bytes]:
-        """What gRPC is to send, one after the other."""
+        """The messages that gRPC sends, in order."""
         while not self._stopped:
             if self._frames:
                 message, done = self._frames.popleft()
@@ -238,7 +238,7 @@ class _Stream:
                 self._bell.wait(_FOREVER_S)
 
     def _next_slice(self) -> tuple[bytes, bool] | None:
-        """A slice of the first body, and whether it is its last one; None where there is no body."""
+        """A slice of the first body, and whether it is the body's last. None if there is no body."""
         with self._leaving:
             if not self._bodies:
                 return None
@@ -252,22 +252,22 @@ class _Stream:
                 self.tell(body.done)
         return message, ends
 
-    # Receiving.
+    # Receiving
 
     def pull(self, body: _Body) -> None:
-        """A body that is about to come."""
+        """Register the destination of a body that is about to arrive."""
         with self._coming:
             self._into[body.slot] = body
 
     def come(self, message: bytes) -> bytes | bool:
-        """Called by gRPC for each message: frames go to the progress thread at once, slices to ``take``."""
+        """Called by gRPC for each message. Frames go to the progress thread at once, slices to ``take``."""
         if not self.proved or message[:1] == b"\0":
             return message
         self.frame_came(self.peer, message)
         return message[:1] != bytes([END]) or b""
 
     def take(self, messages: Iterator[Any]) -> None:
-        """The thread that takes what comes, until the stream ends."""
+        """The thread that handles received messages until the stream ends."""
         frames, fault = 0, None
         try:
             for message in messages:
@@ -278,11 +278,11 @@ class _Stream:
                 elif message:
                     self._take_slice(message)
                 else:
-                    self.stop()  # the peer has ended its part, and takes nothing more
+                    self.stop()  # the peer has ended and receives nothing more
         except ProtocolError as error:
             fault = error
             self.cancel()
-        except Exception as error:  # the stream is broken, as it is when a rank dies
+        except Exception as error:  # the stream is broken, for example because a rank died
             log.debug("the stream with rank %d has ended: %s", self.peer, error)
         self.stop()
         self.tell(partial(self.ended, self.peer, fault))
@@ -293,7 +293,7 @@ class _Stream:
             raise broken(self.peer, f"a slice of {len(message)} bytes came")
         _, slot, at = _SLICE.unpack_from(message)
         if slot not in self._into:
-            self._wait_for_progress()  # which may be about to say where it goes
+            self._wait_for_progress()  # the progress thread may be about to register its destination
         with self._coming:
             if self._stopped or self._last is not None:
                 return
@@ -308,7 +308,7 @@ class _Stream:
                 self.tell(body.done)
 
     def _wait_for_progress(self) -> None:
-        """Wait until the progress thread has acted on all that was told so far, or there is an end."""
+        """Wait until the progress thread has handled all earlier events, or for the end."""
         reached = threading.Event()
         self.tell(reached.set)
         while not (self._stopped or self._last is not None or reached.wait(_POLL_S)):
@@ -316,7 +316,7 @@ class _Stream:
 
 
 class _Threads(Executor):
-    """A thread for every stream: those of a pool would keep the interpreter from ending while a stream is open."""
+    """A thread per stream: with a thread pool the interpreter could not exit while a stream is open."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -333,7 +333,7 @@ class _Threads(Executor):
 
 @dataclass
 class _Call:
-    """A stream that this rank has opened to a lower one: where to, and how that went."""
+    """A stream that this rank has opened to a lower one: its address and state."""
 
     method: ClassVar[str] = _METHOD
     peer: int
@@ -364,16 +364,16 @@ class Grpc(Enveloped):
         self._calls: dict[int, _Call] = {}
         self._server: Any = None
         self._token = secrets.token_bytes(handshake.RUN_BYTES)
-        self._guests: dict[_Stream, float] = {}  # in their handshake, with its end
+        self._guests: dict[_Stream, float] = {}  # unauthenticated streams, with their deadlines
         self._refusals = Refusals(log)
-        self._meeting = threading.Lock()  # guests, refusals and streams while the group forms
+        self._meeting = threading.Lock()  # guards guests, refusals and streams during startup
         try:
             self._connect()
         except BaseException:
             self._leave()
             raise
 
-    # The library's part of the envelope.
+    # The methods of the envelope
 
     def _put(self, peer: int, frame: Bytes, done: Event) -> None:
         if frame[0] == END:
@@ -397,9 +397,9 @@ class Grpc(Enveloped):
             self._events.popleft()()
 
     def _leave(self) -> None:
-        """Let the streams end by themselves, and break those that do not."""
+        """Let the streams end by themselves, and cancel those that do not."""
         if self._forked:
-            _immortal(self._server)  # their end would wait for threads that only the parent has
+            _immortal(self._server)  # its destructor would wait for threads that only the parent has
             _immortal(self._calls)
             _immortal(self._streams)
             return
@@ -421,7 +421,7 @@ class Grpc(Enveloped):
 
     @property
     def idle(self) -> bool:
-        """True when gRPC has sent all that those who are still there are to get."""
+        """Whether gRPC has sent everything to the remaining peers."""
         here = [peer for peer in self._peers if peer not in self._operations.gone]
         return not any(self._streams[peer].waits or self._outbox.holds(peer) for peer in here)
 
@@ -430,7 +430,7 @@ class Grpc(Enveloped):
         self._streams[peer].stop()
 
     def _tell_progress(self, event: Event) -> None:
-        """From any thread."""
+        """Call an event in the progress thread. From any thread."""
         self._events.append(event)
         self.bell.ring()
 
@@ -447,10 +447,10 @@ class Grpc(Enveloped):
         if fault is not None:
             raise fault
 
-    # How the group forms.
+    # Startup
 
     def _connect(self) -> None:
-        """Open the streams with all peers; GroupError, or an error of its own, where that fails."""
+        """Open the streams with all peers. Raises GroupError, or a more specific error, on failure."""
         place = self._place
         deadline = time.monotonic() + place.timeout_s
         if self.rank < self.world - 1:
@@ -466,7 +466,7 @@ class Grpc(Enveloped):
             self._close_door()
 
     def _missing(self) -> GroupError:
-        """Who has not come, and why, as far as gRPC knows."""
+        """The error that names the missing ranks, with gRPC's reasons if known."""
         missing = [peer for peer in self._peers if peer not in self._streams]
         why = [f"rank {peer}: {self._calls[peer].error}" for peer in missing if peer in self._calls]
         return GroupError(
@@ -475,7 +475,7 @@ class Grpc(Enveloped):
         )
 
     def _listen(self) -> None:
-        """Serve the higher ranks, and tell them where."""
+        """Listen for the higher ranks and publish the address."""
         grpc, place = self._grpc, self._place
         expected = self.world - 1 - self.rank
         options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", expected + _CONNECTIONS))
@@ -492,30 +492,30 @@ class Grpc(Enveloped):
         place.store.set(f"{place.key}/grpc/{self.rank}", self._token + f"{family}:{host}:{port}".encode())
 
     def _close_door(self) -> None:
-        """Listen no more: streams that are there stay. gRPC waits for their end in a thread as this one is."""
+        """Stop listening; open streams stay. gRPC waits for their end in a daemon thread."""
         self._send_away(math.inf)
         stop = threading.Thread(target=self._server.stop, args=(_FOREVER_S,), name="syncline-door", daemon=True)
         stop.start()
         stop.join()
 
     def _send_away(self, now: float) -> None:
-        """Break the streams whose time to prove themselves is over."""
+        """Cancel the streams whose time to authenticate is over."""
         with self._meeting:
             for guest in [guest for guest, until in self._guests.items() if until <= now]:
                 del self._guests[guest]
                 guest.cancel()
 
-    # The server's side of a stream.
+    # The server's side of a stream
 
     def _serve(self, details: Any) -> Any:
-        """What answers a stranger's call, or a rank's: gRPC refuses all but this version's."""
+        """The handler for an incoming call. gRPC refuses the stream names of other versions."""
         if details.method != _METHOD:
             return None
         stream = _Stream(self._tell_progress, self._frame_came, self._stream_ended)
         return self._grpc.stream_stream_rpc_method_handler(partial(self._greet, stream), stream.come)
 
     def _greet(self, stream: _Stream, requests: Iterator[Any], context: Any) -> Iterator[bytes]:
-        """Let the caller prove itself, and then send to it what there is."""
+        """Authenticate the caller, then send the queued messages."""
         secret = self._place.secret
         stream.cancel = context.cancel
         with self._meeting:
@@ -533,18 +533,18 @@ class Grpc(Enveloped):
                 self._refusals.add(context.peer(), str(error))
             context.abort(self._grpc.StatusCode.UNAUTHENTICATED, str(error))
         except (StopIteration, self._grpc.RpcError):
-            return  # gone in the middle of it
+            return  # the caller left during the handshake
         finally:
             with self._meeting:
                 self._guests.pop(stream, None)
-        # Before the welcome: where the caller has gone meanwhile, gRPC does not come back here.
+        # Start the reader before the welcome: if the caller has left meanwhile, gRPC does not resume this generator.
         threading.Thread(target=stream.take, args=(requests,), name="syncline-reader", daemon=True).start()
         yield handshake.WELCOME
         yield from stream.messages()
-        stream.over.wait(_END_S)  # what the peer has still sent is taken first
+        stream.over.wait(_END_S)  # first handle what the peer has sent
 
     def _join(self, peer: int, stream: _Stream) -> None:
-        """A rank has proved itself; HandshakeError for one that is not expected."""
+        """Add an authenticated rank. HandshakeError if it is not expected."""
         with self._meeting:
             if not self.rank < peer < self.world or peer in self._streams:
                 raise HandshakeError(f"it says that it is rank {peer}, which is not expected")
@@ -554,10 +554,10 @@ class Grpc(Enveloped):
             self._streams[peer] = stream
         self.bell.ring()
 
-    # The caller's side.
+    # The caller's side of a stream
 
     def _call_lower_ranks(self) -> None:
-        """Call those whose address is known by now, and again those that could not answer; raises what is final."""
+        """Call the ranks whose address is known, and retry those that did not answer. Raises final errors."""
         place = self._place
         for peer in range(self.rank):
             call = self._calls.get(peer)
@@ -584,7 +584,7 @@ class Grpc(Enveloped):
 
     @staticmethod
     def _introduce(stream: _Stream, said: handshake.Hello, proof: SimpleQueue[bytes | None]) -> Iterator[bytes]:
-        """What the caller sends: its proof, and then what there is."""
+        """The caller's messages: its proof, then the queued messages."""
         yield said.raw
         proved = proof.get()
         if proved is not None:
@@ -592,7 +592,7 @@ class Grpc(Enveloped):
             yield from stream.messages()
 
     def _run_call(self, call: _Call, said: handshake.Hello, proof: SimpleQueue[bytes | None]) -> None:
-        """The thread of a stream that was opened here: proves who this is, checks the other, and takes what comes."""
+        """The thread of a stream that was opened here: authenticates both sides, then handles received messages."""
         stream = call.stream
         try:
             proof.put(handshake.check_answer(self._place.secret, said, next(call.call)))
@@ -612,7 +612,7 @@ class Grpc(Enveloped):
         stream.take(call.call)
 
     def _again_at(self, call: _Call) -> float:
-        """When to call once more; raises the error of a call that never will be answered."""
+        """The time of the next attempt. Raises the error of a call that can never succeed."""
         code, error = self._grpc.StatusCode, call.error
         where = f"rank {call.peer} at {call.address}"
         if isinstance(error, HandshakeError):
@@ -630,5 +630,5 @@ class Grpc(Enveloped):
 
 
 def _immortal(value: Any) -> None:
-    """Keep an object from ever being taken apart."""
+    """Keep an object from ever being destroyed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

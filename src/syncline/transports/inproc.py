@@ -1,9 +1,8 @@
-"""Transport between threads of one process: what tests, examples and the simulator's checks run on.
+"""Transport between threads of one process, for tests, examples and checks of the simulator.
 
-A ``Hub`` stands for the network; each rank takes its end of it. Messages are passed by reference: the receiver copies
-straight from the sender's buffer and then tells the sender, whose handle completes. What waits does so in the
-receiver's inbox, and the most urgent is taken first. An equal member of this folder, held to the same contracts as the
-others.
+A ``Hub`` is the network; each rank takes its end of it. Messages are passed by reference: the receiver copies directly
+from the sender's buffer and then notifies the sender, whose handle completes. Messages wait in the receiver's inbox,
+the most urgent first. This transport passes the same contract tests as all others.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ._operations import Matcher, Operations, Receive
 
 @dataclass
 class _Message:
-    """What lies in an inbox: a message, the news that one was consumed, or that a rank is gone."""
+    """An entry of an inbox: a message, the notice that one was consumed, or that a rank is gone."""
 
     kind: Literal["data", "consumed", "gone"]
     src: int
@@ -38,13 +37,13 @@ class _Message:
 
 
 class _Inbox:
-    """A queue of messages with a bell."""
+    """A queue of messages with a condition variable."""
 
     def __init__(self) -> None:
         self.bell = threading.Condition()
         self.queue: deque[_Message] = deque()
         self.woken = False
-        self._priorities: set[float] = set()  # of the data that lie here
+        self._priorities: set[float] = set()  # priorities of the queued data
 
     def put(self, message: _Message) -> None:
         with self.bell:
@@ -54,7 +53,7 @@ class _Inbox:
             self.bell.notify()
 
     def holds_of(self, src: int) -> bool:
-        """Whether something of a rank lies here still: the news of its end, at least."""
+        """Whether anything from a rank is queued, the notice of its end included."""
         with self.bell:
             return any(message.src == src for message in self.queue)
 
@@ -82,13 +81,13 @@ class Hub:
         self.gone: set[int] = set()
 
     def transport(self, rank: int) -> InProc:
-        """The end of that rank; to be used by one thread."""
+        """The end of that rank, for use by one thread."""
         if not 0 <= rank < self.world:
             raise UsageError(f"rank {rank} is not in a hub of {self.world}")
         return InProc(self, rank)
 
     def kill(self, rank: int) -> None:
-        """Let a rank vanish without a word, as a process that dies does."""
+        """Let a rank vanish like a process that dies."""
         self.gone.add(rank)
         for peer, inbox in enumerate(self.inboxes):
             if peer != rank:
@@ -119,7 +118,7 @@ class InProc:
         return np.zeros(nbytes, np.uint8)
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """A reference goes to the peer; done when it has copied the data."""
+        """The peer gets a reference; done when it has copied the data."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
@@ -147,7 +146,7 @@ class InProc:
 
     @property
     def idle(self) -> bool:
-        """Always: messages are where they have to be."""
+        """Always: messages are delivered at once."""
         return True
 
     def wake(self) -> None:
@@ -157,7 +156,7 @@ class InProc:
             inbox.bell.notify()
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Payload bytes; there are no headers here."""
+        """Payload bytes; there are no headers."""
         return dict(self._sent), dict(self._received)
 
     @property
@@ -165,7 +164,7 @@ class InProc:
         return sum(self._sent.values()) + sum(self._received.values())
 
     def close(self) -> None:
-        """Whoever still waits for this rank learns that it is gone."""
+        """Peers that wait for this rank get an error."""
         if not self._operations.closed:
             self._operations.closed = True
             self._hub.kill(self.rank)

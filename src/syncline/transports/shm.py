@@ -1,18 +1,17 @@
 """Transport over shared memory, between processes of one machine.
 
-Memory from ``allocate`` lies in segments that every peer maps: a message out of it travels as a reference of 24 bytes
-over a UNIX connection, and the receiver reads the sender's memory in place, once (copied into its own for ``recv``,
-looked at for ``borrow``). A short acknowledgement then frees the sender's buffer. Small messages travel inside their
-frame; large ones from other memory are copied into a segment first.
+Memory from ``allocate`` is in segments that every peer maps. A message from it travels as a reference of 24 bytes over
+a UNIX connection. The receiver reads the sender's memory in place (``borrow``) or copies it once (``recv``) and then
+sends a short acknowledgement that frees the sender's buffer. Small messages travel inside their frame; large messages
+from other memory are first copied into a segment.
 
-Segments are anonymous and handed to the peers as descriptors (``segments``). The first one of each process is its
-board, and with it goes the descriptor of its bell: with those, plans run by one-sided access (``engine.memory``), and
-no message is sent at all.
+Segments are anonymous; peers get their descriptors (``_segments``). The first segment of each process is its board, and
+its bell's descriptor follows. With both, plans run by one-sided access (``engine.memory``), without any messages.
 
-What peers send is checked before it is believed (``_check_frame``, ``map_segment``): a ProtocolError, which ``poll``
-raises, names the peer that refers to memory it has not shared, or shares memory that could vanish.
+Received frames and segments are validated (``_check_frame``, ``map_segment``). ``poll`` raises a ProtocolError that
+names the peer if it refers to memory that it has not shared, or shares memory that could vanish.
 
-Least memory traffic of a message of n bytes: n read, n written by the receiver.
+Minimal memory traffic of a message of n bytes: n read and n written by the receiver.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from ._segments import Segments, check_bell, map_segment
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6
 
 _REFERENCE_BYTES = 24
-"""A reference: segment, offset and number of bytes."""
+"""The size of a reference: segment, offset and number of bytes."""
 
 _BOARD = 0
-"""The number of the segment that is a process's board."""
+"""The number of the segment that is the process's board."""
 
 _IN_FRAME_BYTES = 4096
-"""Messages up to this size travel in their frame: cheaper than a reference and its acknowledgement."""
+"""Messages up to this size travel in their frame, which is cheaper than a reference and its acknowledgement."""
 
 
 @dataclass
 class _Message:
-    """A message that has arrived: its bytes, and the sender's number when they lie in the sender's memory."""
+    """A received message; ``number`` is the sender's reference number if the data are in the sender's memory."""
 
     src: int
     data: Bytes
@@ -56,7 +55,7 @@ class _Message:
 
 @dataclass
 class _Sending:
-    """A reference under way: its handle, and the staging buffer to free after it."""
+    """A reference in flight: its handle, and the staging buffer to free afterwards."""
 
     handle: Handle
     staging: Bytes | None
@@ -66,7 +65,7 @@ class _Sending:
 class Shm(Looped):
     """Shared memory between the processes of one machine.
 
-    ``socks`` are proved UNIX connections of process ``rank`` to all others.
+    ``socks`` are authenticated UNIX connections of process ``rank`` to all others.
     """
 
     name = "shm"
@@ -81,7 +80,7 @@ class Shm(Looped):
         self._segment_counts = dict.fromkeys(socks, 0)  # how many of each peer's segments are mapped here
         self._mapped_there = dict.fromkeys(socks, 0)  # how many of this process's segments each peer has mapped
         self._note_known()
-        self._bodies: dict[int, Bytes] = {}  # the body a link is reading
+        self._bodies: dict[int, Bytes] = {}  # the body that a link is reading
         self._sending: dict[int, _Sending] = {}
         self._number = 0
         everyone = max((rank, *socks)) + 1
@@ -95,7 +94,7 @@ class Shm(Looped):
             link.push(_BELL, 0, fd=self._loop.bell)
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Always: what arrives is looked at in its memory."""
+        """Always: receivers read the sender's memory."""
         return True
 
     def allocate(self, nbytes: int) -> Bytes:
@@ -108,7 +107,7 @@ class Shm(Looped):
         return memory
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """A reference goes; done when the peer has consumed it (small messages: when the kernel has them)."""
+        """Sends a reference; done when the peer has consumed it. A small message is done when the kernel has it."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
@@ -135,7 +134,7 @@ class Shm(Looped):
         self._consumed(message)
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """What goes over the connections, and what is read in place."""
+        """The bytes over the connections and those read in place."""
         out, into = self._in_place.tolist()
         sent = {peer: link.sent_bytes + out[peer] for peer, link in self._links.items()}
         return sent, {peer: link.received_bytes + into[peer] for peer, link in self._links.items()}
@@ -178,7 +177,7 @@ class Shm(Looped):
         return found
 
     def free(self, staging: Bytes) -> None:
-        """It is kept for the next one of its size."""
+        """The buffer is kept for the next one of its size."""
         self._segments.free(staging)
 
     def count(self, sent: Words, received: Words) -> None:
@@ -233,7 +232,7 @@ class Shm(Looped):
             self._deliver(receive, message)
 
     def _map(self, link: Link, frame: Frame) -> None:
-        """A peer shares a segment (``argument`` bytes, number ``tag``): all that it has, in order."""
+        """Map a segment that a peer shares: number ``tag``, ``argument`` bytes. Peers share their segments in order."""
         number = frame.tag
         if number != self._segment_counts[link.peer] or number >= MOST_SEGMENTS:
             raise broken(link.peer, f"it shares segment {number} after {self._segment_counts[link.peer]} others")
@@ -256,7 +255,7 @@ class Shm(Looped):
             self.members[link.peer, 0] = memory.ctypes.data
 
     def _mapped_by(self, peer: int, count: int) -> None:
-        """A peer has mapped so many of this process's segments."""
+        """Record how many of this process's segments a peer has mapped."""
         if count != self._mapped_there[peer] + 1 or count > len(self._segments.fds):
             raise broken(peer, f"it has mapped {count} segments of {len(self._segments.fds)}")
         self._mapped_there[peer] = count
@@ -266,7 +265,7 @@ class Shm(Looped):
         self._segments.known = min(self._mapped_there.values(), default=MOST_SEGMENTS)
 
     def _take_bell(self, link: Link) -> None:
-        """A peer gives its bell, once."""
+        """Store a peer's bell. Each peer sends one."""
         if self.members[link.peer, 1] >= 0:
             raise broken(link.peer, "it gives its bell twice")
         fd = self._descriptor(link)
@@ -278,7 +277,7 @@ class Shm(Looped):
         self.members[link.peer, 1] = fd
 
     def _descriptor(self, link: Link) -> int:
-        """The descriptor that came with the frame that is complete now."""
+        """The descriptor that came with the current frame."""
         if not link.fds:
             raise broken(link.peer, "a frame came without its descriptor")
         return link.fds.popleft()

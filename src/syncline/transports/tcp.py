@@ -1,16 +1,15 @@
 """Transport over TCP, one connection per pair of processes.
 
-A message of up to ``INLINE_BYTES`` is sent at once and kept by the receiver until asked for. A larger one waits at the
-sender for the receiver's credit, which the receive itself sends ahead when it is posted, so that a receive posted in
-time costs no round trip. Bodies are written from the sender's buffer and read into the receiver's: the only copies are
-the kernel's two. Messages that cannot go into the caller's memory (``borrow``, or arrived before the receive) use
-scratch buffers that are kept and used again.
+A message of up to ``INLINE_BYTES`` is sent at once, and the receiver keeps it until a receive is posted. A larger one
+waits at the sender for the receiver's credit. Posting a receive sends that credit, so a receive that is posted in time
+costs no round trip. Bodies are written from the sender's buffer and read into the receiver's: the only copies are the
+kernel's two. Messages that cannot go to the caller's memory (``borrow``, or an early message) use pooled scratch.
 
-What peers send is checked before it is believed: a large message without a credit, or more credits and unasked
-messages than a sound process has under way, is a ProtocolError that ``poll`` raises. A message that does not fit its
-receive is read and forgotten.
+Received frames are validated: a large message without a credit, or more credits or unclaimed messages than a correct
+process can have in flight, is a ProtocolError that ``poll`` raises. A message that does not fit its receive is read and
+discarded.
 
-Traffic of a message: its bytes and 24 of header, and 24 back for the credit of a large one.
+Traffic of a message: its bytes and a header of 24; a large one also costs 24 bytes back for its credit.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ._operations import UNCLAIMED_BYTES, Looped, Matcher, Receive
 _DATA, _CREDIT = 1, 2
 
 _MOST_CREDITS = 1 << 18
-"""Credits of a peer for messages that this process has not begun to send: one for each large receive it has posted."""
+"""The most credits of a peer for messages that this process has not started to send: one per posted large receive."""
 
 
 @dataclass
@@ -50,19 +49,19 @@ class _Arrived:
 
 @dataclass
 class _Reading:
-    """The message whose body a link is reading now."""
+    """The message whose body a link is reading."""
 
     receive: Receive | None
     data: Bytes | None
-    """None while it is being added, or forgotten because it does not fit."""
+    """None while the body is being added, or discarded because it does not fit."""
 
 
 @register("transports", "tcp", connection="tcp", one_host=False, check=Shape)
 class Tcp(Looped):
-    """TCP, one connection per pair of processes; ``rate`` and ``delay`` make it as slow as another network.
+    """TCP, one connection per pair of processes; ``rate`` and ``delay`` simulate a slower network.
 
-    ``socks`` are proved connections of process ``rank`` to all others. ``rate`` limits what all of them together send,
-    and what they receive, in bits per second of payload; every byte arrives ``delay`` seconds later.
+    ``socks`` are authenticated connections of process ``rank`` to all others. ``rate`` limits the payload that all of
+    them together send, and what they receive, in bits per second. Every byte arrives ``delay`` seconds late.
     """
 
     name = "tcp"
@@ -85,25 +84,26 @@ class Tcp(Looped):
         self._reading: dict[int, _Reading] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit
         self._credits: dict[tuple[int, int], int] = {}  # credits that came before their send
-        self._early = dict.fromkeys(socks, 0)  # how many of them there are of each peer
-        self._offered: dict[tuple[int, int], int] = {}  # credits given out and not used yet
+        self._early = dict.fromkeys(socks, 0)  # the number of these per peer
+        self._offered: dict[tuple[int, int], int] = {}  # credits sent and not used yet
         self._wanted: dict[tuple[int, int], int] = {}  # large receives posted and not filled
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Never: what arrives lies in scratch memory."""
+        """Never: received data lie in scratch memory."""
         return False
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Plain memory: the kernel copies from and to any."""
+        """Ordinary memory: the kernel can use any."""
         return np.zeros(nbytes, np.uint8)
 
     def send(self, dst: int, tag: int, data: Bytes, priority: float = 0.0, owner: Any = None) -> Handle:
-        """At once when small or already asked for; done when the kernel has all of it."""
+        """Sent at once if small or already requested; done when the kernel has all of it."""
         handle = Handle("send", dst, tag, data.nbytes, owner)
         if not self._operations.admit(handle):
             return handle
         key = dst, tag
         large = data.nbytes > INLINE_BYTES
+        # A waiting message of this tag must go first: messages of one tag keep their order.
         if key in self._waiting or (large and not self._credits.get(key)):
             self._waiting.setdefault(key, deque()).append((handle, data, priority))
             return handle
@@ -122,11 +122,11 @@ class Tcp(Looped):
         handle.payload = handle.note = None
 
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
-        """Where the compiled code knows the type."""
+        """If the compiled code supports the type."""
         return can_add(dtype)
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """As written to and read from the sockets: credits are in it."""
+        """The bytes written to and read from the sockets, credits included."""
         sent = {peer: link.sent_bytes for peer, link in self._links.items()}
         return sent, {peer: link.received_bytes for peer, link in self._links.items()}
 
@@ -143,7 +143,7 @@ class Tcp(Looped):
             self._deliver(receive, arrived.data, arrived.size)
         elif handle.nbytes > INLINE_BYTES and not handle.done:
             self._wanted[key] = self._wanted.get(key, 0) + 1
-            # A small message may have filled an earlier large receive: its credit is then still out.
+            # If a small message has filled an earlier large receive, that receive's credit is still unused.
             if self._offered.get(key, 0) < self._wanted[key]:
                 self._offered[key] = self._offered.get(key, 0) + 1
                 self._links[handle.peer].push(_CREDIT, handle.tag, priority=CONTROL)
@@ -198,7 +198,8 @@ class Tcp(Looped):
             self._credits[key] = self._credits.get(key, 0) + 1
             return
         large = True
-        while waiting and (large or waiting[0][1].nbytes <= INLINE_BYTES):  # small ones behind it, which kept its order
+        # then the small messages behind it, which had waited for their order
+        while waiting and (large or waiting[0][1].nbytes <= INLINE_BYTES):
             handle, data, priority = waiting.popleft()
             after = partial(self._operations.finish, handle)
             self._links[handle.peer].push(_DATA, handle.tag, 0, memoryview(data), priority, after)
@@ -207,7 +208,7 @@ class Tcp(Looped):
             del self._waiting[key]
 
     def _deliver(self, receive: Receive, data: Bytes | None, size: int) -> None:
-        """A whole message has come: in place, in scratch memory, or (None) it has been added, or does not fit."""
+        """Complete a receive whose message is in place, in scratch memory, or (None) already added or too long."""
         handle = receive.handle
         if handle.nbytes > INLINE_BYTES and (handle.peer, handle.tag) in self._wanted:
             self._spend(self._wanted, (handle.peer, handle.tag))

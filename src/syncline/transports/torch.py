@@ -1,22 +1,23 @@
-"""Transport over torch.distributed, and its own allreduce: Gloo for messages, Gloo or NCCL for the collective.
+"""Transport over torch.distributed, including its allreduce: Gloo for messages, Gloo or NCCL for the collective.
 
-Owns process groups of its own, made from the run's store; the script's default group, if it has one, is not touched.
-torch is loaded when the first transport is made.
+It owns process groups of its own, created from the run's store, and does not touch the script's default group. torch is
+imported when the first transport is created.
 
-**Waiting.** Gloo's sends and receives can only be waited for, one thread per wait (``is_completed`` of a send or
-receive turns true in ``wait`` alone, and a wait that runs out of time breaks its connection). So each peer has a thread
-that waits for its frames, and one, once it is needed, for bodies; both report to the progress thread, which sleeps
-meanwhile. Bodies are asked for: a body that has been asked for, or says that it comes where it was offered, leaves
-without further ado, so waits in the order in which they began hold nothing up.
+**Waiting.** Gloo can only wait for sends and receives, one thread per wait: ``is_completed`` becomes true only inside
+``wait``, and a wait that times out breaks its connection. Each peer therefore has one thread that waits for its frames
+and, once needed, one for bodies. They report to the progress thread, which sleeps meanwhile. Bodies are sent on
+request. A requested body, or an offered one whose turn has come, leaves without further conditions, so waiting in order
+delays nothing.
 
-**NCCL** knows collectives only: with ``backend=nccl`` the messages still go through Gloo, and the architecture has to
-be ``native``. Arrays lie in host memory here, so they are staged through the device's, on a stream of its own.
+**NCCL** has only collectives: with ``backend=nccl`` messages still use Gloo, and the architecture must be ``native``.
+Arrays are in host memory here, so they are staged through device memory, on a separate stream.
 
-A Gloo wait has no limit of its own here: the watcher of the session finds dead peers, and the engine's limit of
-progress finds everything else.
+Gloo's waits have no time limit of their own here. The session's watcher detects dead peers, and the engine's limit for
+stalls covers everything else.
 
-**The end.** A thread that comes back from Gloo while the interpreter ends takes the whole process with it (SIGABRT), so
-none is left: peers have a moment to say that they end too, and then the connections are broken, which ends every wait.
+**The end.** A thread that returns from Gloo while the interpreter exits aborts the whole process (SIGABRT), so no
+thread may be left. Peers get a moment to send their last frames; then the connections are broken, which ends every
+wait.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 _FRAMES = 0
-"""The tag of frames; bodies have their slot."""
+"""The tag of frames. Bodies use their slot."""
 
 _FOREVER = datetime.timedelta(days=365)
 _END_S = 1.0
-"""How long a rank that ends waits for the last frames of others, which may still need what it has sent."""
+"""How long a closing rank waits for the last frames of others, which may still need its messages."""
 
 _END = datetime.timedelta(seconds=_END_S)
 
 _BREAK_S = 5.0
-"""How long threads may take to come back over broken connections: they only need the interpreter for a moment."""
+"""How long threads may take to return after the connections are broken."""
 
 _BREAK = SLOTS + 1
-"""A tag on which nothing is ever sent."""
+"""A tag on which no message is ever sent."""
 
 _AHEAD = 4
-"""Frames that a peer's reader may take before the progress thread looks at them."""
+"""The frames that a peer's reader may receive before the progress thread handles them."""
 
 _SMALL_BYTES = 4096
 _POLL_S = 0.005
@@ -82,7 +83,7 @@ class Torch(Enveloped):
         self._collective: Any = GroupAllreduce(self._group) if backend == "gloo" else _nccl(place)
         self._events: deque[Event] = deque()
         self._waiters: dict[int, _Waiter] = {}
-        self._leaving: set[int] = set()  # peers that have said that they end
+        self._leaving: set[int] = set()  # peers that have sent their last frame
         self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
         self._readers: dict[int, threading.Thread] = {}
         for peer, spare in self._spare.items():
@@ -92,7 +93,7 @@ class Torch(Enveloped):
             self._readers[peer].start()
 
     def _put(self, peer: int, frame: Bytes, done: Event) -> None:
-        # Of what is sent just when the peer's end closes the connection, Gloo may forget to say that it has failed.
+        # Gloo may not report the failure of a send that coincides with the peer closing the connection.
         self._send(peer, _FRAMES, frame, done, _END if is_last(frame) else _FOREVER)
 
     def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
@@ -121,9 +122,9 @@ class Torch(Enveloped):
             self._events.popleft()()
 
     def _leave(self) -> None:
-        """End all threads: by the last frames of the peers, or else by breaking the connections."""
+        """End all threads: by the peers' last frames, or else by breaking the connections."""
         if self._forked:
-            _immortal(self._group)  # its end would wait for threads that only the parent has
+            _immortal(self._group)  # its destructor would wait for threads that only the parent has
             _immortal(self._collective)
             return
         for spare in self._spare.values():
@@ -134,10 +135,10 @@ class Torch(Enveloped):
         if not _all_ended(threads, _END_S):
             _break_connections(self._group, self._peers)
             _all_ended(threads, _BREAK_S)
-        self._group = self._collective = None  # its connections close here
+        self._group = self._collective = None  # this closes the connections
 
     def _send(self, peer: int, tag: int, data: Bytes, done: Event, within: datetime.timedelta = _FOREVER) -> None:
-        def sent(_data: Bytes = data) -> None:  # Gloo reads the memory until then
+        def sent(_data: Bytes = data) -> None:  # the default argument keeps the memory alive while Gloo reads it
             self._sending[peer] -= 1
             done()
 
@@ -148,7 +149,7 @@ class Torch(Enveloped):
 
     @contextlib.contextmanager
     def _reported(self, peer: int) -> Any:
-        """Gloo refuses to begin anything on a broken connection."""
+        """Treat an operation that Gloo refuses, because the connection is broken, as the loss of the peer."""
         try:
             yield
         except RuntimeError:
@@ -163,20 +164,20 @@ class Torch(Enveloped):
         return self._waiters[peer]
 
     def _tell_progress(self, event: Event) -> None:
-        """From any thread."""
+        """Call an event in the progress thread. From any thread."""
         self._events.append(event)
         self.bell.ring()
 
     def _ended(self, peer: int, begun: int) -> None:
         ended = super()._ended
         self._leaving.add(peer)
-        if peer in self._waiters:  # bodies that the peer has asked for may just have left
+        if peer in self._waiters:  # requested bodies may just have left
             self._waiter(peer).add(lambda: None, lambda: ended(peer, begun), lambda _: None)
         else:
             ended(peer, begun)
 
     def _read(self, peer: int) -> None:
-        """The thread that waits for a peer's frames, until it ends or this transport is closed."""
+        """The thread that receives a peer's frames, until the peer ends or this transport is closed."""
         group, spare = self._group, self._spare[peer]
         while (frame := spare.get()) is not None:
             try:
@@ -189,9 +190,9 @@ class Torch(Enveloped):
                 return
 
     def _read_frame(self, peer: int, frame: Bytes) -> None:
-        """A frame has come; its reader gets a buffer for the next one."""
+        """Handle a frame, and give the reader a buffer for the next one."""
         nbytes = frame_bytes(frame)
-        if nbytes <= _SMALL_BYTES:  # to be kept in less memory
+        if nbytes <= _SMALL_BYTES:  # keep it in less memory
             small = self.scratch.take(nbytes)
             small[:nbytes] = frame[:nbytes]
             self._spare[peer].put(frame)
@@ -202,7 +203,7 @@ class Torch(Enveloped):
 
 
 class _Waiter:
-    """A thread that waits for one thing after the other and tells how each has ended."""
+    """A thread that waits for one operation after the other and reports the end of each."""
 
     def __init__(self, tell: Callable[[Event], None]) -> None:
         self._tell = tell
@@ -211,11 +212,11 @@ class _Waiter:
         self.thread.start()
 
     def add(self, wait: Callable[[], Any], done: Event, failed: Callable[[Exception], None]) -> None:
-        """Wait, and then have ``done`` or ``failed`` called in the progress thread."""
+        """Wait, then have ``done`` or ``failed`` called in the progress thread."""
         self._queue.put((wait, done, failed))
 
     def end(self) -> None:
-        """End the thread when it has waited for all."""
+        """End the thread after all waits."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -236,7 +237,7 @@ class GroupAllreduce:
         self._group = group
 
     def start(self, array: NDArray[Any]) -> Callable[[], Any]:
-        """Begin to sum ``array`` over all ranks in place; the function returned waits for the end."""
+        """Start to sum ``array`` over all ranks in place. The returned function waits for the end."""
         tensor, write_back = _summable(array)
         work = self._group.allreduce([tensor], _options())
 
@@ -248,10 +249,10 @@ class GroupAllreduce:
 
 
 class StagedAllreduce:
-    """The allreduce of a library that sees a device's memory only: there, and back, on a stream of its own.
+    """The allreduce of a library that only accepts device memory. Arrays are copied there and back on one stream.
 
-    ``stream`` gives the context to issue work in, ``synchronize`` waits for what was issued there. ``store`` is the
-    group's: the library holds it from C++, where the methods of an object of Python end with that object.
+    ``stream`` returns the context to issue work in; ``synchronize`` waits for that work. ``store`` is the group's
+    store. It is kept here because the library holds only its C++ part, whose Python methods die with the Python object.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class StagedAllreduce:
         self._store = store
 
     def start(self, array: NDArray[Any]) -> Callable[[], Any]:
-        """Begin to sum ``array`` over all ranks in place; the function returned waits for the end."""
+        """Start to sum ``array`` over all ranks in place. The returned function waits for the end."""
         host, write_back = _summable(array)
         with self._stream():
             staged = host.to(self._device, copy=True)
@@ -274,7 +275,7 @@ class StagedAllreduce:
 
         def wait() -> None:
             with self._stream():
-                work.wait()  # NCCL: lets the stream wait, not the thread
+                work.wait()  # with NCCL this makes the stream wait, not the thread
                 host.copy_(staged)
             self._synchronize()
             write_back()
@@ -283,7 +284,7 @@ class StagedAllreduce:
 
 
 def _all_ended(threads: Iterable[threading.Thread], within_s: float) -> bool:
-    """Wait for threads to end; whether all have."""
+    """Wait for threads to end. Returns whether all have."""
     deadline = time.monotonic() + within_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -291,10 +292,10 @@ def _all_ended(threads: Iterable[threading.Thread], within_s: float) -> bool:
 
 
 def _break_connections(group: Any, peers: Iterable[int]) -> None:
-    """Let everything that waits in a Gloo group fail.
+    """Make everything fail that waits in a Gloo group.
 
-    Its own ``abort`` and ``shutdown`` leave sends and receives waiting; a wait that runs out of time closes all
-    connections. Those to peers that have gone are closed already, and such a receive does not begin.
+    Gloo's ``abort`` and ``shutdown`` leave sends and receives waiting, but a wait that times out closes all
+    connections. Connections to peers that have gone are closed already; such a receive raises at once.
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
@@ -320,7 +321,7 @@ def _gloo(place: Place) -> Any:
 
 
 def _nccl(place: Place) -> StagedAllreduce:
-    """NCCL on this rank's device; UsageError where there is none."""
+    """NCCL on this rank's device. UsageError if there is none."""
     import torch
     from torch import distributed
 
@@ -333,13 +334,13 @@ def _nccl(place: Place) -> StagedAllreduce:
     group = distributed.ProcessGroupNCCL(store, place.rank, place.world, options)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     collective = StagedAllreduce(group, device, lambda: torch.cuda.stream(stream), stream.synchronize, store)
-    # NCCL connects in its first allreduce, through the run's store, which is there for the start only.
+    # NCCL connects in its first allreduce, through the run's store, which exists only during startup.
     _in_time(place, lambda: collective.start(np.zeros(1, np.float32))(), device)
     return collective
 
 
 def _in_time(place: Place, connect: Callable[[], Any], device: str) -> None:
-    """Have NCCL connect, in a thread, as nothing ends a call of it; raises GroupError where it fails or takes long."""
+    """Connect NCCL in a thread, because its calls cannot be interrupted. GroupError if that fails or takes too long."""
     failed: list[Exception] = []
 
     def run() -> None:
@@ -363,11 +364,11 @@ def _in_time(place: Place, connect: Callable[[], Any], device: str) -> None:
 
 
 def _notebook(place: Place, prefix: str) -> Any:
-    """The run's store as torch.distributed wants one."""
+    """The run's store as a torch.distributed Store."""
     from torch._C._distributed_c10d import Store as TorchStore
 
     class Notebook(TorchStore):
-        """The calls that process groups make."""
+        """Implements the methods that process groups call."""
 
         def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
             place.store.set(full(key), bytes(value))
@@ -415,7 +416,7 @@ def _options() -> Any:
 
 @lru_cache(maxsize=1)
 def _types() -> dict[str, torch.dtype]:
-    """numpy's names of the types that Gloo and NCCL add; unsigned integers add as signed ones do."""
+    """numpy's names of the types that Gloo and NCCL add. Unsigned integers add like signed ones."""
     import torch
 
     same = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
@@ -423,7 +424,9 @@ def _types() -> dict[str, torch.dtype]:
 
 
 def _summable(array: NDArray[Any]) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A tensor over the array's memory that the libraries can add, or over a wider copy, and what writes it back."""
+    """A tensor that the libraries can add: the array's memory, or a wider copy; and the function that writes it
+    back.
+    """
     import torch
 
     if array.dtype.name in ("int16", "uint16"):
@@ -444,5 +447,5 @@ def _broken(rank: int, error: Exception) -> PeerLost:
 
 
 def _immortal(value: Any) -> None:
-    """Keep an object from ever being taken apart."""
+    """Keep an object from ever being destroyed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

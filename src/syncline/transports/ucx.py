@@ -1,28 +1,28 @@
-"""Transport over UCX, through ucxx: shared memory and TCP everywhere, RDMA where there is a card for it.
+"""Transport over UCX, through ucxx: shared memory and TCP everywhere, RDMA where the hardware supports it.
 
-Owns one context and one worker per transport, and an endpoint to every peer. Which networks and protocols UCX takes is
-the user's to say, by UCX's environment variables (``UCX_TLS``, ``UCX_NET_DEVICES`` and so on); the values that ucxx
-puts there for GPUs are taken back, since all that travels here is in host memory. UCX prints nothing unless
-``UCX_LOG_LEVEL`` asks for it: what went wrong is in the errors of this transport.
+It owns one context and one worker per transport, and an endpoint to every peer. UCX's environment variables
+(``UCX_TLS``, ``UCX_NET_DEVICES`` and so on) select networks and protocols. ucxx sets some of them for GPUs; these are
+reset, because all data here are in host memory. UCX prints nothing unless ``UCX_LOG_LEVEL`` asks for it; this
+transport's errors contain the cause.
 
-**Messages** are tagged ones. A tag is (key, rank of the sender, slot): a frame has slot 0, and its receives are posted
-ahead; a body has the slot that its frame announces, and UCX's rendezvous holds it back until it is asked for. The
-receiver reads it straight from the sender's memory where the kernel lets it (CMA), or the card does.
+**Messages** are tagged. A tag is (key, sender's rank, slot). Frames use slot 0, and their receives are posted ahead. A
+body uses the slot that its frame announces, and UCX's rendezvous holds it back until its receive is posted. The
+receiver reads it directly from the sender's memory if the kernel (CMA) or the network card allows it.
 
-**Strangers.** Addresses are told over the meeting, whose members have proved themselves. The key is drawn from the
-run's secret for each receiver, so a stranger who finds the address cannot send what a receive of ours takes, but by
-guessing. UCX keeps what nobody takes. A wrong key differs from the receiver's in one bit at least, so a probe for each
-bit finds such messages, and no others: every ``_SWEEP_S`` they are counted and thrown away. The key has all bits that
-ranks and slots leave, 47 with two ranks and 38 with a thousand, and the run ends after ``_MOST_STRANGE`` of them: so
-many guesses find the key of one of a thousand ranks with a chance of one in 2**18, and of one of two in 2**27. But UCX
-listens on the host's networks, and neither encrypts nor authenticates: one who reads the wire learns the keys.
+**Strangers.** Addresses are exchanged over the rendezvous, whose members are authenticated. Each receiver's key is
+derived from the run's secret, so a stranger that finds the address can match a receive only by guessing. UCX keeps
+unmatched messages. A wrong key differs from the receiver's in at least one bit, so one probe per bit finds exactly
+these messages; every ``_SWEEP_S`` they are counted and discarded. The key has all bits that ranks and slots leave: 47
+with two ranks, 38 with a thousand. The run ends after ``_MOST_STRANGE`` such messages. That many guesses find the key
+of one of a thousand ranks with probability 2**-18, and of one of two ranks with 2**-27. UCX listens on the host's
+networks and neither encrypts nor authenticates: an eavesdropper on the network learns the keys.
 
-**Waiting.** A rank that waits looks a few times, arms the worker, and sleeps on its descriptor and the bell's.
+**Waiting.** A waiting rank polls a few times, arms the worker, and sleeps on its descriptor and the bell's.
 
-**Ends.** UCX can watch for the death of peers, but only without the fast ways through memory (1.2 in place of 3.8 GB/s
-where this was written), so it does not: an end is told by the last frame, which is answered, so that nothing of it is
-lost in a socket that closes. That of a rank that dies is found out by the watcher of the session, or by a send that
-fails. No end waits for a peer longer than ``_END_S``.
+**Ends.** UCX can detect the death of peers, but then disables its fast paths through memory (1.2 instead of 3.8 GB/s
+where this was written), so this is off. A rank that ends sends a last frame, which is acknowledged, so that a closing
+socket loses nothing. The session's watcher, or a failing send, detects a rank that dies. No rank waits longer than
+``_END_S`` for a peer at its end.
 """
 
 from __future__ import annotations
@@ -62,43 +62,43 @@ _OLDEST = (0, 52)
 _INSTALL = "pip install 'syncline[ucx]'"
 
 _HELLO, _BYE = SLOTS + 1, SLOTS + 2
-"""Slots that no body has: the first message of a rank, and the answer to its last."""
+"""Slots that no body uses: a rank's first message, and the acknowledgement of its last."""
 
 _AHEAD = 4
-"""Frames of a peer that UCX may fill before they are looked at."""
+"""The frames of a peer that UCX may receive before they are handled."""
 
 _PIECE_BYTES = 1024 * 1024
-"""Bodies travel in pieces of this, which fit a processor's cache while they are added."""
+"""The size of a piece of a body: it fits the cache while it is added."""
 
 _SMALL_BYTES = 4096
-"""Frames up to this are kept in memory of their own size."""
+"""Frames up to this size are kept in memory of their own size."""
 
 _EAGER_S = 300e-6
 _CHECK_S = 0.05
 _END_S = 1.0
-"""How long a rank that ends waits for answers, and then for UCX to hand over what it has sent."""
+"""How long a closing rank waits for acknowledgements, and then for UCX to deliver its messages."""
 
 _TAG_BITS, _SLOT_BITS = 64, 16
-"""Of a tag, the slot is the lowest bits. Then comes the sender, and the key has the rest."""
+"""The lowest bits of a tag are the slot, then comes the sender; the key has the rest."""
 
 _SWEEP_S = 0.05
 _MOST_STRANGE = 2**20
-"""So many messages of strangers end the run: they would go on until they have guessed the key."""
+"""This many messages of strangers end the run, because they could eventually guess the key."""
 
 _PROGRESS = 256
-"""So many steps of UCX's until this rank looks after its own things again, however much comes."""
+"""The most UCX progress calls before this rank handles its own work again."""
 
 _TRUNCATED = -9
 """UCS_ERR_MESSAGE_TRUNCATED."""
 
 _OUR_SETTINGS = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal"}
-"""While the libraries are loaded, where the user has said nothing else."""
+"""Defaults while the libraries are loaded; the user's settings take precedence."""
 
-_ENVIRONMENT = threading.Lock()  # of the process, as the environment is
+_ENVIRONMENT = threading.Lock()  # process-wide, like the environment
 
 
 def load() -> Any:
-    """The parts of ucxx that are used here; UsageError where there is none, or one that is too old."""
+    """The parts of ucxx that are used here. UsageError if it is missing or too old."""
     if sys.version_info < (3, 11):
         version = ".".join(map(str, sys.version_info[:2]))
         raise UsageError(f"transport=ucx needs Python 3.11 or newer, and this is {version}: ucxx has no older packages")
@@ -125,9 +125,9 @@ def load() -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Load and start the libraries with what the user has set, and leave the environment as it was.
+    """Load and start the libraries with the user's settings and restore the environment.
 
-    One thread at a time: another one would take what is set here for what the user has set, or miss it.
+    Only one thread at a time: another one would mistake these settings for the user's, or miss them.
     """
     with _ENVIRONMENT:
         before = dict(os.environ)
@@ -145,7 +145,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Request:
-    """Something that UCX does, and the memory that it reads or writes meanwhile."""
+    """An operation of UCX and the memory that it uses."""
 
     peer: int
     request: Any
@@ -156,7 +156,7 @@ class _Request:
 
 @dataclass
 class _Library:
-    """What this rank holds of UCX."""
+    """This rank's UCX objects."""
 
     context: Any
     worker: Any
@@ -180,11 +180,11 @@ class Ucx(Enveloped):
         self._keys = [_key(place, rank) for rank in range(place.world)]
         self._swept = time.monotonic()
         self._strange = 0  # messages of strangers so far
-        self._swept_away: list[Any] = []  # requests of strangers' messages, and where nothing of them fits
+        self._swept_away: list[Any] = []  # requests of strangers' messages that are being discarded
         self._nowhere = np.zeros(1, np.uint8)
         self._requests: list[_Request] = []
         self._frames: dict[int, deque[_Request]] = {peer: deque() for peer in self._peers}
-        self._answered: set[int] = set()  # peers that have read all that this rank has sent, and it has ended
+        self._answered: set[int] = set()  # peers that have ended and have read everything from this rank
         self._poll = select.poll()
         self._poll.register(self._library.worker.epoll_file_descriptor, select.POLLIN)
         self._poll.register(self._door.fileno(), select.POLLIN)
@@ -199,7 +199,7 @@ class Ucx(Enveloped):
     def wake(self) -> None:
         self._door.ring()
 
-    # What the envelope asks for.
+    # The methods of the envelope
 
     def _put(self, peer: int, frame: Bytes, done: Event) -> None:
         self._send(peer, 0, frame, done)
@@ -218,7 +218,7 @@ class Ucx(Enveloped):
         self._add_in_pieces(into, _PIECE_BYTES, partial(self._fetch_piece, peer, slot), done)
 
     def _fetch_piece(self, peer: int, slot: int, _at: int, memory: Bytes, done: Event) -> None:
-        """The pieces of a body come in order."""
+        """Pieces of a body arrive in order."""
         self._requests.append(self._receive(peer, slot, memory, done))
 
     def _move(self, timeout: float) -> None:
@@ -239,19 +239,19 @@ class Ucx(Enveloped):
                 self._sleep(deadline - now)
 
     def _sleep(self, seconds: float) -> None:
-        """Until UCX has something to do, or the bell rings; not at all where UCX has something to do already."""
+        """Sleep until UCX has work or the bell rings. Returns at once if UCX has work already."""
         if self._library.worker.arm():
             self._poll.poll(min(seconds * 1e3, 2**31 - 1))
 
     def _leave(self) -> None:
-        """Wait a moment for the answers of those who are there, and give everything back."""
+        """Wait briefly for the acknowledgements of the remaining peers, then free everything."""
         if self._forked:
-            _immortal(self._library)  # its end would say goodbye in the parent's name
+            _immortal(self._library)  # its destructor would close connections in the parent's name
             _immortal([self._requests, self._frames, self._swept_away])
             return
         deadline = time.monotonic() + _END_S
         while not self._all_answered() and time.monotonic() < deadline:
-            with suppress(ProtocolError, HandshakeError):  # its sender is gone with that; strangers no longer matter
+            with suppress(ProtocolError, HandshakeError):  # the sender is lost by that, and strangers no longer matter
                 self._wait_for(self._all_answered, deadline, lambda: None)
         self._free()
 
@@ -259,11 +259,11 @@ class Ucx(Enveloped):
         return {*self._peers} <= self._answered | self._operations.gone
 
     def _ended(self, peer: int, begun: int) -> None:
-        self._complete()  # what it took, or sent, before its end
+        self._complete()  # first complete what the peer sent and received before its end
         self._send(peer, _BYE, np.zeros(1, np.uint8), lambda: None)
         super()._ended(peer, begun)
 
-    # Messages.
+    # Messages
 
     def _tag(self, src: int, dst: int, slot: int) -> Any:
         return self._ucx.Tag(self._keys[dst] | src << _SLOT_BITS | slot)
@@ -284,7 +284,7 @@ class Ucx(Enveloped):
         self._frames[peer].append(self._receive(peer, 0, frame[:FRAME_BYTES], came))
 
     def _turn(self) -> bool:
-        """Let UCX move, and act on what has ended; whether something had."""
+        """Let UCX make progress and handle completions. Returns whether there were any."""
         self._acted = False
         worker = self._library.worker
         for _ in range(_PROGRESS):
@@ -299,13 +299,14 @@ class Ucx(Enveloped):
         return self._acted
 
     def _sweep(self) -> None:
-        """Throw away what strangers have sent; HandshakeError where they have sent too much."""
+        """Discard the messages of strangers. HandshakeError if there were too many."""
         ucx, worker, key = self._ucx, self._library.worker, self._keys[self.rank]
-        before, lies = self._strange, worker.tag_probe(ucx.Tag(0), ucx.TagMask(0)).matched  # anything, ours or not
+        # any message, of a rank or of a stranger
+        before, lies = self._strange, worker.tag_probe(ucx.Tag(0), ucx.TagMask(0)).matched
         for bit in range(_key_at(self.world), _TAG_BITS) if lies else ():
             other, mask = ucx.Tag(~key & 1 << bit), ucx.TagMask(1 << bit)
             while (found := worker.tag_probe(other, mask, remove=True)).matched:
-                # Received where it does not fit: UCX then frees its copy, and asks for nothing that is still to come.
+                # Received into too little memory: UCX then frees its copy and requests nothing that is still to come.
                 self._swept_away.append(worker.tag_recv_with_handle(ucx.Array(self._nowhere), found))
                 self._strange += 1
         self._swept_away = [request for request in self._swept_away if not request.completed]
@@ -319,7 +320,7 @@ class Ucx(Enveloped):
             )
 
     def _complete(self) -> None:
-        """End what UCX has completed."""
+        """Finish the operations that UCX has completed."""
         ended: list[_Request] = []
         waiting: list[_Request] = []
         for one in self._requests:
@@ -341,9 +342,9 @@ class Ucx(Enveloped):
             raise broken(one.peer, f"more than {one.memory.nbytes} bytes came where that is the most")
 
     def _read_frame(self, peer: int, frame: Bytes) -> None:
-        """A frame has come; UCX gets memory for the next one."""
+        """Handle a frame, and give UCX memory for the next one."""
         nbytes = frame_bytes(frame)
-        if nbytes <= _SMALL_BYTES:  # to be kept in less memory
+        if nbytes <= _SMALL_BYTES:  # keep it in less memory
             small = self.scratch.take(nbytes)
             small[:nbytes] = frame[:nbytes]
             self.scratch.give(frame)
@@ -351,10 +352,10 @@ class Ucx(Enveloped):
         self._await_frame(peer)
         self._came(peer, frame, nbytes)
 
-    # Beginning and end.
+    # Beginning and end
 
     def _connect(self, place: Place) -> None:
-        """Tell this rank's address, learn those of the others, and hear from each over UCX."""
+        """Publish this rank's address, read those of the others, and exchange a first message with each over UCX."""
         ucx, worker = self._ucx, self._library.worker
         version = ".".join(map(str, ucx.lib.get_ucx_version()))
         place.store.set(f"{place.key}/{self.rank}", f"{version} ".encode() + bytes(worker.address))
@@ -383,7 +384,7 @@ class Ucx(Enveloped):
             )
 
     def _told(self, place: Place, peer: int, deadline: float) -> bytes:
-        """What a peer has written in the meeting's notebook."""
+        """A peer's entry in the rendezvous store."""
         while (found := place.store.get(f"{place.key}/{peer}")) is None:
             place.check()
             if time.monotonic() > deadline:
@@ -392,17 +393,17 @@ class Ucx(Enveloped):
         return found
 
     def _wait_for(self, holds: Callable[[], bool], deadline: float, check: Callable[[], None]) -> None:
-        """Let UCX move until something holds, or the time is up."""
+        """Let UCX make progress until ``holds()`` or the time is up."""
         while not holds() and (left := deadline - time.monotonic()) > 0:
             check()
             if not self._turn():
                 self._sleep(min(left, _CHECK_S))
 
     def _free(self) -> None:
-        """Take UCX apart without waiting for anybody for long."""
+        """Close UCX without waiting long for any peer."""
         library, deadline = self._library, time.monotonic() + _END_S
         for frames in self._frames.values():
-            frames.clear()  # what is dropped is cancelled
+            frames.clear()  # dropping a request cancels it
         kept, self._requests = [*self._requests, *self._swept_away], []
         closing = [endpoint.close() for endpoint in library.endpoints.values()]
         while not all(request.completed for request in closing) and time.monotonic() < deadline:
@@ -414,7 +415,7 @@ class Ucx(Enveloped):
         if self._strange:
             log.warning("rank %d has thrown away %d messages of strangers to the run", self.rank, self._strange)
         library.endpoints.clear()
-        # The worker's own end would receive what nobody has taken, and wait for senders that are gone.
+        # The worker's destructor would receive all unmatched messages and wait for senders that are gone.
         every = self._ucx.Tag(0), self._ucx.TagMask(0)
         while library.worker.tag_probe(*every, remove=True).matched:
             pass
@@ -423,7 +424,7 @@ class Ucx(Enveloped):
 
 
 def _opened(ucx: Any) -> _Library:
-    """A context and a worker; UsageError where UCX has nothing of what the environment asks for."""
+    """A context and a worker. UsageError if UCX cannot provide what the environment asks for."""
     lib = ucx.lib
     try:
         with _quietly():
@@ -438,12 +439,12 @@ def _opened(ucx: Any) -> _Library:
 
 
 def _key_at(world: int) -> int:
-    """Behind how many bits of a tag the key lies, in a run of so many ranks."""
+    """The number of bits of a tag below the key, in a run of ``world`` ranks."""
     return _SLOT_BITS + (world - 1).bit_length()
 
 
 def _key(place: Place, dst: int) -> int:
-    """What all tags to one rank have in their upper bits, and nobody else knows."""
+    """The upper bits of all tags to one rank, a secret of the run."""
     text = f"syncline ucx {place.key} {dst}".encode()
     digest = hmac.digest(place.secret, text, hashlib.sha256)
     at = _key_at(place.world)
@@ -451,7 +452,7 @@ def _key(place: Place, dst: int) -> int:
 
 
 def _countdown(number: int, done: Event) -> Event:
-    """What to call ``number`` times until ``done`` is called."""
+    """A function that calls ``done`` on its ``number``-th call."""
     left = count(number - 1, -1)
     return lambda: done() if next(left) == 0 else None
 
@@ -461,5 +462,5 @@ def _said(error: Exception) -> str:
 
 
 def _immortal(value: Any) -> None:
-    """Keep an object from ever being taken apart."""
+    """Keep an object from ever being destroyed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

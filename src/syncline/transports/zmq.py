@@ -1,27 +1,28 @@
 """Transport over ZeroMQ, through pyzmq: one PAIR socket per peer, in a context of its own.
 
-Sockets of ranks that share a kernel and a network namespace meet over ``ipc`` (a UNIX socket without a name in the file
-system), all others over TCP. A rank is the listener of its pairs with higher ranks, and dials the lower ones.
+Ranks that share a kernel and a network namespace connect over ``ipc`` (a UNIX socket without a name in the file
+system), all others over TCP. A rank listens for the higher ranks and connects to the lower ones.
 
-**Who copies.** A body goes in slices: small enough to be still in the cache when the receiver takes them, large enough
-that a slice costs little. libzmq's thread writes a slice from the sender's memory (``zmq_msg_init_data``, which pyzmq
-offers only with a thread that waits for the end of every message; so it is called by ctypes) and reads it into memory
-that it allocates per message. The receiver copies it into place, or adds it from there. Over the kernel's own two
-copies that is one where a body is received, and none where it is added. libzmq does not say when it has sent a body:
-the receiver does (TAKEN), and until then the memory is libzmq's.
+**Copies.** A body is sent in slices: small enough to be in the cache when the receiver takes them, large enough that
+the cost per slice is low. libzmq's thread writes a slice from the sender's memory (``zmq_msg_init_data``, called
+through ctypes, because pyzmq offers it only with a thread that waits for every message) and reads it into memory that
+it allocates per message. The receiver copies it into place or adds it from there. Beyond the kernel's two copies that
+is one copy for a received body and none for an added one. libzmq does not report that it has sent a body; the receiver
+does (TAKEN), and until then the memory must not change.
 
-**Waiting** is ``zmq_poll``, without the interpreter lock; libzmq's own thread moves the data meanwhile.
+**Waiting** uses ``zmq_poll``, without the interpreter lock. libzmq's own thread moves the data meanwhile.
 
-**Strangers.** A PAIR socket has one peer, whoever comes first, so libzmq's own handshake keeps strangers out before:
-with the password that the listener has told in the notes of the start (PLAIN), or with ``curve=on`` by the dialler's
-public key, told there too. Then both ends prove themselves as on every connection (``wire.handshake``), in the first
-messages. The question that libzmq asks in such a handshake (ZAP) is answered by the thread that waits; after the start
-nobody answers, so who knocks then is refused. (libzmq cannot close a listener without its connections.)
-CURVE (curvezmq.org) encrypts and authenticates all that travels, for three to five times the processor time
-(docs/bench.md has the figures behind these choices). Without it, data are as open as those of ``tcp``.
+**Strangers.** A PAIR socket accepts the first peer that connects, so libzmq's handshake must keep strangers out: by the
+password that the listener has published in the rendezvous store (PLAIN), or with ``curve=on`` by the connecting rank's
+public key, published there too. Both ends then authenticate as on every connection (``wire.handshake``) in the first
+messages. During startup the waiting thread answers libzmq's authentication requests (ZAP); afterwards nothing answers
+them, so later connections are refused. (libzmq cannot close a listener without its connections.) CURVE (curvezmq.org)
+encrypts and authenticates all data, at three to five times the processor time (docs/bench.md has the figures). Without
+it data are as open as over ``tcp``.
 
-**The end.** libzmq would connect again by itself, to whoever listens there by then: it is told to wait longer than any
-run. A connection that ends is an event of the socket's monitor. What was sent last may take ``_LINGER_S`` to leave.
+**The end.** libzmq would reconnect by itself, to whatever listens at that address by then; its reconnect interval is
+therefore longer than any run. The socket's monitor reports the end of a connection. The last messages may take
+``_LINGER_S`` to leave.
 """
 
 from __future__ import annotations
@@ -59,38 +60,38 @@ if TYPE_CHECKING:
 
 _SLICE_BYTES = 1 << 20
 _SEALED_BYTES = 256
-"""What CURVE adds to a message, at most."""
+"""The most bytes that CURVE adds to a message."""
 _WAITING_SLICES = 8
-"""Messages that libzmq reads before this rank has taken them: more would leave the cache."""
+"""Messages that libzmq reads ahead of this rank; more would not fit the cache."""
 
 _BODY, _TAKEN, _PASSED = 8, 9, 10
-"""Frames of this transport's own.
+"""Frames that only this transport uses.
 
-The slices of a body follow; a body, or where the slot is 0 a frame, is there, and its memory the sender's again; tell
-when this has come, which was sent behind a frame.
+_BODY: the slices of a body follow. _TAKEN: a body, or with slot 0 a frame, has arrived, and its memory is free again.
+_PASSED: request for a _TAKEN, sent behind a frame.
 """
 
 _SMALL_BYTES = 64
-"""Frames up to this size hold nothing up: they count as sent at once."""
+"""Frames up to this size count as sent at once, because they delay nothing."""
 
 _LINGER_S = 1.0
 _PART_S = 0.05
-"""How long a listener waits for those that end with it: a dialler whose connection is gone lingers to the limit."""
+"""How long a listener waits for peers that end with it. A connecting socket without its peer lingers to the limit."""
 _NEVER_MS = 1 << 30
 _LOOK_MS = 50
 _POLL_S = 0.005
 _READS = 64
-"""Messages of one peer that are taken before it is another one's turn."""
+"""The most messages of one peer that are taken before the next peer's turn."""
 
 _MOST_MS = 2**31 - 1
 _OLDEST = 27
 _PURPOSE = "data"
 _EVENT = struct.Struct("=HI")
-"""An event of a monitor: what has happened, and to which connection."""
+"""An event of a monitor: its kind and its connection."""
 
 
 def load(curve: bool = False) -> Any:
-    """The module ``zmq``; UsageError when there is none, or it is too old, or cannot encrypt where it has to."""
+    """The module ``zmq``. UsageError if it is missing, too old, or lacks the required encryption."""
     try:
         import zmq
     except ImportError as error:
@@ -109,10 +110,10 @@ def load(curve: bool = False) -> Any:
 
 
 class _Lender:
-    """Sends memory without a copy, by the functions of the libzmq that pyzmq has loaded."""
+    """Sends memory without a copy, through the libzmq that pyzmq has loaded."""
 
     def __init__(self, path: str) -> None:
-        library = ctypes.PyDLL(path)  # these calls wait for nothing: the interpreter lock is kept
+        library = ctypes.PyDLL(path)  # these calls do not block, so the interpreter lock is kept
         self._begin, self._send, self._close = library.zmq_msg_init_data, library.zmq_msg_send, library.zmq_msg_close
         self._begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
         self._send.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
@@ -121,14 +122,14 @@ class _Lender:
         self._message = ctypes.addressof(self._memory)
 
     def send(self, socket: zmq.Socket[bytes], data: Bytes, flags: int) -> None:
-        """Give memory to libzmq; dropped where the peer is gone."""
+        """Pass memory to libzmq. It is dropped if the peer is gone."""
         self._begin(self._message, address_of(data), data.nbytes, None, None)
         if self._send(self._message, socket.underlying, flags) < 0:
             self._close(self._message)
 
 
 class _Copier:
-    """Sends a copy, where pyzmq does not say where its libzmq is."""
+    """Sends a copy, if pyzmq does not reveal its libzmq."""
 
     def send(self, socket: zmq.Socket[bytes], data: Bytes, flags: int) -> None:
         import zmq
@@ -149,7 +150,7 @@ def _sender() -> _Lender | _Copier:
 
 @dataclass
 class _Body:
-    """A body that comes in: copied to ``into``, or added to the elements there."""
+    """A body in arrival: copied to ``into``, or added to the elements there."""
 
     slot: int
     into: NDArray[Any]
@@ -160,9 +161,9 @@ class _Body:
 
 @dataclass
 class _Line:
-    """The socket of a peer, and what tells of its connection, which has the number ``fd`` inside libzmq.
+    """A peer's socket, its monitor, and the number ``fd`` of its connection inside libzmq.
 
-    A stranger that was refused may have had that number before; so it counts from when libzmq has let the peer in.
+    A refused stranger may have had the same number before, so it is valid only once libzmq has accepted the peer.
     """
 
     socket: zmq.Socket[bytes]
@@ -176,7 +177,7 @@ class _Line:
     frames: deque[Event] = field(default_factory=deque)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """What was sent last may take so long to leave."""
+        """Close the socket. The last messages may take ``linger_s`` to leave."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(round(linger_s * 1e3))
@@ -197,9 +198,9 @@ class Zmq(Enveloped):
         self._events, self._pollin, self._dontwait = map(int, (self._zmq.EVENTS, self._zmq.POLLIN, self._zmq.DONTWAIT))
         self._sender = _sender()
         self._landing: Bytes = np.zeros(FRAME_BYTES, np.uint8)
-        self._kept: list[Bytes] = []  # libzmq may still read it
+        self._kept: list[Bytes] = []  # memory that libzmq may still read
         self._ring = DescriptorBell()
-        self._aside = select.epoll()  # of the bell, and of connections that end
+        self._aside = select.epoll()  # the bell and the monitors of connections
         self._aside.register(self._ring, select.EPOLLIN)
         self._lines: dict[int, _Line] = {}
         self._context: zmq.Context[Any] = self._zmq.Context()
@@ -211,13 +212,13 @@ class Zmq(Enveloped):
         for line in self._lines.values():
             self._aside.register(line.monitor_fd, select.EPOLLIN)
         self._watched = self._watch()
-        self._look()  # a monitor makes its descriptor readable only for who has found it empty before
+        self._look()  # a monitor makes its descriptor readable only after it was once found empty
 
     def wake(self) -> None:
         self._ring.ring()
 
     def close(self) -> None:
-        """Those that have ended already are told nothing: that would wait for them."""
+        """Peers that have ended already get no last frame, because sending it would wait for them."""
         if not self._operations.closed and not self._forked:
             with contextlib.suppress(ProtocolError):
                 self._look()
@@ -235,7 +236,7 @@ class Zmq(Enveloped):
 
     def _write(self, peer: int, frame: Bytes) -> None:
         if peer in self._lines:
-            with contextlib.suppress(self._zmq.Again):  # the peer is gone, which its monitor is about to tell
+            with contextlib.suppress(self._zmq.Again):  # the peer is gone, which its monitor is about to report
                 self._lines[peer].socket.send(frame, self._dontwait)
 
     def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
@@ -262,7 +263,7 @@ class Zmq(Enveloped):
             self._look()
 
     def _leave(self) -> None:
-        """What was sent last may leave, and then nothing of libzmq is left; in a forked child it lets go by itself."""
+        """Let the last messages leave, then free libzmq. In a forked child libzmq detects the fork itself."""
         if self._forked:
             return
         deadline = time.monotonic() + _PART_S
@@ -289,11 +290,11 @@ class Zmq(Enveloped):
         return [(item, self._pollin) for item in (*(line.socket for line in self._lines.values()), self._aside)]
 
     def _has_come(self, socket: Any) -> bool:
-        """Whether a message has; to ask costs less than to be told by an exception."""
+        """Whether a message has arrived. Testing is cheaper than catching an exception."""
         return bool(socket.getsockopt(self._events) & self._pollin)
 
     def _look(self) -> None:
-        """The bell has rung, or something has happened to a connection; of those of strangers all end."""
+        """Handle the bell and events of connections. Connections of strangers also end here."""
         self._ring.rang()
         for peer, line in list(self._lines.items()):
             ended = False
@@ -303,12 +304,12 @@ class Zmq(Enveloped):
                 line.is_in = line.is_in or what == self._zmq.EVENT_HANDSHAKE_SUCCEEDED
                 ended = ended or (line.is_in and fd == line.fd and what == self._zmq.EVENT_DISCONNECTED)
             if ended:
-                while self._read(peer, line):  # what came before the end
+                while self._read(peer, line):  # receive what came before the end
                     pass
                 self._lose(peer)
 
     def _read(self, peer: int, line: _Line) -> bool:
-        """Take what has come from a peer, up to a budget; whether there may be more."""
+        """Receive from a peer, up to a budget. Returns whether there may be more."""
         try:
             for _ in range(_READS):
                 if line.body is None:
@@ -316,7 +317,7 @@ class Zmq(Enveloped):
                 else:
                     self._read_slice(peer, line, line.body)
                 if peer not in self._lines or not self._has_come(line.socket):
-                    return False  # that was its end, or all
+                    return False  # the peer has ended, or all is received
         except self._zmq.Again:
             return False
         except ProtocolError:
@@ -325,7 +326,7 @@ class Zmq(Enveloped):
         return True
 
     def _read_frame(self, peer: int, line: _Line) -> None:
-        """One message that is no slice; raises Again when none has come."""
+        """Receive one frame. Raises Again if none has arrived."""
         landing = self._landing
         nbytes = line.socket.recv_into(landing, flags=self._dontwait)
         if nbytes > FRAME_BYTES:
@@ -349,7 +350,7 @@ class Zmq(Enveloped):
             raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
 
     def _read_slice(self, peer: int, line: _Line, body: _Body) -> None:
-        """The next part of a body; raises Again when it has not come."""
+        """Receive the next slice of a body. Raises Again if none has arrived."""
         size = min(_SLICE_BYTES, body.into.nbytes - body.at)
         start, stop = (at // body.into.itemsize for at in (body.at, body.at + size))
         into = body.into[start:stop]
@@ -371,7 +372,7 @@ class Zmq(Enveloped):
 
 
 class _Start:
-    """The connections of one rank while they form; see the head of this file for who is let in."""
+    """Forms the connections of one rank. The module's docstring describes the authentication."""
 
     def __init__(self, zmq: Any, place: Place, context: zmq.Context[Any], curve: bool) -> None:
         self._zmq, self._place, self._context = zmq, place, context
@@ -385,7 +386,7 @@ class _Start:
         self._door = context.socket(zmq.REP)
 
     def lines(self) -> dict[int, _Line]:
-        """A proved connection to every peer; raises GroupError naming who is missing, and leaves nothing open then."""
+        """An authenticated connection to every peer. GroupError names a missing rank; nothing stays open then."""
         rank = self._place.rank
         try:
             self._door.bind("inproc://zeromq.zap.01")
@@ -393,7 +394,7 @@ class _Start:
             self._exchange_notes(_Note(at, self._token, "" if self._keys is None else self._keys[0].decode()))
             for peer in range(rank):
                 self._dial(peer)
-            for peer in self._peers:  # in one order everywhere, so that nobody waits in a circle
+            for peer in self._peers:  # in the same order everywhere, so that no circle of ranks waits
                 self._prove(peer, self._lines[peer])
         except BaseException as error:
             for line in self._lines.values():
@@ -406,7 +407,7 @@ class _Start:
         return self._lines
 
     def _open(self, peer: int) -> zmq.Socket[bytes]:
-        """A socket for a peer, whose end will be told of."""
+        """A socket for a peer, with a monitor for its end."""
         library = self._zmq
         socket: zmq.Socket[bytes] = self._context.socket(library.PAIR)
         for option, value in (
@@ -428,7 +429,7 @@ class _Start:
         return socket
 
     def _listen(self, peer: int) -> str:
-        """Where that peer, and nobody else, is let in."""
+        """Listen for one peer. Returns the address."""
         socket = self._open(peer)
         socket.zap_domain = b"%d" % peer
         if self._keys is None:
@@ -464,7 +465,7 @@ class _Start:
             self._notes[peer] = _Note.read(peer, text)
 
     def _prove(self, peer: int, line: _Line) -> None:
-        """The four messages of ``wire.handshake``; raises HandshakeError."""
+        """Exchange the four messages of ``wire.handshake``. Raises HandshakeError."""
         rank, secret = self._place.rank, self._place.secret
         run = handshake.run_id(self._token if peer > rank else self._notes[peer].token)
         try:
@@ -487,7 +488,7 @@ class _Start:
             raise type(error)(f"rank {peer} over ZeroMQ: {error}") from error
 
     def _hear(self, peer: int, line: _Line) -> bytes:
-        """The next message of a peer; whoever knocks meanwhile is let in, or not."""
+        """A peer's next message. Answers authentication requests meanwhile."""
         zmq = self._zmq
         while True:
             ready = dict(zmq.zmq_poll([(line.socket, zmq.POLLIN), (self._door, zmq.POLLIN)], _LOOK_MS))
@@ -500,7 +501,7 @@ class _Start:
             self._go_on(peer)
 
     def _answer_door(self) -> None:
-        """One question of libzmq's (ZAP, rfc.zeromq.org/spec/27): is this caller of that socket the peer it is for?"""
+        """Answer one ZAP request (rfc.zeromq.org/spec/27): is this caller the peer that the socket is for?"""
         version, number, domain, _, _, mechanism, *credentials = self._door.recv_multipart()
         peer = int(domain)
         if self._keys is not None and mechanism == b"CURVE" and len(credentials) == 1:
@@ -514,7 +515,7 @@ class _Start:
         self._door.send_multipart([version, number, code, text, b"", b""])
 
     def _go_on(self, peer: int) -> None:
-        """Raise what ends the start: another rank's failure, or the end of the time for a peer."""
+        """Raise if startup must end: another rank has failed, or the time for a peer is over."""
         self._place.check()
         if time.monotonic() > self._deadline:
             raise GroupError(
@@ -525,21 +526,22 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Note:
-    """What a rank tells of itself: where each higher rank connects, its password, its public key (CURVE) or nothing."""
+    """A rank's entry in the store: an address for each higher rank, its password, and its public key (CURVE) or
+    nothing."""
 
     at: dict[int, str]
     token: str
     key: str
 
     def to_text(self) -> str:
-        """As it lies in the store."""
+        """Serialize for the store."""
         return json.dumps(
             {"at": {str(peer): where for peer, where in self.at.items()}} | {"token": self.token, "key": self.key}
         )
 
     @classmethod
     def read(cls, peer: int, text: bytes) -> _Note:
-        """Raises ProtocolError for what no rank of this version writes."""
+        """Parse; raises ProtocolError for text that no rank of this version writes."""
         try:
             told = json.loads(text)
             at = {int(rank): str(where) for rank, where in told["at"].items()}

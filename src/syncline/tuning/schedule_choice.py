@@ -48,7 +48,7 @@ MARGIN = 0.02
 
 CROSSING_COST = 0.05
 """What iterations that are crossed take beyond the prediction and beyond the others, as a share: weights are updated in
-parts, and exchanges go on in forward passes, too, which both want the processor (docs/performance.md)."""
+parts, and exchanges go on in forward passes, too, which both want the processor (benchmarks/performance.md)."""
 
 
 def is_wanted(asked: Strategy, workers: int) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...frameworks._schedules import check_mode, check_schedule
+from ...frameworks._supported import check_mode, check_schedule
 from ...registry import register
 from ...strategy.strategy import Strategy
 from ...workloads import Workload

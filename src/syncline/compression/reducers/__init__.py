@@ -1,27 +1,27 @@
-"""Reducers: how the compressed gradients of the ranks become one average, one file per way.
+"""Reducers combine the compressed gradients of all ranks into one sum; every way of doing so has its own file.
 
-A reducer is a generator that computes and asks: it yields what has to travel (``Round``: messages to and from named
-processes; ``Sum``: an array to be summed over the workers by the architecture's plan) and goes on when that has
-happened. It knows codecs and states, and neither transports nor threads: ``engine.reducing`` drives it, in a
-test a loop does.
+A reducer is a generator that alternates between computing and communicating. It yields the next communication (a
+``Round`` of messages to and from named processes, or a ``Sum`` of an array over the workers by the architecture's plan)
+and resumes after it. Reducers use codecs and states, but neither transports nor threads: ``engine.reducing`` drives
+them, or a loop in a test.
 
-    summed    payloads that can be added are summed by the plan, like gradients
-    owners    every part has an owner, who decodes and adds all payloads and encodes the sum again for all
-    gathered  every rank sends its payload to all and adds up what comes
-    merged    payloads meet on a binomial tree, two becoming one of the same size; the last one goes back to all
+    summed    the plan sums payloads that can be added, as it sums gradients
+    owners    every part has an owner, which decodes and adds all payloads and encodes the sum for all
+    gathered  every rank sends its payload to all ranks and adds the payloads that it receives
+    merged    payloads are merged pairwise along a binomial tree; the root returns the last one to all
     rounds    the codec itself alternates between computing and sums
 
-These are between workers, or between hosts, in which gradients have been summed before: ``levels``.
+All of these work between workers, or between hosts that have already summed their gradients (``levels``).
 
-What else has to know of a way (its ``Way``) asks it, and no codec's name: whether the strategy's plan carries the
-payloads, whether servers can stand in, what a rank computes, and who sends how many bytes to whom (``Traffic``),
-without any data. ``ways`` has the table.
+Other code asks a reducer's ``Way`` instead of testing the codec's name: whether the strategy's plan carries the
+payloads, whether servers can take part, what a rank computes, and how many bytes each process sends to which process
+(``Traffic``), all without data. ``ways`` maps codecs to their ``Way``.
 
-What is reduced are operands, parts of a bucket: tensors, or slices of them, with their codecs and states. Results are
-sums over the workers, and all workers decode the same bits. Owners and all-gathers add in rank order, from codes that
-are cut at blocks and tensors, and so does a tree in its own order: there nothing depends on which parts share a bucket,
-on timing, or on who owns what. Where a plan sums, payloads are what they are without it; in which order one element is
-added may depend on its place in the bucket, as it does for gradients that are not compressed.
+The operands are parts of a bucket: tensors or slices of them, with their codecs and states. The results are sums over
+the workers, and all workers decode the same bits. Owners and all-gathers add in rank order and trees in tree order,
+always in codes that are cut at blocks and tensors. Their results therefore do not depend on the grouping of parts into
+buckets, on timing, or on ownership. If a plan sums, the payloads are just as independent, but the order in which one
+element is added may depend on its place in the bucket, as it does without compression.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes to or from a process. What is received may be shorter than ``data``, unless that is its ``exact`` size."""
+    """Bytes to or from a process. A received message may be shorter than ``data`` unless ``exact`` is set."""
 
     peer: int
     data: Bytes
@@ -50,10 +50,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Total:
-    """An array that becomes its sum with those that others send, which are of its size.
+    """An array that is replaced by its sum with the arrays of the same size that others send.
 
-    They are added from left to right: those of the processes ``before`` this one, its own, those of the ones ``after``
-    it; so it does not matter which of them adds.
+    The addends are added from left to right: those of the processes ``before`` this one, its own, then those of the
+    processes ``after`` it. The result therefore does not depend on which process adds.
     """
 
     array: NDArray[Any]
@@ -62,13 +62,13 @@ class Total:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Those who send."""
+        """The senders, in the order of addition."""
         return (*self.before, *self.after)
 
 
 @dataclass(frozen=True)
 class Round:
-    """Messages that travel at the same time; the answer is the length of each received one, in bytes, in order."""
+    """Messages that travel concurrently. The answer is the lengths of the received messages in bytes, in order."""
 
     sends: Sequence[Message]
     receives: Sequence[Message]
@@ -84,12 +84,14 @@ class Sum:
 
 Lengths = list[int]
 Reducer = Generator[Round | Sum, Lengths, None]
-"""Drive with ``send(lengths)``; after a Sum what is sent does not matter."""
+"""Drive with ``send(lengths)``; after a Sum the value sent is ignored."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An owner's weights, of the type and size of the known ones; ``keeps`` what payloads do not say for later ones."""
+    """An owner's weights, in the type and size of the known ones; ``keeps`` leaves encoding errors to later
+    payloads.
+    """
 
     weights: NDArray[Any]
     keeps: bool
@@ -101,11 +103,12 @@ class Held:
 
 @dataclass(eq=False)
 class Operand:
-    """Elements ``start`` to ``start + array.size`` of a tensor, where its gradient lies, and what its codec remembers.
+    """Elements ``start`` to ``start + array.size`` of a tensor: the array of their gradient, their codec and its
+    states.
 
-    ``array`` is replaced by the sum over the workers. ``state`` is that of this worker's own encoding, ``again`` that
-    of the second encoding by an owner; with error feedback both have residuals. ``start`` is a multiple of the codec's
-    block, or 0. ``held`` is there where weights are told and not gradients, at the owner.
+    ``array`` is replaced by the sum over the workers. ``state`` belongs to this worker's own encoding and ``again`` to
+    the second encoding by an owner; with error feedback both have residuals. ``start`` is a multiple of the codec's
+    block, or 0. An owner that distributes weights instead of gradients has ``held``.
     """
 
     name: str
@@ -123,25 +126,25 @@ class Operand:
 
 
 class Room(Protocol):
-    """Where buffers come from."""
+    """A pool of buffers."""
 
     def take(self, nbytes: int) -> Bytes:
-        """A buffer of at least that size."""
+        """A buffer of at least ``nbytes``."""
         ...
 
     def give(self, buffer: Bytes) -> None:
-        """Back to where it came from."""
+        """Return a buffer to the pool."""
         ...
 
 
 @dataclass(frozen=True)
 class Participant:
-    """This process among those that reduce. ``owners`` are the processes that own parts, in the order of parts.
+    """This process and the processes that reduce with it. ``owners`` are the processes that own parts, in part order.
 
-    ``report`` is told the name of a tensor whose gradient here is not finite. ``hosts`` are the workers of each host,
-    where these sum before anything is encoded (``levels``). ``called`` gives those that reduce their numbers in
-    messages for people, where they are some of all. With
-    ``means`` owners divide sums by the number of workers before they encode them, and who has gradients divides none.
+    ``report`` receives the name of every tensor whose gradient here is not finite. ``hosts`` lists the workers of each
+    host if hosts sum before encoding (``levels``). ``called`` gives the participants' ranks for error messages if they
+    are a subset of all. With ``means`` owners divide sums by the number of workers before encoding, and workers do not
+    divide.
     """
 
     index: int
@@ -155,41 +158,41 @@ class Participant:
 
     @property
     def works(self) -> bool:
-        """False in a process that only serves."""
+        """False in a dedicated server."""
         return self.index < self.workers
 
     @property
     def owner(self) -> int:
-        """This process's number among the owners, -1 for one that owns nothing."""
+        """This process's index among the owners, -1 if it owns nothing."""
         return self.owners.index(self.index) if self.index in self.owners else -1
 
     @property
     def encoders(self) -> int:
-        """How many there are whose gradients are encoded: hosts where these sum before, else workers."""
+        """The number of encoders: hosts if these sum before encoding, else workers."""
         return len(self.hosts) or self.workers
 
     @property
     def encoder(self) -> int:
-        """The number among these of the one that this process encodes for."""
+        """The index of the encoder that this process belongs to."""
         if not self.hosts:
             return self.index
         return next(number for number, ranks in enumerate(self.hosts) if self.index in ranks)
 
     def others(self) -> list[int]:
-        """The other workers, beginning after this one, so that not all turn to the same one first."""
+        """The other workers, starting after this one, so that not all workers address the same one first."""
         turned = ((self.index + k) % self.workers for k in range(1, self.workers + 1))
         return [worker for worker in turned if worker != self.index]
 
 
 class ReduceError(SynclineError):
-    """A payload that cannot be used: whose it was, of which codec, and what is wrong with it."""
+    """A payload that cannot be used; the message names its sender, its codec and the fault."""
 
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """Messages between processes that travel at the same time, as columns: source, destination, expected bytes.
+    """Messages that travel concurrently, as columns: source, destination, expected bytes.
 
-    ``most_bytes`` is the greatest size of each; they are equal where the codec's payloads have a fixed one.
+    ``most_bytes`` is the maximum size of each; it equals ``nbytes`` if the codec's payloads have a fixed size.
     """
 
     src: NDArray[np.int64]
@@ -199,11 +202,11 @@ class Flows:
 
     @property
     def columns(self) -> tuple[NDArray[np.int64], ...]:
-        """All of them."""
+        """All four columns."""
         return self.src, self.dst, self.nbytes, self.most_bytes
 
     def busiest_bytes(self) -> int:
-        """What the busiest port carries in one direction, ports sending and receiving at the same time."""
+        """The bytes that the busiest port carries in one direction, if ports send and receive at the same time."""
         if not self.nbytes.size:
             return 0
         return int(max(np.bincount(ends, self.nbytes).max() for ends in (self.src, self.dst)))
@@ -211,17 +214,17 @@ class Flows:
 
 @dataclass(frozen=True)
 class Summed:
-    """An array of that size that the strategy's plan sums over all workers."""
+    """An array of ``nbytes`` that the strategy's plan sums over all workers."""
 
     nbytes: int
 
 
 Traffic = list[Flows | Summed]
-"""What travels for one reducer, on all processes, step by step."""
+"""The communication of one reducer on all processes, step by step."""
 
 
 class Computing(NamedTuple):
-    """What one rank computes, counted in whole gradients: encodings, decodings (and adding), and adds of payloads."""
+    """One rank's work in units of whole gradients: encodings, decodings (including adds), and additions of payloads."""
 
     encodes: float
     decodes: float
@@ -230,15 +233,15 @@ class Computing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way in which payloads become one, as its file declares it.
+    """One way of combining payloads, as its file declares it.
 
-    ``pieces`` gives the reducers of the parts that go this way, for one process, and ``traffic`` what travels for each
-    of them, by the numbers of workers and the processes that own parts. ``computing`` is what the busiest of so many
-    ranks computes. ``words`` say it to the user, of an ``{architecture}`` and its ``{owners}``.
+    ``pieces`` makes the reducers of the parts that are combined this way, for one process. ``traffic`` describes the
+    communication of each reducer from the number of workers and the owners. ``computing`` is the work of the busiest
+    rank. ``words`` describe the way to the user, with placeholders ``{architecture}`` and ``{owners}``.
 
-    ``carrier`` is the architecture that the messages are those of, whatever the strategy asks for; None where the
-    strategy's own plan sums. ``servable`` says that servers can be the owners instead, ``again`` that owners encode the
-    sums again, with a residual of their own.
+    ``carrier`` is the architecture whose messages are used, whatever the strategy asks for; None if the strategy's own
+    plan sums. ``servable`` says that servers can be the owners, ``again`` that owners encode the sums again with their
+    own residual.
     """
 
     pieces: Callable[[Sequence[Operand], Participant], list[Callable[[], Reducer]]]

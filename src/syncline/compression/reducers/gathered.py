@@ -1,8 +1,8 @@
-"""All-gather: every rank sends its payload to all others and adds up what comes, in rank order.
+"""All-gather: every rank sends its payload to all others and adds the received payloads in rank order.
 
-For sparse payloads: N ranks of k pairs each make up to N k different elements, which would not fit a payload of k pairs
-again. Cost per rank: (N-1) payloads sent and received, N decoded; more than an allreduce from some number of ranks on
-(see ``merged``), which is the price of losing nothing twice.
+Meant for sparse payloads: N ranks of k pairs each have up to N k distinct elements, which no longer fit a payload of k
+pairs. Cost per rank: N-1 payloads sent and received, N decoded. From some number of ranks on this exceeds an allreduce
+(see ``merged``); in return no element is dropped a second time.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ PIECE_ELEMENTS = 1 << 22
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
+    """One reducer per piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
     return [partial(reduce, piece, Letter(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
-    """Of every piece, everybody's message to everybody else."""
+    """For every piece, one message from each worker to each other worker."""
     src, dst = np.nonzero(~np.eye(workers, dtype=bool))
     return [[Letter(piece).flows(src, dst)] for piece in cut(parts, PIECE_ELEMENTS)]
 
 
 def computing(workers: int) -> Computing:
-    """All payloads are decoded everywhere."""
+    """Every rank decodes all payloads."""
     return Computing(1, workers, 0)
 
 
 def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer:
-    """One piece."""
+    """Exchange and add one piece."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
     posts: dict[int, Post] = {me.index: letter.write(me.room, arrays, states, me.report)}
     others = me.others()

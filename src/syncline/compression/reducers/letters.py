@@ -1,12 +1,12 @@
-"""What travels: the payloads of several parts in one message, that says of itself what it is.
+"""The message format: the payloads of several parts in one message with a header.
 
-    word 0   a check sum of the parts' codecs
-    word 1   their elements
-    word 2   the step, from which seeds follow
-    then     words per payload, for each part, unless all of them have a fixed size
+    word 0   a checksum of the parts' codecs
+    word 1   their number of elements
+    word 2   the step, which determines the seeds of random numbers
+    then     the length of each payload in words, unless all lengths are fixed
     then     the payloads
 
-A message is refused, before anything is decoded, when it does not fit what is expected.
+A message that does not match the receiver's own parts is refused before anything is decoded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _HEAD = 3
 
 
 class Letter:
-    """The form of a message that carries certain parts; made once, used for every rank's message of a round."""
+    """The format of a message with given parts. It is made once and used for every rank's message of a round."""
 
     def __init__(self, parts: Sequence[Operand]) -> None:
         self.parts = tuple(parts)
         sizes = [part.codec.wire_bytes(spec_of(part)) for part in parts]
         self._greatest = [size[1] // 4 for size in sizes]
         self.fixed = all(expected == greatest for expected, greatest in sizes)
-        """Whether each such message has ``greatest_bytes``."""
+        """Whether every message has exactly ``greatest_bytes``."""
         texts = "+".join(dict.fromkeys(repr(part.codec) for part in parts))
         self._check = zlib.crc32(texts.encode())
         self._elements = sum(part.array.size for part in parts) & 0xFFFFFFFF
@@ -44,13 +44,13 @@ class Letter:
         self.expected_bytes = 4 * self._first + sum(expected for expected, _ in sizes)
 
     def flows(self, src: Column, dst: Column) -> Flows:
-        """Such messages between processes, and how large they are, without writing one."""
+        """The sizes of such messages between processes, without writing one."""
         return Flows(src, dst, np.full(len(src), self.expected_bytes), np.full(len(src), self.greatest_bytes))
 
     def write(
         self, room: Room, inputs: Sequence[Floats], states: Sequence[State], report: Callable[[str], None]
     ) -> Post:
-        """Encode the parts' ``inputs`` into a fresh message."""
+        """Encode ``inputs``, one per part, into a new message."""
         post = Post(room, self.greatest_bytes)
         words = post.words
         words[0], words[1], words[2] = self._check, self._elements, states[0].step & 0xFFFFFFFF
@@ -66,16 +66,16 @@ class Letter:
         return post
 
     def room(self, room: Room) -> Post:
-        """A place for a message that is to come."""
+        """A buffer for an incoming message."""
         return Post(room, self.greatest_bytes)
 
     def step_of(self, post: Post, sender: str) -> int:
-        """The step of which a message is; raises ReduceError for one that cannot be what was expected."""
+        """The step of a message; raises ReduceError if its header does not match."""
         self.payloads(post, sender)
         return int(post.words[2])
 
     def payloads(self, post: Post, sender: str) -> list[Payload]:
-        """The payloads in a message; raises ReduceError for one that cannot be what was expected."""
+        """The payloads in a message; raises ReduceError if its header does not match."""
         words = post.words[: post.nbytes // 4]
         names = f"{sender}: a message of {post.nbytes} bytes for {self._text()}"
         if post.nbytes % 4 or words.size < self._first:
@@ -111,7 +111,7 @@ class Letter:
             )
 
     def merge(self, room: Room, mine: Post, theirs: Post, states: Sequence[State], sender: str) -> Post:
-        """One message out of two, which are freed; what does not fit goes into the states' residuals."""
+        """Merge two messages into one and free both. Elements that do not fit go into the residuals of ``states``."""
         self._check_step(theirs, states[0].step, sender)
         merged = self.room(room)
         words = merged.words
@@ -139,7 +139,7 @@ class Letter:
 
 
 class Post:
-    """A message in memory; ``nbytes`` is its length, once it is written or has come."""
+    """A message in memory. ``nbytes`` is its length, once it is written or received."""
 
     __slots__ = ("_room", "buffer", "nbytes")
 
@@ -150,26 +150,26 @@ class Post:
 
     @property
     def words(self) -> Payload:
-        """All of its memory."""
+        """The whole buffer as 32-bit words."""
         return self.buffer[: self.buffer.nbytes // 4 * 4].view(np.uint32)
 
     @property
     def data(self) -> Bytes:
-        """What travels."""
+        """The bytes that travel."""
         return self.buffer[: self.nbytes]
 
     def free(self) -> None:
-        """Nobody needs it any more."""
+        """Return the buffer to its pool."""
         self._room.give(self.buffer)
 
 
 def name_of(process: int, me: Participant) -> str:
-    """How a process is called in messages."""
+    """The name of a process in error messages."""
     if me.called:
         return f"rank {me.called[process]}"
     return f"rank {process}" if process < me.workers else f"server rank {process}"
 
 
 def spec_of(part: Operand) -> Spec:
-    """What a codec's sizes follow from: the tensor, or a slice of it."""
+    """The shape that determines a codec's sizes: that of the tensor or of a slice."""
     return part.state.spec if part.array.size == part.state.spec.elements else Spec(part.name, (part.array.size,))

@@ -1,27 +1,28 @@
-"""Two levels: gradients are summed inside hosts as they are, and become payloads between hosts only.
+"""Two levels: hosts sum their gradients uncompressed, and only payloads cross between hosts.
 
-    inside    reduce-scatter: a rank adds up its host's gradients of the part that it stands for, in float32
-    between   the ranks of all hosts that stand for the same part, a *rail*, reduce the hosts' sums by the codec's way
-    inside    all-gather: every rank gets all parts of the result
+    inside    reduce-scatter: each rank adds its host's gradients for its share of the bucket, in float32
+    between   the ranks of all hosts with the same share, a *rail*, reduce the hosts' sums with the codec
+    inside    all-gather: every rank gets all shares of the result
 
-So a payload crosses the link between hosts once per host instead of once per rank, and a rank encodes 1/p of the
-gradients, p being the ranks of a host. The price is a reduce-scatter and an all-gather at the speed of memory. Cho et
-al., "BlueConnect", MLSys 2019, have the levels without a codec.
+A payload crosses the link between hosts once per host instead of once per rank, and a rank encodes 1/p of the gradients
+on a host of p ranks. The price is a reduce-scatter and an all-gather at memory speed. Cho et al., "BlueConnect", MLSys
+2019, have these levels without a codec.
 
-A host counts as one worker. Sums are made in the order of ranks whoever makes them, and the rest is what it is among
-so many workers as there are hosts, so that the result has the bits that these would have, were the hosts' sums their
-gradients: nothing depends on who stands for what, or on how many ranks a host has beside.
+A host counts as one worker. Sums are always added in rank order, and between hosts the reducers run as between as many
+workers. The result therefore has the bits that one worker per host would get from the host's sum; it depends neither on
+the assignment of shares nor on the number of ranks per host.
 
-Rails are as many as the smallest host has ranks; further ranks of larger hosts give and take only. That costs no time:
-the smallest host has most to encode for each of its ranks. Parts are cut where their codecs may be cut: where tensors
-are seen whole a rail stands for whole tensors, and of a bucket that is one tensor one rank of each host does all the
-work. Who stands for the first part is therefore drawn by the name of the bucket's first tensor.
+There are as many rails as the smallest host has ranks; the other ranks of larger hosts only send and receive. This
+costs no time, because each rank of the smallest host has the most to encode anyway. Parts are cut only where their
+codecs allow it. If a codec must see whole tensors, a rail's share consists of whole tensors, and a bucket with a single
+tensor keeps only one rank per host busy. A hash of the name of a bucket's first tensor therefore selects the rank of
+the first share, which spreads such buckets over the ranks.
 
-Payloads that can be added are added here by owners of the words, in the order of hosts. A bucket goes in pieces: while
-one travels between hosts others are added up or encoded.
+Payloads that can be added are added by owners of their words, in host order. A bucket is cut into pieces: one piece
+travels between hosts while others are added or encoded.
 
-Cost per rank with m hosts of p ranks, n bytes of gradients, and payloads of b bytes that go by owners: 2(p-1)/p n
-inside, 2(m-1)/m b/p between; 2(m-1)/m b for a host's link.
+Cost per rank with m hosts of p ranks, n bytes of gradients and b bytes of payload, reduced by owners: 2(p-1)/p n
+inside, 2(m-1)/m b/p between; 2(m-1)/m b on a host's link.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from .letters import Column
 from .owners import cut, most_elements, share_out
 
 _UNIT = 16
-"""Sums of payloads are cut at multiples of so many bytes: numbers of all types stay whole."""
+"""Sums of payloads are cut at multiples of 16 bytes, which keeps numbers of all types whole."""
 
 Hosts = Sequence[Sequence[int]]
 Rail = tuple[int, ...]
-"""The ranks that stand for the same part, one of each host."""
+"""The ranks with the same share, one of each host."""
 
 
 @dataclass(frozen=True)
 class RailedPiece:
-    """Parts that are reduced together, by rail, and which elements of the bucket they are."""
+    """Parts that are reduced together, by rail, and their ranges of elements in the bucket."""
 
     rails: Sequence[Rail]
     shares: Sequence[Sequence[Operand]]
@@ -58,7 +59,7 @@ class RailedPiece:
 
 
 def pieces(parts: Sequence[Operand], array: NDArray[Any], me: Participant) -> list[Callable[[], Reducer]]:
-    """One reducer for every piece of a bucket, whose ``parts`` lie one behind the other in ``array``."""
+    """One reducer per piece of a bucket whose ``parts`` lie one after the other in ``array``."""
     found: list[Callable[[], Reducer]] = []
     for piece in divide(parts, me.hosts):
         views = [array[start:stop].view(np.uint8) for start, stop in piece.ranges]
@@ -72,7 +73,7 @@ def pieces(parts: Sequence[Operand], array: NDArray[Any], me: Participant) -> li
 
 
 def divide(parts: Sequence[Operand], hosts: Hosts) -> list[RailedPiece]:
-    """The pieces of a bucket, for all ranks."""
+    """The pieces of a bucket; the same on all ranks."""
     parts = [part for part in parts if part.array.size]
     if not parts:
         return []
@@ -82,7 +83,7 @@ def divide(parts: Sequence[Operand], hosts: Hosts) -> list[RailedPiece]:
     largest = max(_elements(share) for share in shares)
     count = (
         largest // max(1, most_elements(parts)) + 1
-    )  # a little less than a piece between hosts has, which is one then
+    )  # slightly less than ``most_elements``, so that the reducers between hosts do not cut the piece again
     for piece in zip_longest(*(cut(share, -(-largest // count)) for share in shares), fillvalue=[]):
         ranges = []
         for rail, share in enumerate(piece):
@@ -93,7 +94,7 @@ def divide(parts: Sequence[Operand], hosts: Hosts) -> list[RailedPiece]:
 
 
 def encoded(parts: Sequence[Operand], me: Participant) -> list[Operand]:
-    """What this process encodes of a bucket for its host."""
+    """The parts of a bucket that this process encodes for its host."""
     parts = [part for part in parts if part.array.size]
     if not parts:
         return []
@@ -102,7 +103,7 @@ def encoded(parts: Sequence[Operand], me: Participant) -> list[Operand]:
 
 
 def owned(parts: Sequence[Operand], me: Participant) -> Iterator[Operand]:
-    """What this process encodes of a bucket a second time, when all hosts' payloads have been added."""
+    """The parts of a bucket that this process encodes a second time, after all hosts' payloads have been added."""
     for piece in divide(parts, me.hosts):
         for _, share in _of(piece, me):
             wanted = [part for part in share if ways.way_of(part.codec).again]
@@ -110,7 +111,7 @@ def owned(parts: Sequence[Operand], me: Participant) -> Iterator[Operand]:
 
 
 def traffic(parts: Sequence[Operand], hosts: Hosts) -> list[Traffic]:
-    """What travels for each of ``pieces``: inside hosts, between them, inside again."""
+    """The communication of each of ``pieces``: inside hosts, between them, and inside again."""
     found: list[Traffic] = []
     for piece in divide(parts, hosts):
         up = _inside(piece, hosts)
@@ -128,10 +129,12 @@ def traffic(parts: Sequence[Operand], hosts: Hosts) -> list[Traffic]:
 def reduce(
     piece: RailedPiece, views: Sequence[Bytes], between: Sequence[Callable[[], Reducer]], me: Participant
 ) -> Reducer:
-    """One piece. ``views`` are its parts' memory by rail, ``between`` what this rank does with other hosts."""
+    """Reduce one piece. ``views`` are its shares' memory by rail; ``between`` are this rank's reducers with other
+    hosts."""
     here = me.encoder
     ranks = me.hosts[here]
-    near = [*ranks[ranks.index(me.index) + 1 :], *ranks[: ranks.index(me.index)]]  # not all turn to the same one first
+    # not all ranks address the same one first
+    near = [*ranks[ranks.index(me.index) + 1 :], *ranks[: ranks.index(me.index)]]
     others = {rail[here]: view for rail, view in zip(piece.rails, views, strict=True) if view.size}
     mine = others.pop(me.index, None)
     total = None
@@ -146,7 +149,7 @@ def reduce(
 
 
 def _over(start: Callable[[], Reducer], rail: Rail, here: int) -> Reducer:
-    """A reducer among hosts, whose messages go between the ranks of a rail; ``here`` is this one's host."""
+    """Translate a reducer among hosts into messages between the ranks of a rail; ``here`` is this process's host."""
     reducer = start()
     asked = next(reducer, None)
     while asked is not None:
@@ -165,7 +168,7 @@ def _over(start: Callable[[], Reducer], rail: Rail, here: int) -> Reducer:
 
 
 def _sum(array: NDArray[Any], rail: Rail, here: int) -> Reducer:
-    """The sum of all hosts' arrays: each host owns a part."""
+    """Sum all hosts' arrays by owners: each host owns a part."""
     whole = array.view(np.uint8)
     parts = [whole[start:stop] for start, stop in pairwise(_edges(array.nbytes, len(rail)))]
     others = [(rail[host], parts[host]) for host in (*range(here + 1, len(rail)), *range(here))]
@@ -177,12 +180,12 @@ def _sum(array: NDArray[Any], rail: Rail, here: int) -> Reducer:
 
 
 def _edges(nbytes: int, hosts: int) -> list[int]:
-    """Where the parts of a sum begin and end."""
+    """The bounds of the parts of a sum, in bytes."""
     return [*(nbytes // _UNIT * host // hosts * _UNIT for host in range(hosts)), nbytes]
 
 
 def _rails(parts: Sequence[Operand], hosts: Hosts) -> tuple[list[Rail], list[list[Operand]]]:
-    """The rails and what each stands for."""
+    """The rails and the share of each."""
     turn = zlib.crc32(parts[0].name.encode(errors="surrogatepass"))
     count = min(len(ranks) for ranks in hosts)
     rails = [tuple(ranks[(rail + turn) % len(ranks)] for ranks in hosts) for rail in range(count)]
@@ -190,7 +193,7 @@ def _rails(parts: Sequence[Operand], hosts: Hosts) -> tuple[list[Rail], list[lis
 
 
 def _of(piece: RailedPiece, me: Participant) -> list[tuple[Rail, Sequence[Operand]]]:
-    """The rail that this process is of, if any, and what it stands for in a piece."""
+    """This process's rail and its share of a piece, if it has one."""
     both = zip(piece.rails, piece.shares, strict=True)
     return [(rail, share) for rail, share in both if me.index in rail and share]
 
@@ -200,7 +203,7 @@ def _elements(share: Sequence[Operand]) -> int:
 
 
 def _inside(piece: RailedPiece, hosts: Hosts) -> Flows:
-    """From every rank to those of its host that stand for something."""
+    """Messages from every rank to the ranks of its host that have a share."""
     rows = [
         (rank, rail[host], 4 * (stop - start))
         for host, ranks in enumerate(hosts)
@@ -212,7 +215,7 @@ def _inside(piece: RailedPiece, hosts: Hosts) -> Flows:
 
 
 def _among(step: Flows | Summed, rail: Rail) -> list[Flows]:
-    """What travels between hosts, between the ranks of a rail."""
+    """Messages between hosts as messages between the ranks of a rail."""
     numbers = np.array(rail)
     if isinstance(step, Flows):
         return [replace(step, src=numbers[step.src], dst=numbers[step.dst])]

@@ -1,7 +1,8 @@
-"""Merging on a binomial tree: two payloads become one of the same size, until one is left, which goes back to all.
+"""Merging along a binomial tree: two payloads become one of the same size until one is left, which returns to all.
 
-For codecs whose payloads can be merged (global top-k, Shi et al., ICDCS 2019): ceil(lg N) times up and down, each a
-payload, whatever the number of ranks. What a merge drops goes into the merging rank's residual, so nothing is lost.
+For codecs whose payloads can be merged (global top-k, Shi et al., ICDCS 2019). One payload travels ceil(lg N) times up
+and down the tree, whatever the number of ranks. A merge adds the elements that it drops to the merging rank's residual,
+so no gradient is lost.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from .owners import cut
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """One reducer for every piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
+    """One reducer per piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
     return [partial(reduce, piece, Letter(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
-    """Of every piece, up the tree level by level, and down again."""
+    """For every piece, messages up the tree level by level, then down again."""
     return [_levels(Letter(piece), workers) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
@@ -36,12 +37,12 @@ def _levels(letter: Letter, workers: int) -> Traffic:
 
 
 def computing(workers: int) -> Computing:
-    """The root of the tree merges on every level, which takes as long as decoding."""
+    """The root merges on every level; a merge takes as long as a decoding."""
     return Computing(1, (workers - 1).bit_length() + 1, 0)
 
 
 def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer:
-    """One piece: up the tree to rank 0, down again, decode."""
+    """Merge one piece up the tree to rank 0, return it, and decode it."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
     post = letter.write(me.room, arrays, states, me.report)
     distance = 1
@@ -66,7 +67,7 @@ def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer
 
 
 def _halves(distance: int) -> list[int]:
-    """The distances of a rank's children, the farthest first."""
+    """The distances to a rank's children, farthest first."""
     return [1 << bit for bit in reversed(range(distance.bit_length() - 1))]
 
 

@@ -1,19 +1,19 @@
-"""Reduce to owners, encode again, give to all: for payloads that cannot be added.
+"""Reduce to owners, encode the sums, send them to all: for payloads that cannot be added.
 
-Every owner (each worker, or the servers) has a part of every piece. All workers send it their payload of that part; it
-decodes and adds them in rank order, encodes the sum, with a residual of its own where there is error feedback, and
-sends that to all. Its own contribution takes the same way through the codec, so that the result does not depend on who
-owns what. This is ``direct``, or a parameter server, with codes instead of numbers.
+Every owner (each worker, or each server) owns a part of every piece. All workers send it their payloads of that part.
+The owner decodes and adds them in rank order, encodes the sum (with its own residual if there is error feedback), and
+sends it to all. Its own contribution also passes through the codec, so the result does not depend on ownership. This is
+``direct``, or a parameter server, with codes instead of numbers.
 
-Cost per rank with N owners among N workers: 2(N-1)/N of the payload sent and received; one encoding and one decoding of
-everything, one decoding and 1/N encoding of everything at the owner. Tang et al., "DoubleSqueeze", ICML 2019, has the
-two residuals.
+Cost per rank with N owners among N workers: 2(N-1)/N of the payload sent and received; every rank encodes and decodes
+everything once, and as an owner decodes N payloads of its part and encodes 1/N. Tang et al., "DoubleSqueeze", ICML
+2019, have both residuals.
 
-Of its two halves, ``collect`` leaves the sums with their owners, and ``answer`` encodes what an owner says of its
-parts for all. Where servers hold the weights they say something else in the second half: ``updates``.
+The first half, ``collect``, leaves the sums with their owners; the second half, ``answer``, encodes an owner's values
+for all. Servers that hold the weights send updates of weights in the second half (``updates``).
 
-What an owner owns follows from the bucket and the codecs alone (``share_out``). It is cut into pieces, so that one
-piece is encoded while another travels.
+Ownership follows from the bucket and the codecs alone (``share_out``). Shares are cut into pieces, so that one piece is
+encoded while another travels.
 """
 
 from __future__ import annotations
@@ -31,64 +31,66 @@ from .letters import Column, Letter, Post, name_of, spec_of
 
 PIECE_BYTES = 2_000_000
 PIECE_ELEMENTS = 1 << 22
-"""The payload and the elements of a piece: several are under way in a large bucket, and a message's cost is small."""
+"""The payload and the elements of a piece: small enough for several pieces in a large bucket, large enough to make the
+cost per message negligible."""
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedPiece:
-    """Parts that are reduced together, by owner, and the forms of the messages about them."""
+    """Parts that are reduced together, by owner, and the formats of their messages."""
 
     shares: Sequence[Sequence[Operand]]
 
     @cached_property
     def letters(self) -> list[Letter]:
-        """Of the workers' messages to the owners."""
+        """The formats of the workers' messages to the owners."""
         return [Letter(share) for share in self.shares]
 
     @cached_property
     def relayed(self) -> list[list[Operand]]:
-        """The parts as owners encode them again."""
+        """The parts with the codecs of the second encoding."""
         return [[replace(part, codec=relay_of(part.codec)) for part in share] for share in self.shares]
 
     @cached_property
     def answers(self) -> list[Letter]:
-        """Of the owners' messages to the workers."""
+        """The formats of the owners' messages to the workers."""
         return [Letter(share) for share in self.relayed]
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """One reducer for every piece."""
+    """One reducer per piece."""
     return [partial(reduce, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
 def collecting(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """As ``pieces``, of the first half alone."""
+    """One reducer per piece, for the first half alone."""
     return [partial(collect, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
 def pushing(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """As ``collecting``, of one worker by itself: its own half."""
+    """One reducer per piece, for the payloads that one worker pushes by itself."""
     return [partial(push, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
 def taking(parts: Sequence[Operand], me: Participant, worker: int) -> list[Callable[[], Reducer]]:
-    """The owner's half of what ``worker`` pushes by itself, whose payloads' parts these are."""
+    """One reducer per piece, for an owner that takes the payloads of ``worker`` alone; ``parts`` are the payloads'
+    parts."""
     return [partial(take, piece, me, worker) for piece in divide(share_out(parts, len(me.owners)))]
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:
-    """Of every piece, the workers' messages to the owners and the owners' to the workers."""
+    """For every piece, the workers' messages to the owners and the owners' messages to the workers."""
     divided = divide(share_out(parts, len(owners)))
     return [[_to_owners(piece, workers, owners), _from_owners(piece, workers, owners)] for piece in divided]
 
 
 def push_traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:
-    """Of every piece, the first half alone."""
+    """For every piece, the messages of the first half."""
     return [[_to_owners(piece, workers, owners)] for piece in divide(share_out(parts, len(owners)))]
 
 
 def pull_traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:
-    """Of every piece, the second half alone, whatever it is that owners say."""
+    """For every piece, the messages of the second half."""
     return [[_from_owners(piece, workers, owners)] for piece in divide(share_out(parts, len(owners)))]
 
 
@@ -101,12 +103,12 @@ def _from_owners(piece: OwnedPiece, workers: int, owners: Sequence[int]) -> Flow
 
 
 def _asked(letters: Sequence[Letter], owners: Sequence[int]) -> list[tuple[int, Letter]]:
-    """The owners that have something of a piece, and the form of the messages about it."""
+    """The owners with a share of a piece, and the formats of the messages about it."""
     return [(owner, letter) for owner, letter in zip(owners, letters, strict=True) if letter.parts]
 
 
 def _others(owner: int, workers: int) -> tuple[Column, Column]:
-    """The workers beside an owner, and as often the owner."""
+    """The workers other than ``owner``, and ``owner`` repeated as often."""
     others = np.delete(np.arange(workers), [owner] if owner < workers else [])
     return others, np.full_like(others, owner)
 
@@ -116,25 +118,25 @@ def _joined(flows: Sequence[Flows]) -> Flows:
 
 
 def computing(workers: int) -> Computing:
-    """Every payload of the own part is decoded, then all parts of the result; the own part is encoded again."""
+    """An owner decodes every payload of its part and encodes the sum; all ranks decode the whole result."""
     return Computing(1 + 1 / workers, 2, 0)
 
 
 def divide(shares: Sequence[Sequence[Operand]]) -> list[OwnedPiece]:
-    """The pieces of what owners share."""
+    """The pieces of the owners' shares."""
     at_most = max(1, most_elements([part for share in shares for part in share]) // len(shares))
     return [OwnedPiece(found) for found in zip_longest(*(cut(share, at_most) for share in shares), fillvalue=[])]
 
 
 def most_elements(parts: Sequence[Operand]) -> int:
-    """Of how many elements of these parts a piece has the payload of one, or as many elements."""
+    """The number of elements in a piece: limited by ``PIECE_ELEMENTS`` and by ``PIECE_BYTES`` of expected payload."""
     elements = sum(part.array.size for part in parts)
     payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for part in parts)
     return min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1))
 
 
 def cut(parts: Sequence[Operand], elements: int) -> list[list[Operand]]:
-    """Consecutive pieces of up to ``elements``, cut at blocks; what cannot be cut may be larger."""
+    """Consecutive pieces of up to ``elements`` elements, cut at blocks; a part that cannot be cut may exceed that."""
     found: list[list[Operand]] = []
     left = 0
     for part in parts:
@@ -150,7 +152,7 @@ def cut(parts: Sequence[Operand], elements: int) -> list[list[Operand]]:
 
 
 def share_out(parts: Sequence[Operand], owners: int) -> list[list[Operand]]:
-    """The parts of each owner: consecutive, cut at blocks, of about equal numbers of elements."""
+    """The parts of each owner: consecutive, cut at blocks, with about equal numbers of elements."""
     total = sum(part.array.size for part in parts)
     edges = [total * owner // owners for owner in range(1, owners)]
     found: list[list[Operand]] = [[] for _ in range(owners)]
@@ -166,16 +168,16 @@ def share_out(parts: Sequence[Operand], owners: int) -> list[list[Operand]]:
 
 
 def _to_block(part: Operand, at: int, up: bool = False) -> int:
-    """The nearest place to ``at`` (or the next one) at which a part may be cut; parts begin at such places."""
+    """The cut that is nearest to ``at``, or the next one with ``up``. Parts begin at possible cuts."""
     size, block = part.array.size, part.codec.block or part.array.size
     if at >= size:
-        return size  # the end, which need not be a multiple of a block
+        return size  # the end need not be a multiple of a block
     nearest = -(-at // block) * block if up else (at + block // 2) // block * block
     return min(nearest, size)
 
 
 def reduce(piece: OwnedPiece, me: Participant) -> Reducer:
-    """One piece, both halves."""
+    """Reduce one piece: both halves."""
     yield from collect(piece, me)
     shares = piece.shares
     owned = shares[me.owner] if me.owner >= 0 else ()
@@ -189,7 +191,7 @@ def reduce(piece: OwnedPiece, me: Participant) -> Reducer:
 
 
 def collect(piece: OwnedPiece, me: Participant) -> Reducer:
-    """First half: every owner decodes the workers' payloads of its parts and adds them, in rank order, in their arrays.
+    """First half: every owner decodes the workers' payloads of its parts and adds them to its arrays in rank order.
 
     The arrays of other parts stay as they are.
     """
@@ -207,16 +209,18 @@ def collect(piece: OwnedPiece, me: Participant) -> Reducer:
         posts = {**came, **own}
         if not me.works:
             step = letters[mine].step_of(posts[0], name_of(0, me))
-            for part in owned:  # a server counts no steps of its own: those of a resumed run do not begin at 0
+            for part in owned:  # a server takes the step from the message: in a resumed run it does not start at 0
                 part.state.step = step
         sums, states = [part.array for part in owned], [part.state for part in owned]
+        # In rank order, whatever the order of arrival: sums have the same bits in every run.
         for worker in range(me.workers):
             letters[mine].read(posts[worker], sums, states, name_of(worker, me), add=worker > 0)
         _free(posts)
 
 
 def push(piece: OwnedPiece, me: Participant) -> Reducer:
-    """A worker's half of ``collect`` by itself: what it owns is replaced by what its payload says of it."""
+    """A worker's share of ``collect`` without the others. The parts that it owns are replaced by their decoded
+    payloads."""
     posted = _written(piece.letters, piece.shares, me)
     own = posted.pop(me.owner, None)
     yield Round([Message(me.owners[owner], post.data) for owner, post in posted.items()], [])
@@ -229,7 +233,7 @@ def push(piece: OwnedPiece, me: Participant) -> Reducer:
 
 
 def take(piece: OwnedPiece, me: Participant, worker: int) -> Reducer:
-    """An owner's half, of one worker: its arrays are replaced by what the payload says."""
+    """An owner's share of ``push``: its arrays are replaced by the worker's decoded payload."""
     owned, letter = piece.shares[me.owner], piece.letters[me.owner]
     if not owned:
         return
@@ -238,7 +242,7 @@ def take(piece: OwnedPiece, me: Participant, worker: int) -> Reducer:
     arrays, states = [part.array for part in owned], [part.state for part in owned]
     step = letter.step_of(came, sender)
     for state in states:
-        state.step = step  # each worker counts its own
+        state.step = step  # each worker counts its own steps
     letter.read(came, arrays, states, sender, add=False)
     came.free()
 
@@ -251,10 +255,10 @@ def answer(
     *,
     add: bool,
 ) -> Reducer:
-    """Second half: every owner encodes what it says of its parts, for all workers.
+    """Second half: every owner encodes its values and sends them to all workers.
 
-    ``said`` are this owner's arrays. ``wanted`` are the arrays into which the answers of owners are decoded, or to
-    which they are added, by the owner's number: a worker wants all of them. ``said`` may be among them.
+    ``said`` are this owner's arrays. ``wanted`` maps owners to the arrays into which their answers are decoded, or to
+    which they are added; a worker wants the answers of all owners. Arrays of ``said`` may be among those of ``wanted``.
     """
     relayed, letters = piece.relayed, piece.answers
     mine = me.owner
@@ -277,7 +281,7 @@ def answer(
 
 
 def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Operand]], me: Participant) -> dict[int, Post]:
-    """This worker's payloads by owner, beginning after its own number."""
+    """This worker's payloads by owner, starting after its own index."""
     found: dict[int, Post] = {}
     if me.works:
         count = len(me.owners)

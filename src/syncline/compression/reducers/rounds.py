@@ -1,4 +1,4 @@
-"""Codecs that alternate between computing and sums over the ranks: the sums of all tensors of a bucket go together."""
+"""For codecs that alternate between computing and sums over the ranks. All tensors of a bucket share each sum."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .summed import computing
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """One reducer for all."""
+    """One reducer for all parts."""
     return [partial(reduce, parts, me)]
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
-    """A sum for each step of the tensor that takes most."""
+    """One sum per round of the codec with the most rounds."""
     elements = [_in_rounds(part.codec).rounds(part.state.spec) for part in parts]
     return [[Summed(4 * sum(together)) for together in zip_longest(*elements, fillvalue=0)]]
 
 
 def reduce(parts: Sequence[Operand], me: Participant) -> Reducer:
-    """All tensors step by step together, one sum for each step."""
+    """Run all tensors' rounds together, with one sum per round."""
     going = [(part.name, _begun(part, me)) for part in parts]
     while True:
         asked: list[Floats] = []

@@ -1,4 +1,4 @@
-"""Payloads that can be added are summed by the plan of the architecture, like gradients that are not compressed."""
+"""Payloads that can be added: the architecture's plan sums them as it sums uncompressed gradients."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .letters import spec_of
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
-    """One reducer for every type of numbers."""
+    """One reducer per number type."""
     return [partial(reduce, found, me) for found in alike(parts)]
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
-    """One sum for every type of numbers."""
+    """One sum per number type."""
     return [[Summed(4 * sum(_words(found)))] for found in alike(parts)]
 
 
 def computing(workers: int) -> Computing:
-    """A plan that moves no more than it has to adds all but one share."""
+    """A bandwidth-optimal plan adds all but one share on each rank."""
     return Computing(1, 1, (workers - 1) / workers)
 
 
 def alike(parts: Sequence[Operand]) -> list[list[Operand]]:
-    """The parts by the type of the numbers in their payloads."""
+    """The parts, grouped by the number type of their payloads."""
     found: dict[str, list[Operand]] = {}
     for part in parts:
         found.setdefault(number_of(part.codec), []).append(part)
@@ -38,14 +38,14 @@ def alike(parts: Sequence[Operand]) -> list[list[Operand]]:
 
 
 def number_of(codec: Codec) -> str:
-    """The type of the numbers in the payload of a codec whose payloads can be added."""
+    """The number type of the payloads of a codec whose payloads can be added."""
     if not isinstance(codec, Sums):
         raise UsageError(f"{codec} says that its payloads can be summed and not what numbers they are")
     return codec.number
 
 
 def reduce(parts: Sequence[Operand], me: Participant) -> Reducer:
-    """All payloads one behind the other, one sum."""
+    """Encode all payloads into one buffer, sum it, decode it."""
     lengths = _words(parts)
     buffer = me.room.take(4 * sum(lengths))
     words = buffer[: 4 * sum(lengths)].view(np.uint32)
@@ -64,7 +64,7 @@ def reduce(parts: Sequence[Operand], me: Participant) -> Reducer:
 
 
 def _words(parts: Sequence[Operand]) -> list[int]:
-    """The length of every payload, which is fixed: sums fit together."""
+    """The lengths of the payloads in 32-bit words. They are fixed, so that the ranks' payloads align in a sum."""
     return [part.codec.wire_bytes(spec_of(part))[1] // 4 for part in parts]
 
 

@@ -1,6 +1,6 @@
-"""The ways in which payloads become one, by what codecs declare, and a bucket's parts sorted by them.
+"""Maps every codec to its way of combining payloads and groups a bucket's parts accordingly.
 
-The only place that reads ``Codec.combine``: all others ask the ``Way``.
+Only this module reads ``Codec.combine``; all other code asks the ``Way``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WAYS: Mapping[Combine, Way] = {
     "gather": gathered.WAY,
     "merge": merged.WAY,
 }
-"""Those that a plan sums come first: they begin before the others' messages."""
+"""Ordered: the ways that a plan sums come first, so that they start before the other ways' messages."""
 
 OWNERS = owners.WAY
-"""Also that of all payloads that go through servers."""
+"""The way of all payloads that go through servers."""
 
 
 def way_of(codec: Codec) -> Way:
-    """How the payloads of a codec become one; raises UsageError when it does not say."""
+    """The way of combining a codec's payloads; raises UsageError if the codec declares none."""
     found = WAYS.get(codec.combine)
     if found is None:
         raise UsageError(f"{codec} says combine={codec.combine!r}: choose one of {', '.join(WAYS)}")
@@ -34,9 +34,9 @@ def way_of(codec: Codec) -> Way:
 
 
 def pieces(parts: Sequence[Operand], me: Participant, *, served: bool = False) -> list[Callable[[], Reducer]]:
-    """What has to be done for a bucket: reducers that may run at the same time, in this order on all processes.
+    """The reducers of a bucket. They may run concurrently, and all processes list them in the same order.
 
-    Where the gradients go through servers (``served``), every codec's payloads do.
+    With ``served`` the payloads of every codec go through the servers.
     """
     chain: list[Callable[[], Reducer]] = []
     found: list[Callable[[], Reducer]] = []
@@ -46,7 +46,7 @@ def pieces(parts: Sequence[Operand], me: Participant, *, served: bool = False) -
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners_at: Sequence[int], *, served: bool = False) -> list[Traffic]:
-    """What travels for each of ``pieces``, in the same order: reads the parts' sizes, and none of their elements."""
+    """The communication of each of ``pieces``, in the same order. Only the parts' sizes are read."""
     chain: Traffic = []
     found: list[Traffic] = []
     for way, its in _by_way(parts, served):
@@ -67,6 +67,6 @@ def _by_way(parts: Sequence[Operand], served: bool) -> Iterator[tuple[Way, list[
 
 
 def _one_by_one(chain: Sequence[Callable[[], Reducer]]) -> Reducer:
-    """Sums of one bucket follow one another: plans tell their messages apart by the bucket alone."""
+    """Run the sums of one bucket one after the other: their messages carry the same key, that of the bucket."""
     for reducer in chain:
         yield from reducer()

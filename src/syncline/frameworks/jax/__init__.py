@@ -1,6 +1,6 @@
 """JAX: transformations of optax that average gradients between processes, inside of ``jit``.
 
-``syncline.jax`` is what scripts import; ``_run`` is what a transformation does, ``_calls`` how a computation calls it.
+``syncline.jax`` is what scripts import; ``run`` is what a transformation does, ``calls`` how a computation calls it.
 Imported, it loads JAX and optax, and nothing of another framework.
 """
 
@@ -12,21 +12,20 @@ from typing import Any
 from ...errors import UsageError
 from ...session.session import Session
 from .. import Handed
-from . import _needed  # noqa: F401 - before the others, which import JAX
-from ._run import Run, run_of
-from ._trees import broadcast
-from ._weights import SynclineState
+from .._supported import check_options, check_packages
+
+check_packages("jax", {"jax": (0, 10), "optax": (0, 2, 8)})
+
+import optax  # noqa: E402 - only now it is known to be there, and new enough
+
+from .run import Run, run_of  # noqa: E402
+from .trees import SynclineState, broadcast  # noqa: E402
 
 __all__ = ["Run", "SynclineState", "adapt", "broadcast", "run_of", "transformation"]
-
-_OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
-"""Those of ``syncline.prepare`` that say nothing."""
 
 
 def transformation(session: Session, optimizer: Any, leave: Callable[[], Any]) -> Any:
     """One of optax's, of gradients that are this worker's; ``leave`` ends a server that has served."""
-    import optax
-
     if optimizer is not None and not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}: give a transformation of optax, as optax.adam(1e-3)"
@@ -42,9 +41,7 @@ def transformation(session: Session, optimizer: Any, leave: Callable[[], Any]) -
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
     """Rank 0's parameters, and the optimizer around whose updates workers exchange."""
-    others = sorted(name for name, value in options.items() if value != _OPTIONS[name])
-    if others:
-        raise UsageError(f"{others[0]}= is for models of PyTorch: parameters of JAX have no hooks, buffers or batches")
+    check_options(options, ": parameters of JAX have no hooks, buffers or batches")
     if optimizer is None:
         raise UsageError(
             "a model of JAX needs an optimizer of optax, as optax.adam(1e-3): or call syncline.jax.average()"

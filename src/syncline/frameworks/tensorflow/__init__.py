@@ -1,6 +1,6 @@
 """TensorFlow: models and optimizers of Keras 3, and gradients of loops, that are averaged inside of ``tf.function``.
 
-``syncline.tensorflow`` is what scripts import; ``_run`` is what a step calls. Imported, it loads TensorFlow and Keras,
+``syncline.tensorflow`` is what scripts import; ``run`` is what a step calls. Imported, it loads TensorFlow and Keras,
 and nothing of another framework.
 """
 
@@ -12,23 +12,28 @@ from typing import Any
 from ...errors import UsageError
 from ...session.session import Session
 from .. import Handed
-from . import _needed  # noqa: F401 - before the others, which import TensorFlow
-from ._callbacks import Checkpoint, MeanMetrics
-from ._means import Means, average
-from ._prepared import prepare, prepared
-from ._variables import broadcast
+from .._supported import check_options, check_packages
+
+check_packages("tensorflow", {"tensorflow": (2, 16), "keras": (3, 0)})
+
+import keras  # noqa: E402 - only now it is known to be there
+
+if (backend := keras.backend.backend()) != "tensorflow":
+    raise UsageError(
+        f"syncline.tensorflow needs Keras to compute by TensorFlow, and here it does by {backend}: set"
+        " KERAS_BACKEND=tensorflow before anything imports keras"
+    )
+
+from .callbacks import Checkpoint, MeanMetrics  # noqa: E402
+from .prepared import Means, average, prepare, prepared  # noqa: E402
+from .variables import broadcast  # noqa: E402
 
 __all__ = ["Checkpoint", "MeanMetrics", "Means", "adapt", "average", "broadcast", "prepare", "prepared"]
-
-_OPTIONS = {"weight": 1, "ignore": ()}
-"""Those of ``syncline.prepare`` that say nothing."""
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
     """Rank 0's values, and the optimizer in whose ``apply`` workers exchange; without one, that of ``compile()``."""
-    others = sorted(name for name, default in _OPTIONS.items() if options[name] != default)
-    if others:
-        raise UsageError(f"{others[0]}= is for models of PyTorch")
+    check_options(options, known=("unused", "broadcast_buffers"))
     if prepare(session, model, optimizer, options["unused"], buffers=options["broadcast_buffers"]) is None:
         return None
     return Handed(model if optimizer is None else (model, optimizer))

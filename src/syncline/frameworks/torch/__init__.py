@@ -10,7 +10,7 @@ import torch
 from ...errors import UsageError
 from ...session.session import Session
 from .. import Handed
-from .._alone import warn_of_plain_steps
+from .._supported import warn_of_plain_steps
 from .options import Options
 from .prepare import Prepared, let_go, prepare, release
 

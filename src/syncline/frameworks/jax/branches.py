@@ -7,9 +7,9 @@ are given has effects that may be there (``control_flow_allowed_effects``). ``sc
 have ours, since its length is known: the answer depends on who asks. No number that travels could tell at run time: a
 rank that has left an exchange out makes its next one under the number of the one that it has left out.
 
-All of this is private to JAX. Where it has changed, this file does not import, and ``_run`` warns and goes on without.
+All of this is private to JAX. Where it has changed, this file does not import, and ``run`` warns and goes on without.
 
-To a computation the effect would cost the fast way by which JAX begins it (``_ending``). JAX removes what is not used
+To a computation the effect would cost the fast way by which JAX begins it (``calls``). JAX removes what is not used
 before it compiles, and that rule removes the effect here; nothing of ``watched`` is left in what is compiled.
 """
 

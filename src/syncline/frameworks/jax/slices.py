@@ -2,41 +2,41 @@
 
 The owner gives optax each slice as a model of its own, so that its state is of that slice: what counts elements for
 themselves does the same there as in the whole tree, and ``probe`` refuses what does not.
+
+It runs the optimizer while the computation of a worker in the same process waits for it, in a thread of XLA's that
+other computations of these devices may need: on one core there is no other. So owners beside workers have a device of
+their own, of a second client of XLA's, which has threads of its own and computes in the thread that calls.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from numpy.typing import NDArray
 
 from ...errors import UsageError
 from ...serving.records import Elements, State
 from ...serving.shard import Groups, Holding
-from ._trees import named
-
-Array = NDArray[Any]
-RATE = "lr"
-"""The value of the optimizer's group: what updates are multiplied by."""
+from .._computations import RATE
+from .._weights import Array, OnHoldings, flat_elements
+from .trees import named
 
 
-class OptaxSlices:
+class OptaxSlices(OnHoldings):
     """An optimizer on the slices that this process owns; ``device`` is where it computes."""
 
     def __init__(self, optimizer: Any, device: Any, holdings: Sequence[Holding]) -> None:
-        self._holdings, self._device = holdings, device
+        super().__init__(holdings)
+        self._device = device
         states = [optimizer.init(self._there(held.weights)) for held in holdings]
         self._states = jax.block_until_ready(jax.device_put(states, self._device))  # also what init() made elsewhere
         self._update = jax.jit(_updates(optimizer))
-
-    def squared_norm(self) -> float:
-        """In float64."""
-        return float(sum(np.square(held.gradient, dtype=np.float64).sum() for held in self._holdings))
 
     def apply(self, groups: Groups, scale: float) -> None:
         """Of copies: what optax keeps may be what it was given."""
@@ -46,13 +46,9 @@ class OptaxSlices:
         for held, one in zip(self._holdings, found, strict=True):
             np.copyto(held.weights, np.asarray(one))
 
-    def advanced(self) -> Groups:
-        """Nothing: such an optimizer is refused before."""
-        return []
-
     def state(self) -> list[State]:
         """By the paths of optax's own state."""
-        return [{key: elements(leaf) for key, leaf in named(state)} for state in self._states]
+        return [{key: flat_elements(np.array(leaf)) for key, leaf in named(state)} for state in self._states]
 
     def load(self, states: Sequence[State]) -> None:
         """What is not told begins anew."""
@@ -67,12 +63,6 @@ class OptaxSlices:
 
     def _there(self, array: Array) -> Any:
         return jax.device_put(np.array(array), self._device)  # of a copy, since it may read memory where it lies
-
-
-def elements(leaf: Any) -> Elements:
-    """A leaf of an optimizer's state as owners tell it: flat, but for what has no dimensions."""
-    array = np.array(leaf)
-    return Elements.of(array.reshape(-1) if array.ndim else array)
 
 
 def _updates(optimizer: Any) -> Any:
@@ -112,18 +102,14 @@ def outline(optimizer: Any, params: Any) -> tuple[str, list[float]]:
     A transformation of optax is functions that show nothing else of themselves. Of one that wants more than gradients
     and parameters there are no numbers.
     """
-    draw = np.random.default_rng(0)
-
-    def small(leaf: Any) -> Any:
-        return jnp.array(draw.standard_normal([min(length, 2) for length in leaf.shape]), jnp.float32)
-
-    whole = jax.tree.map(small, params)
+    small = partial(_small, params, np.random.default_rng(0), 2, jnp.float32)
+    whole = small()
     state = optimizer.init(whole)
     keeps = str([(name, np.shape(leaf)) for name, leaf in named(state)])
     found = []
     try:
         for _ in range(2):
-            changes, state = optimizer.update(jax.tree.map(small, params), state, whole)
+            changes, state = optimizer.update(small(), state, whole)
             found += [float(np.abs(np.asarray(leaf, np.float64)).sum()) for leaf in jax.tree.leaves(changes)]
     except Exception:  # the script's own call will say what it wants
         found = []
@@ -131,17 +117,13 @@ def outline(optimizer: Any, params: Any) -> tuple[str, list[float]]:
 
 
 def _agrees(optimizer: Any, params: Any) -> bool:
-    draw = np.random.default_rng(0)
-
-    def small(leaf: Any) -> Any:
-        return jnp.array(draw.standard_normal([min(length, 3) for length in leaf.shape]))
-
-    whole = jax.tree.map(small, params)
+    small = partial(_small, params, np.random.default_rng(0), 3, jnp.float64)
+    whole = small()
     parts = [part for leaf in jax.tree.leaves(whole) for part in _parts(leaf)]
     state, states = optimizer.init(whole), [optimizer.init(part) for part in parts]
     both, sliced = jax.jit(optimizer.update), jax.jit(_updates(optimizer))
     for factor in (1.0, 1e4, 1.0):
-        gradients = jax.tree.map(lambda leaf, factor=factor: factor * small(leaf), params)
+        gradients = jax.tree.map(lambda leaf, factor=factor: factor * leaf, small())
         changes, state = both(gradients, state, whole)
         whole = optax.apply_updates(whole, changes)
         flat = [part for leaf in jax.tree.leaves(gradients) for part in _parts(leaf)]
@@ -150,6 +132,29 @@ def _agrees(optimizer: Any, params: Any) -> bool:
     return all(np.allclose(one, other, rtol=1e-12, atol=1e-13) for one, other in zip(wanted, parts, strict=True))
 
 
+def _small(tree: Any, draw: np.random.Generator, longest: int, dtype: Any) -> Any:
+    """Random numbers in the structure of a tree, whose dimensions are no longer than that."""
+    return jax.tree.map(lambda of: jnp.array(draw.standard_normal([min(n, longest) for n in of.shape]), dtype), tree)
+
+
 def _parts(leaf: Any) -> list[Any]:
     flat = leaf.reshape(-1)
     return [flat[: flat.size // 2], flat[flat.size // 2 :]] if flat.size > 1 else [flat]
+
+
+def device_of_owners(*, beside: bool) -> Any:
+    """Where owners compute, ``beside`` a worker or in a process of their own."""
+    return _device_apart() if beside else jax.local_devices(backend="cpu")[0]
+
+
+@cache
+def _device_apart() -> Any:
+    try:
+        made: Any = importlib.import_module("jaxlib.xla_client").make_cpu_client(asynchronous=False, num_devices=1)
+        return made.local_devices()[0]
+    except (ImportError, AttributeError, TypeError) as error:
+        version = importlib.import_module("jaxlib").__version__
+        raise UsageError(
+            f"jaxlib {version} does not give owners of weights on workers a device of their own ({error}): use"
+            " ps(servers=1), servers that are processes of their own, or ps(on=workers, update=worker)"
+        ) from error

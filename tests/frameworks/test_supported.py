@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from syncline.frameworks._alone import warn_of_plain_steps
+from syncline.frameworks._supported import warn_of_plain_steps
 from syncline.strategy.strategy import Strategy
 
 

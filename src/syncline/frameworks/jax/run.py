@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any, NoReturn
 from warnings import warn
 from weakref import WeakValueDictionary
@@ -25,21 +25,32 @@ import optax
 from ...errors import ClosedError, GradientError, MismatchError, UsageError
 from ...session.session import Session
 from ...sync import Averages
-from .._alone import warn_of_plain_steps
-from .._flat import FlatModel, Kind
-from .._resumed import load, load_alone, save, save_alone
-from .._schedules import check_mode, check_schedule
+from .._checkpoint import load, load_alone, save, save_alone
+from .._computations import KINDS, ends_run, tensors_of_calls
+from .._flat import FlatModel
 from .._served import serve_model
-from ._buckets import PUT, TAKE, TOKEN, Buckets
-from ._calls import Array, Call, calls, invoke, invoke_code
-from ._devices import device_of_owners, shared
-from ._ending import unseen, wait_for_steps
-from ._slices import OptaxSlices, outline, probe
-from ._trees import bare, devices_of, host, is_traced, named, placed, specs_of, told_to_all
-from ._weights import SynclineState, TreeWeights, fresh, given, state_of
+from .._supported import check_average, check_mode, check_schedule, warn_of_plain_steps
+from .._weights import Array
+from .calls import PUT, TAKE, TOKEN, Buckets, Call, calls, invoke, invoke_code, shared, unseen, wait_for_steps
+from .slices import OptaxSlices, device_of_owners, outline, probe
+from .trees import (
+    SynclineState,
+    TreeWeights,
+    bare,
+    devices_of,
+    fresh,
+    given,
+    host,
+    is_traced,
+    named,
+    placed,
+    specs_of,
+    state_of,
+    told_to_all,
+)
 
 try:
-    from ._branches import watched
+    from .branches import watched
 except (ImportError, AttributeError) as error:  # what it stands on is JAX's own
     warn(
         f"JAX {jax.__version__} does not tell of exchanges inside of branches and loops ({error}): call update()"
@@ -49,11 +60,11 @@ except (ImportError, AttributeError) as error:  # what it stands on is JAX's own
     )
 
     def watched(run: int, refuse: Callable[[str], NoReturn], values: Sequence[Any]) -> list[Any]:  # noqa: ARG001
+        """The values: nothing tells of the exchange."""
         return list(values)
 
 
 _STEP = np.zeros((), np.int32)
-_KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
 _ORDER = (
     "transformations that skip or repeat steps (optax.apply_if_finite, MultiSteps, conditionally_transform,"
     " contrib.sam) belong inside, as in syncline.jax.distributed(optax.apply_if_finite(optimizer, 5)) or"
@@ -76,14 +87,10 @@ class Run:
         self._ready = False
         self.number = next(_numbers)
         _runs[self.number] = self
-        mode = session.strategy.sync_mode()
-        self._periodic = isinstance(mode, Averages)
+        self._periodic = isinstance(session.strategy.sync_mode(), Averages)
         self._held = session.strategy.server_holds_weights and not session.alone
-        if optimizer is None and not session.alone and (self._held or self._periodic):
-            raise UsageError(
-                f"{session.strategy}: average() gives gradients to an optimizer of the script's, and here weights are"
-                " what is exchanged: use syncline.jax.distributed(optimizer), or ring or another allreduce"
-            )
+        if optimizer is None:
+            check_average(session, "syncline.jax.distributed(optimizer)")
         check_schedule(session.strategy, "JAX")
 
     # The start.
@@ -110,15 +117,11 @@ class Run:
         if not all(
             np.array_equal(_bits(one), _bits(other)) for one, other in zip(mine, self._weights.now, strict=True)
         ):
-            error = UsageError(
-                f"{session.name(session.index)} begins with other parameters than rank 0: say params ="
-                " syncline.jax.broadcast(params) before init(params)"
-            )
-            session.fail(error)
-            raise error
+            text = f"{session.name(session.index)} begins with other parameters than rank 0: say params ="
+            raise ends_run(session, UsageError(f"{text} syncline.jax.broadcast(params) before init(params)"))
         self._compare(params)
         session.barrier()  # nobody goes on from parameters that are not everyone's
-        self._forget()
+        self._weights.forget()
         self._lay_out(model)
         session.member.process.before_end.append(partial(wait_for_steps, session))
         return fresh(self.number, self._inner(params))
@@ -146,53 +149,41 @@ class Run:
         """Raise MismatchError, on all, where workers' optimizers are not the same, as far as can be seen."""
         if self._optimizer is None:
             return
-        session = self._session
-        mine = outline(self._optimizer, params)
-        theirs = [json.loads(text) for text in session.gather(json.dumps(mine).encode())]
-        (keeps, numbers), rank = theirs[0], session.rank
-        if (
-            mine[0] == keeps
-            and len(mine[1]) == len(numbers)
-            and np.allclose(mine[1], numbers, rtol=1e-4, equal_nan=True)
-        ):
-            return
-        what = "keeps other state" if mine[0] != keeps else "makes other updates of the same gradients"
-        text = f"the optimizer of {session.name(rank)} {what} than that of {session.name(0)}"
-        remedy = "give all workers the same transformation of optax, with the same values"
-        error = MismatchError(session.titled(f"{text}: {remedy}"))
-        session.fail(error)
-        raise error
+        session, (keeps, numbers) = self._session, outline(self._optimizer, params)
+        kept, theirs = json.loads(session.gather(json.dumps([keeps, numbers]).encode())[0])
+        alike = len(numbers) == len(theirs) and np.allclose(numbers, theirs, rtol=1e-4, equal_nan=True)
+        if keeps != kept or not alike:
+            what = "keeps other state" if keeps != kept else "makes other updates of the same gradients"
+            text = f"the optimizer of {session.name(session.rank)} {what} than that of {session.name(0)}"
+            remedy = "give all workers the same transformation of optax, with the same values"
+            raise ends_run(session, MismatchError(session.titled(f"{text}: {remedy}")))
 
     def _inner(self, params: Any) -> Any:
         return () if self._optimizer is None or self._held else self._optimizer.init(params)
 
     def _lay_out(self, model: FlatModel) -> None:
-        """The calls of a step: each bucket's with the tensors that have not gone with one before it."""
-        self._starts: list[tuple[list[int], Call]] = []
-        gone: set[int] = set()
-        for bucket in model.layout.buckets:
-            tensors = [one for one in dict.fromkeys(part.tensor for part in bucket.slices) if one not in gone]
-            gone.update(tensors)
-            if tensors:
-                made = self._call(partial(self._start, tensors), [self._specs[one] for one in tensors], [])
-                self._starts.append((tensors, made))
-        every = self._specs
-        self._finish = self._call(self._finished, [], every)
+        """The calls of a step, which begin with its number, or with what machine code hands on."""
+        every, self._tensors = self._specs, tensors_of_calls(model.layout)
         self._buckets: Buckets | None = None
         if self._devices == 1:
-            after = model.gradients.flat if model.held is None or not self._held else model.held.flat
-            self._buckets = Buckets(model, [tensors for tensors, _ in self._starts], after)
-            self._begin = calls.make(unseen(self._session, self._begun), [_STEP], [TOKEN])
-            self._end = calls.make(unseen(self._session, self._ended), [TOKEN], [TOKEN])
+            after = model.held if self._held and model.held is not None else model.gradients
+            self._buckets = Buckets(model, self._tensors, after.flat)
+            self._begin = self._call(self._begun, [_STEP], [TOKEN])
+            self._end = self._call(self._ended, [TOKEN], [TOKEN])
+        else:
+            of_tensors = [[_STEP, *(every[one] for one in tensors)] for tensors in self._tensors]
+            self._starts = [
+                self._call(partial(self._start, tensors), arguments, [_STEP])
+                for tensors, arguments in zip(self._tensors, of_tensors, strict=True)
+            ]
+            self._finish = self._call(self._finished, [_STEP], [_STEP, *every])
         if self._periodic:
-            self._ask = self._call(self._asked, [], [_STEP])
-            self._own = self._call(self._made_alone, every, [])
-            self._meet = self._call(self._averaged, [*every, *every], every)
+            self._ask = self._call(self._asked, [_STEP], [_STEP, _STEP])
+            self._own = self._call(self._made_alone, [_STEP, *every], [_STEP])
+            self._meet = self._call(self._averaged, [_STEP, *every, *every], [_STEP, *every])
 
     def _call(self, function: Callable[..., None], arguments: Sequence[Any], results: Sequence[Any]) -> Call:
-        return calls.make(
-            unseen(self._session, shared(function, self._devices)), [_STEP, *arguments], [_STEP, *results]
-        )
+        return calls.make(unseen(self._session, shared(function, self._devices)), arguments, results)
 
     # Under jit.
 
@@ -233,18 +224,15 @@ class Run:
         return (tree, inner) if self._optimizer is None else self._optimizer.update(tree, inner, params, **extra)
 
     def _exchange(self, step: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
-        if self._buckets is not None:
-            return self._exchange_compiled(step, gradients)
-        for tensors, call in self._starts:
-            (step,) = invoke(call, step, *(gradients[one] for one in tensors))
-        step, *found = invoke(self._finish, step)
-        return step, found
-
-    def _exchange_compiled(self, step: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Where one device computes, which is the rule: only the first call and the last but one are Python."""
+        if self._buckets is None:
+            for tensors, call in zip(self._tensors, self._starts, strict=True):
+                (step,) = invoke(call, step, *(gradients[one] for one in tensors))
+            step, *found = invoke(self._finish, step)
+            return step, found
+        # Where one device computes, which is the rule, only the first call and the last but one are Python.
         shape = jax.ShapeDtypeStruct(TOKEN.shape, TOKEN.dtype)
         (token,) = invoke(self._begin, step)
-        for number, (tensors, _) in enumerate(self._starts):
+        for number, tensors in enumerate(self._tensors):
             (token,) = invoke_code(PUT, number, [token, *(gradients[one] for one in tensors)], [shape])
         (token,) = invoke(self._end, token)
         every = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in self._specs]
@@ -279,12 +267,8 @@ class Run:
     def _checked(self, model: FlatModel, updates: Any) -> list[Any]:
         """The gradients; where they are others than the parameters all ranks end with an error that names this one."""
         found = named(updates)
-        for number in range(max(len(found), len(self._specs))):
-            here = "nothing" if number >= len(found) else _described(*found[number])
-            there = "nothing"
-            if number < len(self._specs):
-                spec = self._specs[number]
-                there = f"{bare(self._names[number])} of shape {spec.shape} and type {spec.dtype}"
+        for pair in zip_longest(found, zip(self._names, self._specs, strict=True)):
+            here, there = ("nothing" if one is None else _described(*one) for one in pair)
             if here != there:
                 raise model.fault(f"update() is traced with gradients that have {here}, where init() had {there}")
         return [leaf for _, leaf in found]
@@ -327,34 +311,30 @@ class Run:
         results[0][...] = arguments[0]
         self._buckets.finish()
         model.step()
-        self._forget()
+        self._weights.forget()
 
     def _finished(self, arguments: list[Array], results: list[Array]) -> None:
         model = self._at(arguments, results)
         model.step()
         found = self._weights.now if self._held else model.gradients.flat
         _give(found, results)
-        self._forget()
+        self._weights.forget()
 
     def _asked(self, arguments: list[Array], results: list[Array]) -> None:
-        results[1][...] = _KINDS.index(self._at(arguments, results).kind)
+        results[1][...] = KINDS.index(self._at(arguments, results).kind)
 
     def _made_alone(self, arguments: list[Array], results: list[Array]) -> None:
         model = self._at(arguments, results)
         self._weights.now = arguments[1:]
         model.step_alone()
-        self._forget()
+        self._weights.forget()
 
     def _averaged(self, arguments: list[Array], results: list[Array]) -> None:
         model, each = self._at(arguments, results), len(self._specs)
         self._weights.now, self._weights.after = arguments[1 : each + 1], arguments[each + 1 :]
         model.step_alone()
         _give(self._weights.now, results)
-        self._forget()
-
-    def _forget(self) -> None:
-        """What a call was given is its caller's again."""
-        self._weights.now = self._weights.after = []
+        self._weights.forget()
 
     # Between steps.
 
@@ -374,9 +354,11 @@ class Run:
         if self._model is None:
             found = save_alone(self._session, self._specs, self._weights, int(ours.step))
         else:
-            self._check_step(self._model, ours)
+            if int(ours.step) != self._model.steps:
+                at = f"of step {int(ours.step)} at step {self._model.steps}"
+                raise self._model.fault(f"state_dict() with the optimizer state {at}")
             found = save(self._model)
-        self._forget()
+        self._weights.forget()
         return found
 
     def load_state_dict(self, saved: Any, params: Any, state: Any) -> tuple[Any, Any]:
@@ -394,10 +376,6 @@ class Run:
             made = self._weights.give_state(state, step, self.number)
         return self._given(params), made
 
-    def _check_step(self, model: FlatModel, ours: SynclineState) -> None:
-        if int(ours.step) != model.steps:
-            raise model.fault(f"state_dict() with the optimizer state of step {int(ours.step)} at step {model.steps}")
-
     def _take(self, params: Any) -> None:
         if not self._ready:
             raise ClosedError("init() of this transformation has not been called here: call it first, outside of jit")
@@ -408,7 +386,7 @@ class Run:
 
     def _given(self, params: Any) -> Any:
         leaves = [placed(value, leaf) for value, leaf in zip(self._weights.now, jax.tree.leaves(params), strict=True)]
-        self._forget()
+        self._weights.forget()
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
@@ -423,9 +401,7 @@ def run_of(state: Any) -> Run:
 def _refuse(run: int, where: str) -> NoReturn:
     text = f"update() is traced {where}, and ranks that leave one out would pair gradients of different steps: {_ORDER}"
     found = _runs.get(run)
-    if found is None or found._model is None:
-        raise GradientError(text)
-    raise found._model.fault(text)
+    raise GradientError(text) if found is None or found._model is None else found._model.fault(text)
 
 
 def _give(values: Sequence[Array], results: Sequence[Array]) -> None:
@@ -434,8 +410,10 @@ def _give(values: Sequence[Array], results: Sequence[Array]) -> None:
 
 
 def _bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return array.reshape(-1).view(np.uint8)
 
 
 def _described(name: str, leaf: Any) -> str:
-    return f"{bare(name)} of shape {tuple(np.shape(leaf))} and type {getattr(leaf, 'dtype', type(leaf).__name__)}"
+    """A leaf, or what was one, for messages."""
+    shape, kind = getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf).__name__)
+    return f"{bare(name)} of shape {tuple(shape)} and type {kind}"

@@ -6,35 +6,153 @@ their order, whatever loops and models a graph has, and no thread of TensorFlow'
 yet to give: they have all gone when the last call waits. Where others hold the weights it is these that come back.
 Where workers train by themselves, a call asks first what kind of step it is, and others tell of the weights before
 and after it.
+
+A call is a function of Python's that reads what it is given for as long as it lasts, without a copy. What it gives is
+TensorFlow's from then on, which keeps the very memory where it can: so it is what nobody writes to until all that read
+it have been made. In eager mode functions are called by themselves, and what they give is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from ...errors import GradientError
 from ...nouns import Spec
 from ...serving.shard import Build
 from ...session.session import Session
 from ...sync import Averages, exchanges_gradients
-from .._flat import FlatModel, Kind
-from .._schedules import check_mode, check_schedule
+from .._computations import KINDS, keep_state, tensors_of_calls
+from .._flat import FlatModel
 from .._served import serve_model
-from .._threads import keep_state
-from ._buffers import Buffers
-from ._calls import Array, aligned, invoke
-from ._matching import Matching
-from ._variables import resource
-from ._weights import VariableWeights
+from .._supported import check_mode, check_schedule
+from .._weights import Array
+from .variables import VariableWeights, resource
 
-_KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
+Unused = Literal["error", "zeros"]
+_MOST_NAMES = 8
 _EXCHANGED, _OWN, _AVERAGED = range(3)
 _KIND, _BEGINS = Spec("kind", (), "int32"), Spec("begins", (), "bool")
+_ALIGNMENT = 64
+"""Of memory that TensorFlow takes as it is, in bytes; it copies what lies otherwise."""
+
+
+class Matching:
+    """Which of a model's ``variables`` gradients are of, and whether they are all there; in graphs and in eager mode.
+
+    ``specs`` has the variables' names and shapes; ``unused`` is as for ``syncline.prepare``.
+    """
+
+    def __init__(self, variables: Sequence[Any], specs: Sequence[Spec], unused: Unused) -> None:
+        self.variables, self.specs, self._unused = list(variables), specs, unused
+        self._numbers = {id(one): number for number, given in enumerate(variables) for one in (given, resource(given))}
+        self.fault: Callable[[str], Exception] = GradientError
+        """Makes an error; in a run of several workers one that ends it for all."""
+        self.check_usable: Callable[[], None] = lambda: None
+        """Raises where the run of several workers is over."""
+
+    def number(self, variable: Any) -> int:
+        """Which of the model's a variable is; raises where it is none of them."""
+        found = self._numbers.get(id(variable))
+        if found is None:
+            raise self.fault(
+                f"a gradient is of {variable.name!r}, which was not among the variables that were prepared: prepare the"
+                " model when all is built and trainable that shall be"
+            )
+        return found
+
+    def matched(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Gradients in the order of the model's variables; raises where they are others."""
+        self.check_usable()
+        found: dict[int, Any] = {}
+        for gradient, variable in zip(gradients, variables, strict=True):
+            number = self.number(variable)
+            if gradient is not None:
+                found[number] = self._checked(number, gradient)
+        missing = [number for number in range(len(self.specs)) if number not in found]
+        if missing and self._unused == "error":
+            names = ", ".join(repr(self.specs[one].name) for one in missing[:_MOST_NAMES])
+            more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
+            raise self.fault(
+                f"there is no gradient of {names}{more}: the loss does not depend on it, or it was frozen after"
+                " prepare(); set trainable=False before prepare(), or say prepare(..., unused='zeros')"
+            )
+        return [
+            found[number] if number in found else tf.zeros(spec.shape, spec.dtype)
+            for number, spec in enumerate(self.specs)
+        ]
+
+    def _checked(self, number: int, gradient: Any) -> Any:
+        """Of embeddings, whose gradients are rows, the whole."""
+        spec, dense = self.specs[number], tf.convert_to_tensor(gradient)
+        if not dense.shape.is_compatible_with(spec.shape) or dense.dtype.name != spec.dtype:
+            raise self.fault(
+                f"the gradient of {spec.name!r} is of shape {tuple(dense.shape)} and type {dense.dtype.name}, for a"
+                f" variable of shape {spec.shape} and type {spec.dtype}"
+            )
+        return dense
+
+
+class Buffers:
+    """Variables that a step changes by itself, such as moving means: rank 0's on all ranks, after every exchange.
+
+    Where workers exchange weights it is the mean of those that are floating-point numbers. They travel packed, at the
+    end of the step's last call. Where nobody goes in step, each worker's stay its own.
+    """
+
+    def __init__(self, session: Session, variables: Sequence[Any]) -> None:
+        self._session = session
+        together = session.strategy.sync_mode().merges
+        self.variables = [resource(one) for one in variables] if together else []
+        self.specs = [Spec("", tuple(one.shape), tf.as_dtype(one.dtype).name) for one in self.variables]
+
+    def values(self) -> list[Any]:
+        """As they are at this point of a graph."""
+        return [one.read_value() for one in self.variables]
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """The other way round."""
+        for variable, one in zip(self.variables, values, strict=True):
+            variable.assign(one)
+
+    def of_first(self, arrays: Sequence[Array]) -> list[Array]:
+        """Rank 0's; all workers call it."""
+        if not arrays:
+            return []
+        packed = np.concatenate([np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in arrays])
+        self._session.broadcast(packed)
+        parts = np.split(packed, np.cumsum([one.nbytes for one in arrays])[:-1])
+        return [
+            np.frombuffer(part.tobytes(), one.dtype).reshape(one.shape) for part, one in zip(parts, arrays, strict=True)
+        ]
+
+    def mean(self, arrays: Sequence[Array]) -> list[Array]:
+        """The workers' mean of floating-point numbers, rank 0's of all else; all workers call it."""
+        numbers = [one for one in arrays if one.dtype.kind == "f"]
+        others = iter(self.of_first([one for one in arrays if one.dtype.kind != "f"]))
+        packed = np.concatenate([one.reshape(-1).astype(np.float64) for one in numbers] or [np.empty(0)])
+        if packed.size:
+            self._session.allreduce(packed)
+        means = iter(np.split(packed, np.cumsum([one.size for one in numbers], dtype=int)[:-1]))
+        return [
+            next(means).astype(one.dtype).reshape(one.shape) if one.dtype.kind == "f" else next(others)
+            for one in arrays
+        ]
+
+
+def moving(model: Any) -> list[Any]:
+    """The variables of a model that its steps change: of layers that are trained, those that are none to train."""
+    if not isinstance(model, keras.Layer):
+        return list(model.non_trainable_variables) if isinstance(model, tf.Module) else []
+    layers = [one for one in model._flatten_layers() if one.trainable]
+    own = {id(variable) for layer in layers for variable in layer._non_trainable_variables}
+    return [one for one in model.non_trainable_weights if id(one) in own]
 
 
 class Run:
@@ -48,14 +166,12 @@ class Run:
         self,
         session: Session,
         matching: Matching,
-        specs: Sequence[Spec],
         weights: VariableWeights,
         buffers: Sequence[Any],
         optimizer: str,
     ) -> None:
-        self.session, self.variables, self.weights = session, matching.variables, weights
-        self._matching, self.specs = matching, specs
-        self._optimizer = optimizer
+        self.session, self.weights, self._optimizer = session, weights, optimizer
+        self._matching, self.variables, self.specs = matching, matching.variables, matching.specs
         self._order = _order_of_all()
         mode = session.strategy.sync_mode()
         self.held = session.strategy.server_holds_weights
@@ -78,22 +194,11 @@ class Run:
             serve_model(self.session, self.specs, self.weights, build, owner)
             return False
         self.model = FlatModel(self.session, self.specs, self.weights, build, owner)
-        self._matching.fault = self.model.fault
-        self._starts: list[list[int]] = []
-        gone: set[int] = set()
-        for bucket in self.model.layout.buckets:
-            tensors = [one for one in dict.fromkeys(part.tensor for part in bucket.slices) if one not in gone]
-            gone.update(tensors)
-            if tensors:
-                self._starts.append(tensors)
+        self._matching.fault, self._matching.check_usable = self.model.fault, self.session.check_usable
+        self._tensors = tensors_of_calls(self.model.layout)
         return True
 
     # While a graph is made, or in eager mode.
-
-    def matched(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients in the order of the model's variables; all ranks end with an error where they are others."""
-        self.session.check_usable()
-        return self._matching.matched(gradients, variables)
 
     def exchange(self, gradients: Sequence[Any], rate: Any = None) -> list[Any]:
         """The means of gradients, or, where owners hold them and have been told the learning rate, the new weights."""
@@ -141,7 +246,7 @@ class Run:
 
     def _exchanged(self, gradients: Sequence[Any], told: Sequence[Any], *, lent: bool = False) -> list[Any]:
         gone: list[Any] = []
-        *before, last = self._starts
+        *before, last = self._tensors
         weights = self._now() if self.held else []
         for tensors in before:  # one behind the other, as TensorFlow orders calls of Python anyway
             with tf.control_dependencies(gone):
@@ -182,7 +287,7 @@ class Run:
                 raise
             finally:
                 self.weights.within = False
-                self.weights.now = self.weights.after = []
+                self.weights.forget()
 
         return invoke(within, arguments, results)
 
@@ -227,7 +332,7 @@ class Run:
     def _ask(self) -> list[Array]:
         kind = self.model.kind
         begins = kind != "exchanged" and self.model.follows
-        return [np.array(_KINDS.index(kind), np.int32), np.array(begins)]
+        return [np.array(KINDS.index(kind), np.int32), np.array(begins)]
 
     def _remember(self, *weights: Array) -> None:
         self._before = [one.copy() for one in weights]
@@ -263,3 +368,25 @@ def _ends(operations: Sequence[Any]) -> list[Any]:
 
 def _nothing() -> Any:
     return tf.constant(0)
+
+
+def aligned(array: Array) -> Array:
+    """A copy that TensorFlow can keep."""
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    found = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(found, array)
+    return found
+
+
+def invoke(function: Callable[..., Sequence[Array]], arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
+    """Have the graph that is being made call a function of arrays; with what it gives, or what waits for it."""
+    if tf.executing_eagerly():
+        return [tf.constant(one) for one in function(*map(np.asarray, arguments))]
+    types = [tf.as_dtype(spec.dtype) for spec in results]
+    made = tf.numpy_function(function, list(arguments), types)
+    if not results:
+        return [made]
+    for one, spec in zip(made, results, strict=True):
+        one.set_shape(spec.shape)
+    return list(made)

@@ -12,20 +12,19 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from ...errors import UsageError
 from ...nouns import Spec
-from ...serving.records import Elements, State
+from ...serving.records import State
 from ...serving.shard import Groups, Holding
-from ._slots import RATE, Slots
-from ._variables import assign, value
+from .._computations import RATE
+from .._weights import Array, OnHoldings
+from .variables import Slots, assign, value
 
-Array = NDArray[Any]
 _REMEDY = "or ps(update=worker), ring or another allreduce"
 
 
-class KerasSlices:
+class KerasSlices(OnHoldings):
     """An optimizer on the slices that this process owns.
 
     ``beside`` a worker it updates them without a graph, in the thread that calls: a graph would wait for a thread of
@@ -33,15 +32,11 @@ class KerasSlices:
     """
 
     def __init__(self, optimizer: Any, holdings: Sequence[Holding], *, beside: bool) -> None:
-        self._holdings = holdings
+        super().__init__(holdings)
         self._variables = [_variable(held.weights, number) for number, held in enumerate(holdings)]
         self._optimizer = _fresh(optimizer, self._variables)
         self._slots = Slots(self._optimizer, self._variables)
         self._update = self._updated if beside else tf.function(self._updated, autograph=False)
-
-    def squared_norm(self) -> float:
-        """In float64."""
-        return float(sum(np.square(held.gradient, dtype=np.float64).sum() for held in self._holdings))
 
     def apply(self, groups: Groups, scale: float) -> None:
         """In variables of its own, since TensorFlow's memory is not the transport's."""
@@ -57,19 +52,13 @@ class KerasSlices:
         scaled = [one * tf.cast(scale, one.dtype) for one in gradients]
         self._optimizer.apply(scaled, self._variables)
 
-    def advanced(self) -> Groups:
-        """Nothing: such an optimizer is refused before."""
-        return []
-
     def state(self) -> list[State]:
         """By the names that ``Slots`` has."""
-        return [{key: Elements.of(array) for key, array in state.items()} for state in self._slots.read()]
+        return self._slots.read()
 
     def load(self, states: Sequence[State]) -> None:
         """What is not told stays as it is."""
-        self._slots.write(
-            [{key: one.array for key, one in state.items() if isinstance(one, Elements)} for state in states]
-        )
+        self._slots.write(states)
 
 
 def probe(optimizer: Any, variables: Sequence[Any], specs: Sequence[Spec]) -> bool:

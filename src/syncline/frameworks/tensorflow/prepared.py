@@ -1,33 +1,45 @@
 """Models that are part of a run: what ``prepare`` and ``average`` make of them, and what later calls find.
 
-A model is known by the variables of it that are trained, whichever object has them.
+A model is known by the variables of it that are trained, whichever object has them. An optimizer of Keras stays the
+script's object, with its class and its state; only its ``apply``, which ``fit`` calls, and loops that a script has
+written, exchanges first. ``Means`` is for scripts that have another optimizer, or that look at gradients.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from ...errors import ClosedError, MismatchError, UsageError
+from ...errors import MismatchError, UsageError
 from ...session.session import Session
-from ...sync import Averages
-from .._alone import warn_of_plain_steps
-from .._resumed import checked, load, load_alone, save, save_alone
-from ._buffers import moving
-from ._matching import Matching, Unused
-from ._optimizer import check_optimizer, exchange_in, match_in
-from ._run import Run
-from ._slices import KerasSlices, probe
-from ._slots import Slots, innermost
-from ._variables import assign, copy_from, names_of, resource, specs_of, trained, untrained, value
-from ._weights import VariableWeights
+from .._checkpoint import checked, load, load_alone, save, save_alone
+from .._computations import broadcast_into, ends_run
+from .._supported import check_average, warn_of_plain_steps
+from .run import Matching, Run, Unused
+from .slices import KerasSlices, probe
+from .variables import (
+    Slots,
+    VariableWeights,
+    assign,
+    copy_from,
+    innermost,
+    moving,
+    names_of,
+    resource,
+    specs_of,
+    trained,
+    untrained,
+    value,
+)
+
+Apply = Callable[..., None]
+"""What ``apply`` of an optimizer of Keras does by itself."""
 
 
 class Prepared:
@@ -38,14 +50,14 @@ class Prepared:
     ) -> None:
         self.session, self.model, self.optimizer = session, model, optimizer
         self.variables, self.untrained = trained(model), untrained(model)
-        self.specs = specs_of(self.variables)
+        self.specs, self.ids = specs_of(self.variables), {id(resource(one)) for one in self.variables}
         self.steps = 0
         """Those that one worker has made before the optimizer began to count, or without one."""
         self._since = self._begun = 0  # what the optimizer and the model had counted when they began to go together
         self.matching = Matching(self.variables, self.specs, unused)
         slots = None
         if optimizer is not None:
-            check_optimizer(optimizer, self.variables)
+            _check_optimizer(optimizer, self.variables)
             slots = Slots(optimizer, self.variables)
         self.weights = VariableWeights(self.variables, slots)
         self.run: Run | None = None
@@ -53,14 +65,14 @@ class Prepared:
             warn_of_plain_steps(session)
             return
         changing = moving(model) if buffers else []
-        self.run = Run(session, self.matching, self.specs, self.weights, changing, type(optimizer).__name__)
+        self.run = Run(session, self.matching, self.weights, changing, type(optimizer).__name__)
 
     def begin(self) -> bool:
         """Meet all, and have rank 0's values; False on a server, that has served."""
         run = self.run
         if run is None:
             if self.optimizer is not None:
-                match_in(self.optimizer, self.matching)
+                _replace_apply(self.optimizer, self.matching, lambda original, found: original(found, self.variables))
                 _trace_anew(self.model)
             return True
         keeps = probe(self.optimizer, self.variables, self.specs) if run.held else True
@@ -72,7 +84,7 @@ class Prepared:
         kept = [] if self.optimizer is None else self.optimizer.variables
         copy_from(self.session, [*self.untrained, *kept], 0)
         if self.optimizer is not None:
-            exchange_in(self.optimizer, run)
+            _replace_apply(self.optimizer, self.matching, partial(_exchange, run, self.optimizer))
             self._since = self._made()
             self.session.member.process.before_end.append(self.check_steps)
             if isinstance(self.model, keras.Model):
@@ -87,9 +99,8 @@ class Prepared:
             self.check_steps()
             found = save(self.run.model)
         names, arrays = names_of(self.untrained), [value(one) for one in self.untrained]
-        if self.run is not None:  # rank 0's, where each has its own
-            for array in arrays:
-                self.session.broadcast(np.atleast_1d(array).reshape(-1).view(np.uint8), 0)
+        if self.run is not None:
+            broadcast_into(self.session, arrays)  # rank 0's, where each has its own
         return found | {"untrained": dict(zip(names, arrays, strict=True))}
 
     def check_steps(self) -> None:
@@ -146,12 +157,8 @@ class Prepared:
             differs = sorted(name for name in {*mine[1], *theirs[1]} if mine[1].get(name) != theirs[1].get(name))
             here = {name: mine[1].get(name) for name in differs}
             there = {name: theirs[1].get(name) for name in differs}
-            error = MismatchError(
-                f"{session.name(session.index)} has the optimizer {mine[0]} with {here}, {session.name(0)} has"
-                f" {theirs[0]} with {there}: give all ranks the same"
-            )
-            session.fail(error)
-            raise error
+            text = f"{session.name(session.index)} has the optimizer {mine[0]} with {here}, {session.name(0)} has"
+            raise ends_run(session, MismatchError(f"{text} {theirs[0]} with {there}: give all ranks the same"))
 
     def _made(self) -> int:
         return self.steps if self.optimizer is None else int(innermost(self.optimizer)._iterations.numpy())
@@ -172,22 +179,21 @@ def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buf
     return _entered(session, model, used, unused, buffers)
 
 
-def average(session: Session, model: Any, unused: Unused) -> Prepared | None:
-    """Make a model whose gradients a script will have averaged part of the run; None on a server that has served."""
-    strategy = session.strategy
-    if not session.alone and (strategy.server_holds_weights or isinstance(strategy.sync_mode(), Averages)):
-        raise UsageError(
-            f"{strategy}: average() gives gradients to an optimizer of the script's, and here weights are what is"
-            " exchanged: use syncline.tensorflow.prepare(model, optimizer), or ring or another allreduce"
-        )
-    return _entered(session, model, None, unused, True)
+def average(session: Session, model: Any, unused: Unused, leave: Callable[[], NoReturn]) -> Means:
+    """Make a model whose gradients a script will have averaged part of the run.
+
+    All processes call it at the same place; ``leave`` ends a server that has served.
+    """
+    check_average(session, "syncline.tensorflow.prepare(model, optimizer)")
+    made = _entered(session, model, None, unused, True)
+    return leave() if made is None else Means(made)
 
 
 def prepared(model: Any) -> Prepared:
     """What was prepared of a model; raises UsageError where nothing was."""
-    mine = _ids(model)
+    ids = {id(resource(one)) for one in trained(model)}
     for made in _known:
-        if mine == {id(resource(one)) for one in made.variables}:
+        if made.ids == ids:
             made.session.check_usable()
             return made
     raise UsageError(
@@ -198,31 +204,14 @@ def prepared(model: Any) -> Prepared:
 
 def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffers: bool) -> Prepared | None:
     made = Prepared(session, model, optimizer, unused, buffers=buffers)
-    mine, rest = _ids(model), []
-    for known in _known:
-        if _is_over(known.session):
-            continue
-        if mine.isdisjoint(id(resource(one)) for one in known.variables):
-            rest.append(known)
-        else:
-            known.let_go()
-    _known[:] = rest
+    _known[:] = [known for known in _known if known.session.member.process.usable]
+    for known in [known for known in _known if not made.ids.isdisjoint(known.ids)]:
+        known.let_go()
+        _known.remove(known)
     if not made.begin():
         return None
     _known.append(made)
     return made
-
-
-def _ids(model: Any) -> set[int]:
-    return {id(resource(one)) for one in trained(model)}
-
-
-def _is_over(session: Session) -> bool:
-    try:
-        session.check_usable()
-    except ClosedError:
-        return True
-    return False
 
 
 def _guard(model: Any, run: Run, optimizer: Any) -> None:
@@ -266,3 +255,98 @@ def _said(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
             raise (found or error) from error
 
     return train_function
+
+
+# Its optimizer.
+
+
+def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise UsageError for what is no optimizer of Keras, or one of other variables; it is built here if it is not."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"the optimizer is {type(optimizer).__name__}: give one of Keras, as keras.optimizers.Adam(1e-3), or keep"
+            " your own and say syncline.tensorflow.average(model)"
+        )
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+    built = {id(resource(one)) for one in innermost(optimizer)._trainable_variables}
+    if built != {id(resource(one)) for one in variables}:
+        raise UsageError(
+            "the optimizer was built for other variables than those of the model that are trainable now: freeze layers"
+            " before compile() and prepare(), and give each model an optimizer of its own"
+        )
+
+
+def _replace_apply(optimizer: Any, matching: Matching, use: Callable[[Apply, list[Any]], None]) -> None:
+    """Let the optimizer's ``apply`` be ``use``, which has what it did before, and the gradients of all variables."""
+    original = type(optimizer).apply.__get__(optimizer)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        if gradients := list(grads):
+            given = innermost(optimizer)._trainable_variables if trainable_variables is None else trainable_variables
+            use(original, matching.matched(gradients, list(given)))
+
+    optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
+
+
+def _exchange(run: Run, optimizer: Any, original: Apply, gradients: Sequence[Any]) -> None:
+    """Have the means, and then do what ``apply`` did before, or what owners of the weights leave."""
+    if run.held:
+        rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float64)
+        for variable, weights in zip(run.variables, run.exchange(gradients, rate), strict=True):
+            resource(variable).assign(weights)
+        innermost(optimizer)._iterations.assign_add(1)
+        return
+    if run.periodic:
+        run.train(gradients, lambda those: original(those, run.variables))
+        return
+    run.apply(gradients, lambda means: original(means, run.variables), lent=_keeps_none(optimizer, run.variables))
+
+
+def _keeps_none(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Whether no variable becomes a gradient itself, whose memory it would keep: none of Keras' own optimizers does."""
+    of_keras = all(type(one).__module__.startswith("keras.src.") for one in (optimizer, innermost(optimizer)))
+    return of_keras and not any(getattr(one, "overwrite_with_gradient", False) for one in variables)
+
+
+# Means of gradients.
+
+
+class Means:
+    """What ``syncline.tensorflow.average`` gives: called with gradients, it has their means over all workers."""
+
+    def __init__(self, made: Prepared) -> None:
+        self._made = made
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+        """The means, in the order of ``variables``, which are those of the model in its own order if not given.
+
+        All workers call it as often, inside of ``tf.function`` or not.
+        """
+        made = self._made
+        of = made.variables if variables is None else list(variables)
+        means = made.matching.matched(list(gradients), of)
+        if made.run is not None:
+            means = made.run.exchange(means)
+        return [means[made.matching.number(one)] for one in of]
+
+    def tape(self, persistent: bool = False, watch_accessed_variables: bool = True) -> MeanTape:
+        """A ``tf.GradientTape`` whose ``gradient(loss, variables)`` gives the means."""
+        return MeanTape(self, persistent, watch_accessed_variables)
+
+
+class MeanTape(tf.GradientTape):  # type: ignore[misc]
+    """Records as TensorFlow's does."""
+
+    def __init__(self, means: Means, persistent: bool, watch_accessed_variables: bool) -> None:
+        super().__init__(persistent=persistent, watch_accessed_variables=watch_accessed_variables)
+        self._means = means
+
+    def gradient(self, target: Any, sources: Any, *arguments: Any, **options: Any) -> Any:
+        """As TensorFlow's; ``sources`` are the variables of the model, all of them."""
+        nest = tf.nest
+        found = super().gradient(target, sources, *arguments, **options)
+        flat = [found] if not isinstance(sources, list | tuple | dict) else nest.flatten(found)
+        means = self._means(flat, nest.flatten(sources))
+        return nest.pack_sequence_as(sources, means)

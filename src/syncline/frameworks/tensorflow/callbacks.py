@@ -1,22 +1,29 @@
-"""Callbacks of Keras for several workers: metrics that are the workers' mean, and checkpoints of the run."""
+"""Callbacks of Keras for several workers: metrics that are the workers' mean, and checkpoints of the run.
+
+A checkpoint's file is an archive of NumPy's without pickle. The tree of dictionaries, lists and plain values is JSON in
+it, in which ``{"array": n}`` stands for the n-th array; keys of dictionaries are texts.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
+from ...compression.saved import from_bytes as archived
 from ...errors import MismatchError, UsageError
 from ...session.session import Session
-from ._files import from_bytes, to_bytes
-from ._prepared import prepared
+from .._computations import ends_run
+from .prepared import prepared
 
 _STATE, _EPOCHS = "state", "epochs"
+_TREE, _ARRAY, _KEYS = "tree", "array", "keys"
 
 
 class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
@@ -40,12 +47,11 @@ class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         """All ranks end with an error that names the first metric that not all have."""
         for rank, data in enumerate(session.gather(json.dumps(names).encode())):
             if other := sorted(set(names) ^ set(json.loads(data))):
-                error = MismatchError(
+                text = (
                     f"{session.name(session.index)} and {session.name(rank)} report other metrics of an epoch, of which"
                     f" {other[0]!r} is one's alone: compile models with the same metrics, and validate on all or none"
                 )
-                session.fail(error)
-                raise error
+                raise ends_run(session, MismatchError(text))
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -66,11 +72,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def resume(self, model: Any) -> int:
         """Go on from the file, where rank 0 has one; how many epochs have been made. All workers call it."""
         made = prepared(model)
-        data = self._path.read_bytes() if _is_first(made.session) and self._path.exists() else b""
+        data = self._path.read_bytes() if made.session.rank == 0 and self._path.exists() else b""
         data = made.session.gather(data)[0]
         if not data:
             return 0
-        saved = from_bytes(data, self._path)
+        saved = _from_bytes(data, self._path)
         made.load_state_dict(saved[_STATE])
         return int(saved[_EPOCHS])
 
@@ -80,12 +86,56 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             return
         made = prepared(self.model)
         state = made.state_dict()
-        if _is_first(made.session):
+        if made.session.rank == 0:
             beside = self._path.with_name(f"{self._path.name}.part")
-            beside.write_bytes(to_bytes({_STATE: state, _EPOCHS: epoch + 1}))
+            beside.write_bytes(_to_bytes({_STATE: state, _EPOCHS: epoch + 1}))
             beside.replace(self._path)  # a run that ends while it is written has the one before
         made.session.barrier()
 
 
-def _is_first(session: Session) -> bool:
-    return session.rank == 0
+def _to_bytes(state: Mapping[str, Any]) -> bytes:
+    """An archive; raises UsageError for what is neither array nor plain value."""
+    arrays: list[Any] = []
+    tree = json.dumps(_taken(state, arrays))
+    file = io.BytesIO()
+    found: dict[str, Any] = {str(number): array for number, array in enumerate(arrays)}
+    np.savez(file, allow_pickle=False, **found, **{_TREE: np.array(tree)})
+    return file.getvalue()
+
+
+def _from_bytes(data: bytes, name: object) -> dict[str, Any]:
+    """The other way round, from the file ``name``; raises UsageError for what is no such archive."""
+    try:
+        arrays = archived(data)
+        found = _given(json.loads(str(arrays[_TREE])), arrays)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{name} is no whole checkpoint that syncline.tensorflow.Checkpoint wrote ({error}): give another one, or"
+            " remove it to begin anew"
+        ) from error
+    return dict(found)
+
+
+def _taken(value: Any, arrays: list[Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {_KEYS: {key: _taken(one, arrays) for key, one in value.items()}}
+    if isinstance(value, list | tuple):
+        return [_taken(one, arrays) for one in value]
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return {_ARRAY: len(arrays) - 1}
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"a state with {type(value).__name__} cannot be written: it has arrays, numbers and words")
+
+
+def _given(value: Any, file: Any) -> Any:
+    if isinstance(value, list):
+        return [_given(one, file) for one in value]
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            return file[str(value[_ARRAY])]
+        return {key: _given(one, file) for key, one in value[_KEYS].items()}
+    return value

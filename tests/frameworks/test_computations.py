@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from syncline.frameworks._threads import keep_state
+from syncline.frameworks._computations import keep_state
 
 
 @pytest.mark.parametrize("keeps", [True, False])

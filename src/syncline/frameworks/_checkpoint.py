@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ..compression.compression import Compression
-from ..compression.saved import Saved
 from ..errors import UsageError
 from ..nouns import Slice, Spec, numpy_dtype
 from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
+from ..serving.worker import Worker
 from ..session.layout import gather_saved, reading_state
 from ..session.session import Session
 from ..strategy.choice import Choice
@@ -29,10 +28,6 @@ from ._weights import Array, Weights
 
 _STATE = "state/"
 _MODEL = "this state is of another model"
-
-Arrays = dict[str, Array]
-Kept = dict[str, dict[str, Any]]
-"""What an optimizer keeps, by name and key: arrays and plain values."""
 
 
 def save(model: FlatModel) -> dict[str, Any]:
@@ -56,15 +51,15 @@ def save(model: FlatModel) -> dict[str, Any]:
             found["owners"] = basic(specs, *_of_records(specs, worker.weights()))["weights"]
         session.barrier()  # nobody goes on before all have asked
     if model.exchange.compression is not None and model.exchange.compression.keeps:
-        found["codec"] = _gathered(model, model.exchange.compression)
+        found["codec"] = gather_saved(session, model.exchange.compression.saved())
     if model.averaging is not None:
         found["agreed"] = model.averaging.travelling.saved() | {"follows": model.follows}
-        each = session.gather(pack(_records(weights, kept)))
+        each = session.gather(pack([*_of_weights(weights), *_of_states(weights, kept, _STATE)]))
         name, number = session.name, session.member.number
         own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
         found["ranks"] = [basic(specs, *one) for one in own]
         if model.exchange.of_differences is not None:
-            found["differences"] = _gathered(model, model.exchange.of_differences)
+            found["differences"] = gather_saved(session, model.exchange.of_differences.saved())
     return found
 
 
@@ -105,8 +100,8 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         model.take_weights(arrays)
         if worker is None:
             model.weights.keep(states)
-        if worker is not None:
-            _load_owners(model, state, arrays, states)
+        else:
+            _load_owners(model, worker, state, arrays, states)
         if model.averaging is not None:
             _load_agreed(model, model.averaging, state)
 
@@ -127,17 +122,16 @@ def _load_agreed(model: FlatModel, averaging: WeightExchange, state: Mapping[str
             apart.forget()
 
 
-def _load_owners(model: FlatModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]) -> None:
+def _load_owners(
+    model: FlatModel, worker: Worker, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]
+) -> None:
     """Let the owners go on from there."""
-    worker = model.worker
-    assert worker is not None
-    records = [Record(part, WEIGHTS, Elements.of(flat)) for part, flat in _parts(weights)]
-    worker.load([Record(part, key, value) for (part, _), one in zip(_parts(weights), kept, strict=True)
-                 for key, value in one.items()])  # fmt: skip
+    records = _of_weights(weights)
+    worker.load(_of_states(weights, kept))
     theirs = state.get("owners")
     if theirs is not None:
         told, _ = _checked(model.specs, {"weights": theirs, "optimizer": {}})
-        theirs = [Record(part, WEIGHTS, Elements.of(flat)) for part, flat in _parts(told)]
+        theirs = _of_weights(told)
     if model.session.strategy.sync_mode().merges:
         digest = 0
         for flat in weights:
@@ -236,11 +230,7 @@ def _whole(number: int, spec: Spec) -> Slice:
     return Slice(number, 0, spec.elements)
 
 
-def _parts(weights: Sequence[Array]) -> list[tuple[Slice, Array]]:
-    return [(Slice(number, 0, flat.size), flat) for number, flat in enumerate(weights)]
-
-
-def _by_name(specs: Sequence[Spec], states: Sequence[State]) -> Kept:
+def _by_name(specs: Sequence[Spec], states: Sequence[State]) -> dict[str, dict[str, Any]]:
     """As arrays in memory of their own."""
     return {
         spec.name: {key: v.array.copy() if isinstance(v, Elements) else v for key, v in state.items()}
@@ -248,11 +238,16 @@ def _by_name(specs: Sequence[Spec], states: Sequence[State]) -> Kept:
     }
 
 
-def _records(weights: Sequence[Array], kept: Sequence[State]) -> list[Record]:
-    found = [Record(part, WEIGHTS, Elements.of(flat)) for part, flat in _parts(weights)]
-    for (part, _), state in zip(_parts(weights), kept, strict=True):
-        found += [Record(part, _STATE + key, value) for key, value in state.items()]
-    return found
+def _of_weights(weights: Sequence[Array]) -> list[Record]:
+    return [Record(Slice(number, 0, one.size), WEIGHTS, Elements.of(one)) for number, one in enumerate(weights)]
+
+
+def _of_states(weights: Sequence[Array], kept: Sequence[State], before: str = "") -> list[Record]:
+    return [
+        Record(Slice(number, 0, one.size), before + key, value)
+        for number, (one, state) in enumerate(zip(weights, kept, strict=True))
+        for key, value in state.items()
+    ]
 
 
 def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[Array], list[State]]:
@@ -265,8 +260,3 @@ def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[
         weights.append(found.array if isinstance(found, Elements) else np.empty(0, numpy_dtype(spec.dtype)))
         kept.append({key.removeprefix(_STATE): value for key, value in state.items()})
     return weights, kept
-
-
-def _gathered(model: FlatModel, compression: Compression) -> list[Saved]:
-    """What every worker's codec has to keep, in rank order."""
-    return gather_saved(model.session, compression.saved())

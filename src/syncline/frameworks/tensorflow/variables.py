@@ -1,0 +1,258 @@
+"""Variables of TensorFlow and Keras as arrays of the host: those of a model, and those that its optimizer keeps.
+
+A variable's name is its path in the model without the numbers that Keras counts through a process, so that a model
+has the same names wherever, and however often, it is made. Keras' optimizers keep lists of variables, one for each that
+they train, as attributes: ``Slots`` tells such a list under the attribute's name, tensor by tensor. What has no
+dimensions, such as a count of steps, is everyone's; all else is told with the first tensor.
+
+Between steps the variables are what counts. While the computation of a step waits for a call they are its own, and the
+weights are what the call was given, or hands back (``VariableWeights.within``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ...errors import UsageError
+from ...nouns import Spec
+from ...serving.records import Elements, State
+from ...serving.shard import Groups
+from ...session.session import Session
+from .._computations import RATE, TYPES, WeightsOfCall, broadcast_into, check_like_root
+from .._weights import Array, flat_elements
+
+
+def resource(given: Any) -> Any:
+    """TensorFlow's variable that holds the value of one of Keras', or of its own."""
+    return given.value if isinstance(given, keras.Variable) else given
+
+
+def value(given: Any) -> Array:
+    """A copy of what a variable holds, in memory of its own."""
+    return np.array(resource(given).numpy())
+
+
+def assign(given: Any, array: Array) -> None:
+    """Let a variable hold a copy of this: TensorFlow would keep the very memory that it is given."""
+    variable = resource(given)
+    variable.assign(np.array(array, copy=True).reshape(variable.shape))
+
+
+def trained(model: Any) -> list[Any]:
+    """The variables of a model that are trained, in its order; raises UsageError for what is no model, or not built."""
+    check_model(model)
+    if isinstance(model, keras.Layer) and not model.built:
+        raise UsageError(
+            f"the model {model.name!r} has no variables yet: give it an Input, call build(shape), or call it with data,"
+            " before syncline.prepare()"
+        )
+    return _variables(model, "trainable_variables")
+
+
+def untrained(model: Any) -> list[Any]:
+    """Those of its variables that a step changes by itself, such as moving means; not the state of its random seeds."""
+    if isinstance(model, keras.Layer):
+        return list(model.non_trainable_weights)
+    return list(model.non_trainable_variables) if isinstance(model, tf.Module) else []
+
+
+def moving(model: Any) -> list[Any]:
+    """The variables of a model that its steps change: of layers that are trained, those that are none to train."""
+    if not isinstance(model, keras.Layer):
+        return list(model.non_trainable_variables) if isinstance(model, tf.Module) else []
+    layers = [one for one in model._flatten_layers() if one.trainable]
+    own = {id(variable) for layer in layers for variable in layer._non_trainable_variables}
+    return [one for one in model.non_trainable_weights if id(one) in own]
+
+
+def check_model(model: Any) -> None:
+    """Raise UsageError for a model that another framework, or TensorFlow's own distribution, has."""
+    if any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(model).__mro__):
+        raise UsageError(
+            f"the model is {type(model).__name__} of tf_keras, Keras 2: Syncline trains models of Keras 3; leave"
+            " TF_USE_LEGACY_KERAS out, and import keras"
+        )
+    if tf.distribute.has_strategy() or getattr(model, "_distribute_strategy", None) is not None:
+        raise UsageError(
+            "the model is in the scope of a tf.distribute.Strategy, which would exchange gradients too: make it, and"
+            " prepare it, outside of strategy.scope()"
+        )
+
+
+def specs_of(variables: Sequence[Any]) -> list[Spec]:
+    """What there is to train; raises UsageError for what is not served."""
+    if not variables:
+        raise UsageError("this model has no variables to train: give one whose layers are trainable, and built")
+    found = []
+    for name, given in zip(names_of(variables), variables, strict=True):
+        variable = resource(given)
+        if isinstance(variable, tf.distribute.DistributedValues):
+            raise UsageError(
+                f"the variable {name!r} was made in the scope of a tf.distribute.Strategy, which would exchange"
+                " gradients too: make the model outside of strategy.scope()"
+            )
+        dtype = tf.as_dtype(variable.dtype).name
+        if dtype not in TYPES:
+            raise UsageError(
+                f"the variable {name!r} is {dtype}: Syncline trains {', '.join(TYPES)}; keep variables in one of them,"
+                " and compute in others by keras.mixed_precision (mixed_bfloat16)"
+            )
+        device = tf.DeviceSpec.from_string(variable.device).device_type
+        if device not in (None, "CPU"):
+            raise UsageError(
+                f"the variable {name!r} lies on a device of kind {device}: syncline.tensorflow serves the CPU; say"
+                f" tf.config.set_visible_devices([], {device!r}) before anything is computed"
+            )
+        found.append(Spec(name, tuple(variable.shape), dtype))
+    return found
+
+
+def names_of(variables: Iterable[Any], parts: int = 2) -> list[str]:
+    """A name for each, of the last parts of its path, the same in every process that makes the same model."""
+    found: list[str] = []
+    for given in variables:
+        path = given.path if isinstance(given, keras.Variable) else given.name.partition(":")[0]
+        plain = "/".join(re.sub(r"_\d+$", "", part) for part in path.split("/")[-parts:])
+        name, number = plain, 1
+        while name in found:
+            number += 1
+            name = f"{plain} ({number})"
+        found.append(name)
+    return found
+
+
+def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
+    """Let variables be worker ``root``'s; all workers call it with those of the same model."""
+    for given in variables:
+        array = value(given)
+        broadcast_into(session, [array], root)
+        assign(given, array)
+
+
+def broadcast(session: Session, given: Any, root: int) -> None:
+    """Let the variables of a model, an optimizer or a list be worker ``root``'s; raises MismatchError for others."""
+    if not 0 <= root < session.world_size:
+        raise UsageError(
+            f"broadcast() from rank {root} of {session.world_size}: give one of 0 to {session.world_size - 1}"
+        )
+    if session.alone or not session.is_worker:
+        return
+    variables = _variables(given, "variables")
+    check_like_root(session, "other variables", zip(names_of(variables), map(value, variables), strict=True), root)
+    copy_from(session, variables, root)
+
+
+def _variables(model: Any, attribute: str) -> list[Any]:
+    found = getattr(model, attribute, None)
+    if found is None:
+        found = list(model.values()) if isinstance(model, Mapping) else model
+    if not isinstance(found, Sequence) or not all(isinstance(one, keras.Variable | tf.Variable) for one in found):
+        raise UsageError(
+            f"the model is {type(model).__name__}: give one of Keras, a tf.Module, or a list or dictionary of variables"
+        )
+    return list(found)
+
+
+# What an optimizer keeps.
+
+
+class Slots:
+    """Those of an optimizer that is built, for variables in the model's order."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        order = {id(resource(one)): number for number, one in enumerate(innermost(optimizer)._trainable_variables)}
+        self._order = [order[id(resource(one))] for one in variables]
+        self._of: list[dict[str, Any]] = [{} for _ in variables]
+        self.elementwise: set[int] = set()
+        """The ids of those that have the shape of the variable that they are of."""
+        seen: set[int] = set()
+        for key, listed in _lists(innermost(optimizer), len(order)).items():
+            for number, place in enumerate(self._order):
+                slot = listed[place]
+                if slot is not None:
+                    self._of[number][key] = slot
+                    seen.add(id(slot))
+                    if tuple(slot.shape) == tuple(variables[number].shape):
+                        self.elementwise.add(id(slot))
+        rest = [one for one in optimizer.variables if id(one) not in seen]
+        for name, slot in zip(names_of(rest, parts=1), rest, strict=True):
+            for state in self._of[:1] if len(slot.shape) else self._of:
+                state[name] = slot
+
+    def read(self) -> list[State]:
+        """Copies, flat but for what has no dimensions."""
+        return [{key: flat_elements(value(slot)) for key, slot in state.items()} for state in self._of]
+
+    def write(self, states: Sequence[State]) -> None:
+        """The other way round; what is not told stays as it is."""
+        for mine, told in zip(self._of, states, strict=True):
+            for key, slot in mine.items():
+                found = told.get(key)
+                if isinstance(found, Elements) and found.array.size == np.prod(slot.shape, dtype=int):
+                    assign(slot, found.array)
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that updates the variables, within one that scales the loss."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _lists(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
+    """Attributes that hold a variable of the optimizer's for each that it trains."""
+    mine = {id(one) for one in optimizer.variables}
+    found: dict[str, Sequence[Any]] = {}
+    for name, listed in vars(optimizer).items():
+        if isinstance(listed, list) and len(listed) == count and name != "_variables":  # which are all that it has
+            slots = [one for one in listed if one is not None]
+            if slots and all(isinstance(one, keras.Variable) and id(one) in mine for one in slots):
+                found[name.strip("_")] = listed
+    return found
+
+
+# A model's side of the steps of flat arrays.
+
+
+class VariableWeights(WeightsOfCall):
+    """The trained variables of one model; ``slots`` is what its optimizer keeps, where that is the worker's."""
+
+    def __init__(self, variables: Sequence[Any], slots: Slots | None) -> None:
+        super().__init__()
+        self._variables, self.slots = list(variables), slots
+        self.within = False
+        """Whether a call is being made."""
+        self.rate = 1.0
+
+    def read(self, into: Sequence[Array]) -> None:
+        """Between steps those of the variables."""
+        if self.within:
+            super().read(into)
+            return
+        for variable, flat in zip(self._variables, into, strict=True):
+            np.copyto(flat, value(variable).reshape(-1))
+
+    def write(self, values: Sequence[Array]) -> None:
+        """Between steps to the variables."""
+        if self.within:
+            super().write(values)
+            return
+        for variable, flat in zip(self._variables, values, strict=True):
+            assign(variable, flat)
+
+    def values(self) -> Groups:
+        """The learning rate of the present step: all else of an optimizer stays as it was."""
+        return [{RATE: self.rate}]
+
+    def kept(self) -> list[State]:
+        """In memory of its own."""
+        return [{} for _ in self._variables] if self.slots is None else self.slots.read()
+
+    def keep(self, states: Sequence[State]) -> None:
+        """What is not told stays as it is."""
+        if self.slots is not None:
+            self.slots.write(states)
