@@ -268,7 +268,7 @@ def join() -> Iterator[None]:
     yield
     if not process.prepared:
         return
-    from .frameworks.torch.joining import shadow_until_all_joined
+    from .frameworks.torch.prepare import shadow_until_all_joined
 
     for made in process.prepared:
         shadow_until_all_joined(made.replica, made.client)

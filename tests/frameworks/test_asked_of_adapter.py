@@ -13,7 +13,7 @@ from remade import Remade
 from syncline import registry
 from syncline.errors import GradientError, MismatchError, UsageError
 from syncline.frameworks._supported import check_schedule
-from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.frameworks.torch.prepare import shadow_until_all_joined
 from syncline.schedules import Application, Phases
 from syncline.schedules.fixed import Fixed
 from syncline.strategy.strategy import Strategy

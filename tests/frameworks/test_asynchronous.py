@@ -13,8 +13,7 @@ from toy import train as train_together
 
 from syncline import checkpoint
 from syncline.errors import GradientError, MismatchError, UsageError
-from syncline.frameworks.torch.joining import shadow_until_all_joined
-from syncline.frameworks.torch.prepare import Prepared
+from syncline.frameworks.torch.prepare import Prepared, shadow_until_all_joined
 
 WORKERS = 2
 PLACES = ["ps(servers=2) sync=asp", "ps(servers=2, on=workers) sync=ssp(staleness=1)"]

@@ -22,7 +22,7 @@ from scripts import (
 )
 from toy import Here, adam, alone, batch, close, loss_of, mlp, on_group, same_as_alone, sgd, train, weights
 
-from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.frameworks.torch.prepare import shadow_until_all_joined
 
 
 @pytest.mark.parametrize("strategy", LAYERED)

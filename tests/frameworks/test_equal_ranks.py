@@ -12,7 +12,7 @@ import pytest
 import torch
 from toy import REPLICAS, STRATEGIES, Here, batch, close, fill, gradients, loss_of, mlp, on_group, sgd, weights
 
-from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.frameworks.torch.prepare import shadow_until_all_joined
 
 Loss = Callable[[torch.nn.Module, int], torch.Tensor]
 

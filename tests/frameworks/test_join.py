@@ -10,7 +10,7 @@ import torch
 from toy import REPLICAS, SERVED, Here, adam, alone, batch, close, fill, loss_of, on_group, weights
 
 from syncline.errors import GradientError, MismatchError, PeerError
-from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.frameworks.torch.prepare import shadow_until_all_joined
 
 COUNTS = [2, 5, 3]
 

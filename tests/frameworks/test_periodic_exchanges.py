@@ -11,7 +11,7 @@ from toy import Here, adam, batch, close, loss_of, making, mlp, on_group, sgd, w
 
 from syncline.errors import GradientError, UsageError
 from syncline.frameworks.torch import prepare
-from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.frameworks.torch.prepare import shadow_until_all_joined
 from syncline.session.session import Session
 
 

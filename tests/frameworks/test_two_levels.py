@@ -10,7 +10,7 @@ from toy import STAGED, Here, adam, close, on_group, sgd, train, weights
 
 from remade import Remade
 from syncline import registry
-from syncline.frameworks.torch.joining import shadow_until_all_joined
+from syncline.frameworks.torch.prepare import shadow_until_all_joined
 
 NODES = [(0, 0, 1, 1), (0, 1, 1)]
 CODECS = ["int8", "onebit", "fp16", "topk(ratio=0.4)", "powersgd(rank=1)", "gtopk(ratio=0.4)"]

@@ -11,8 +11,8 @@ import torch
 
 from host_copier import HostCopier
 from syncline.frameworks.torch import Options, prepare
-from syncline.frameworks.torch.joining import shadow_until_all_joined
 from syncline.frameworks.torch.passes import TrainedReplica
+from syncline.frameworks.torch.prepare import shadow_until_all_joined
 from syncline.frameworks.torch.served import Client
 from syncline.session.session import Session
 

@@ -30,7 +30,7 @@ import torch
 from ...engine.trace import Kind, Observer, Span, begin
 from ...session.session import Session
 from ...session.tickets import Meeting
-from .batch_norm import synchronise
+from .buffers import synchronise
 from .compiled import eager
 from .options import tensors_in
 

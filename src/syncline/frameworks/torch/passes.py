@@ -34,8 +34,7 @@ from ...sync import exchanges_gradients
 from ...training.model import Framework
 from .averaging import Averaging
 from .backward import Backward, Keep, Produced
-from .batch_norm import SyncBatchNorm
-from .buffers import Buffers
+from .buffers import Buffers, SyncBatchNorm
 from .options import Options, Samples
 from .overlap import Crossing
 from .replica import Replica

@@ -1,16 +1,29 @@
-"""``prepare``: from a model, an optimizer and a session to a replica, a served optimizer, or a server's loop."""
+"""A model's part in a run, from ``prepare`` to ``release``: a replica, a served optimizer, or a server's loop.
+
+All processes start from the same model. Its description (names, shapes, types, strides, what is trained) is compared
+before any value travels, and the first parameter that differs is named. Then worker 0's values are copied, in pieces,
+so that the extra memory stays small.
+
+Ranks may have different numbers of batches: who has run out is the others' shadow until all have
+(``shadow_until_all_joined``). A shadow shows what the others show at every collective call of a step, but for its
+ticket, which says that it has no batches. It takes part in their exchanges with zeros and weight 0, and in what workers
+that own weights do together. Where weights are exchanged, its own count as long as it has made steps since the last
+time, and are the others' in the end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
-from ...errors import SynclineError, UsageError
+from ...errors import MismatchError, SynclineError, UsageError
 from ...nouns import Bucket
 from ...serving.records import pack, unpack
 from ...serving.server import serve
@@ -19,22 +32,22 @@ from ...serving.traffic import Model
 from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
+from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
 from ...sync import Averages
-from .agreement import check_same_model, check_same_own, copy_from_worker
 from .averaging import Averaging
 from .choosing import Choosing
 from .deferred import updates_alone
 from .hooks import steps_of
 from .optimizer import defer_steps, end_deferred_steps, give_back, put_together, take_over
 from .options import Named, Options, Selection
-from .own_values import OwnValues, group_values
+from .own_values import OwnValues, group_values, name_of
 from .passes import TrainedReplica
 from .pulling import pull_by_layer
 from .replica import Forms
 from .served import Client, model_of
 from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
-from .storage import Array, Storage, layers_of
+from .storage import Array, Storage, distinct, layers_of, pack_bytes, unpack_bytes
 from .supported import (
     check_averaging,
     check_by_itself,
@@ -303,3 +316,147 @@ def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
         for dtype, flat in weights.flat.items():
             if flat is not weights.resident[dtype]:
                 flat.copy_(weights.resident[dtype])
+
+
+_PIECE_BYTES = 16 * 1024 * 1024
+_KEY = BUCKET_KEYS
+
+
+def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor]], options: Sequence[object]) -> None:
+    """Raise MismatchError on the process whose model or options differ from worker 0's, naming the first difference."""
+    mine = [
+        [name, list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
+        for name, tensor in tensors
+    ]
+    first = session.called(0)
+    others, theirs = json.loads(session.everyone.tell(json.dumps([options, mine]).encode(), "comparing models"))
+    for here, there in zip(options, others, strict=True):
+        if here != there:
+            error = MismatchError(
+                f"{session.name(session.index)} has called syncline.prepare() with {here}, {first} with {there}: give"
+                " the same on all ranks"
+            )
+            session.fail(error)
+            raise error
+    for here, there in zip(mine, theirs, strict=False):
+        if here != there:
+            error = MismatchError(
+                f"{session.name(session.index)} has another model than {first}: {_describe(here)} here,"
+                f" {_describe(there)} there"
+            )
+            session.fail(error)
+            raise error
+    if len(mine) != len(theirs):
+        longer, where = (mine, "here only") if len(mine) > len(theirs) else (theirs, f"on {first} only")
+        extra = longer[min(len(mine), len(theirs))]
+        error = MismatchError(
+            f"{session.name(session.index)} has another model than {first}: {_describe(extra)} is {where}"
+        )
+        session.fail(error)
+        raise error
+
+
+def check_same_own(session: Session, own: Sequence[frozenset[str]], changed: Sequence[frozenset[str]]) -> None:
+    """Raise MismatchError where the optimizer changes other values itself than worker 0's does, naming the first.
+
+    All processes ask together for such values, or none does. ``changed`` are those of ``own`` that were seen to change.
+    """
+    mine = [[(number, key) for number, keys in enumerate(one) for key in sorted(keys)] for one in (own, changed)]
+    theirs = json.loads(session.everyone.tell(json.dumps(mine).encode(), "comparing optimizers"))
+    (here, seen_here), (there, seen_there) = ([set(map(tuple, values)) for values in one] for one in (mine, theirs))
+    if here == there:
+        return
+    if seen_here != seen_there:
+        here, there = seen_here, seen_there
+    number, key = min(here ^ there)
+    one, other = session.name(session.index), session.called(0)
+    if (number, key) not in here:
+        one, other = other, one
+    error = MismatchError(
+        f"the optimizer of {one} changes {name_of(key, number, len(own))} itself in step(), and that of {other} does"
+        " not: an optimizer has to keep the same values on all ranks; count in the script what one rank alone counts"
+    )
+    session.fail(error)
+    raise error
+
+
+def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: int = 0, everyone: bool = True) -> None:
+    """Overwrite the tensors' values with worker ``root``'s, on all workers, or on servers too (from worker 0)."""
+    for piece in _pieces([distinct(tensor) for tensor in tensors]):
+        packed = np.empty(sum(tensor.nbytes for tensor in piece), np.uint8)
+        pack_bytes(piece, torch.from_numpy(packed))
+        if everyone:
+            session.engine.wait(session.everyone.broadcast(packed, _KEY, f"copying the model from {session.called(0)}"))
+        else:
+            session.broadcast(packed, root)
+        unpack_bytes(torch.from_numpy(packed), piece)
+
+
+def _describe(entry: list[object]) -> str:
+    name, shape, dtype, stride, trained = entry
+    return f"{name!r} with shape {tuple(shape)}, {dtype}, strides {tuple(stride)}{'' if trained else ', frozen'}"  # type: ignore[arg-type]
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    piece: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if piece and size + tensor.nbytes > _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(tensor)
+        size += tensor.nbytes
+    if piece:
+        yield piece
+
+
+def shadow_until_all_joined(replica: TrainedReplica, client: Client | None = None) -> None:
+    """Take part in the others' steps with weight 0 until every rank has run out of batches.
+
+    All ranks then have the model of the rank that trained longest, or the mean of all where weights are exchanged; the
+    optimizer's state is the affair of whoever listens (``Listeners.joined``), or that of the owners, with whom
+    ``client`` deals. Where every push is an update by itself nobody needs a shadow.
+    """
+    if client is not None and not client.together:
+        client.join()
+        return
+    session = replica.session
+    replica.settle()
+    while True:
+        if replica.exchange.replaces:
+            replica.replace_layout()
+        over = False
+        while not over:
+            weight = 0.0 if replica.averaging is None else replica.averaging.weight
+            meeting = session.meet(JOINED, weight=weight, flags=replica.steps)
+            if meeting.work is None:
+                return
+            session.engine.wait(meeting.work)
+            tickets = meeting.tickets()
+            kinds = [ticket.kind for ticket in tickets]
+            others = [rank for rank, kind in enumerate(kinds) if kind != JOINED]
+            if not others:
+                _end(replica, [ticket.flags for ticket in tickets], held=client is not None)
+                return
+            if STEP in kinds:
+                replica.shadow(meeting, step_of(tickets[kinds.index(STEP)]))  # not all of their steps are exchanged
+            if AVERAGE in kinds and replica.averaging is not None:
+                replica.trained.shadow(AVERAGE, meeting, step_of(tickets[kinds.index(AVERAGE)]))
+            over = client is None or client.shadow(kinds[others[0]], others[0])
+
+
+def _end(replica: TrainedReplica, steps: list[int], held: bool) -> None:
+    """Nobody has batches any more, after so many steps of each rank; others may hold the weights, which all have."""
+    longest = steps.index(max(steps))
+    if replica.averaging is not None:
+        replica.steps = max(steps)
+        replica.trained.consolidate()
+        replica.listeners.joined(longest)
+        return
+    if min(steps) < max(steps) or replica.made_local_steps:
+        weights = {id(tensor) for _, tensor in replica.named} if held else set[int]()
+        with torch.no_grad():
+            tensors = [tensor.detach() for _, tensor in replica.selection.tensors() if id(tensor) not in weights]
+            copy_from_worker(replica.session, tensors, root=longest, everyone=False)
+        replica.listeners.joined(longest)
+    replica.steps = max(steps)

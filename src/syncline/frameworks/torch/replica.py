@@ -25,7 +25,7 @@ from ...session.layout import decide_layout
 from ...session.session import Session
 from ...training.exchange import BucketExchange, storages_of
 from ...training.model import Framework, TrainedModel
-from .batch_norm import unsynchronised
+from .buffers import unsynchronised
 from .hooks import Hooks, Listeners, Told, nothing
 from .options import Counting, Fixed, Named, Options, Samples, Selection
 from .staging import Copier, device_of, staging_for

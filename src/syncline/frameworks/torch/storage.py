@@ -114,6 +114,30 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def pack_bytes(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Copy tensors of any type one behind the other into bytes (a flat uint8 tensor, on whatever device)."""
+    at = 0
+    for tensor in tensors:
+        into[at : at + tensor.nbytes].copy_(as_bytes(tensor.detach().contiguous()))
+        at += tensor.nbytes
+
+
+def unpack_bytes(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy them back."""
+    at = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            raw = packed[at : at + tensor.nbytes]
+            # Past autograd (``data`` has a version of its own): a graph that still waits for its backward does not mind
+            # new batch statistics.
+            if tensor.is_contiguous():
+                as_bytes(tensor.data).copy_(raw)
+            else:
+                # Through a fresh tensor: a piece may begin at an address that does not suit the element type.
+                tensor.data.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))
+            at += tensor.nbytes
+
+
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """The part of an expanded tensor whose elements are different places in memory; any other tensor whole.
 

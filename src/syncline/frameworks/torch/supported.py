@@ -27,7 +27,7 @@ from ...strategy.parts import write
 from ...strategy.strategy import Strategy
 from ...strategy.words import NONE
 from ...sync import Mixes, momentum_of
-from .batch_norm import unsynchronised
+from .buffers import unsynchronised
 from .deferred import DECLARED, probe_parts, updates_alone
 from .options import Named, Options, Selection
 from .storage import layers_of
