@@ -1,12 +1,12 @@
-"""Algorithms: group -> plan, one file per idea, pure arithmetic on ranks.
+"""Algorithms make plans from groups: one file per idea, pure arithmetic on ranks.
 
 An algorithm is a function registered with the goal of its plan (``allreduce``, ``reduce_scatter``, ``all_gather`` or
-``broadcast``) that takes a Group, and keyword-only options that a strategy text may give. Whether its plan is right is
-proved by ``plans.check`` for every group the tests can think of; how fast it is on which network is the simulator's
-question. Nothing here knows about bytes, transports or clocks.
+``broadcast``). It takes a Group, and keyword-only options that a strategy text may give. ``plans.check`` proves its
+plans in the tests, for many groups; the simulator tells how fast they are on a network. Algorithms know no bytes, no
+transports and no clocks.
 
-In the costs: n bytes, N workers, a s per message, b s per byte, g s per byte reduced, one full-duplex port per rank,
-lg = ceil(log2 N).
+In the costs: n bytes, N workers, a s per message, b s per byte, g s per byte reduced, one full-duplex port per rank, lg
+= ceil(log2 N).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..plans.plan import COPY, REDUCE, Plan
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does what in an architecture in which some processes own the sums, one part each, and the workers ask them.
+    """The roles of an architecture in which some processes, the owners, each own a part of the sums.
 
-    An algorithm declares them with ``roles=``, a function of its arguments. ``owners`` is how many there are: processes
-    of their own, after the workers, where ``apart``, else workers (``spread``). Where they hold the weights they apply
-    the update too; otherwise they only sum, and every worker updates by itself. ``halves`` gives the plans of push and
-    pull of a group, ``beside`` is the algorithm for what the workers reduce among themselves.
+    An algorithm declares them with ``roles=``, a function of its arguments. ``owners`` is the number of owners:
+    dedicated processes after the workers if ``apart``, else workers (``spread``). Owners that hold the weights also
+    apply the update; others only sum, and every worker updates by itself. ``halves`` makes the plans of push and pull
+    for a group; ``beside`` is the algorithm for values that the workers reduce among themselves.
     """
 
     owners: int
@@ -37,19 +37,20 @@ class Roles:
 
     @property
     def servers(self) -> int:
-        """How many processes there are beside the workers."""
+        """The number of dedicated server processes."""
         return self.owners if self.apart else 0
 
     def places(self, group: Group) -> tuple[int, ...]:
-        """The processes that own a part, in the order of parts."""
+        """The processes that own a part, in part order."""
         if self.apart:
             return tuple(range(group.workers, group.workers + self.owners))
         return spread(group, self.owners)
 
     def halves_of(self, group: Group, worker: int) -> tuple[Plan, Plan]:
-        """The plans of push and pull of one worker by itself: what it owns, if anything, stays where it is.
+        """The plans of push and pull for one worker alone. The part that it owns itself does not travel.
 
-        The k-th message goes to the k-th owner after the worker's own number, so that not all turn to the same one.
+        Messages start with the owner after the worker's own number, so that not all workers address the same owner
+        first.
         """
         places = self.places(group)
         parts = [(worker + k) % self.owners for k in range(self.owners)]
@@ -64,9 +65,10 @@ class Roles:
 
 
 def spread(group: Group, owners: int) -> tuple[int, ...]:
-    """So many workers that own a part each, in rank order: the nodes take turns, since what one owns its link carries.
+    """Choose ``owners`` workers that own a part each, in rank order, spread over the nodes, because owners load their
+    links.
 
-    Without as many workers the first ones that there would be.
+    If there are fewer workers than that, the result is the first ones in the same order.
     """
     turns = zip_longest(*group.members_by_node())
     order = [worker for turn in turns for worker in turn if worker is not None]

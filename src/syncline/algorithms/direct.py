@@ -1,12 +1,12 @@
-"""Direct: every rank owns a part, and everyone deals with every owner without intermediaries.
+"""Direct: every rank owns a part and exchanges it with all other ranks without intermediaries.
 
-Owns the direct allreduce and its two halves, of one step each.
+This file has the direct allreduce and its two halves, of one step each.
 
-Theory. Reduce to owner, then read from owner: the bytes of a ring in two rounds instead of 2(N-1). A port still spends
-one latency per message, so that the gain is that no message waits for another; every rank talks to every other, which
-loads a real network's core. The order is rotated: the k-th message of rank r goes to rank r + k, so that no owner is
-everyone's first. On shared memory the N-1 reductions into one chunk become one pass over N inputs. Message-passing
-libraries know the halves as pairwise or "scattered" exchange (Thakur, Rabenseifner, Gropp, IJHPCA 2005).
+Theory. Reduce to the owner, then read from the owner: the bytes of a ring in two rounds instead of 2(N-1). A port still
+pays one latency per message; the gain is that no message waits for another. Every rank talks to every other, which
+loads the core of a network. The order is rotated: the k-th message of rank r goes to rank r + k, so that no owner is
+first for all ranks. On shared memory the N-1 reductions into one chunk become one pass over N inputs. Message-passing
+libraries call the halves pairwise or "scattered" exchange (Thakur, Rabenseifner, Gropp, IJHPCA 2005).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..registry import register
 
 @register("algorithms", "direct", goal="allreduce")
 def direct(group: Group) -> Plan:
-    """Allreduce in which each rank owns a part: all parts go to their owners, all sums come back from them.
+    """Allreduce in which each rank owns a part: all contributions go to its owner, and the owner sends the sum to all.
 
     Cost: 2(N-1)a + 2(N-1)/N nb + (N-1)/N ng, in two steps (Thakur, Rabenseifner, Gropp 2005).
     """
@@ -30,7 +30,7 @@ def direct(group: Group) -> Plan:
 
 @register("algorithms", "direct_reduce_scatter", goal="reduce_scatter")
 def direct_reduce_scatter(group: Group) -> Plan:
-    """Reduce-scatter in one step: every rank sends every other rank the part that this one owns.
+    """Reduce-scatter in one step: every rank sends every other rank the part that the latter owns.
 
     Cost: (N-1)a + (N-1)/N nb + (N-1)/N ng (Thakur, Rabenseifner, Gropp 2005).
     """
@@ -59,13 +59,13 @@ def _from_owners(workers: int, step: int) -> Column:
 
 
 def _pairs(workers: int) -> tuple[Column, Column]:
-    """All pairs of different ranks, the k-th of a rank with the one k further on."""
+    """All pairs of different ranks; the k-th pair of rank r is (r, r + k)."""
     offset, rank = np.arange(1, workers, dtype=np.int32)[:, None], np.arange(workers, dtype=np.int32)
     return np.broadcast_to(rank, (workers - 1, workers)), (rank + offset) % np.int32(workers)
 
 
 def _rows(step: int, src: Column, dst: Column, chunk: Column, op: int) -> Column:
-    rows = np.empty((*src.shape, 6), np.int32)  # filled in place: of a thousand ranks there are a million pairs
+    rows = np.empty((*src.shape, 6), np.int32)  # filled in place: a thousand ranks have a million pairs
     for column, values in enumerate((step, src, dst, chunk, 1, op)):
         rows[..., column] = values
     return rows.reshape(-1, 6)

@@ -1,13 +1,11 @@
-"""Double binary tree: two trees with one half of the array each, where an inner rank of one is a leaf of the other.
+"""Double binary tree: two trees, each for one half of the array, in which an inner rank of one is a leaf of the other.
 
-Owns the two trees and the order in which pieces flow through them.
-
-Theory. In a binary tree leaves send only half of what inner ranks do. Of two complementary trees, each takes one half
-of the array: an inner rank then receives two halves and sends one up, and as a leaf of the other tree sends a half
-there; down the same again. That is 2n in and 2n out for the busiest rank, with a depth of lg instead of the ring's N.
-Cut into pieces, the array flows through both trees without gaps. Sanders, Speck, Traeff, "Two-tree algorithms for full
-bandwidth broadcast, reduction and scan", Parallel Computing 2009. NCCL has used such trees since 2.4 (Jeaugey,
-"Massively scale your deep learning training with NCCL 2.4", 2019).
+Theory. In a binary tree a leaf sends half as much as an inner rank. With two complementary trees, each for one half of
+the array, every rank is an inner rank of one tree, where it receives two halves and sends one up, and a leaf of the
+other, where it sends one half; and the same downwards. The busiest rank thus sends 2n and receives 2n, at a depth of lg
+instead of the ring's N. Cut into pieces, the array is pipelined through both trees. Sanders, Speck, Traeff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 2009. NCCL has used such trees since
+2.4 (Jeaugey, "Massively scale your deep learning training with NCCL 2.4", 2019).
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from ..registry import register
 def double_tree(group: Group, *, pieces: int = 1) -> Plan:
     """Allreduce over two complementary binary trees: nearly the bytes of a ring with the latency of a tree.
 
-    Cost: tends to 2nb for many ``pieces``, and to a latency of about 2 lg a for one; piece by piece a plan takes
-    2 lg + pieces - 1 steps, in which a port carries up to four messages of n / (2 pieces) bytes (Sanders, Speck, Traeff
-    2009). Large arrays are cut into segments when they are sent, and flow through the trees even as one piece each.
+    Cost: approaches 2nb for many ``pieces``, with a latency of about 2 lg a for one. Piece by piece a plan takes 2 lg +
+    pieces - 1 steps, in which a port carries up to four messages of n / (2 pieces) bytes (Sanders, Speck, Traeff 2009).
+    Large arrays are cut into segments when they are sent, and are pipelined even with one piece.
     """
     if pieces < 1:
         raise UsageError(f"double_tree needs at least one piece, got pieces={pieces}")
     workers = group.workers
     first = [_parent(rank, workers) for rank in range(workers)]
     if workers % 2:
-        # Shifted by one: of the odd ranks, leaves of the first tree, all are inner ranks of the second.
+        # Shifting by one turns the odd ranks, the leaves of the first tree, into inner ranks of the second.
         second = [(first[(rank - 1) % workers] + 1) % workers for rank in range(workers)]
         second[1 % workers] = -1
     else:
@@ -45,10 +43,10 @@ def double_tree(group: Group, *, pieces: int = 1) -> Plan:
 
 
 def _parent(rank: int, workers: int) -> int:
-    """The parent in a binary tree whose leaves are the odd ranks, -1 for the root 0.
+    """The parent in a binary tree whose leaves are the odd ranks; -1 for the root 0.
 
-    A rank whose lowest set bit is 2^k stands in the middle of 2^(k+1) ranks and below the middle of the next larger
-    range; where the tree is cut off on the right, a rank hangs below the nearest one to the left instead.
+    A rank whose lowest set bit is 2^k is the middle of 2^(k+1) ranks and a child of the middle of the next larger
+    range. At the right edge, where that middle may not exist, its parent is the nearest inner rank to the left.
     """
     if rank == 0:
         return -1
@@ -58,9 +56,10 @@ def _parent(rank: int, workers: int) -> int:
 
 
 def _through(parents: Sequence[int], pieces: int, first_chunk: int) -> Column:
-    """Rows that reduce ``pieces`` chunks to the tree's root and copy them back, one piece behind the other.
+    """Rows that reduce ``pieces`` chunks to the tree's root and copy them back, one piece after the other.
 
-    A rank sends piece q up in step height + q, after its children, and gets it back in step deepest + depth - 1 + q.
+    A rank sends piece q up in step height + q, after its children, and receives it back in step deepest + depth - 1 +
+    q.
     """
     depth = [_depth(rank, parents) for rank in range(len(parents))]
     height = [0] * len(parents)

@@ -1,12 +1,12 @@
 """Halving-doubling: recursive halving of the array to reduce, recursive doubling to gather.
 
-Owns the algorithm for powers of two; other sizes are folded as in ``recursive_doubling``.
+For powers of two; other sizes are folded as in ``recursive_doubling``.
 
 Theory. With a partner at distance 1 a rank exchanges one half of the array and keeps adding to the other, then a
-quarter at distance 2, and so on: after lg steps it owns one part of N. The same exchanges backwards gather the parts.
-Bytes of a ring, latency of a tree. The largest messages go to the nearest partners, who are likeliest to share a node;
-rank i therefore ends with the part whose number is i with its bits reversed. Rabenseifner, "Optimization of collective
-reduction operations", ICCS 2004.
+quarter at distance 2, and so on: after lg steps it owns one part of N. The same exchanges in reverse gather the parts.
+This moves the bytes of a ring at the latency of a tree. The largest messages go to the nearest partners, which are
+likeliest to share a node; rank i therefore ends with the part whose number is i with its bits reversed. Rabenseifner,
+"Optimization of collective reduction operations", ICCS 2004.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .recursive_doubling import Row, fold
 def halving_doubling(group: Group) -> Plan:
     """Allreduce with the bytes of a ring and the latency of a tree, when N is a power of two.
 
-    Cost: 2 lg a + 2(N-1)/N nb + (N-1)/N ng; otherwise, around the steps of the next lower power of two, one step before
-    and one after, which move the whole array: 2nb more (Rabenseifner 2004).
+    Cost: 2 lg a + 2(N-1)/N nb + (N-1)/N ng. Otherwise the steps of the next lower power of two, plus one step before
+    and one after that move the whole array: 2nb more (Rabenseifner 2004).
     """
     chunks = 1 << (group.workers.bit_length() - 1)
     core, before, after = fold(group.workers, chunks)
@@ -38,7 +38,8 @@ def halving_doubling(group: Group) -> Plan:
 
 
 def _exchange(core: list[int], step: int, bit: int, op: int) -> list[Row]:
-    """An exchange with the partners that differ in ``bit``: each half goes to, or comes from, the one that keeps it."""
+    """An exchange with the partners that differ in ``bit``; each half goes to, or comes from, the partner that keeps
+    it."""
     rows = []
     for i, rank in enumerate(core):
         partner = i ^ (1 << bit)
@@ -48,7 +49,7 @@ def _exchange(core: list[int], step: int, bit: int, op: int) -> list[Row]:
 
 
 def _kept(size: int, i: int, bit: int) -> tuple[int, int]:
-    """First chunk and number of chunks that the i-th rank keeps adding to after the exchange over ``bit``."""
+    """The first chunk and the number of chunks that the i-th rank keeps adding to after the exchange over ``bit``."""
     first, count = 0, size
     for level in range(bit + 1):
         count //= 2

@@ -1,14 +1,14 @@
 """Hierarchical: reduce-scatter inside every node, allreduce of every part across nodes, all-gather inside.
 
-Owns the two levels and how nodes of unequal size share the parts. Both levels are rings (``ring``).
+Both levels are rings (``ring``).
 
 Theory. Links inside a node are faster than the network. Reducing inside first lets every part cross the network once
-per node instead of once per rank, with all ranks of a node at work on parts of their own. Cho et al., "BlueConnect",
-MLSys 2019; Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018.
+per node instead of once per rank, and all ranks of a node work on parts of their own. Cho et al., "BlueConnect", MLSys
+2019; Jia et al., "Highly scalable deep learning training system with mixed-precision", 2018.
 
-Unequal nodes. A node of p workers cuts the array into p equal parts, and the cuts of different nodes differ. All cuts
-of all nodes together make pieces, each of which has exactly one owner per node; a ring across nodes sums every piece.
-For cuts to lie between chunks, the number of chunks is a multiple of all node sizes. Where that would be too many, the
+Nodes of unequal size. A node of p workers cuts the array into p equal parts, so the cuts of different nodes differ. All
+cuts together make pieces, each of which has exactly one owner per node; a ring across nodes sums every piece. The
+number of chunks is a multiple of all node sizes, so that every cut is between chunks. If that would be too many, the
 array has as many shares as the largest node has workers, and parts are whole shares.
 """
 
@@ -26,7 +26,7 @@ from ..registry import register
 from .ring import all_gather_rows, reduce_scatter_rows
 
 _MOST_CHUNKS = 1024
-"""More than that cost more to keep track of than exactly equal parts gain."""
+"""With more chunks the bookkeeping costs more than exactly equal parts gain."""
 
 
 @register("algorithms", "hierarchical", goal="allreduce", two_levels="ring")
@@ -61,5 +61,5 @@ def hierarchical(group: Group) -> Plan:
 
 
 def _part_of(chunk: int, edges: Sequence[int]) -> int:
-    """The number of the part in which the chunk lies."""
+    """The number of the part that contains the chunk."""
     return next(i for i, (low, high) in enumerate(pairwise(edges)) if low <= chunk < high)

@@ -1,12 +1,11 @@
 """Parameter server as a plan: push is a reduce to the servers, pull is a copy from them.
 
-Owns who sends what to the servers and which part each holds. Does not know who applies the optimizer: with
-``update=worker`` a training step runs this plan, with ``update=server`` the servers hold weights and run a protocol of
-their own, whose traffic has this shape.
+The plan does not know who applies the optimizer. With ``update=worker`` a training step runs it; with ``update=server``
+the servers hold weights and run a protocol of their own, whose traffic has this shape.
 
-Theory. Each of S servers holds one part of S. All workers push each part to its server and pull the result from it, so
-that a server's port carries N/S times the bytes of a worker's: the bottleneck with few servers, and less traffic per
-worker than any allreduce with N of them or more. Li et al., "Scaling distributed machine learning with the parameter
+Theory. Each of S servers holds one part of S. All workers push each part to its server and pull the result from it. A
+server's port therefore carries N/S times the bytes of a worker's: the bottleneck with few servers, but with N or more
+servers less traffic per worker than any allreduce. Li et al., "Scaling distributed machine learning with the parameter
 server", OSDI 2014; Jiang et al., "A unified architecture for accelerating distributed DNN training in heterogeneous
 GPU/CPU clusters" (BytePS), OSDI 2020.
 """
@@ -35,7 +34,7 @@ def ps(
     *,
     servers: int = 1,
     on: Literal["ranks", "workers"] = "ranks",
-    update: Literal["server", "worker"] = "server",  # noqa: ARG001 - who updates does not change who sends what to whom
+    update: Literal["server", "worker"] = "server",  # noqa: ARG001 - updates do not change which rank sends what
 ) -> Plan:
     """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
 
@@ -50,9 +49,9 @@ def ps(
 
 
 def push_and_pull(group: Group, *, servers: int = 1, on: Literal["ranks", "workers"] = "ranks") -> tuple[Plan, Plan]:
-    """The two halves where servers hold the weights: gradients reduced to them, weights copied from them.
+    """The two halves of a server that holds the weights: gradients are reduced to it, weights are copied from it.
 
-    Unlike the whole plan they have something to do for one worker too, when servers are ranks of their own.
+    With dedicated servers they have transfers even for one worker, unlike the whole plan.
     """
     pushes, pulls, places = _transfers(group, servers, on)
     return (
@@ -65,7 +64,7 @@ _Rows = list[tuple[int, int, int, int, int, int]]
 
 
 def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, Sequence[int]]:
-    """The rows of push and pull, and where the server of each part stands."""
+    """The rows of push and pull, and the server rank of each part."""
     workers = group.workers
     if servers < 1:
         raise UsageError(f"ps needs at least one server, got servers={servers}")
@@ -79,7 +78,7 @@ def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, Seque
             f"ps(on=workers) has {workers} workers to place {servers} servers on: ask for servers={workers}"
         )
     places = range(workers, workers + servers) if on == "ranks" else spread(group, servers)
-    # The k-th message of a worker goes to the k-th server after its own number, and servers answer in the same way.
+    # Worker w starts with the server after its own number, and servers answer in the same order: no hot spot.
     turns = [(worker, (worker + k) % servers) for k in range(servers) for worker in range(workers)]
     pushes = [(0, worker, places[part], part, 1, REDUCE) for worker, part in turns if worker != places[part]]
     turns = [((part + k) % workers, part) for k in range(workers) for part in range(servers)]

@@ -1,12 +1,11 @@
-"""Recursive doubling: ranks exchange everything with partners at distance 1, 2, 4, and so on.
+"""Recursive doubling: ranks exchange the whole array with partners at distance 1, 2, 4, and so on.
 
-Owns the algorithm and how a number of ranks that is no power of two is folded into one, which ``halving_doubling``
-shares.
+This file also folds a number of ranks that is no power of two, which ``halving_doubling`` shares.
 
-Theory. After k exchanges a rank holds the sum of a block of 2^k ranks; both partners add the same two numbers, so that
-all ranks get the same bits. lg steps are the fewest possible; every step moves the whole array. With extra ranks, each
-of them adds its array to a neighbour's first and gets the result from it at the end. Thakur, Rabenseifner, Gropp,
-"Optimization of collective communication operations in MPICH", IJHPCA 2005.
+Theory. After k exchanges a rank holds the sum of a block of 2^k ranks. Both partners add the same two numbers, so all
+ranks get the same bits. lg steps are the minimum; every step moves the whole array. Each extra rank first adds its
+array to a neighbour's and gets the result from it at the end. Thakur, Rabenseifner, Gropp, "Optimization of collective
+communication operations in MPICH", IJHPCA 2005.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ def recursive_doubling(group: Group) -> Plan:
 
 
 def fold(workers: int, chunks: int) -> tuple[list[int], list[Row], list[Row]]:
-    """The largest power of two of ranks, and the rows that give the others' contributions to them and the result back.
+    """The largest power of two of ranks, and the rows that fold the other ranks' contributions in and send results
+    back.
 
-    Of the first pairs of neighbours (0, 1), (2, 3), ... as many fold as there are ranks too many. All rows have step 0.
+    The first pairs of neighbours (0, 1), (2, 3), ... fold, as many as there are extra ranks. All rows have step 0.
     """
     core_size = 1 << (workers.bit_length() - 1)
     pairs = workers - core_size

@@ -1,10 +1,10 @@
-"""Ring: every rank sends to its right neighbour only, and every link carries the same load all the time.
+"""Ring: every rank sends only to its right neighbour, and every link always carries the same load.
 
-Owns ring allreduce and its two halves, and the rows of a ring among any ranks, of which ``hierarchical`` is made.
+This file has the ring allreduce, its two halves, and the rows of a ring among any ranks for ``hierarchical``.
 
 Theory. The array is cut into N parts. In N-1 steps each part travels once around the ring and collects a contribution
-at every rank; the part that rank r owns arrives there in the last of them. In N-1 more steps the finished parts travel
-around once more. Nobody can send less: 2(N-1)/N n is the lower bound of an allreduce. The price is latency, which grows
+at every rank; the part of rank r arrives there last. In N-1 more steps the finished parts travel around once more. This
+attains the lower bound for the bytes that a rank sends in an allreduce, 2(N-1)/N n. The price is latency, which grows
 with N. Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 """
 
@@ -19,7 +19,7 @@ from ..plans.plan import COPY, REDUCE, Column, Plan
 from ..registry import register
 
 Parts = Sequence[tuple[int, int]]
-"""First chunk and number of chunks of every part; part i belongs to the i-th rank of the ring."""
+"""The first chunk and the number of chunks of every part; part i belongs to the i-th rank of the ring."""
 
 
 @register("algorithms", "ring", goal="allreduce")

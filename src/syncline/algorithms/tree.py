@@ -1,10 +1,8 @@
 """Binomial tree: reduce to a root along a tree, broadcast back along the same tree.
 
-Owns the tree allreduce and the broadcast alone.
-
-Theory. In step k of the reduce, the ranks whose lowest set bit is 2^k send to the rank without that bit, and are done;
-after lg steps rank 0 has the sum. The broadcast runs backwards: in every step, all who have the array give it to one
-more. Each message is the whole array, so that a tree is for small arrays or for few ranks. Thakur, Rabenseifner, Gropp,
+Theory. In step k of the reduce, the ranks whose lowest set bit is 2^k send to the rank without that bit and are done;
+after lg steps rank 0 has the sum. The broadcast is the reverse: in every step each rank that has the array sends it to
+one more. Each message is the whole array, so a tree suits small arrays and few ranks. Thakur, Rabenseifner, Gropp,
 "Optimization of collective communication operations in MPICH", IJHPCA 2005.
 """
 
@@ -16,7 +14,7 @@ from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
 
 Edge = tuple[int, int, int]
-"""Bit, child and parent."""
+"""(bit, child, parent)"""
 
 
 @register("algorithms", "tree", goal="allreduce")

@@ -1,19 +1,18 @@
-"""Codecs: array <-> payload, one file per family.
+"""Codecs convert gradients to payloads and back; there is one file per family.
 
-A codec turns the gradient of one tensor into a payload and back. It declares how payloads combine, what it must not be
-cut across and whether error feedback may stand around it. It knows nothing of buckets, plans, ranks in flight or
-transports: ``compression.reducers`` moves payloads. Everything a codec remembers between steps is in a ``State`` that
-its caller keeps per parameter name.
+A codec encodes the gradient of one tensor. It declares how payloads combine, where a tensor must not be cut, and
+whether error feedback may be added. It knows no buckets, plans, other ranks or transports: ``compression.reducers``
+moves the payloads. All state between steps is in a ``State``, which the caller keeps per parameter name.
 
-Gradients are one-dimensional contiguous float32 arrays; payloads are one-dimensional contiguous arrays of uint32 words,
-which keeps every part of them aligned.
+Gradients are one-dimensional contiguous float32 arrays. Payloads are one-dimensional contiguous arrays of uint32 words,
+which keeps all their parts aligned.
 
-Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019) is the ``residual`` of a state: where
-there is one, ``encode`` sends ``x + residual`` and leaves in ``residual`` what the payload does not say, in the same
-pass over memory. After it ``decode(payload) + residual == x + residual before``, up to the rounding of one subtraction.
+Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019) is the ``residual`` of a state. With a
+residual, ``encode`` sends ``x + residual`` and stores the encoding error in ``residual``, in the same pass over memory.
+Afterwards ``decode(payload) + residual == x + previous residual``, up to the rounding of one subtraction.
 
-What is not finite is never compressed: a tensor (or block) with a NaN or infinity gets a payload that decodes to
-something that is not finite, its residual stays as it was, and ``Encoded.finite`` is False.
+Values that are not finite are never compressed. A tensor (or block) with a NaN or infinity gets a payload that decodes
+to non-finite values, its residual is unchanged, and ``Encoded.finite`` is False.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Floats = NDArray[np.float32]
 Payload = NDArray[np.uint32]
 
 Combine = Literal["sum", "owner", "gather", "merge", "rounds"]
-"""How the payloads of the ranks become one:
+"""How the payloads of the ranks combine:
 
     sum     payloads are arrays of numbers of one type that may be added: any allreduce plan carries them
     owner   the owner of a part decodes and adds all ranks' payloads, and encodes the sum again
@@ -45,11 +44,11 @@ Combine = Literal["sum", "owner", "gather", "merge", "rounds"]
 
 
 class PayloadError(SynclineError):
-    """A payload that cannot be what the codec made: altered on the wire, or made by another codec."""
+    """A payload that the codec cannot have made: corrupted, or made by another codec."""
 
 
 class Encoded(NamedTuple):
-    """What ``encode`` has made: words of the payload, and whether the input was finite."""
+    """The result of ``encode``: the number of payload words, and whether the input was finite."""
 
     words: int
     finite: bool
@@ -57,10 +56,10 @@ class Encoded(NamedTuple):
 
 @dataclass
 class State:
-    """What a codec remembers of one tensor on one rank; all of it belongs in a checkpoint.
+    """A codec's state of one tensor on one rank, all of which belongs in a checkpoint.
 
-    ``residual`` (elements, float32) is None without error feedback. ``memory`` holds further arrays of the codec's own,
-    by name. ``step`` counts the exchanges and is the same on all ranks. ``world`` is the number of ranks.
+    ``residual`` (elements, float32) is None without error feedback. ``memory`` holds the codec's further arrays by
+    name. ``step`` counts the exchanges and is the same on all ranks. ``world`` is the number of ranks.
     """
 
     spec: Spec
@@ -71,150 +70,150 @@ class State:
     world: int = 1
 
     def seed(self, shared: bool = False) -> int:
-        """32 random bits of this tensor and step; other ones on every rank unless ``shared``."""
+        """32 random bits for this tensor and step, different on every rank unless ``shared``."""
         text = f"{self.spec.name} {self.step} {'all' if shared else self.rank}"
         return zlib.crc32(text.encode(errors="surrogatepass"))
 
 
 class Codec(Protocol):
-    """One way to compress. Implementations are frozen dataclasses whose fields are the arguments of the text.
+    """A compression method. Implementations are frozen dataclasses whose fields are the arguments in a strategy text.
 
-    A payload's length and content depend on the tensor and the state alone. Where ``block`` is positive, a tensor may
-    be encoded in parts that begin at multiples of it, and the payloads are those of the whole, one behind the other.
+    A payload's length and content depend only on the tensor and the state. If ``block`` is positive, a tensor may be
+    encoded in parts that start at multiples of it, and the concatenated payloads are those of the whole tensor.
     """
 
     @property
     def combine(self) -> Combine:
-        """How the payloads of the ranks become one."""
+        """How the payloads of the ranks combine."""
         ...
 
     @property
     def block(self) -> int:
-        """Elements that belong together, counted from the tensor's first one; 0: the whole tensor."""
+        """The size of a block in elements, counted from the tensor's start; 0 if the whole tensor is one block."""
         ...
 
     @property
     def contraction(self) -> bool:
-        """True when decode(encode(x)) is nearer to x than 0 is (in the mean): what error feedback needs to converge."""
+        """Whether E|x - decode(encode(x))|^2 < |x|^2, which error feedback needs to converge."""
         ...
 
     @property
     def biased(self) -> bool:
-        """True when the mean of decode(encode(x)) is not x.
+        """Whether the mean of decode(encode(x)) differs from x.
 
-        A biased contraction gets error feedback unless the strategy says otherwise.
+        A biased contraction gets error feedback unless the strategy turns it off.
         """
         ...
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """The expected and the greatest number of payload bytes of a tensor, without encoding it.
+        """The expected and the maximum payload size of a tensor in bytes, without encoding it.
 
         They are equal for codecs of fixed size.
         """
         ...
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """The state of a tensor before its first step; with a residual of zeros when there is error ``feedback``."""
+        """The state of a tensor before its first step. With ``feedback`` it has a residual of zeros."""
         ...
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Compress elements ``start`` on of a tensor into ``out``, which has room for the greatest payload.
+        """Compress elements of a tensor, from ``start`` on, into ``out``, which has room for the largest payload.
 
-        One pass over memory; ``x`` is left alone, the state's residual is updated in place.
+        Makes one pass over memory. ``x`` is unchanged; the state's residual is updated in place.
         """
         ...
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:
-        """Write to ``out`` what a payload says of elements ``start`` on, or add it to what is there.
+        """Decode a payload of elements from ``start`` on into ``out``, or add it there.
 
-        Raises PayloadError for a payload that ``encode`` cannot have made; nothing outside ``out`` is ever written.
+        Raises PayloadError for a payload that ``encode`` cannot have made. Never writes outside ``out``.
         """
         ...
 
 
 @runtime_checkable
 class Sums(Protocol):
-    """A codec whose payloads may be added (``combine`` is sum): as arrays of that type of number."""
+    """A codec whose payloads are arrays of numbers that can be added: ``combine`` is "sum"."""
 
     @property
     def number(self) -> str:
-        """The numpy (or ml_dtypes) name of the type."""
+        """The numpy (or ml_dtypes) name of the number type."""
         ...
 
 
 @runtime_checkable
 class Merges(Protocol):
-    """A codec whose payloads become one of the same size: ``combine`` is "merge"."""
+    """A codec whose payloads can be merged into one of the same size: ``combine`` is "merge"."""
 
     def merge(self, mine: Payload, theirs: Payload, out: Payload, state: State) -> int:
-        """Write the sum of two payloads, as far as one can say it, to ``out``; returns its words.
+        """Write the sum of two payloads to ``out``, as far as it fits. Returns the number of words.
 
-        What it cannot say goes into the state's residual, if there is one. Raises PayloadError for a payload that
-        ``encode`` and ``merge`` cannot have made; then nothing has been changed.
+        The remainder is added to the state's residual, if there is one. Raises PayloadError, without any changes, for a
+        payload that ``encode`` and ``merge`` cannot have made.
         """
         ...
 
 
 @runtime_checkable
 class Rounds(Protocol):
-    """A codec that computes between sums over the ranks: ``combine`` is "rounds"; it is never asked to encode."""
+    """A codec that computes between sums over the ranks: ``combine`` is "rounds". Its ``encode`` is never called."""
 
     def average(self, x: Floats, state: State, world: int) -> Generator[Floats, None, bool]:
-        """Replace ``x``, this rank's share of the mean of a tensor's gradients, by the sum over all ranks.
+        """Replace ``x``, this rank's share of a tensor's mean gradient, by the sum over all ranks.
 
-        Each array that is yielded is to be replaced, in place, by its sum over the ranks, the same bits on all of them;
-        how many there are and their sizes follow from the tensor alone (``rounds``). ``x`` is the room of the work, and
-        has the result at the end, the same bits on all ranks. Returns whether this rank's own input was finite.
+        The caller replaces each yielded array in place by its sum over the ranks, with the same bits on all of them.
+        The number and sizes of these arrays depend only on the tensor (``rounds``). ``x`` is also working memory; its
+        final bits are the same on all ranks. Returns whether this rank's own input was finite.
         """
         ...
 
     def rounds(self, spec: Spec) -> Sequence[int]:
-        """The elements of each array that ``average`` yields for a tensor, in order."""
+        """The number of elements of each array that ``average`` yields for a tensor, in order."""
         ...
 
 
 @runtime_checkable
 class NeedsFeedback(Protocol):
-    """A codec that may not do without error feedback."""
+    """A codec that may require error feedback."""
 
     @property
     def needs_feedback(self) -> bool:
-        """True when its arguments make it so."""
+        """Whether it does with its arguments."""
         ...
 
 
 @runtime_checkable
 class Sparse(Protocol):
-    """A codec that sends some of a tensor's elements in each step."""
+    """A codec that sends only some of a tensor's elements in each step."""
 
     def ratio_at(self, step: int) -> float:
-        """The share that is sent at a step, counted from 0."""
+        """The share of elements that it sends in a step, counted from 0."""
         ...
 
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A codec, not ``Sparse``, that may say nothing of most of a tensor in one exchange."""
+    """A codec, not ``Sparse``, that may omit most of a tensor in one exchange."""
 
     @property
     def leaves_out(self) -> bool:
-        """True when its arguments make it so: what error feedback keeps can be larger than what comes."""
+        """Whether it does with its arguments. The residual can then be larger than the gradient."""
         ...
 
 
 @runtime_checkable
 class Decays(Protocol):
-    """A codec whose residual keeps only a part, ``decay``, of what was not sent; all of it where that is 1."""
+    """A codec that multiplies the residual by ``decay`` in every step."""
 
     @property
     def decay(self) -> float:
-        """Above 0 and up to 1."""
+        """A factor above 0 and up to 1."""
         ...
 
 
 @runtime_checkable
 class Chooses(Protocol):
-    """A codec that leaves every tensor to another one."""
+    """A codec that selects another codec for every tensor."""
 
     def choose(self, spec: Spec) -> Codec:
         """The codec of a tensor."""
@@ -223,13 +222,13 @@ class Chooses(Protocol):
 
 @runtime_checkable
 class Wraps(Protocol):
-    """A codec that stands around another one: error feedback."""
+    """A codec that wraps another one, such as error feedback."""
 
     codec: Codec
 
 
 def warmup_of(codec: Codec) -> int:
-    """For how many steps at most a codec leaves tensors uncompressed: the ``warmup`` of the error feedback in it."""
+    """The number of steps without compression: the largest ``warmup`` of the error feedback in a codec."""
     if not isinstance(codec, Wraps):
         return 0
     return max(getattr(codec, "warmup", 0), warmup_of(codec.codec))
@@ -237,31 +236,31 @@ def warmup_of(codec: Codec) -> int:
 
 @runtime_checkable
 class Relays(Protocol):
-    """A codec that does more to a rank's gradients than compress them: owners, who pass on sums, use another one."""
+    """A codec with extra processing of a rank's own gradients. Owners, which encode sums, use it without that."""
 
     @property
     def relay(self) -> Codec:
-        """The same without that."""
+        """The codec without that processing."""
         ...
 
 
 def relay_of(codec: Codec) -> Codec:
-    """The codec in which an owner passes on what it has summed or updated."""
+    """The codec with which an owner encodes its sums or updates."""
     return codec.relay if isinstance(codec, Relays) else codec
 
 
 @runtime_checkable
 class Stochastic(Protocol):
-    """A codec that can round at random."""
+    """A codec that can round stochastically."""
 
     @property
     def stochastic(self) -> bool:
-        """True when it does, so that the mean of decode(encode(x)) over the seeds is x."""
+        """Whether it does, so that decode(encode(x)) is unbiased over the seeds."""
         ...
 
 
 class Applied(NamedTuple):
-    """The codec that a tensor really gets, whether with error feedback, and for how many steps not yet."""
+    """The codec that a tensor gets, whether it has error feedback, and the number of warm-up steps before it."""
 
     codec: Codec
     feedback: bool
@@ -269,11 +268,11 @@ class Applied(NamedTuple):
 
 
 def codec_of(codec: Codec, spec: Spec) -> Applied:
-    """What ``codec`` means for a tensor."""
+    """The codec, error feedback and warm-up that ``codec`` means for a tensor."""
     found = Applied(codec, False, 0)
     while True:
         codec = found.codec
-        if isinstance(codec, Chooses):  # first: what it chooses from may be called ``codec`` too
+        if isinstance(codec, Chooses):  # first, because the argument may be named ``codec`` too
             found = Applied(codec.choose(spec), False, 0)
         elif isinstance(codec, Wraps):
             found = Applied(codec.codec, True, getattr(codec, "warmup", 0))
@@ -282,35 +281,35 @@ def codec_of(codec: Codec, spec: Spec) -> Applied:
 
 
 def fresh_state(spec: Spec, rank: int, feedback: bool, **memory: Any) -> State:
-    """A state with a residual of zeros, if any, and further arrays."""
+    """A state with further arrays and, with feedback, a residual of zeros."""
     residual = np.zeros(spec.elements, np.float32) if feedback else None
     return State(spec, rank, residual, memory=memory)
 
 
 def check_words(payload: Payload, expected: int) -> None:
-    """Raise PayloadError unless a payload has exactly as many words as its codec makes for that many elements."""
+    """Raise PayloadError unless a payload has exactly the words that its codec makes for that many elements."""
     if len(payload) != expected:
         raise PayloadError(f"a payload of {4 * len(payload)} bytes came where {4 * expected} were expected")
 
 
 def check_block(block: int, codes: int) -> None:
-    """Raise UsageError unless a block has a whole number of words, and so few elements that they stay in the cache."""
+    """Raise UsageError unless a block fills whole words and is small enough for the cache."""
     if not codes <= block <= 1 << 20 or block % codes:
         raise UsageError(f"block={block}: choose a multiple of {codes} from {codes} to {1 << 20}")
 
 
 @lru_cache(maxsize=1)
 def no_residual() -> Floats:
-    """How kernels are told that there is no error feedback: an empty array."""
+    """An empty array, which tells kernels that there is no error feedback."""
     return np.empty(0, np.float32)
 
 
 def words_of(elements: int, block: int, codes: int, heads: int = 1) -> int:
-    """The words of a payload whose blocks have ``heads`` words of scales and then ``codes`` codes to the word."""
+    """The number of words of a payload whose blocks have ``heads`` words of scales, then ``codes`` codes per word."""
     full, rest = divmod(elements, block)
     return full * (heads + -(-block // codes)) + (heads + -(-rest // codes) if rest else 0)
 
 
 def residual_of(state: State, start: int, elements: int) -> Floats:
-    """The residual of ``elements`` elements from ``start`` on; empty when there is no error feedback."""
+    """The residual of ``elements`` elements from ``start`` on; empty without error feedback."""
     return no_residual() if state.residual is None else state.residual[start : start + elements]

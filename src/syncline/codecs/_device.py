@@ -1,20 +1,19 @@
-"""Where a codec works: on numpy arrays in host memory, or on torch tensors where the gradients are.
+"""Selects the kernels of a codec: for numpy arrays in host memory or for torch tensors on a device.
 
-``encode`` and ``decode`` take either. They ask here for the kernels of their family, which have the same names, the
-same arguments and the same payload bits on both sides: what was encoded on a GPU may be decoded, summed and encoded
-again on the host, and the other way round. On a device
+``encode`` and ``decode`` accept both. The kernels of a family have the same names, arguments and payload bits on both
+sides: a payload encoded on a GPU can be decoded, summed and encoded again on the host, and vice versa. On a device
 
     x, out        one-dimensional contiguous float32 tensors
     payloads      one-dimensional contiguous int32 tensors of the same bits
     the state     the codec's own, its arrays moved by ``to_device``
-    finite        ``Encoded.finite`` is a tensor of one element: asking whether it is true waits for the device,
-                  everything else is only ordered in the device's current stream
+    finite        ``Encoded.finite`` is a tensor of one element: testing it waits for the device, whereas everything
+                  else is only queued in the device's current stream
 
-Two more things wait for the device, once each: encoding by ``threshold``, whose payloads have no fixed length, and
-decoding pairs of index and value, which are checked before anything is written.
+Two more operations wait for the device once: encoding by ``threshold``, whose payloads have no fixed length, and
+decoding pairs of index and value, which are validated before anything is written.
 
-A NaN in a payload of 16-bit numbers or of pairs, or a sign in a block that is not finite, may be another one than on
-the host; so may the choice where more elements are NaN than pairs are sent.
+The two sides may differ in the bits of a NaN in payloads of 16-bit numbers or pairs, in the signs of a block that is
+not finite, and in the selection if more elements are NaN than pairs are sent.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from . import State
 
 
 def on_device(array: Any) -> bool:
-    """True for a torch tensor, of whatever device; False for a numpy array."""
+    """Whether ``array`` is a torch tensor, on whatever device, and not a numpy array."""
     return not isinstance(array, np.ndarray)
 
 
 def kernels_for(family: str, array: Any) -> Any:
-    """The module ``kernels.<family>`` for a numpy array, that of ``kernels.cuda`` for a torch tensor.
+    """The module ``kernels.<family>`` for a numpy array, ``kernels.cuda.<family>`` for a torch tensor.
 
-    Raises UsageError where a family has no kernels for devices, or Triton is not installed.
+    Raises UsageError if the family has no device kernels, or Triton is not installed.
     """
     return _kernels(family, not isinstance(array, np.ndarray))
 
@@ -57,7 +56,7 @@ def _kernels(family: str, device: bool) -> Any:
 
 
 def halves(payload: Any) -> Any:
-    """A payload as 16-bit words: uint16 of numpy, int16 of torch."""
+    """A payload as 16-bit words: numpy's uint16 or torch's int16."""
     if not on_device(payload):
         return payload.view(np.uint16)
     import torch
@@ -66,7 +65,7 @@ def halves(payload: Any) -> Any:
 
 
 def floats(payload: Any) -> Any:
-    """A payload as numbers: float32 of numpy or torch."""
+    """A payload as float32 numbers of numpy or torch."""
     if not on_device(payload):
         return payload.view(np.float32)
     import torch
@@ -75,7 +74,7 @@ def floats(payload: Any) -> Any:
 
 
 def room_for(words: int, like: Any) -> Any:
-    """An array of so many words, on the side of another one."""
+    """A new array of ``words`` words, on the same side as ``like``."""
     if not on_device(like):
         return np.empty(words, np.uint32)
     import torch
@@ -84,14 +83,14 @@ def room_for(words: int, like: Any) -> Any:
 
 
 def to_device(state: State, device: Any) -> State:
-    """A state whose arrays are tensors on a device, copied there."""
+    """A state whose arrays are copied to tensors on a device."""
     import torch
 
     return _moved(state, lambda array: torch.from_numpy(array).to(device, copy=True))
 
 
 def to_host(state: State) -> State:
-    """The reverse, for checkpoints: waits for the device."""
+    """The inverse of ``to_device``, for checkpoints. Waits for the device."""
     return _moved(state, lambda tensor: tensor.cpu().numpy().copy())
 
 

@@ -1,14 +1,14 @@
-"""The k largest elements of a tensor, found in one reading of it.
+"""Selects the k largest elements of a tensor in one pass over it.
 
-A bound below the k-th largest is guessed from a random sample; what reaches the bound is collected while the tensor is
-read, and the k largest are chosen exactly among the few that were. With s elements drawn, of which e = s*k/n should be
-among the k largest, the bound is the (e + 4 sqrt(e) + 4)-th largest of the sample: four standard deviations low, so
-that the guess hardly ever fails. Where it does, as with a tensor whose elements are nearly all the same, the digits of
-all elements are counted instead. Selecting again among what a sampled threshold let through is the "hierarchical"
-selection of Lin et al., "Deep gradient compression", ICLR 2018.
+A random sample gives an estimated lower bound for the k-th largest. The pass collects all elements that reach the
+bound, and the k largest of these are selected exactly. With s samples, e = s*k/n of which should be among the k
+largest, the bound is the (e + 4 sqrt(e) + 4)-th largest sample: four standard deviations low, so that it rarely fails.
+If it does, as for a tensor of nearly equal elements, the digits of all elements are counted instead. Selecting again
+among the elements above a sampled threshold is the "hierarchical" selection of Lin et al., "Deep gradient compression",
+ICLR 2018.
 
-On a GPU the digits are always counted where the choice has to be exact: memory is fast there, and the outcome of a
-guess would have to be waited for. The choice is the same.
+On a GPU an exact selection always counts digits: memory is fast there, and testing an estimate would mean waiting for
+the device. The selection is the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ._device import kernels_for, on_device
 from ._pairs import Indices
 
 _EXPECTED = 225
-"""How many of the k largest should be in the sample, unless it would become larger than ``_DRAWN``."""
+"""The wanted number of the k largest elements in the sample, unless that exceeds ``_DRAWN``."""
 
 _DRAWN = 1 << 15
-"""Elements in a sample at most: each is a cache miss."""
+"""The largest sample: each element is a cache miss."""
 
 
 class Source(NamedTuple):
-    """The values that are chosen from: ``scale * x + momentum * velocity + residual``, empty arrays for what is not."""
+    """The values to select from: ``scale * x + momentum * velocity + residual``. Absent terms are empty arrays."""
 
     x: Floats
     residual: Floats
@@ -40,9 +40,9 @@ class Source(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Indices in increasing order, the values there, and whether all values of the tensor are finite.
+    """The selected indices in increasing order, their values, and whether all values of the tensor are finite.
 
-    On a device, tensors; the last one of one element.
+    On a device these are tensors, ``finite`` with one element.
     """
 
     indices: Indices
@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
 
 
 def encode_largest(source: Source, k: int, out: Payload, seed: int, exact: bool = True) -> Encoded:
-    """Write what ``choose_largest`` chooses to ``out`` as pairs, and keep the rest in the residual if there is one."""
+    """Write the selection of ``choose_largest`` to ``out`` as pairs, and the rest to the residual, if there is one."""
     chosen = choose_largest(source, k, seed, exact)
     words = kernels_for("pairs", source.x).write_pairs(chosen.indices, chosen.values, len(source.x), out)
     if len(source.residual):
@@ -60,11 +60,11 @@ def encode_largest(source: Source, k: int, out: Payload, seed: int, exact: bool 
 
 
 def choose_largest(source: Source, k: int, seed: int, exact: bool = True) -> Chosen:
-    """The ``k`` largest in magnitude, of equal ones those with the lowest index; a NaN is the largest of all.
+    """The ``k`` largest in magnitude; among equal ones those with the lowest index. NaN counts as the largest.
 
-    Unless ``exact``, no second reading of the tensor mends a guess that was wrong: then there may be fewer than ``k``,
-    or, where very many are equal, those at the tensor's start. Zeros are not chosen then. Of what is not finite
-    something always is.
+    Unless ``exact``, the tensor is not read again after a failed estimate. There may then be fewer than ``k`` elements,
+    or, among very many equal ones, those at the tensor's start; and zeros are not selected. Non-finite values are
+    always represented.
     """
     if on_device(source.x):
         return _chosen_on_device(source, k, seed, exact)
@@ -95,9 +95,9 @@ def _chosen_on_device(source: Source, k: int, seed: int, exact: bool) -> Chosen:
 
 
 def _sampling(elements: int, k: int) -> tuple[int, int, int]:
-    """How many elements to draw, the rank among them of the bound, and how many of all may reach it at most.
+    """The sample size, the rank of the bound in the sample, and the most elements that may reach the bound.
 
-    0 drawn, where the sample would be nearly the tensor: everything above zero may be collected then.
+    The sample size is 0 if it would be nearly the whole tensor. Everything above zero is then collected.
     """
     drawn = min(-(-_EXPECTED * elements // max(k, 1)), _DRAWN)
     expected = drawn * k / max(elements, 1)
@@ -108,7 +108,7 @@ def _sampling(elements: int, k: int) -> tuple[int, int, int]:
 
 
 def _guess(source: Source, k: int, seed: int) -> tuple[int, int]:
-    """A magnitude above zero that a little more than ``k`` elements should reach, and how many may at most."""
+    """A magnitude above zero that slightly more than ``k`` elements should reach, and the most that may reach it."""
     from ..kernels.selection import rank_largest, sample
 
     drawn, rank, room = _sampling(source.x.size, k)
@@ -121,7 +121,7 @@ def _guess(source: Source, k: int, seed: int) -> tuple[int, int]:
 
 
 def _with_zeros(indices: Indices, values: Floats, k: int, finite: bool) -> Chosen:
-    """All that are not zero, and as many zeros as are missing."""
+    """All non-zero elements, filled up with zeros."""
     from ..kernels.selection import add_zeros
 
     all_indices, all_values = np.empty(k, np.uint32), np.empty(k, np.float32)
@@ -130,7 +130,7 @@ def _with_zeros(indices: Indices, values: Floats, k: int, finite: bool) -> Chose
 
 
 def _counted(source: Source, k: int, finite: bool) -> Chosen:
-    """The ``k`` largest by counting the digits of all magnitudes."""
+    """The ``k`` largest, found by counting the digits of all magnitudes."""
     from ..kernels.selection import magnitudes, rank_largest, select_exactly
 
     sizes = np.empty(source.x.size, np.int32)

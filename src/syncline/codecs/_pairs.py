@@ -1,6 +1,6 @@
-"""Payloads of pairs of index and value: their size, how they are made, and how they are read and checked.
+"""Payloads of (index, value) pairs: their size, and how they are written, read and validated.
 
-The layout is that of ``kernels/pairs.py``: 6 bytes a pair, and 4 bytes for every 65536 elements of the tensor.
+The layout is that of ``kernels/pairs.py``: 6 bytes per pair, and 4 bytes per 65536 elements of the tensor.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ._device import floats, kernels_for, room_for
 Indices = NDArray[np.uint32]
 
 STRETCH = 1 << 16
-"""Elements that share a head: indices within them take 16 bits."""
+"""Elements per head word: indices within them take 16 bits."""
 
 
 def pair_words(elements: int, pairs: int) -> int:
-    """The words of a payload with that many pairs, of a tensor with that many elements."""
+    """The number of words of a payload with ``pairs`` pairs, for a tensor of ``elements`` elements."""
     return -(-elements // STRETCH) + (pairs + 1) // 2 + pairs
 
 
@@ -38,7 +38,7 @@ def read_pairs(payload: Payload, elements: int, fewest: int, most: int) -> tuple
 
 
 def _checked(found: int, payload: Payload, elements: int) -> int:
-    """What a kernel found, unless that is a fault of the payload: then PayloadError is raised."""
+    """The number that a kernel returned; PayloadError if it is a fault code."""
     from ..kernels.pairs import LENGTH, ORDER, RANGE, TOO_MANY
 
     if found == LENGTH:
@@ -53,7 +53,9 @@ def _checked(found: int, payload: Payload, elements: int) -> int:
 
 
 def decode_pairs(payload: Payload, out: Floats, fewest: int, most: int, add: bool) -> None:
-    """Add the values of a payload to ``out``, or make ``out`` what the payload says; raises PayloadError before."""
+    """Add the values of a payload to ``out``, or decode it into ``out``. Raises PayloadError before writing
+    anything.
+    """
     indices, values = read_pairs(payload, len(out), fewest, most)
     if not add:
         out[:] = 0

@@ -6,9 +6,9 @@
                                                                      of an image, their gradients are dense
     all others                                                       CODEC, with error feedback where it is biased
 
-That convolutions bear far less sparsity than fully connected and recurrent layers, and have far fewer bytes, is the
-observation of Chen et al., "AdaComp: adaptive residual gradient compression for data-parallel distributed training",
-AAAI 2018. The choice depends on the tensor alone, so all ranks make the same one.
+Convolutions tolerate much less sparsity than fully connected and recurrent layers, and have far fewer bytes (Chen et
+al., "AdaComp: adaptive residual gradient compression for data-parallel distributed training", AAAI 2018). The choice
+depends only on the tensor, so all ranks make the same one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Adaptive:
             )
 
     def choose(self, spec: Spec) -> Codec:
-        """The codec of a tensor, within ``feedback`` where it is biased."""
         if len(spec.shape) < 2 or spec.nbytes < self.small:
             return Dense()
         chosen = Int8() if len(spec.shape) > 2 and spec.nbytes < _LARGE_KERNEL_BYTES else self.codec
@@ -54,34 +53,34 @@ class Adaptive:
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether the codec of the large tensors has a memory that only works with a residual."""
+        """Whether the codec of the large tensors keeps state that requires a residual."""
         return isinstance(self.codec, NeedsFeedback) and self.codec.needs_feedback
 
     @property
     def combine(self) -> Combine:
-        """That of the codec of the large tensors."""
         return self.codec.combine
 
     @property
     def block(self) -> int:
-        """The whole tensor: where it may be cut is known once it is chosen for."""
+        """The whole tensor, because the possible cuts are known only after the choice."""
         return 0
 
     @property
     def contraction(self) -> bool:
-        """That of the codec of the large tensors: the others are contractions."""
+        """That of the codec of the large tensors; the other codecs are contractions."""
         return self.codec.contraction
 
     @property
     def biased(self) -> bool:
-        """Only where a codec is that error feedback cannot mend: what it can is within it already."""
+        """Only if the inner codec has a bias that error feedback cannot correct; otherwise it is wrapped in feedback
+        already."""
         return self.codec.biased and not self.codec.contraction
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         return self.choose(spec).wire_bytes(spec)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """The state that the tensor's own codec wants, with a residual where that stands within feedback."""
+        """The state of the tensor's own codec, with a residual if that codec is wrapped in feedback."""
         return self.choose(spec).init(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:

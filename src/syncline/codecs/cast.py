@@ -1,13 +1,13 @@
 """``fp16``, ``bf16`` and ``fp8``: shorter floating-point numbers, rounded to nearest even.
 
-The relative error of an element is at most 2**-11 (float16), 2**-8 (bfloat16) and 2**-4 (E4M3 of its block), as long as
-it is not subnormal in its type; below that the error is at most half the type's smallest number. All are contractions:
-the nearest number is never further away than 0.
+The relative error of an element is at most 2**-11 (float16), 2**-8 (bfloat16) and 2**-4 (E4M3 within its block), unless
+it is subnormal in its type; then the error is at most half the type's smallest number. All three are contractions,
+because the nearest number is never farther away than 0.
 
-Payloads of the 16-bit types are arrays of numbers that any plan can add; a sum that leaves their range becomes an
-infinity, as everywhere. A finite *input* beyond the range is sent as the largest finite number, so that error feedback
-keeps the rest, and what was finite stays so. Micikevicius et al., "Mixed precision training", ICLR 2018; Kalamkar et
-al., "A study of BFLOAT16 for deep learning training", 2019; Micikevicius et al., "FP8 formats for deep learning", 2022.
+Payloads of the 16-bit types are arrays of numbers that any plan can add; a sum beyond their range becomes an infinity,
+as usual. A finite *input* beyond the range is sent as the largest finite number, so that error feedback keeps the rest
+and finite values stay finite. Micikevicius et al., "Mixed precision training", ICLR 2018; Kalamkar et al., "A study of
+BFLOAT16 for deep learning training", 2019; Micikevicius et al., "FP8 formats for deep learning", 2022.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ._device import halves, kernels_for
 
 @dataclass(frozen=True)
 class _Half:
-    """What the 16-bit types have in common: element i is half i % 2 of word i // 2, an odd last half is 0.
+    """The base of the 16-bit types: element i is half i % 2 of word i // 2; an unused last half is 0.
 
-    Rounding to nearest is so much finer than the noise of a gradient that no error feedback is put around it unasked:
+    Rounding to nearest is so much finer than the noise of a gradient that error feedback is only added on request:
     ``biased`` is False.
     """
 
@@ -36,7 +36,6 @@ class _Half:
     biased: ClassVar[bool] = False
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A word for two elements."""
         size = 4 * words_of(spec.elements, 2, 2, heads=0)
         return size, size
 
@@ -84,7 +83,7 @@ class Fp8:
     biased: ClassVar[bool] = True
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A byte for every element, and a word for the scale of each block."""
+        """One byte per element and one word per block for the scale."""
         size = 4 * words_of(spec.elements, self.block, 4)
         return size, size
 
@@ -92,11 +91,10 @@ class Fp8:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """The scale makes a block's largest element 448, the largest number of the type."""
+        """The scale maps a block's largest element to 448, the largest number of the type."""
         bad = kernels_for("cast", x).encode_e4m3(x, residual_of(state, start, len(x)), out, self.block)
         return Encoded(words_of(len(x), self.block, 4), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """Number times scale."""
         check_words(payload, words_of(len(out), self.block, 4))
         kernels_for("cast", payload).decode_e4m3(payload, out, self.block, add)

@@ -1,4 +1,4 @@
-"""The codec ``none``: gradients travel as they are, in their own element type."""
+"""The codec ``none``: gradients travel unchanged, in their own element type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dense:
         return spec.nbytes, spec.nbytes
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """Nothing beside the residual, which stays zero."""
+        """No state except the residual, which stays zero."""
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
@@ -35,13 +35,12 @@ class Dense:
         return Encoded(x.size, bool(np.isfinite(x).all()))
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """A copy back, or an addition."""
         check_words(payload, out.size)
         np.add(out, payload.view(np.float32), out=out) if add else np.copyto(out, payload.view(np.float32))
 
 
 @dataclass(frozen=True)
 class Uncompressed(Dense):
-    """What travels in the place of a codec's payloads before it begins: all, as float32, cut where those are cut."""
+    """Replaces a codec's payloads during its warm-up: float32 values, cut at the same blocks."""
 
-    block: int = 1  # type: ignore[misc]  # of one codec here, of the class there
+    block: int = 1  # type: ignore[misc]  # an instance attribute here, a class attribute there

@@ -1,19 +1,19 @@
-"""``feedback(CODEC)``: what one step does not send is added to the next gradient.
+"""``feedback(CODEC)``: the error of one step's encoding is added to the next gradient.
 
-The residual e of a rank starts at zero; each step sends C(x + e) and keeps e = x + e - C(x + e). Nothing is lost, only
-late, so that the mean of many steps is right although every single one is biased. It converges where C is a
-contraction, E |x - C(x)|^2 <= (1 - d) |x|^2 for some d > 0; around an unbiased quantiser whose variance exceeds the
-gradient itself the residual grows instead, and a strategy refuses that.
+The residual e of a rank starts at zero; each step sends C(x + e) and keeps e = x + e - C(x + e). Gradients are delayed
+but not lost, so the mean over many steps is right although every single step is biased. It converges if C is a
+contraction, E |x - C(x)|^2 <= (1 - d) |x|^2 for some d > 0. Around an unbiased quantizer whose variance exceeds the
+squared norm of the gradient the residual grows instead, and a strategy refuses that.
 
 Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes",
-ICML 2019.
+DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML
+2019.
 
-``warmup`` is for the beginning, where gradients are large and change quickly, so that what comes late does harm: in so
-many steps nothing is compressed, and the residual stays zero. Tang et al., "1-bit Adam: communication efficient
-large-scale training with Adam's convergence speed", ICML 2021, have such a phase before one bit per element.
+``warmup`` is for the start of training, when gradients are large and change quickly, so that delays do harm. In the
+first ``warmup`` steps nothing is compressed, and the residual stays zero. Tang et al., "1-bit Adam: communication
+efficient large-scale training with Adam's convergence speed", ICML 2021, use such a phase before one bit per element.
 
-The codec inside keeps the residual in the same pass over memory in which it encodes; here is only the composition.
+The inner codec updates the residual in the same pass in which it encodes; this file only composes the two.
 """
 
 from __future__ import annotations
@@ -61,18 +61,16 @@ class Feedback:
 
     @property
     def biased(self) -> bool:
-        """Not in the mean of many steps."""
+        """Not in the mean over many steps."""
         return False
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         return self.codec.wire_bytes(spec)
 
     def init(self, spec: Spec, rank: int, feedback: bool = True) -> State:  # noqa: ARG002
-        """The state of the codec inside, with a residual."""
         return self.codec.init(spec, rank, feedback=True)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """The codec inside encodes x + residual."""
         return self.codec.encode(x, out, state, start)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 The error of an element is at most half a step, max / (2 * levels) of its block with 127 or 7 levels. A block's largest
 element is exact up to rounding, so the error is smaller than the block itself: a contraction, as error feedback needs.
-Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016, has the idea of scales per block.
+Scales per block are due to Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._device import kernels_for
 
 @dataclass(frozen=True)
 class _Linear:
-    """What the two have in common; ``block`` elements share a step, a multiple of the codes in a word."""
+    """The base of both. ``block`` elements share a step; it is a multiple of the codes per word."""
 
     block: int
     bits: ClassVar[int]
@@ -30,7 +30,7 @@ class _Linear:
         check_block(self.block, 32 // self.bits)
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A word of codes for every 32/bits elements, and one for the step of each block."""
+        """One word of codes per 32/bits elements and one word per block for its step."""
         size = 4 * words_of(spec.elements, self.block, 32 // self.bits)
         return size, size
 
@@ -38,12 +38,10 @@ class _Linear:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Steps and codes, block by block."""
         bad = kernels_for("linear", x).encode_linear(x, residual_of(state, start, len(x)), out, self.bits, self.block)
         return Encoded(words_of(len(x), self.block, 32 // self.bits), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """Code times step."""
         check_words(payload, words_of(len(out), self.block, 32 // self.bits))
         kernels_for("linear", payload).decode_linear(payload, out, self.bits, self.block, add)
 

@@ -1,6 +1,6 @@
-"""``powersgd(rank=)``: a matrix of gradients is sent as two thin factors, found by one step of power iteration.
+"""``powersgd(rank=)``: sends a matrix of gradients as two thin factors, found by one step of power iteration.
 
-A tensor is the matrix M of its first dimension by all others. With the ranks' sums between them, every rank computes
+A tensor is the matrix M of its first dimension by all others. With sums over the ranks in between, every rank computes
 
     P = sum of M Q        Q is remembered from the step before, the same on all ranks
     P = orthonormal columns that span P
@@ -8,13 +8,13 @@ A tensor is the matrix M of its first dimension by all others. With the ranks' s
     result P Q^T          the best approximation of the sum of the M in the space of P
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", NeurIPS
-2019. The rounds are linear in the M, so that sums are all they need: an allreduce carries them. With error feedback a
-rank keeps M - P (M^T P)^T of its own M; over all ranks, residuals and result sum up to the inputs. P P^T is a
-projection, hence a contraction. Unlike the paper's, Q is made orthonormal before it is remembered: it spans the same
-space, but neither shrinks with the gradients nor loses directions when they vanish for a step.
+2019. The rounds are linear in the M, so they only need sums, which an allreduce computes. With error feedback a rank
+keeps M - P (M^T P)^T of its own M; over all ranks, residuals and result sum up to the inputs. P P^T is a projection,
+hence a contraction. Unlike in the paper, Q is orthonormalized before it is remembered: it spans the same space, but
+neither shrinks with the gradients nor loses directions when they vanish for a step.
 
-Tensors with fewer than two dimensions, and those whose factors would not be smaller than themselves, are summed as they
-are. All arithmetic is in the fixed order of ``kernels/low_rank.py``, so that replicas on different hosts agree.
+Tensors with fewer than two dimensions, and those whose factors would not be smaller, are summed uncompressed. All
+arithmetic is in the fixed order of ``kernels/low_rank.py``, so that replicas on different hosts agree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from . import Combine, Encoded, Floats, Payload, State, fresh_state, no_residual
 _FACTOR = "q"
 
 _OVERFLOWING = int(np.float32(2.0**100).view(np.uint32))
-"""The magnitude from which products and sums may overflow: counts as not finite, so that no memory becomes it."""
+"""From this magnitude on products and sums may overflow: it counts as not finite, so that no state becomes infinite."""
 
 
 @register("codecs", "powersgd", examples=("powersgd(rank=2)",))
@@ -53,7 +53,7 @@ class PowerSGD:
             raise UsageError(f"rank={self.rank}: choose from 1 to 1024; 1 to 4 is usual")
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """The two factors of both rounds, or the tensor itself."""
+        """The factors of both rounds, or the tensor itself."""
         nbytes = 4 * sum(self.rounds(spec))
         return nbytes, nbytes
 
@@ -72,8 +72,8 @@ class PowerSGD:
     def average(self, x: Floats, state: State, world: int) -> Generator[Floats, None, bool]:  # noqa: ARG002
         """Yield P and then Q to be summed, or once x itself; see ``Rounds``.
 
-        Where the sum is not finite, x is NaN on all ranks, the residual stays as it was and Q is drawn anew. Reads x
-        four times and writes it twice, beside 6 * rank multiplications and additions per element.
+        If the sum is not finite, x becomes NaN on all ranks, the residual is unchanged, and Q is drawn again. Reads x
+        four times and writes it twice, besides 6 * rank multiplications and additions per element.
         """
         from ..kernels.low_rank import expand, orthonormalise, times, transposed_times
         from ..kernels.selection import largest_magnitude
@@ -92,7 +92,7 @@ class PowerSGD:
                 np.add(x, residual, out=x)
             times(x, q, p, self.rank)
         yield p
-        going = bool(np.isfinite(p).all())  # of a sum: the same on all ranks
+        going = bool(np.isfinite(p).all())  # tests the sum, so all ranks decide alike
         if going:
             orthonormalise(p, self.rank, seed)
             transposed_times(x, p, mine, self.rank)
@@ -108,7 +108,7 @@ class PowerSGD:
         return finite
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        """Raises UsageError: the factors come about in rounds with the other ranks."""
+        """Raises UsageError: the factors need rounds with the other ranks."""
         self._refuse()
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
@@ -129,5 +129,5 @@ class PowerSGD:
 
 
 def _sides(spec: Spec) -> tuple[int, int]:
-    """Rows and columns of the matrix that a tensor is; of an empty one, none."""
+    """The rows and columns of a tensor as a matrix; zero rows and columns if it is empty."""
     return spec.shape[0], spec.elements // max(spec.shape[0], 1)

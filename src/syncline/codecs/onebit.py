@@ -1,22 +1,22 @@
 """``onebit`` and ``sign``: one bit per element.
 
-``onebit`` sends the sign and, for each block, the mean of its positive and that of its negative elements: the
-reconstruction of least squares for these bits. Seide et al., "1-bit stochastic gradient descent and its application to
-data-parallel distributed training of speech DNNs", Interspeech 2014.
+``onebit`` sends the sign and, for each block, the means of its positive and of its negative elements: the least-squares
+reconstruction from these bits. Seide et al., "1-bit stochastic gradient descent and its application to data-parallel
+distributed training of speech DNNs", Interspeech 2014.
 
-``sign`` sends the sign and the mean magnitude m of a block of n elements. Its squared error is |x|^2 - n m^2, less
-than |x|^2: a contraction by |x|_1^2 / (n |x|_2^2), and with error feedback it converges like SGD. Karimireddy et al.,
-"Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019. ``onebit`` errs no more than it.
+``sign`` sends the sign and the mean magnitude m of a block of n elements. Its squared error is |x|^2 - n m^2, less than
+|x|^2: a contraction by |x|_1^2 / (n |x|_2^2), and with error feedback it converges like SGD. Karimireddy et al., "Error
+feedback fixes SignSGD and other gradient compression schemes", ICML 2019. The error of ``onebit`` is no larger.
 
-``sign(vote=on)`` is the majority vote: the bare signs are summed, and the sign of the sum is sent back, so that every
-element comes out as plus or minus the same whatever the gradient was; a tie is plus. Bernstein et al., "signSGD:
-compressed optimisation for non-convex problems", ICML 2018, and "signSGD with majority vote is communication efficient
-and fault tolerant", ICLR 2019. An optimizer's step is then as large as its learning rate, for which the papers have
-0.0001 where SGD has 0.1. So a vote is a gradient of ``scale``, by default that ratio, and learning rates stay what they
-are for SGD. ``momentum`` is that of a rank's gradients, whose signs are sent: the papers' Signum. As published it is
+``sign(vote=on)`` is the majority vote: the bare signs are summed, and the sign of the sum is sent back. All elements
+have the same magnitude, whatever the gradient was; a tie is plus. Bernstein et al., "signSGD: compressed optimisation
+for non-convex problems", ICML 2018, and "signSGD with majority vote is communication efficient and fault tolerant",
+ICLR 2019. An optimizer's step is then as large as its learning rate, and the papers use 0.0001 where SGD uses 0.1. A
+vote therefore counts as a gradient of ``scale``, by default that ratio, so that learning rates for SGD still fit.
+``momentum`` applies to a rank's gradients, whose signs are sent: the papers' Signum. The published form is
 ``sign(vote=on, scale=1, momentum=0.9)`` under plain SGD with its own learning rate.
 
-A block whose magnitudes add up to more than float32 holds counts as not finite.
+A block whose magnitudes add up to more than float32 can hold counts as not finite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ._device import kernels_for
 _BITS = 32
 _SCALE = 0.001
 _LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
-"""Within these float32 can add up, and multiply with a learning rate, what any number of ranks say."""
+"""Within these bounds float32 can sum the votes of any number of ranks and multiply them by a learning rate."""
 
 _MOMENTUM = "momentum"
 
@@ -51,7 +51,7 @@ class Onebit:
     biased: ClassVar[bool] = True
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A word for every 32 elements, and two for the means of each block."""
+        """One word per 32 elements and two words per block for the means."""
         size = 4 * words_of(spec.elements, self.block, _BITS, heads=2)
         return size, size
 
@@ -59,12 +59,10 @@ class Onebit:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Means and bits, block by block."""
         bad = kernels_for("signs", x).encode_means(x, residual_of(state, start, len(x)), out)
         return Encoded(words_of(len(x), self.block, _BITS, heads=2), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """One of the two means."""
         check_words(payload, words_of(len(out), self.block, _BITS, heads=2))
         kernels_for("signs", payload).decode_bits(payload, out, 2, add)
 
@@ -91,29 +89,28 @@ class Sign:
 
     @property
     def contraction(self) -> bool:
-        """True for scaled signs; the error of a vote does not depend on how small the element is."""
+        """True for scaled signs. The error of a vote does not shrink with the element."""
         return self.vote == "off"
 
     @property
     def relay(self) -> Sign:
-        """Without momentum, which is of the gradients of a rank."""
+        """Without momentum, which applies to a rank's own gradients."""
         return replace(self, momentum=0.0)
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A word for every 32 elements, and one for each block: its mean magnitude, or the scale of a vote.
+        """One word per 32 elements and one word per block for the mean magnitude, or for the scale of a vote.
 
-        A vote needs that word too: bits alone cannot say that a block is not finite, which every rank has to learn.
+        A vote needs that word because bits alone cannot tell all ranks that a block is not finite.
         """
         size = 4 * words_of(spec.elements, self.block, _BITS)
         return size, size
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """With momentum that of zeros, beside the residual."""
+        """With momentum, also a velocity of zeros."""
         memory = {_MOMENTUM: np.zeros(spec.elements, np.float32)} if self.momentum else {}
         return fresh_state(spec, rank, feedback, **memory)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Magnitudes and bits, block by block."""
         kept, vote, decay = residual_of(state, start, len(x)), 0.0, 1.0
         if self.vote == "on":
             kept, vote, decay = no_residual(), self.scale, self.momentum
@@ -123,6 +120,5 @@ class Sign:
         return Encoded(words_of(len(x), self.block, _BITS), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """Plus or minus the magnitude."""
         check_words(payload, words_of(len(out), self.block, _BITS))
         kernels_for("signs", payload).decode_bits(payload, out, 1, add)

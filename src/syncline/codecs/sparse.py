@@ -1,21 +1,21 @@
-"""``topk``, ``gtopk`` and ``randomk``: a few elements of a tensor are sent, exactly; the others wait in the residual.
+"""``topk``, ``gtopk`` and ``randomk``: send a few elements of a tensor exactly and keep the others in the residual.
 
-Of n elements k = max(1, round(ratio * n)) are sent. What is kept of x is at least k/n of its squared norm for the k
-largest, and k/n of it in the mean for random ones: contractions with d = k/n, as error feedback needs (Stich,
-Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018). An element that is sent has no error at all.
+Of n elements k = max(1, round(ratio * n)) are sent. The k largest hold at least k/n of the squared norm of x; k random
+ones hold k/n of it in the mean. Both are contractions with d = k/n, as error feedback needs (Stich, Cordonnier, Jaggi,
+"Sparsified SGD with memory", NeurIPS 2018). An element that is sent has no error.
 
     topk     every rank sends its own k largest; the sum has up to N*k elements (Aji, Heafield, EMNLP 2017)
-    gtopk    when two ranks' choices meet, the k largest of their sum go on: what every rank gets has k elements
+    gtopk    when two ranks' selections meet, the k largest of their sum go on, so that every rank gets k elements
              (Shi et al., "A distributed synchronous SGD algorithm with global top-k sparsification", ICDCS 2019)
-    randomk  all ranks draw the same k elements, so that only values travel and can be summed on the way
+    randomk  all ranks draw the same k elements, so that only values travel and plans can sum them
 
-With error feedback an element is sent n/k steps late on average where chance decides, however large it has become, and
-then as the sum of as many gradients: learning rates would have to be k/n of what they are otherwise, as in the paper's
-theorem, and ordinary ones diverge. So of what ``randomk`` does not send only ``decay`` is left in the next step, which
-keeps the residual below ``decay / (1 - decay)`` gradients; GRACE's residual memory has the same factor. ``decay=1`` is
-the paper's memory. What is large is sent soon, so the others keep everything.
+With error feedback and random selection an element is sent n/k steps late on average, however large it has become, as
+the sum of n/k gradients. Learning rates would have to be k/n of the usual ones, as in the paper's theorem, and ordinary
+ones diverge. ``randomk`` therefore multiplies its residual by ``decay`` in each step, which keeps it below ``decay / (1
+- decay)`` gradients; GRACE's residual memory has the same factor. ``decay=1`` is the paper's memory. The other codecs
+send large elements soon and keep everything.
 
-A payload of pairs has the layout of ``kernels/pairs.py``: 6 bytes a pair.
+A payload of pairs has the layout of ``kernels/pairs.py``: 6 bytes per pair.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _DECAY = 0.8
 
 
 def check_ratio(ratio: float) -> None:
-    """Raise UsageError unless it is a share of the elements."""
+    """Raise UsageError unless ``ratio`` is above 0 and at most 1."""
     if not 0 < ratio <= 1:
         raise UsageError(f"ratio={ratio}: choose a share of the elements above 0 and up to 1, as 0.01")
 
 
 def share(ratio: float, elements: int) -> int:
-    """How many elements a ratio asks for: at least one where there are any."""
+    """The number of elements for a ratio: at least one, unless there are none."""
     return min(elements, max(1, round(ratio * elements)))
 
 
@@ -65,7 +65,7 @@ class TopK:
         return self.ratio
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """6 bytes for each of k elements, and 4 for every 65536 of the tensor."""
+        """6 bytes for each of k elements, and 4 per 65536 elements of the tensor."""
         words = pair_words(spec.elements, share(self.ratio, spec.elements))
         return 4 * words, 4 * words
 
@@ -73,13 +73,12 @@ class TopK:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        """One reading of x and the residual, and with feedback one writing of the residual."""
+        """Reads x and the residual once; with feedback writes the residual once."""
         residual = no_residual() if state.residual is None else state.residual
         source = Source(x, residual, no_residual())
         return encode_largest(source, share(self.ratio, len(x)), out, state.seed())
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """The elements sent, and zeros."""
         k = share(self.ratio, len(out))
         decode_pairs(payload, out, k, k, add)
 
@@ -92,11 +91,11 @@ class GTopK(TopK):
     combine: ClassVar[Combine] = "merge"
 
     def merge(self, mine: Payload, theirs: Payload, out: Payload, state: State) -> int:
-        """Write the k largest of the sum of two payloads to ``out``, which is neither of them; returns its words.
+        """Write the k largest of the sum of two payloads to ``out``, which is neither of them. Returns its words.
 
-        What is left over goes into the state's residual, if there is one, so that nothing is lost: over all ranks, the
-        last payload and the residuals sum up to the inputs. It does not where the sum is not finite. Raises
-        PayloadError; then nothing has been changed. Raises UsageError for payloads on a device.
+        The rest is added to the state's residual, if there is one. Over all ranks, the last payload and the residuals
+        then sum up to the inputs, unless the sum is not finite. Raises PayloadError, without any changes, for invalid
+        payloads, and UsageError for payloads on a device.
         """
         if on_device(mine):
             raise UsageError("gtopk merges payloads on the host: copy them there")
@@ -141,14 +140,13 @@ class RandomK:
 
     @property
     def needs_feedback(self) -> bool:
-        """Only a residual decays."""
+        """Only a residual can decay."""
         return self.decay != _DECAY
 
     def ratio_at(self, step: int) -> float:  # noqa: ARG002
         return self.ratio
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """4 bytes for each of k elements."""
         nbytes = 4 * share(self.ratio, spec.elements)
         return nbytes, nbytes
 
@@ -156,14 +154,14 @@ class RandomK:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        """The values at this step's elements, of each of k strata one; all NaN where anything is not finite."""
+        """The values at this step's elements, one from each of k strata. All are NaN if the input is not finite."""
         residual = no_residual() if state.residual is None else state.residual
         k = share(self.ratio, len(x))
         finite = kernels_for("selection", x).take_strata(x, residual, self.decay, state.seed(shared=True), out[:k])
         return Encoded(k, finite)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """The values at this step's elements, and zeros; ``state`` must be at the step of the encoding."""
+        """The values at this step's elements, and zeros elsewhere. ``state`` must be at the step of the encoding."""
         check_words(payload, share(self.ratio, len(out)))
         if not add:
             out[:] = 0

@@ -1,15 +1,15 @@
-"""``qsgd`` and ``natural``: stochastic rounding, so that the mean of what is sent is what was to be sent.
+"""``qsgd`` and ``natural``: stochastic rounding, which makes the encoding unbiased.
 
-QSGD divides the range from 0 to the L2 norm of a block into ``levels`` steps. Its variance is at most
-min(n / levels**2, sqrt(n) / levels) of the squared norm of a block of n elements: where that is below 1 it is a
-contraction in the mean, otherwise error feedback around it diverges. Alistarh et al., "QSGD: communication-efficient
-SGD via gradient quantization and encoding", NeurIPS 2017.
+QSGD divides the range from 0 to the L2 norm of a block into ``levels`` steps. Its variance is at most min(n /
+levels**2, sqrt(n) / levels) of the squared norm of a block of n elements. Below 1 it is a contraction in the mean;
+otherwise error feedback diverges. Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and
+encoding", NeurIPS 2017.
 
 Natural compression rounds to a power of two; its variance is at most 1/8 of the squared norm. Horvath et al., "Natural
 compression for distributed deep learning", 2019.
 
-The mean is exact up to the 2**-24 (qsgd) and 2**-23 (natural) of the random numbers. Two borders of float32 are not
-hidden: a qsgd block whose norm is 2**127 or more counts as not finite, and natural sends at most 2**127.
+The mean is exact up to the resolution of the random numbers, 2**-24 (qsgd) and 2**-23 (natural). Two limits of float32
+remain: a qsgd block whose norm is 2**127 or more counts as not finite, and natural sends at most 2**127.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Qsgd:
 
     @property
     def contraction(self) -> bool:
-        """True when the bound of the variance is below 1: enough levels for the block."""
+        """Whether the bound of the variance is below 1, that is, whether there are enough levels for the block."""
         return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels) < 1
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A word of codes for every 8 or 4 elements, and one for the step of each block."""
+        """One word per 8 or 4 elements and one word per block for its step."""
         size = 4 * words_of(spec.elements, self.block, 32 // self.bits)
         return size, size
 
@@ -60,7 +60,6 @@ class Qsgd:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Steps and codes, block by block."""
         kept = residual_of(state, start, len(x))
         bad = kernels_for("stochastic", x).encode_steps(
             x, kept, out, self.bits, self.levels, self.block, state.seed(), start
@@ -68,7 +67,6 @@ class Qsgd:
         return Encoded(words_of(len(x), self.block, 32 // self.bits), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """Code times step."""
         check_words(payload, words_of(len(out), self.block, 32 // self.bits))
         kernels_for("linear", payload).decode_linear(payload, out, self.bits, self.block, add)
 
@@ -85,7 +83,7 @@ class Natural:
     stochastic: ClassVar[bool] = True
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A byte for every element, and a word for the largest exponent of each block."""
+        """One byte per element and one word per block for its largest exponent."""
         size = 4 * words_of(spec.elements, self.block, 4)
         return size, size
 
@@ -93,13 +91,11 @@ class Natural:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Signs and exponents, block by block."""
         bad = kernels_for("stochastic", x).encode_powers(
             x, residual_of(state, start, len(x)), out, self.block, state.seed(), start
         )
         return Encoded(words_of(len(x), self.block, 4), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """Powers of two."""
         check_words(payload, words_of(len(out), self.block, 4))
         kernels_for("stochastic", payload).decode_powers(payload, out, self.block, add)

@@ -1,16 +1,15 @@
 """``ternary``: every element as -1, 0 or 1 times the largest magnitude of its block, at 1.6 bits.
 
-Rounded at random (TernGrad) the mean of what is sent is the gradient, but the variance grows with the maximum: around
-it error feedback diverges, and without it training does where single elements are large. So gradients are clipped
-first, as in the paper's section 3.3: an element of more than 2.5 standard deviations is sent as one of 2.5. Of normally
-distributed ones that is one in 80, and the squared error is that of the gradient itself, whatever the block's size. The
-paper clips and scales layer by layer; here both are of a block, and the standard deviation is that about zero, so that
-elements that are all alike are not clipped. Only a rank's gradients are: the sum is no longer large where an owner
-encodes it again.
+Stochastic rounding (TernGrad) is unbiased, but its variance grows with the maximum: error feedback diverges around it,
+and training without feedback diverges if single elements are large. Gradients are therefore clipped first, as in
+section 3.3 of the paper: an element of more than 2.5 standard deviations is sent as one of 2.5. For normally
+distributed elements that is one in 80, and the squared error equals the squared norm of the gradient, whatever the
+block's size. The paper clips and scales layer by layer; here both are per block, and the standard deviation is taken
+about zero, so that equal elements are not clipped. Only a rank's own gradients are clipped, because sums that an owner
+encodes again have no such outliers.
 
-Rounded to nearest (as in 3LC) an element's error is at most half the maximum, and never more
-than the element itself, so that it is a contraction and wants error feedback. 20 trits fill a 32-bit word, since
-3**20 < 2**32.
+With rounding to nearest (as in 3LC) an element's error is at most half the maximum, and never more than the element
+itself: a contraction, which should have error feedback. 20 trits fill a 32-bit word, because 3**20 < 2**32.
 
 Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", NeurIPS 2017; Lim,
 Andersen and Kaminsky, "3LC: lightweight and effective traffic compression for distributed machine learning", 2018.
@@ -30,7 +29,7 @@ from ._device import kernels_for
 _TRITS = 20
 _CLIP = 2.5
 _MOST_CLIP = 100.0
-"""Of a block's elements none is more standard deviations: the root of their number is 101."""
+"""No element can exceed this many standard deviations: the square root of a block's size is 101."""
 
 
 @register("codecs", "ternary", examples=("ternary", "ternary(rounding=nearest)"))
@@ -54,36 +53,36 @@ class Ternary:
 
     @property
     def clips(self) -> bool:
-        """True when elements are rounded at random, and large ones clipped before."""
+        """Whether elements are rounded stochastically and large ones clipped before."""
         return self.stochastic and self.clip > 0
 
     @property
     def relay(self) -> Ternary:
-        """Without clipping, which is for the gradients of a rank."""
+        """Without clipping, which applies to a rank's own gradients."""
         return replace(self, clip=0.0) if self.clips else self
 
     @property
     def stochastic(self) -> bool:
-        """True when elements are rounded at random."""
         return self.rounding == "stochastic"
 
     @property
     def contraction(self) -> bool:
-        """True when rounded to nearest: at random the error of a small element can be as large as the maximum."""
+        """True with rounding to nearest. With stochastic rounding a small element's error can be as large as the
+        maximum."""
         return not self.stochastic
 
     @property
     def biased(self) -> bool:
-        """True when rounded to nearest, or clipped."""
+        """True with rounding to nearest, and with clipping."""
         return self.clips or not self.stochastic
 
     @property
     def leaves_out(self) -> bool:
-        """True when rounded to nearest: 0 is sent for all that is smaller than half the maximum."""
+        """True with rounding to nearest, which sends 0 for all elements below half the maximum."""
         return not self.stochastic
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """A word for every 20 elements, and one for the maximum of each block."""
+        """One word per 20 elements and one word per block for the maximum."""
         size = 4 * words_of(spec.elements, self.block, _TRITS)
         return size, size
 
@@ -91,7 +90,6 @@ class Ternary:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        """Maxima and trits, block by block."""
         kept = residual_of(state, start, len(x))
         clip = self.clip if self.clips else 0.0
         bad = kernels_for("ternary", x).encode_trits(
@@ -100,6 +98,5 @@ class Ternary:
         return Encoded(words_of(len(x), self.block, _TRITS), bad == 0)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """Trit times maximum."""
         check_words(payload, words_of(len(out), self.block, _TRITS))
         kernels_for("ternary", payload).decode_trits(payload, out, self.block, add)

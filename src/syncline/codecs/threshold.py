@@ -1,7 +1,7 @@
-"""``threshold``: deep gradient compression, the largest elements by a sampled threshold.
+"""``threshold``: deep gradient compression, which selects the largest elements by a sampled threshold.
 
 Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training", ICLR 2018.
-Beside error feedback, the paper's "local gradient accumulation", it has
+Besides error feedback, the paper's "local gradient accumulation", it has
 
     momentum correction   u = momentum * u + x is accumulated in the residual instead of x, as if every element had
                           been sent late but with its own momentum; the optimizer's own momentum must be 0 then
@@ -9,10 +9,10 @@ Beside error feedback, the paper's "local gradient accumulation", it has
     local clipping        a rank's gradient of a tensor is scaled down to the norm clip / sqrt(N) before all that
     warm-up               the share that is sent falls exponentially from 25 % to the ratio in the first steps
 
-The threshold is guessed from a random sample, four standard deviations low; of what reaches it as many of the largest
-are sent as the ratio asks for, and where fewer do, fewer: unlike ``topk`` it never reads the tensor again and never
-sends a zero. Of a tensor of independent elements fewer are sent in about one step of 30,000. Small tensors are their
-own sample. What is sent is exact: a contraction with d = k/n wherever k elements are found.
+The threshold is estimated from a random sample, four standard deviations low. Among the elements that reach it, the
+largest are sent, up to the ratio. If fewer reach it, fewer are sent: unlike ``topk`` it never reads the tensor again
+and never sends a zero. For independent elements this happens in about one step of 30,000. Small tensors are sampled
+completely. Elements are sent exactly: a contraction with d = k/n whenever k elements are found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ._pairs import decode_pairs, pair_words
 from .sparse import check_ratio, share
 
 _WARM = 0.25
-"""The share that is sent in the first step of a warm-up."""
+"""The share of elements in the first step of a warm-up."""
 
 _VELOCITY = "velocity"
 
@@ -63,12 +63,12 @@ class Threshold:
 
     @property
     def relay(self) -> Threshold:
-        """Without momentum correction and clipping, which are for the gradients of a rank."""
+        """Without momentum correction and clipping, which apply to a rank's own gradients."""
         return replace(self, momentum=0.0, clip=0.0)
 
     @property
     def needs_feedback(self) -> bool:
-        """Momentum correction accumulates what is not sent."""
+        """Momentum correction needs the residual."""
         return self.momentum > 0
 
     def ratio_at(self, step: int) -> float:
@@ -77,17 +77,17 @@ class Threshold:
         return float(_WARM * (self.ratio / _WARM) ** (step / self.warmup))
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """6 bytes for each of k elements, 4 for every 65536 of the tensor; the greatest is at the warm-up's start.
+        """6 bytes for each of k elements, 4 per 65536 elements of the tensor. The maximum is that at the start of a
+        warm-up.
 
-        It is above the expected also without a warm-up: where fewer elements reach the threshold, of zeros none, fewer
-        are sent, so that the size is not fixed.
+        The maximum exceeds the expected size even without a warm-up, because fewer elements may reach the threshold.
         """
         expected = 4 * pair_words(spec.elements, share(self.ratio, spec.elements))
         greatest = 4 * pair_words(spec.elements, self._most(spec.elements))
         return expected, max(greatest, expected + 4)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """With momentum correction also a velocity of zeros; raises UsageError for it without error feedback."""
+        """With momentum correction, also a velocity of zeros. Raises UsageError for it without error feedback."""
         if not self.momentum:
             return fresh_state(spec, rank, feedback)
         if not feedback:
@@ -95,9 +95,9 @@ class Threshold:
         return fresh_state(spec, rank, feedback, **{_VELOCITY: np.zeros(spec.elements, np.float32)})
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        """One reading of x and the memories, and with feedback one writing of them; clipping reads x once more.
+        """Reads x and the state once; with feedback writes the state once. Clipping reads x once more.
 
-        Raises UsageError for clipping on a device: the norm is a sum in an order that only a processor follows fast.
+        Raises UsageError for clipping on a device, where the fixed order of the norm's sum would be slow.
         """
         residual = no_residual() if state.residual is None else state.residual
         velocity = state.memory[_VELOCITY] if self.momentum else no_residual()
@@ -106,14 +106,13 @@ class Threshold:
         return encode_largest(source, k, out, state.seed(), exact=False)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        """The elements sent, and zeros."""
         decode_pairs(payload, out, 0, self._most(len(out)), add)
 
     def _most(self, elements: int) -> int:
         return share(self.ratio_at(0), elements)
 
     def _scale(self, x: Floats, world: int) -> float:
-        """What clipping multiplies the gradient with; 1 for one that is not finite, which is found out later."""
+        """The factor by which clipping scales the gradient; 1 if it is not finite, which ``encode`` detects later."""
         if not self.clip:
             return 1.0
         if on_device(x):

@@ -1,8 +1,8 @@
-"""Collectives that a message library runs by itself, one file each: architectures without a plan.
+"""Collectives that a message library runs itself, one file each: architectures without a plan.
 
-What such a library sends is its own affair: there is nothing to check, draw or cut into segments. The exchange hands
-the whole array over to the transport. A library runs its collectives in the order of the calls, which has to be the
-same on all ranks: nothing can overtake there (``priority=False``), and schedules with urgent buckets are refused.
+The library decides what it sends, so there is no plan to check, draw or cut into segments. The exchange passes the
+whole array to the transport. A library runs its collectives in the order of the calls, which must be the same on all
+ranks. No collective can overtake another (``priority=False``), so schedules with urgent buckets are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Collective:
-    """What to hand over: ``goal`` is ``"allreduce"``, the sum over all ranks, in place."""
+    """A library's collective. ``goal`` is ``"allreduce"``: the sum over all ranks, in place."""
 
     goal: str

@@ -1,8 +1,8 @@
-"""Which samples a worker trains on: a share of its own, or batches from one pool where workers keep no common pace.
+"""Selects the samples that a worker trains on: a fixed share, or batches from a common pool in asynchronous runs.
 
-``order`` has the order of an epoch and fair shares of it, ``pool`` hands an epoch out piece by piece, both without I/O;
-``pools`` brings the pool to all workers, by messages; ``sampler`` is what scripts iterate over. No framework: PyTorch's
-``DataLoader`` takes any iterable of indices, or of lists of them.
+``order`` has the order of an epoch and equal shares of it; ``pool`` distributes an epoch piece by piece. Both do no
+I/O. ``pools`` serves the pool to all workers by messages; ``sampler`` has the iterables for scripts. No framework is
+needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of lists of them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ __all__ = ["Sampler", "sampler_of"]
 
 
 def sampler_of(session: Session, order: SampleOrder) -> Sampler:
-    """This worker's sampler of that order; all workers call it, with the same, at the same point of their scripts.
+    """This worker's sampler. Collective: all workers call it with the same order at the same point of their scripts.
 
-    Raises MismatchError where a worker has another order. A server, which trains on nothing, gets the last worker's
-    shares.
+    Raises MismatchError if a worker has another order. A server, which does not train, gets the last worker's shares.
     """
     if session.strategy.sync_mode().merges or not session.is_worker:
         if session.is_worker:

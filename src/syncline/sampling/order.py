@@ -1,6 +1,6 @@
-"""The order of a data set's samples in an epoch: the same on every worker, which is told only where its parts lie.
+"""The order of a data set's samples in an epoch, which is the same on every worker.
 
-It follows from the seed and the epoch, so that nothing but positions has to travel.
+It follows from the seed and the epoch, so only positions have to be exchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MOST_SAMPLES = 1 << 48
 MOST_EPOCHS = 1 << 32
 MOST_SEED = 1 << 63
 _PIECES = 64
-"""What a worker's share of an epoch is handed out in at least, where batches are not made here."""
+"""The minimum number of pieces per worker and epoch without a batch size."""
 _MOST_PIECE = 256
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """So many samples, in batches of ``batch_size`` or one by one; raises UsageError for values that make no sense."""
+    """The samples of a data set, in batches of ``batch_size`` or single. Raises UsageError for invalid values."""
 
     samples: int
     batch_size: int | None = None
@@ -45,21 +45,22 @@ class SampleOrder:
                 raise UsageError(f"sampler(): {name} must be a number from {least} to {most}, got {value}")
 
     def indices(self, epoch: int) -> NDArray[np.int64]:
-        """All samples in the order of that epoch."""
+        """All sample indices in the order of that epoch."""
         if not self.shuffle:
             return np.arange(self.samples)
         return np.random.default_rng((self.seed, epoch)).permutation(self.samples)
 
     def positions(self, rank: int, world: int) -> NDArray[np.int64]:
-        """A fair share: every ``world``-th from ``rank`` on; the first come twice where some would have one less."""
+        """An equal share: every ``world``-th position from ``rank`` on. The first positions repeat to fill up the
+        shares."""
         return np.arange(rank, -(-self.samples // world) * world, world) % self.samples
 
     def piece(self, workers: int) -> int:
-        """How many samples a pool hands out at once: a batch, or few where nobody has said what a batch is."""
+        """The number of samples that a pool hands out at once: a batch, or a few if there is no batch size."""
         return self.batch_size or max(1, min(_MOST_PIECE, self.samples // (workers * _PIECES)))
 
     def check_alike(self, session: Session) -> None:
-        """Raise MismatchError unless all workers, which call this together, have this order."""
+        """Raise MismatchError unless all workers have this order. Collective."""
         mine = asdict(self)
         for rank, text in enumerate(session.gather(json.dumps(mine).encode())):
             if (theirs := json.loads(text)) != mine:

@@ -1,9 +1,9 @@
-"""The pool that an asynchronous run takes its batches from: who comes first gets the next piece of the epoch.
+"""The pool that asynchronous workers take their batches from: each request gets the next piece of the epoch.
 
-A pure state machine. Every position of an epoch is handed out once, to whichever worker asks; so a slow worker does
-fewer batches, nobody waits for it, and an epoch is over for all when nothing of it is left. What was handed out counts
-as done: a worker that leaves gives nothing back. Workers may be in different epochs, each going only forward; an epoch
-that all of them have passed is forgotten.
+It is a pure state machine. Every position of an epoch is handed out once, to whichever worker asks. A slow worker thus
+does fewer batches and delays no one, and an epoch ends for all workers when nothing of it is left. Positions that were
+handed out count as done: a worker that leaves returns nothing. Workers may be in different epochs and only move
+forward. An epoch that all workers have passed is forgotten.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from .order import MOST_EPOCHS
 
 MOST_OPEN = 1 << 12
-"""As many epochs may some workers be ahead of others."""
+"""The most epochs that may be open at once."""
 
 
 class Pool:
-    """Positions 0 to ``samples`` of every epoch, in pieces of ``piece``, for so many workers."""
+    """Positions 0 to ``samples`` of every epoch, in pieces of ``piece``, for ``workers`` workers."""
 
     def __init__(self, samples: int, piece: int, workers: int) -> None:
         self._samples, self._piece = samples, piece
         self._at = dict.fromkeys(range(workers), -1)  # the epoch of each worker that has not left
-        self._taken: dict[int, int] = {}  # how much of an epoch has been handed out
+        self._taken: dict[int, int] = {}  # the number of samples handed out per epoch
 
     @property
     def over(self) -> bool:
@@ -28,7 +28,7 @@ class Pool:
         return not self._at
 
     def take(self, worker: int, epoch: int) -> range:
-        """The next piece of an epoch for a worker, empty when nothing is left; ValueError where it may not ask."""
+        """A worker's next piece of an epoch, empty when nothing is left. ValueError for an invalid request."""
         if worker not in self._at:
             raise ValueError("it has left")
         if not self._at[worker] <= epoch < MOST_EPOCHS:
@@ -42,14 +42,14 @@ class Pool:
         return range(start, stop)
 
     def leave(self, worker: int) -> None:
-        """A worker asks no more; ValueError for one that has said so before."""
+        """Record that a worker makes no more requests. ValueError if it has left already."""
         if worker not in self._at:
             raise ValueError("it has left before")
         del self._at[worker]
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the epochs that nobody may ask for any more."""
+        """Drop the epochs that all workers have passed."""
         least = min(self._at.values(), default=MOST_EPOCHS)
         for epoch in [epoch for epoch in self._taken if epoch < least]:
             del self._taken[epoch]

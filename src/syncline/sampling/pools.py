@@ -1,8 +1,8 @@
-"""The pools of a run: kept by worker 0, who answers in its progress thread, also while its training computes.
+"""Serves the pools of a run: worker 0 keeps them and answers in its progress thread, even while its training computes.
 
-What travels are positions in the order of an epoch, a few bytes per batch. A worker asks for its next piece when it
-takes one, so that the answer is there when it comes back; what it has asked for and never takes counts as done. Worker
-0 stays until all workers have said that they ask no more, and a worker that dies ends the run, as everywhere.
+Messages contain positions in the order of an epoch, a few bytes per batch. A worker requests its next piece when it
+takes one, so that the answer is there in time. A piece that it has requested but never takes counts as done. Worker 0
+stays until all workers have said that they make no more requests; as everywhere, a worker that dies ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .order import SampleOrder
 from .pool import Pool
 
 ASKED, GIVEN = 1 << 8, (1 << 8) + 1
-"""Topics, beside those between workers and owners of weights."""
+"""Topics of messages, distinct from those between workers and owners of weights."""
 
 KEEPER = 0
 MOST_SAMPLERS = 1 << 10
@@ -28,15 +28,15 @@ _KINDS: dict[str, dict[str, type]] = {"take": {"sampler": int, "epoch": int}, "l
 
 
 class Pools:
-    """One worker's access to the pools of the run, which it keeps if it is worker 0."""
+    """One worker's access to the pools of the run. Worker 0 keeps the pools."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._orders = session, list[SampleOrder]()
         self._kept: list[Pool] = []
-        self._here = set(range(session.world_size))  # the workers that may still ask
+        self._here = set(range(session.world_size))  # the workers that may still send requests
         if session.alone:
             return
-        # The last of all that is done then: who waits here must have left what others' steps wait for.
+        # Runs after all other exit callbacks: the others may still need this worker's part of their steps.
         session.member.process.before_end.insert(0, self._leave)
         if session.rank == KEEPER:
             self._over = session.engine.promise("the others' last batches", tolerant=True)
@@ -44,20 +44,20 @@ class Pools:
                 self._listen(worker)
 
     def enter(self, order: SampleOrder) -> Pooled:
-        """One more pool; all workers enter the same ones in the same order."""
+        """Join one more pool. All workers join the same pools in the same order."""
         number, workers = len(self._orders), self._session.world_size
         if number == MOST_SAMPLERS:
             raise UsageError(
                 f"a run can have up to {MOST_SAMPLERS} samplers: make one, and iterate over it every epoch"
             )
         self._orders.append(order)
-        if self._session.rank == KEEPER:  # before anybody can know that all have come
+        if self._session.rank == KEEPER:  # before any worker can know that all have joined
             self._kept.append(Pool(order.samples, order.piece(workers), workers))
         order.check_alike(self._session)
         return Pooled(self, number)
 
     def ask(self, sampler: int, epoch: int) -> Work | range:
-        """Ask for a piece; alone there is nobody to ask."""
+        """Request a piece. With a single worker there is no message."""
         if self._session.alone:
             return self._kept[sampler].take(0, epoch)
         label = f"the next batch of epoch {epoch}"
@@ -66,7 +66,7 @@ class Pools:
         return answer
 
     def hear(self, sampler: int, answer: Work | range) -> range:
-        """The piece that was asked for, once it is there; raises the run's fault."""
+        """The requested piece, once it has arrived. Raises the run's fault."""
         if isinstance(answer, range):
             return answer
         self._session.engine.wait(answer)
@@ -79,12 +79,12 @@ class Pools:
         self._send(KEEPER, {"kind": "leave"}, "that no more batches are asked for", ASKED)
         if self._session.rank == KEEPER:
             engine = self._session.engine
-            engine.wait(engine.then(self._over.label, [self._over]))  # by the limit of progress
+            engine.wait(engine.then(self._over.label, [self._over]))  # for at most the engine's stall limit
 
     def _send(self, to: int, message: dict[str, object], label: str, topic: int, tolerant: bool = False) -> None:
         self._session.send(to, json.dumps(message).encode(), label, topic, tolerant)
 
-    # At worker 0, in the thread that drives.
+    # At worker 0, in the driving thread.
 
     def _listen(self, worker: int) -> None:
         label = f"what batches {self._session.called(worker)} asks for"
@@ -92,7 +92,7 @@ class Pools:
         self._session.engine.then(label, [request], partial(self._take, worker, request), tolerant=True)
 
     def _take(self, worker: int, request: Work) -> None:
-        """Do what a worker has asked for, and listen for more; raises ProtocolError for what no worker asks."""
+        """Answer a worker's request and listen for the next. Raises ProtocolError for an invalid request."""
         label = request.label
         message = read_message(self._session, worker, label, request.result, {"kind": str})
         fields = _KINDS.get(message["kind"])
@@ -110,7 +110,7 @@ class Pools:
             piece = self._kept[message["sampler"]].take(worker, message["epoch"])
         except ValueError as error:
             raise nonsense(self._session, worker, label, str(error)) from None
-        # Tolerant: who breaks off an epoch and leaves does not wait for it.
+        # Tolerant: a worker that abandons an epoch and leaves does not wait for it.
         answer: dict[str, object] = {"start": piece.start, "stop": piece.stop}
         self._send(worker, answer, f"a batch for {self._session.called(worker)}", GIVEN, tolerant=True)
         self._listen(worker)
@@ -124,19 +124,19 @@ class Pools:
 
 
 class Pooled:
-    """What one worker gets of one pool."""
+    """One worker's share of one pool."""
 
     size = None
-    """Nobody knows before."""
+    """Not known in advance."""
 
     def __init__(self, pools: Pools, number: int) -> None:
         self._pools, self._number = pools, number
         self._last = -1
 
     def parts(self, epoch: int) -> Iterator[range]:
-        """Positions in the order of that epoch, piece by piece, asked for one ahead.
+        """Positions in the order of that epoch, piece by piece, requested one ahead.
 
-        Raises UsageError for an epoch that is not behind the last one.
+        Raises UsageError unless the epoch comes after the last one.
         """
         if epoch <= self._last:
             raise UsageError(

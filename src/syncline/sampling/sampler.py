@@ -1,7 +1,7 @@
-"""What a script iterates over: the indices of the samples that this worker trains on, epoch after epoch.
+"""Iterables over the sample indices of this worker, epoch after epoch.
 
-Where workers exchange in step with each other every one has a share of its own, as many samples as the others: that of
-PyTorch's DistributedSampler. Where each goes at its own pace the shares come from a pool.
+Workers that exchange in lockstep have fixed shares of equal size, as in PyTorch's DistributedSampler. Workers at their
+own pace get their shares from a pool.
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ from .order import MOST_EPOCHS, SampleOrder
 
 
 class Shares(Protocol):
-    """Which positions of an epoch's order are this worker's."""
+    """A worker's positions in an epoch's order."""
 
     @property
     def size(self) -> int | None:
-        """How many they are in an epoch; None where nobody knows before."""
+        """Their number in an epoch; None if it is not known in advance."""
         ...
 
     def parts(self, epoch: int) -> Iterator[range | NDArray[np.int64]]:
-        """Positions in the order of that epoch, as they come."""
+        """Positions in the order of that epoch, as they become available."""
         ...
 
 
 class Split:
-    """A share of its own for every worker, all of the same size: what ``SampleOrder.positions`` says."""
+    """A fixed share per worker, all of equal size (``SampleOrder.positions``)."""
 
     def __init__(self, order: SampleOrder, rank: int, world: int) -> None:
         self._order, self._rank, self._world = order, rank, world
         self.size = -(-order.samples // world)
 
-    def parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:  # noqa: ARG002 - positions are the same in each
-        """Batch by batch, or all at once."""
+    def parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:  # noqa: ARG002 - all epochs have the same positions
         positions = self._order.positions(self._rank, self._world)
         step = self._order.batch_size or len(positions)
         return (positions[start : start + step] for start in range(0, len(positions), step))
 
 
 class Sampler:
-    """Indices for one worker; with a batch size lists of them, for ``DataLoader(dataset, batch_sampler=)``.
+    """Indices for one worker; with a batch size, lists of them for ``DataLoader(dataset, batch_sampler=)``.
 
-    Every iteration is the next epoch, in another order if samples are shuffled; ``set_epoch`` says which, as when a run
-    is resumed. ``len`` is known where every worker has a share of its own; where batches come from a pool there is
-    none.
+    Every iteration is the next epoch, in a new order if samples are shuffled; ``set_epoch`` selects another epoch, for
+    example in a resumed run. ``len`` works for fixed shares; batches from a pool have no known number.
     """
 
     def __init__(self, order: SampleOrder, shares: Shares) -> None:
@@ -57,11 +55,11 @@ class Sampler:
 
     @property
     def pooled(self) -> bool:
-        """Whether batches come from one pool, so that nobody knows before how many a worker gets."""
+        """Whether batches come from a pool, so that their number per worker is not known in advance."""
         return self._shares.size is None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that epoch, counted from 0."""
+        """Let the next iteration be that epoch, counted from 0."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
             raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
         self._epoch = epoch

@@ -1,4 +1,4 @@
-"""What schedules share: what most of them say, and how tensors are packed into buckets, or cut for them."""
+"""Shared parts of schedules: common answers, and the packing and cutting of tensors into buckets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..nouns import Bucket, Layer, Size, Slice, Spec, item_bytes
 from . import Application, Cost, Phases, Release
 
 DEFAULT_SLICE = Size(4 * 1024 * 1024)
-"""P3 and ByteScheduler found a few megabytes best: small enough to be overtaken soon, large against a latency."""
+"""A few megabytes were best for P3 and ByteScheduler: quickly overtaken, yet large compared to the latency."""
 
 _IN_FLIGHT = 4
-"""Enough to hide one bucket's latency behind the others' bytes; more only spreads the same bandwidth."""
+"""Enough to hide one bucket's latency behind other buckets' transfers; more only shares the same bandwidth."""
 
 _ALIGNED = 4096
-"""Slices begin at multiples of so many elements, where they have that many: codecs with blocks allow such cuts."""
+"""Slices of at least this many elements begin at multiples of it, where codecs with blocks can be cut."""
 
 
 class InOrder:
-    """Buckets go when they are complete, in that order, and the optimizer's step waits for all; nothing is measured."""
+    """Buckets start when complete, in that order; the optimizer's step waits for all; nothing is measured."""
 
     release: ClassVar[Release] = "ready"
     phases: ClassVar[Phases] = "whole"
@@ -30,13 +30,12 @@ class InOrder:
     measures: ClassVar[int] = 0
 
     def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
-        """All alike."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class Sliced:
-    """Slices of up to ``slice`` bytes for which layers wait by themselves, those needed first before the others."""
+    """Slices of up to ``slice`` bytes, awaited layer by layer; slices that are needed first have priority."""
 
     slice: Size = DEFAULT_SLICE
     release: ClassVar[Release] = "ready"
@@ -49,22 +48,22 @@ class Sliced:
         check_size(self, "slice", self.slice, "4MiB is usual; schedule=wait_free does not slice")
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        """Large tensors cut, small neighbours together."""
+        """Large tensors are cut; small neighbours travel together."""
         return sliced(layers, self.slice)
 
     def priority(self, bucket: Bucket) -> float:
-        """By the first layer that is in it: the next forward pass begins there."""
+        """The first layer in the bucket: the next forward pass starts there."""
         return float(min(part.tensor for part in bucket.slices))
 
 
 def check_size(schedule: object, argument: str, size: Size, instead: str) -> None:
-    """Raise UsageError for buckets or slices of nothing; schedules are called like their classes."""
+    """Raise UsageError for an empty bucket or slice size. Schedules are named like their classes."""
     if size < 1:
         raise UsageError(f"{type(schedule).__name__.lower()}({argument}=...) must be at least 1B: {instead}")
 
 
 class Packing:
-    """Tensors going into buckets, from the last layer to the first; one bucket of each element type is open."""
+    """Packs tensors into buckets from the last layer to the first. One bucket per element type is open."""
 
     def __init__(self) -> None:
         self._done: list[Bucket] = []
@@ -76,30 +75,30 @@ class Packing:
         return self._held.get(dtype, 0)
 
     def add(self, tensor: int, spec: Spec) -> None:
-        """A whole tensor, to the open bucket of its type."""
+        """Add a whole tensor to the open bucket of its type."""
         self._open.setdefault(spec.dtype, []).append(Slice(tensor, 0, spec.elements))
         self._held[spec.dtype] = self.held(spec.dtype) + spec.nbytes
 
     def add_alone(self, part: Slice, dtype: str) -> None:
-        """A slice that is a bucket by itself."""
+        """Add a slice as a bucket of its own."""
         self._done.append(Bucket((part,), dtype))
 
     def close(self, dtype: str) -> None:
-        """What comes from now on goes into another bucket."""
+        """Close the open bucket of that type."""
         if dtype in self._open:
             self._done.append(Bucket(tuple(self._open.pop(dtype)), dtype))
             del self._held[dtype]
 
     def buckets(self) -> list[Bucket]:
-        """All of them, in the order in which backward completes them."""
+        """All buckets, in the order in which backward completes them."""
         for dtype in list(self._open):
             self.close(dtype)
-        # A bucket is complete when the tensor nearest to the input is: its last slice.
+        # The tensor nearest to the input, the bucket's last slice, completes the bucket.
         return sorted(self._done, key=lambda bucket: -bucket.slices[-1].tensor)
 
 
 def greedy(layers: Sequence[Layer], limit_bytes: float) -> list[Bucket]:
-    """Buckets of whole tensors, closed when they have ``limit_bytes``; a tensor of that size travels alone."""
+    """Buckets of whole tensors, closed when they reach ``limit_bytes``. A tensor of that size travels alone."""
     packing = Packing()
     for index in reversed(range(len(layers))):
         spec = layers[index].spec
@@ -127,7 +126,7 @@ def sliced(layers: Sequence[Layer], size: Size) -> list[Bucket]:
 
 
 def _cut(elements: int, most: int) -> list[tuple[int, int]]:
-    """Ranges of up to ``most`` elements, all of about one length."""
+    """Ranges of up to ``most`` elements of nearly equal length."""
     count = -(-elements // most)
     step = -(-elements // count)
     if most >= _ALIGNED:

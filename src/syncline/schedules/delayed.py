@@ -1,8 +1,8 @@
-"""The step after: weights are updated with the gradients of the step before, so nothing waits for an exchange.
+"""Delayed updates: weights are updated with the previous step's gradients, so that no step waits for its exchange.
 
-An exchange has a whole iteration to come. What it brings is a step old. By itself (``local=off``) that is stochastic
-gradient descent with a delay of one; with ``local=on`` every worker goes on from weights that are ahead of it by a
-plain step with its own gradient, which makes up for most of the delay ("OD-SGD", Xu et al., ACM TACO 2020).
+An exchange has a whole iteration to arrive; its result is one step old. With ``local=off`` this is stochastic gradient
+descent with a delay of one. With ``local=on`` every worker continues from weights that are ahead by a plain step with
+its own gradient, which compensates most of the delay ("OD-SGD", Xu et al., ACM TACO 2020).
 """
 
 from __future__ import annotations
@@ -31,5 +31,4 @@ class Delayed(InOrder):
         check_size(self, "bucket", self.bucket, "25MiB is usual")
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        """Greedy, from the last layer to the first."""
         return greedy(layers, self.bucket)

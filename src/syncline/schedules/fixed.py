@@ -1,9 +1,9 @@
-"""Buckets that do not depend on measurements: all at once, each tensor alone, or up to a size.
+"""Buckets that do not depend on measurements: everything at once, each tensor alone, or up to a size.
 
 ``fifo`` waits for the whole backward pass and sends everything in one message per element type (algorithm 2 of Zhu, Liu
 and Fang 2020; "FIFO" in Dong and Ouyang 2020). ``wait_free`` sends each tensor as soon as its gradient exists
-(wait-free backpropagation, Poseidon, Zhang et al., USENIX ATC 2017): the most overlap and one latency per tensor.
-``fixed`` lies between: tensors are collected until a bucket is full (Li et al., "PyTorch Distributed", VLDB 2020).
+(wait-free backpropagation, Poseidon, Zhang et al., USENIX ATC 2017): the most overlap, at one latency per tensor.
+``fixed`` is in between: tensors are collected until a bucket is full (Li et al., "PyTorch Distributed", VLDB 2020).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import Cost, Release
 from ._slices import InOrder, check_size, greedy
 
 DEFAULT_BUCKET = Size(25 * 1024 * 1024)
-"""DDP's default, so that the two compare with equal buckets."""
+"""The default of PyTorch's DDP, for comparisons with equal buckets."""
 
 
 @register("schedules", "fixed")
@@ -33,7 +33,6 @@ class Fixed(InOrder):
         check_size(self, "bucket", self.bucket, "one bucket per tensor is schedule=wait_free")
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        """Greedy, from the last layer to the first."""
         return greedy(layers, self.bucket)
 
 
@@ -43,7 +42,6 @@ class WaitFree(InOrder):
     """Each tensor is sent alone, as soon as its gradient exists."""
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        """One bucket per tensor, from the last layer to the first."""
         return greedy(layers, 0)
 
 
@@ -56,5 +54,4 @@ class Fifo(InOrder):
     in_flight: ClassVar[int] = 1
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        """One bucket per element type, from the last layer to the first."""
         return greedy(layers, math.inf)

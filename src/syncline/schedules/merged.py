@@ -1,25 +1,25 @@
-"""Buckets by measured times: tensors are merged where that lets the last exchange end soonest.
+"""Buckets from measured times: tensors are merged so that the last exchange ends as early as possible.
 
-Sent alone, each tensor pays the latency of an exchange; sent with later ones, it waits for their gradients. Where the
-times of both are known, the best way to merge is, too: MG-WFBP (Shi, Chu and Li, INFOCOM 2019; ToN 2021).
+Sent alone, each tensor pays the latency of an exchange; merged, it waits for the gradients of later tensors. With both
+times known, the optimal merge can be computed: MG-WFBP (Shi, Chu and Li, INFOCOM 2019; ToN 2021).
 
-Theory. Backward ends tensor k at r(k), an exchange of n bytes takes c(n), and one begins when the one before has ended
-and its last tensor is there. With E(k) for the soonest end of everything up to tensor k, E(0) = 0,
+Theory. Backward completes tensor k at r(k), and an exchange of n bytes takes c(n). It starts when the previous one has
+ended and its last tensor is ready. With E(k) the earliest end of everything up to tensor k, and E(0) = 0,
 
     E(k) = min over j < k of  max(E(j), r(k)) + c(bytes of j+1 .. k)
 
-since an exchange ends no later when the one before does. Cost: quadratic in the tensors at most; cutting further back
-stops paying as soon as r(k) + c is no better than what has been found, since c grows with the bytes.
+because an exchange ends no later if the previous one ends earlier. Cost: at most quadratic in the number of tensors.
+The search over j stops as soon as r(k) + c is no better than the best so far, because c grows with the bytes.
 
-Where others hold the weights an exchange is a push of c(n) and a pull of p(n). Pulls go the other way, beside the
-pushes that follow, once backward has ended at b and the owners have been told:
+If owners hold the weights, an exchange is a push of c(n) and a pull of p(n). Pulls use the other direction,
+concurrently with later pushes, once backward has ended at b and the owners know it:
 
     E as above, and  P(k) = max(P(j), E(k), b) + p(bytes of j+1 .. k)
 
-Best is what lets the last pull end soonest. Of the ways to cut the first k tensors those count of which no other one is
-as soon in E and in P, since a sooner E may be worth a later P; there are few.
+The last pull should end as early as possible. An earlier E may be worth a later P, so all cuts of the first k tensors
+are kept that no other cut matches or beats in both E and P; there are few.
 
-The first steps, in which times are measured, have buckets that double in size, so that c shows at all of them.
+The first steps, which are measured, use buckets of doubling sizes, so that they sample c at all scales.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _FIRST_BYTES = 16 * 1024
 @register("schedules", "merged")
 @dataclass(frozen=True)
 class Merged(InOrder):
-    """The buckets that end soonest, once layers and exchanges have been timed for some steps."""
+    """The buckets that end earliest, from the times of layers and exchanges in the first steps."""
 
     in_flight: ClassVar[int] = 2
     measures: ClassVar[int] = 6
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:
-        """The best cuts by the times of layers and exchanges; without them, buckets that double in size."""
+        """The best cuts for the measured times. Before those exist, buckets of doubling sizes."""
         order = range(len(layers))[::-1]
         if cost is None or not any(layer.backward_s for layer in layers):
             return _cut(layers, order, _doubling(layers, order))
@@ -55,7 +55,7 @@ class Merged(InOrder):
 
 
 def _doubling(layers: Sequence[Layer], order: Sequence[int]) -> list[int]:
-    """Where buckets end, as counts of tensors in this order."""
+    """The ends of the buckets, as counts of tensors in this order."""
     ends, held, limit = [], 0, _FIRST_BYTES
     for count, index in enumerate(order, 1):
         held += layers[index].spec.nbytes
@@ -66,7 +66,7 @@ def _doubling(layers: Sequence[Layer], order: Sequence[int]) -> list[int]:
 
 
 class _Way(NamedTuple):
-    """A way to cut the first tensors: when its last push has ended, and its last pull, where there are pulls."""
+    """A cut of the first tensors: the end of its last push and, with pulls, of its last pull."""
 
     push_s: float
     pull_s: float
@@ -74,13 +74,13 @@ class _Way(NamedTuple):
     before: _Way | None
 
     def beats(self, other: _Way) -> bool:
-        """Whether the other one is sooner in nothing, and later in something."""
+        """Whether ``other`` is earlier in neither value and later in at least one."""
         mine, theirs = self[:2], other[:2]
         return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
 
 
 def _best(layers: Sequence[Layer], order: Sequence[int], cost: Cost) -> list[int]:
-    """The same where the last exchange ends soonest; fewer buckets where that makes no difference."""
+    """The cuts whose last exchange ends earliest; among equals, the one with the fewest buckets."""
     ready_s = list(accumulate(layers[index].backward_s for index in order))
     ways = [[_Way(0.0, 0.0, 0, None)]]
     for count in range(1, len(order) + 1):
@@ -101,7 +101,7 @@ def _best(layers: Sequence[Layer], order: Sequence[int], cost: Cost) -> list[int
 
 
 def _longer(cost: Cost, sizes: Sequence[int], ready_s: float, backward_s: float, end: int, way: _Way) -> _Way:
-    """A way with one piece more, of buckets of these sizes, whose last gradient is ready then."""
+    """A cut extended by one group of tensors: buckets of these sizes, whose last gradient is ready at that time."""
     if not isinstance(cost, PushAndPull):
         return _Way(max(way.push_s, ready_s) + sum(map(cost, sizes)), 0.0, end, way)
     push_s = max(way.push_s, ready_s) + sum(map(cost.push, sizes))
@@ -109,7 +109,7 @@ def _longer(cost: Cost, sizes: Sequence[int], ready_s: float, backward_s: float,
 
 
 def _ends(way: _Way) -> list[int]:
-    """Where the buckets of a way end."""
+    """The ends of a cut's groups."""
     found: list[int] = []
     while way.before is not None:
         found.append(way.end)
@@ -118,7 +118,7 @@ def _ends(way: _Way) -> list[int]:
 
 
 def _cut(layers: Sequence[Layer], order: Sequence[int], ends: Sequence[int]) -> list[Bucket]:
-    """Buckets that end there, one of each element type."""
+    """The buckets between these ends, one per element type."""
     found: list[Bucket] = []
     start = 0
     for end in ends:

@@ -1,10 +1,10 @@
-"""The first layers first: the next forward pass begins when their gradients have arrived, the others follow it.
+"""Priority: the first layers' gradients go first, because the next forward pass starts with them.
 
-Backward produces the last layer's gradients first, and the next forward pass needs the first layer's. In the order in
-which they are produced everything has to arrive before that can begin; by priority the exchange goes on during the
-forward pass, each layer waiting for itself, and an iteration takes what the wire or the computation takes. A gradient
-that is more urgent overtakes one that is under way, so large tensors are cut into slices ("P3", Jayarajan et al., MLSys
-2019; "ByteScheduler", Peng et al., SOSP 2019).
+Backward produces the last layer's gradients first, but the next forward pass needs the first layer's. In order of
+production everything must arrive before it can start. With priorities the exchange continues during the forward pass,
+each layer waits only for its own gradients, and an iteration takes the longer of communication and computation. Urgent
+gradients overtake others in flight, so large tensors are cut into slices ("P3", Jayarajan et al., MLSys 2019;
+"ByteScheduler", Peng et al., SOSP 2019).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Two exchanges in place of one: gradients are reduced during backward, and the sums gathered during the next forward.
+"""Splits each exchange: gradients are reduced during backward, and the sums are gathered during the next forward pass.
 
-An allreduce is a reduce-scatter, which only backward can feed, and an all-gather, which only the next forward pass
-waits for. Apart from each other the two hide behind both halves of the computation, without any bucket overtaking
-another ("DeAR", Zhang et al., ICDCS 2023).
+An allreduce is a reduce-scatter, whose input backward produces, and an all-gather, whose result only the next forward
+pass needs. Separately the two overlap with both halves of the computation, without any bucket overtaking another
+("DeAR", Zhang et al., ICDCS 2023).
 """
 
 from __future__ import annotations

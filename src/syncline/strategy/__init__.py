@@ -1,6 +1,6 @@
-"""Strategies: the text of five words, what each word may be, which go together, and what ``auto`` becomes.
+"""Strategies: their text of five words, the values of each word, valid combinations, and the resolution of ``auto``.
 
-``grammar`` is the syntax, ``parts`` binds a text to what is registered, ``words`` has the five, ``rules`` what goes
-together, ``choice`` what is chosen by size, ``presets`` names for whole strategies; ``strategy`` is the value that the
-rest of the package reads.
+``grammar`` has the syntax, ``parts`` binds a text to registered parts, ``words`` defines the five words, ``rules``
+validates combinations, ``choice`` selects algorithms by size, ``presets`` names whole strategies. ``strategy`` defines
+the value that the rest of the package reads.
 """

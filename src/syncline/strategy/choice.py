@@ -1,13 +1,12 @@
-"""Which algorithm for which size: a table, and how it follows from measured times.
+"""Selects the algorithm for each array size, from measured times.
 
-Owns ``Choice``, what ``architecture=auto`` runs, and ``choose``. Pure: who measures, tells and keeps it is ``tuning``'s
-business.
+It defines ``Choice``, the table that ``architecture=auto`` runs, and ``choose``, which computes it. Both are pure:
+``tuning`` measures, broadcasts and stores.
 
-Theory. For one algorithm and group time(n) = A + B n (``costs.network``), so that of two algorithms one is faster
-below some size and the other above it; one with few messages is for small arrays, one with few bytes for large ones.
-The times of real transports have steps in addition (a message that no longer fits into a frame, a cache that is full),
-therefore the table follows measured points. Between two sizes, time is a straight line on logarithmic axes: exact where
-either A or B n decides alone.
+Theory. For one algorithm and group time(n) = A + B n (``costs.network``), so of two algorithms one is faster below some
+size and the other above it: few messages suit small arrays, few bytes suit large ones. Real transports add jumps (a
+message that no longer fits a frame, a full cache), so the table follows measured points. Between two sizes, time is
+interpolated linearly on logarithmic axes, which is exact where either A or B n dominates.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from ..nouns import Size
 from .grammar import write_value
 
 MARGIN = 0.08
-"""How much slower than the fastest a preferred algorithm may be: noise shall not choose."""
+"""How much slower than the fastest a preferred algorithm may be, so that noise does not decide."""
 
 MARGIN_LARGE = 0.25
 LARGE_BYTES = 512 * 1024
-"""The same from this size on: there algorithms that move the same bytes differ by noise and by what links buffer."""
+"""The margin for large arrays, where algorithms with equal bytes differ by noise and by the buffers of links."""
 
 BEYOND = 1.5
-"""How much slower at the greatest size the first algorithm may be and still be taken for twice that size and more."""
+"""How much slower the first algorithm may be at the largest size and still be chosen from twice that size on."""
 
 _GRAIN_BYTES = 1024
 _PER_OCTAVE = 8
@@ -43,7 +42,7 @@ _PER_OCTAVE = 8
 class Choice:
     """A table from sizes to algorithms: (first size in bytes, name), sizes ascending from 0.
 
-    Raises UsageError for a table that is none: it may come from a file.
+    Raises UsageError for an invalid table, as it may come from a file.
     """
 
     table: tuple[tuple[int, str], ...]
@@ -55,7 +54,7 @@ class Choice:
 
     @classmethod
     def read(cls, table: Any) -> Choice:
-        """From ``[[0, "tree"], [65536, "ring"]]``, as JSON gives it back; raises UsageError for anything else."""
+        """Parse ``[[0, "tree"], [65536, "ring"]]``, as JSON returns it. Raises UsageError for anything else."""
         try:
             rows = tuple((start, name) for start, name in table)
         except (TypeError, ValueError):
@@ -75,7 +74,7 @@ class Choice:
 
     @property
     def names(self) -> frozenset[str]:
-        """All algorithms in it."""
+        """All algorithms in the table."""
         return frozenset(name for _, name in self.table)
 
     def __str__(self) -> str:
@@ -85,9 +84,9 @@ class Choice:
 
 
 def time_at(sizes: Sequence[int], times_s: Sequence[float], nbytes: float) -> float:
-    """Seconds at ``nbytes`` between measured points; outside of them, those of the nearest.
+    """The seconds at ``nbytes``, interpolated between measured points; outside of them, the nearest point's.
 
-    Only ratios between algorithms matter outside, and there the winner of the nearest point stays.
+    Outside only the ratio between algorithms matters, and there the winner of the nearest point stays.
     """
     return math.exp(float(np.interp(math.log(nbytes), np.log(sizes), np.log(times_s))))
 
@@ -97,12 +96,13 @@ def choose(
     times_s: Mapping[str, Sequence[float]],
     margins: tuple[float, float] = (MARGIN, MARGIN_LARGE),
 ) -> Choice:
-    """The table that takes the fastest algorithm at every size, give or take a margin (for small and large arrays).
+    """The table that selects the fastest algorithm at every size, within a margin (one for small, one for large
+    arrays).
 
-    ``sizes`` ascend, ``times_s`` has one time per size and algorithm. Where several are within the margin of the
-    fastest, the first of all goes before that of the next smaller size, and that before the others: the first is what
-    is known to be good on such machines, so let it stand where measuring says nothing else clearly. For arrays that are
-    much larger than what was measured that takes more than for others: what fitted the cache will not.
+    ``sizes`` ascend; ``times_s`` has one time per size and algorithm. Among algorithms within the margin of the
+    fastest, the first one of all wins, then the winner of the next smaller size, then any other. The first one is known
+    to be good on such machines and stays unless measurements clearly favour another. It also stays for arrays far
+    larger than measured ones unless it loses clearly: those will no longer fit the cache.
     """
     first = next(iter(times_s))
     table: list[tuple[int, str]] = []
@@ -121,7 +121,7 @@ def choose(
 
 
 def _grid(sizes: Sequence[int]) -> list[int]:
-    """Sizes at which another algorithm may begin: the measured ones, and some between them, whole KiB where larger."""
+    """Sizes at which the algorithm may change: the measured ones, and some in between, in whole KiB where large."""
     octaves = math.log2(sizes[-1] / sizes[0])
     between = np.geomspace(sizes[0], sizes[-1], max(2, round(octaves * _PER_OCTAVE) + 1))
     rounded = {_GRAIN_BYTES * round(nbytes / _GRAIN_BYTES) for nbytes in between.tolist()}

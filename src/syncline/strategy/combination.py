@@ -1,6 +1,6 @@
-"""A combination of the five words as a value, what rules ask of it, and how a rule says what is wrong.
+"""A combination of the five words as a value, helpers for rules, and the type of a rule's answer.
 
-Knows no rule: these are in ``rules``, ``schedule_rules`` and ``sync_rules``.
+The rules are in ``rules``, ``schedule_rules`` and ``sync_rules``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..collectives import Collective
 
 SOME_WORKERS = 4
-"""What depends on the number of workers is tried with so many."""
+"""The number of workers with which rules test answers that depend on it."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Architecture, sync mode, codec, schedule and transport, each a bound part; they may be impossible together."""
+    """Architecture, sync mode, codec, schedule and transport as bound parts, in a possibly invalid combination."""
 
     architecture: Part = AUTO
     sync: Part = BSP
@@ -35,28 +35,28 @@ class Combination:
     transport: Part = AUTO
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """The five words with their parts, in the order of printing."""
+        """The five words with their parts, in printing order."""
         for word in WORDS:
             yield word, getattr(self, word)
 
     @cached_property
     def roles(self) -> Roles | None:
-        """Who owns what, in an architecture in which not all workers are alike."""
+        """The roles of an architecture with owners; None if all workers are alike."""
         return roles_of(self.architecture)
 
     @property
     def servers(self) -> int:
-        """How many server processes of their own the strategy needs, beside the workers."""
+        """The number of dedicated server processes that the strategy needs."""
         return 0 if self.roles is None else self.roles.servers
 
     @property
     def server_holds_weights(self) -> bool:
-        """True when servers apply the update; False when every worker does."""
+        """Whether servers apply the update. Otherwise every worker does."""
         return self.roles is not None and self.roles.holds_weights
 
     @cached_property
     def collective(self) -> Collective | None:
-        """The collective of the message library that takes the place of a plan; None where there is a plan."""
+        """The library's collective that replaces a plan; None if there is a plan."""
         if self.architecture.name not in registry.names("collectives"):
             return None
         found: Collective = build("collectives", self.architecture)
@@ -64,10 +64,10 @@ class Combination:
 
 
 Fault = tuple[str, list[dict[str, Part]]]
-"""Why a combination is impossible, and changes that may mend it, the nearest first."""
+"""The fault of a combination, and changes that may fix it, the nearest first."""
 
 Rule = Callable[[Combination], Fault | None]
-"""What gives the fault of a combination, if it has that one."""
+"""A rule returns the fault of a combination, None if it satisfies the rule."""
 
 
 def with_arguments(part: Part, **changes: Any) -> Part:
@@ -76,7 +76,9 @@ def with_arguments(part: Part, **changes: Any) -> Part:
 
 
 def variants(architecture: Part, wanted: Callable[[Roles], bool]) -> list[dict[str, Part]]:
-    """The architecture with one argument changed, to 1 or one of a few values, where its roles are as ``wanted``."""
+    """The architecture with one argument changed, to 1 or to one of a few values, if its roles are then as
+    ``wanted``.
+    """
     found = []
     for parameter in registry.get("algorithms", architecture.name).parameters:
         few: dict[Any, tuple[Any, ...]] = {int: (1,), bool: (True, False)}
@@ -89,6 +91,6 @@ def variants(architecture: Part, wanted: Callable[[Roles], bool]) -> list[dict[s
 
 
 def codec_of(given: Combination) -> Codec:
-    """The codec, which is not ``auto``, with those nested in it."""
+    """The codec object, with nested codecs. The word must not be ``auto``."""
     codec: Codec = build("codecs", given.codec)
     return codec

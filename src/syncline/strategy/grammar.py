@@ -1,14 +1,14 @@
-"""The text of parts and of their arguments: ``ps(servers=2)``, ``feedback(topk(ratio=0.01))``, ``4MiB``, ``5ms``.
+"""The syntax of parts and arguments: ``ps(servers=2)``, ``feedback(topk(ratio=0.01))``, ``4MiB``, ``5ms``.
 
-Owns how a part is written and read, and how one argument turns from text into a value of its annotated type and back.
-Does not know which parts exist, what they do or which can be combined: ``words`` and ``rules`` do.
+It parses and prints parts, and converts one argument between text and a value of its annotated type. ``words`` knows
+which parts exist, ``rules`` which can be combined.
 
     words    = { part | key "=" part }
     part     = name [ "(" [ argument { "," argument } ] ")" ]
     argument = name "=" part | part              a part without a key is nested, as the codec in feedback(...)
 
-For every type, reading what was written gives the same value back, and one value has one text: sizes, rates and
-durations are printed with the largest unit that is exact.
+For every type, parsing a printed value returns the same value, and a value has one text: sizes, rates and durations are
+printed in the largest unit that is exact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZE_UNITS: Mapping[str, Fraction] = {
     "KB": Fraction(_KB),
     "B": Fraction(1),
 }
-"""Units of a Size in bytes, largest first."""
+"""The units of a Size in bytes, largest first."""
 
 RATE_UNITS: Mapping[str, Fraction] = {
     "Tbit": Fraction(_KB**4),
@@ -47,7 +47,7 @@ RATE_UNITS: Mapping[str, Fraction] = {
     "Kbit": Fraction(_KB),
     "bit": Fraction(1),
 }
-"""Units of a Rate in bits per second, largest first."""
+"""The units of a Rate in bits per second, largest first."""
 
 TIME_UNITS: Mapping[str, Fraction] = {
     "h": Fraction(3600),
@@ -57,19 +57,19 @@ TIME_UNITS: Mapping[str, Fraction] = {
     "us": Fraction(1, 10**6),
     "ns": Fraction(1, 10**9),
 }
-"""Units of Seconds, largest first."""
+"""The units of Seconds, largest first."""
 
-_DEEPEST = 16  # brackets in brackets
-_LONGEST = 10**18  # counts beyond this are printed with an exponent
+_DEEPEST = 16  # limits nested brackets
+_LONGEST = 10**18  # larger counts are printed with an exponent
 _TOKEN = re.compile(r"\s*(?:(?P<name>[\w.:/+-]+)|(?P<mark>[(),=]))")
-# The lengths are bounded because exact fractions of a number such as 1e999999999 would take forever.
+# The lengths are limited because the exact fraction of a number such as 1e999999999 would take forever.
 _QUANTITY = re.compile(r"([+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,3})?)([A-Za-z]*)", re.ASCII)
 _NAME = re.compile(r"[\w.:/+-]+")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One word's value: a name and its arguments; a nested part has the argument name ``""`` until it is bound."""
+    """One word's value: a name and its arguments. An unbound nested part has the argument name ``""``."""
 
     name: str
     args: tuple[tuple[str, Any], ...] = ()
@@ -84,7 +84,7 @@ class Part:
 
 
 def read_words(text: str) -> list[tuple[str, Part]]:
-    """The words of a strategy in order, each with its key, ``""`` for one without; raises StrategyError."""
+    """The words of a strategy in order, each with its key, ``""`` if it has none. Raises StrategyError."""
     reader = _Reader(text)
     found = []
     while not reader.at_end:
@@ -93,7 +93,7 @@ def read_words(text: str) -> list[tuple[str, Part]]:
 
 
 def read_part(text: str) -> Part:
-    """One part, with its arguments still text; raises StrategyError."""
+    """One part, whose arguments are still text. Raises StrategyError."""
     words = read_words(text)
     if len(words) != 1 or words[0][0]:
         raise StrategyError(f"expected one name with optional arguments, as in ps(servers=2), got {text!r}")
@@ -117,7 +117,7 @@ def read_list(texts: Iterable[str]) -> list[str]:
 
 
 class _Reader:
-    """Recursive descent over the tokens of one text."""
+    """A recursive-descent parser over the tokens of one text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -159,7 +159,7 @@ class _Reader:
             key, value = self.keyed_part()
             if key in [known for known, _ in args]:
                 self._fail(f"{key!r} is given twice" if key else f"a second argument without a name in {name}", column)
-            # A value without arguments of its own stays text until the type of its argument is known.
+            # A value without arguments stays text until the type of its argument is known.
             args.append((key, value if value.args or not key else value.name))
         self.depth -= 1
         return Part(name, tuple(args))
@@ -189,9 +189,9 @@ class _Reader:
 
 
 def read_value(text: str, annotation: Any, what: str) -> Any:
-    """The value that ``text`` stands for in an argument of that type; ``what`` names the argument in errors.
+    """The value of ``text`` for an argument of type ``annotation``. ``what`` names the argument in errors.
 
-    Knows int, float, bool, str, Size, Rate, Seconds, Literal, and each of them ``| None``. Raises StrategyError.
+    Supports int, float, bool, str, Size, Rate, Seconds, Literal, and each of them ``| None``. Raises StrategyError.
     """
     inner, optional = _without_none(annotation)
     if optional and text.lower() == "none":
@@ -217,7 +217,9 @@ def read_value(text: str, annotation: Any, what: str) -> Any:
 
 
 def check_value(value: Any, annotation: Any, what: str) -> Any:
-    """A value given by a program, held to the type of its argument; an int serves as a float. Raises StrategyError."""
+    """Validate a value from a program against the type of its argument; an int serves as a float. Raises
+    StrategyError.
+    """
     inner, optional = _without_none(annotation)
     if value is None and optional:
         return None
@@ -237,7 +239,7 @@ def check_value(value: Any, annotation: Any, what: str) -> Any:
 
 
 def write_value(value: Any, annotation: Any) -> str:
-    """The canonical text of a value: what ``read_value`` turns back into it."""
+    """The canonical text of a value, which ``read_value`` parses back."""
     inner, _ = _without_none(annotation)
     if value is None:
         return "none"
@@ -300,7 +302,7 @@ def _quantity(text: str, units: Mapping[str, Fraction], what: str) -> Fraction:
         raise StrategyError(f"{what} must be a number with a unit ({names}), got {text!r}")
     number, unit = Fraction(match[1]), match[2].lower()
     by_name = {name.lower(): factor for name, factor in units.items()}
-    # A bare number is one of the base unit, whose factor is 1.
+    # A bare number is in the base unit, whose factor is 1.
     factor = by_name.get(unit) if unit else Fraction(1)
     if factor is None:
         raise StrategyError(f"{what} has the unit {match[2]!r} in {text!r}; the units are {names}")
@@ -315,7 +317,7 @@ def _write_quantity(value: float, units: Mapping[str, Fraction], exact: bool) ->
         return f"0{base}"
     for name, factor in units.items():
         count = round(Fraction(value) / factor)
-        # A duration such as 5ms is no exact binary fraction: what counts is that reading it gives the same value.
+        # A duration such as 5ms is not an exact binary fraction, so the test is that parsing returns the same value.
         if exact and count * factor == value:
             return f"{count}{name}"
         if not exact and 0 < count < _LONGEST and float(count * factor) == value:
@@ -327,6 +329,6 @@ _UNITS: Mapping[Any, Mapping[str, Fraction]] = {Size: SIZE_UNITS, Rate: RATE_UNI
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the known word next to ``word``, else nothing."""
+    """``; did you mean 'x'?`` for the known word most similar to ``word``, else an empty text."""
     found = get_close_matches(word.lower(), list(known), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -1,7 +1,7 @@
-"""Parts in the light of the registry: their arguments typed and completed, called, and printed.
+"""Binds parts to the registry: types and completes their arguments, builds and prints them.
 
-Owns the way from a part's text to the registered function or class and back, for any kind. Does not know the words of
-a strategy (``words``) or what can be combined (``rules``); ``grammar`` has the syntax.
+It converts a part's text to the registered function or class and back, for any kind of part. ``words`` has the words of
+a strategy, ``rules`` the valid combinations, ``grammar`` the syntax.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .grammar import Part, check_value, nearest, read_value, write_value
 PLANNED_ARGUMENTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("sync", "bsp"): ("backup",),
 }
-"""Arguments of the whole grammar, by kind and name, that are refused as not built yet while the part lacks them."""
+"""Planned arguments, by kind and name: NotBuiltError while the part lacks them."""
 
 
 def bind(kind: str, part: Part, shared: Sequence[registry.Parameter] = ()) -> Part:
     """The part with all its arguments typed, in order and completed with defaults.
 
-    ``shared`` are arguments that parts of the kind take beside their own. Raises UsageError for an unknown name or
+    ``shared`` are arguments that all parts of the kind take besides their own. Raises UsageError for an unknown name or
     argument, a wrong type, a missing argument or a value out of range.
     """
     entry = registry.get(kind, part.name)
@@ -54,7 +54,7 @@ def bind(kind: str, part: Part, shared: Sequence[registry.Parameter] = ()) -> Pa
 
 
 def build(kind: str, part: Part, *positional: Any) -> Any:
-    """Call the registered function or class with the part's arguments, nested parts built first."""
+    """Call the registered function or class with the part's arguments, after building nested parts."""
     bound = bind(kind, part)
     arguments = {
         name: build(kind, value) if isinstance(value, Part) else value for name, value in bound.arguments.items()
@@ -63,7 +63,7 @@ def build(kind: str, part: Part, *positional: Any) -> Any:
 
 
 def roles_of(part: Part) -> Roles | None:
-    """The roles that a bound architecture declares; None where all workers are alike, or a library sees to it."""
+    """The roles that a bound architecture declares; None if all workers are alike or the library decides."""
     if part.name not in registry.names("algorithms"):
         return None
     declared = registry.get("algorithms", part.name).capabilities.get("roles")
@@ -104,7 +104,7 @@ def signature(entry: registry.Entry) -> str:
 
 
 def part_of(kind: str, built: Any) -> Part:
-    """The bound part that an object of a registered frozen dataclass was built from: ``build`` undone."""
+    """The bound part of an object of a registered frozen dataclass: the inverse of ``build``."""
     entry = next(entry for entry in registry.entries(kind) if entry.target is type(built))
     wraps = entry.capabilities.get("wraps")
     values = {parameter.name: getattr(built, parameter.name) for parameter in entry.parameters}
@@ -113,14 +113,14 @@ def part_of(kind: str, built: Any) -> Part:
 
 
 def _default(entry: registry.Entry, parameter: registry.Parameter) -> Any:
-    """What stands for an argument that is left out; a wrapped object as the part that it was built from."""
+    """The default of an argument; for a wrapped object, the part that it was built from."""
     if parameter.name == entry.capabilities.get("wraps"):
         return part_of(entry.kind, parameter.default)
     return parameter.default
 
 
 def _argument_name(entry: registry.Entry, parameters: Sequence[registry.Parameter], name: str, value: Any) -> str:
-    """The parameter that an argument is for; raises StrategyError or NotBuiltError when there is none."""
+    """The parameter for an argument. Raises StrategyError or NotBuiltError if there is none."""
     known = [parameter.name for parameter in parameters]
     if name in known:
         return name

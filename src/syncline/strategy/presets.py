@@ -1,12 +1,13 @@
-"""Presets: one name for a whole strategy, as deep learning frameworks of 2017 trained.
+"""Presets: one name for a whole strategy, after the training of deep learning frameworks of 2017.
 
-Owns the table of names and what each stands for. A preset is no word of a strategy: the name stands alone, and the
-strategy that is built, printed and sent to other ranks is the one that it stands for.
+A preset is no word of a strategy. Its name stands alone, and the strategy that is built, printed and sent to other
+ranks is the one that it stands for.
 
 The four frameworks are those of Shi and Chu, "Performance modeling and evaluation of distributed deep learning
 frameworks on GPUs" (arXiv 1711.05979) and of Shi, Wang, Chu and Li, "A DAG model of synchronous stochastic gradient
-descent in distributed deep learning" (arXiv 1805.03812): who sums gradients, and whether one layer's are summed while
-the one before it still computes. How many servers there are is for whoever starts a training to say; here it is one.
+descent in distributed deep learning" (arXiv 1805.03812). They differ in what sums the gradients, and in whether one
+layer's gradients are summed while the layer before it still computes. The number of servers is 1 here; set it when
+starting a training.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _FALLBACK = "tcp"
 class Preset:
     """A named strategy.
 
-    ``words`` are all but the transport. ``library`` is the message library of the original: ``transport`` is what
-    stands for it, empty where that is left open. It is taken only where it is registered and its ``package`` installed.
+    ``words`` are all but the transport. ``library`` is the original's message library, and ``transport`` its
+    replacement, empty if left open. The transport is used only if it is registered and its ``package`` is installed.
     """
 
     name: str
@@ -39,12 +40,12 @@ class Preset:
 
     @property
     def text(self) -> str:
-        """The strategy that it stands for, in words."""
+        """The strategy in words."""
         return f"{self.words} transport={self._transport}" if self.transport else self.words
 
     @property
     def note(self) -> str:
-        """What is not as in the original; empty where nothing is."""
+        """The differences from the original; empty if there are none."""
         if not self.transport:
             return f"the original sums with {self.library}"
         if self._transport == self.transport:
@@ -57,7 +58,7 @@ class Preset:
 
 
 def _is_there(transport: str) -> bool:
-    """Whether a transport is registered, and the package that it declares is installed."""
+    """Whether a transport is registered and its declared package is installed."""
     if transport not in registry.names("transports"):
         return False
     package = registry.get("transports", transport).capabilities.get("package")
@@ -104,7 +105,7 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
 
 
 def preset_of(words: list[tuple[str, Part]]) -> Preset | None:
-    """The preset that the words of a text name, None for a strategy; StrategyError for a preset with more words."""
+    """The preset that a text names; None for a strategy. StrategyError for a preset with further words."""
     first = words[0] if words else ("", Part(""))
     preset = None if first[0] else PRESETS.get(first[1].name)
     if preset is None:

@@ -1,9 +1,9 @@
-"""Which parts go together: the rules that all combinations have to keep, and the nearest that keeps all.
+"""Validates combinations: the rules that every strategy must satisfy, and the search for the nearest valid one.
 
-A rule is a function of the whole combination; parts know nothing of each other. It gives the reason why a combination
-is impossible and changes that may mend it; what is nearest is searched over these, breadth first. Here are the rules of
-libraries, servers and codecs; those of schedules and of sync modes have files of their own. Does not know how a
-strategy is written or what ``auto`` becomes: ``strategy`` does.
+A rule is a function of the whole combination; parts do not know each other. It returns the fault and changes that may
+fix it. The nearest valid combination is found by breadth-first search over these changes. This file has the rules of
+libraries, servers and codecs; ``schedule_rules`` and ``sync_rules`` have the others. ``strategy`` prints strategies and
+resolves ``auto``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .words import AUTO, NONE, bind_word
 
 
 def fault_of(combination: Combination) -> Fault | None:
-    """What the first rule that is broken says; None for a combination that is possible."""
+    """The fault of the first violated rule; None for a valid combination."""
     return next((fault for rule in RULES if (fault := rule(combination)) is not None), None)
 
 
 def nearest_that_works(combination: Combination, fault: Fault) -> Combination | None:
-    """The first combination without a fault that the remedies lead to, those with fewer changes first."""
+    """The first valid combination that the remedies lead to, with the fewest changes."""
     todo = deque((combination, changes) for changes in fault[1])
     seen = {combination}
     while todo:
@@ -147,4 +147,4 @@ RULES: tuple[Rule, ...] = (
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )
-"""What cannot be combined; the first that is broken is told."""
+"""The rules for all combinations; the first violated one is reported."""

@@ -1,4 +1,4 @@
-"""Rules of schedules: that engines do what one says, and which other words carry it out."""
+"""Rules of schedules: engines must support a schedule's answers, and the other words must be able to execute it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
 
 
 def _cannot_go_ahead(schedule: Schedule) -> str:
-    """What is wrong with what a schedule says of workers' own steps, if anything."""
+    """The fault in what a schedule says about local steps, if any."""
     local: object = isinstance(schedule, GoesAhead) and schedule.local
     if not isinstance(local, bool):
         return f"has local={local!r}: it says by True or False whether workers go ahead"
@@ -88,7 +88,7 @@ def _two_phases_need_owners_of_chunks(given: Combination) -> Fault | None:
     except PlanError as error:
         return f"{reason}, and {error}", remedies
     except UsageError:
-        return None  # not for so many workers: what there are is known later
+        return None  # invalid for this number of workers; the real number is known later
     return None
 
 
@@ -110,12 +110,12 @@ def _owners_have_an_order_of_their_own(given: Combination) -> Fault | None:
 
 
 def _honours_priority(kind: str, part: Part) -> bool:
-    """Whether a part lets what is urgent go first: all do that do not declare ``priority=False``."""
+    """Whether a part lets urgent data go first: all parts do unless they declare ``priority=False``."""
     return bool(registry.get(kind, part.name).capabilities.get("priority", True))
 
 
 def _has_urgent_buckets(schedule: Schedule) -> bool:
-    """Whether a schedule tells buckets apart by priority, as it shows with a model whose layers it does not merge."""
+    """Whether a schedule gives buckets different priorities, tested with a model whose layers it does not merge."""
     for elements in (1 << exponent for exponent in range(0, 31, 5)):
         layers = [Layer(Spec(f"layer {number}", (elements,))) for number in range(4)]
         buckets = list(schedule.buckets(layers))

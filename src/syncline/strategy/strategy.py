@@ -1,27 +1,26 @@
-"""A strategy: the five words that say how a group of workers trains together, as a value and as text.
+"""A strategy: the five words that define how a group of workers trains together, as a value and as text.
 
-Owns how a strategy is read and printed, its defaults, and what ``auto`` becomes. Does not know how any part works:
-what a word may be is in ``words``, what can be combined in ``rules``, the syntax in ``grammar``.
+This file parses and prints strategies, fills in defaults and resolves ``auto``. ``words`` has the values of a word,
+``rules`` the valid combinations, ``grammar`` the syntax.
 
     ring
     ps(servers=2) schedule=wait_free transport=tcp
     codec=feedback(topk(ratio=0.01))                 the architecture is left out: auto
 
-``Strategy.parse(str(s)) == s`` for every strategy, and equal strategies have equal texts, whatever name of ``presets``
-they were asked for by: arguments are completed with
-their defaults when a strategy is built, and left out again when it is printed. What a part declares in the registry
-for this file, ``words``, ``rules`` and ``parts``:
+``Strategy.parse(str(s)) == s`` for every strategy, and equal strategies have equal texts, even if they were given as
+presets: building a strategy completes its arguments with their defaults, and printing omits them again. A part's
+registration may declare, for this file, ``words``, ``rules`` and ``parts``:
 
     goal="allreduce"        (algorithms, collectives) only these are architectures
     roles=callable          (algorithms) takes the arguments and gives the ``Roles`` of an architecture with owners
     two_levels="ring"       (algorithms) sums inside hosts first: with a codec, payloads travel between hosts only;
-                            the name is what it is where every rank has a host of its own
+                            the name is the equivalent where every rank has a host of its own
     always_print=(names)    arguments that are printed even at their default
     wraps="name"            (codecs) the argument that takes another codec, written without its name
-    examples=("a(b=1)",)    (codecs) texts that tests and tables try; by default the bare name
+    examples=("a(b=1)",)    (codecs) texts for tests and tables; by default the bare name
     one_host=True           (transports) reaches processes of one host only
-    check=callable          (transports) takes the arguments and raises UsageError for values that make no sense;
-                            other parts are built to find out, transports need connections for that
+    check=callable          (transports) takes the arguments and raises UsageError for invalid values; other parts are
+                            built for that, but building a transport needs connections
     allreduce=True          (transports) the library has an allreduce of its own
 """
 
@@ -58,8 +57,8 @@ _DEFAULTS = {"sync": "bsp", "codec": "none", "schedule": "auto", "transport": "a
 class Strategy(Combination):
     """Architecture, sync mode, codec, schedule and transport; raises StrategyError when they cannot be combined.
 
-    The parts may be given as ``Part`` or, for one without arguments, by name. Building a strategy checks every name
-    and argument and the combination; NotBuiltError says that a word is part of the grammar but does not exist yet.
+    A part may be given as ``Part`` or, without arguments, by name. The constructor validates every name, every argument
+    and the combination. NotBuiltError means that a word belongs to the grammar but does not exist yet.
     """
 
     budget_s: float = 0.0
@@ -83,9 +82,9 @@ class Strategy(Combination):
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """The strategy that ``text`` describes, an empty one being ``auto``; raises StrategyError or NotBuiltError.
+        """Parse a strategy; an empty text is ``auto``. Raises StrategyError or NotBuiltError.
 
-        The name of a preset is the strategy that it stands for.
+        The name of a preset gives the strategy that it stands for.
         """
         words = read_words(text)
         preset = preset_of(words)
@@ -129,14 +128,14 @@ class Strategy(Combination):
         return self.architecture == AUTO and self.budget_s > 0
 
     def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
-        """The same strategy with every ``auto`` replaced by what runs in that group when nothing is measured.
+        """The same strategy with every ``auto`` replaced by the default for that group, without measurements.
 
-        ``group`` may leave the strategy's own servers out. ``hosts`` is the number of machines that the processes are
-        on, those of one sharing memory; ``inproc`` says that the ranks are threads of one process. Where some
-        processes share a host and others do not, ``transport=auto`` stays: it is shm inside hosts and tcp between
-        them. With an architecture of two levels a codec compresses nothing on a single host, and goes the way of one
-        level where no host has several ranks. Raises UsageError when the transport cannot reach all ranks, or the
-        architecture cannot be planned for so many workers or servers.
+        ``group`` may omit the strategy's own servers. ``hosts`` is the number of machines; processes of one share
+        memory. ``inproc`` means that the ranks are threads of one process. ``transport=auto`` stays if some processes
+        share a host and others do not: it is shm inside hosts and tcp between them. With an architecture of two levels,
+        a codec is dropped on a single host, and the codec uses one level if no host has several ranks. Raises
+        UsageError if the transport cannot reach all ranks, or the architecture has no plan for so many workers or
+        servers.
         """
         group = self._with_servers(group)
         if group.workers <= (backup := backup_of(self.sync_mode())):
@@ -156,8 +155,8 @@ class Strategy(Combination):
             raise StrategyError(f"transport={transport.name} cannot reach other hosts; use transport=auto or tcp")
         architecture = self.architecture
         if architecture == AUTO:
-            # Owners read and write their peers' memory on shm; two levels spare the links between hosts that have
-            # several ranks, with a codec too (docs/codecs.md); elsewhere a ring keeps every link evenly busy.
+            # Owners read and write their peers' memory on shm. Two levels reduce the traffic between hosts with several
+            # ranks, also with a codec (docs/codecs.md). Elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
         codec = NONE if self.codec == AUTO else self.codec
         carrier = way_of(replace(self, codec=codec).codec_object()).carrier
@@ -166,7 +165,7 @@ class Strategy(Combination):
         if flat is None or places >= group.workers:
             architecture = Part(carrier) if carrier and self.roles is None else flat or architecture
         elif places == 1:
-            codec = NONE  # inside a host nothing is compressed
+            codec = NONE  # nothing is compressed inside a host
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, codec=codec, schedule=schedule, transport=transport)
         if resolved.collective is None:
@@ -182,7 +181,7 @@ class Strategy(Combination):
         return replace(group, servers=self.servers)
 
     def plan(self, group: Group) -> Plan:
-        """The plan of the architecture for that group, one object for all calls; UsageError while it is ``auto``."""
+        """The plan of the architecture for that group, cached. UsageError while the architecture is ``auto``."""
         architecture = self._chosen("architecture")
         if self.collective is not None:
             raise UsageError(
@@ -192,14 +191,14 @@ class Strategy(Combination):
         return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
 
     def hosts(self, group: Group) -> tuple[tuple[int, ...], ...]:
-        """The workers of each host, where these sum before a codec compresses; empty where every worker compresses."""
+        """The workers of each host if hosts sum before a codec compresses; empty if every worker compresses."""
         if self.codec == NONE or _one_level(self.architecture) is None:
             return ()
         nodes = group.members_by_node()
         return nodes if 1 < len(nodes) < group.workers else ()
 
     def halves(self, group: Group) -> tuple[Plan, Plan]:
-        """The plans of push and pull, where servers hold the weights; raises UsageError where nobody owns any."""
+        """The plans of push and pull if servers hold the weights. UsageError if the architecture has no owners."""
         roles = self.roles
         if roles is None:
             raise UsageError(f"{self.architecture.name} has no servers to push to and to pull from")
@@ -214,7 +213,7 @@ class Strategy(Combination):
 
     @cached_property
     def exchange(self) -> str:
-        """How gradients, or what weights differ by, become one average, in words; for a resolved strategy."""
+        """A description of how gradients, or differences of weights, are averaged. The strategy must be resolved."""
         mode = self.sync_mode()
         if isinstance(mode, Mixes):
             return "weights are averaged with those of a few other workers"
@@ -245,17 +244,17 @@ class Strategy(Combination):
         return inside + words
 
     def schedule_object(self) -> Schedule:
-        """The schedule that the engine reads; raises UsageError while it is ``auto``."""
+        """The schedule object. UsageError while the schedule is ``auto``."""
         schedule: Schedule = build("schedules", self._chosen("schedule"))
         return schedule
 
     def sync_mode(self) -> SyncMode:
-        """The rules of the sync mode."""
+        """The sync mode object."""
         mode: SyncMode = build("sync", self.sync)
         return mode
 
     def codec_object(self) -> Codec:
-        """The codec, with those nested in it."""
+        """The codec object, with nested codecs."""
         codec: Codec = build("codecs", self._chosen("codec"))
         return codec
 
@@ -267,7 +266,7 @@ class Strategy(Combination):
 
 
 def _one_level(architecture: Part) -> Part | None:
-    """What an architecture of two levels is where every rank has a host of its own; None for others."""
+    """The one-level equivalent of an architecture of two levels; None for others."""
     if architecture.name not in registry.names("algorithms"):
         return None
     name = registry.get("algorithms", architecture.name).capabilities.get("two_levels")
@@ -280,7 +279,7 @@ def _planned(algorithm: Callable[..., Plan], args: tuple[tuple[str, Any], ...], 
 
 
 def _word(key: str, part: Part, position: int) -> str:
-    """The word that a piece of text is about; raises StrategyError when there is none."""
+    """The word that a piece of text belongs to. Raises StrategyError if there is none."""
     if key == "architecture":
         raise StrategyError(f"the architecture comes first and without a key: write {part.name!r}")
     if key in WORDS or key == "feedback":
@@ -301,12 +300,12 @@ def _on_or_off(part: Part) -> str:
 
 
 def _brings_feedback(codec: Part) -> bool:
-    """Whether a codec stands around others, and says itself which of them get error feedback."""
+    """Whether a codec wraps others and decides itself which of them get error feedback."""
     return codec.name in registry.names("codecs") and "wraps" in registry.get("codecs", codec.name).capabilities
 
 
 def _needs_feedback(codec: Part) -> bool:
-    """Whether a codec is biased in a way that feedback mends; False for one that cannot be built: binding says why."""
+    """Whether a codec has a bias that feedback corrects. False if it cannot be built; binding reports the reason."""
     if codec.name not in registry.names("codecs"):
         return False
     try:
@@ -316,16 +315,16 @@ def _needs_feedback(codec: Part) -> bool:
         return False
 
 
-# ``auto(budget=60s)`` tries schedules on the live run, within so many seconds, of those that leave the weights equal to
-# the bit: other schedules, and other sizes of buckets and slices, under architectures that add in one order wherever an
-# element lies (``plans.sums``). All else of the strategy has to be such that a schedule changes nothing but time.
+# ``auto(budget=60s)`` tries schedules on the live run for so many seconds, among those that leave the weights equal to
+# the bit: other schedules, bucket sizes and slice sizes, with architectures that add in one order wherever an element
+# is (``plans.sums``). The rest of the strategy must be such that a schedule changes only time.
 
 SAME_BITS = "halving_doubling"
-"""A ring's bytes, and one order of additions."""
+"""The bytes of a ring, with one order of additions for all chunks."""
 
 
 def budget_of(part: Part) -> float:
-    """The seconds of ``auto(budget=...)``; raises StrategyError for other arguments and for none at all."""
+    """The seconds of ``auto(budget=...)``. Raises StrategyError for other arguments and for none at all."""
     for name, value in part.args:
         if name != "budget":
             hint = nearest(name, ["budget"]) if name else ""
@@ -340,7 +339,7 @@ def budget_of(part: Part) -> float:
 
 
 def check_live(strategy: Strategy) -> None:
-    """Raise StrategyError, with the remedy, for words beside which a schedule could change more than time."""
+    """Raise StrategyError, with a remedy, for words with which a schedule could change more than time."""
     text = f"syncline tune --strategy {str(strategy).partition(')')[2].strip()!r}"
     if strategy.architecture != AUTO:
         return
@@ -358,7 +357,7 @@ def check_live(strategy: Strategy) -> None:
 
 
 def check_asked(strategy: Strategy) -> None:
-    """Raise StrategyError for a budget beside a schedule: a strategy that runs has both, and none may ask for both."""
+    """Raise StrategyError if the user gives both a budget and a schedule, although a running strategy has both."""
     if strategy.budget_s and strategy.architecture == AUTO and strategy.schedule != AUTO:
         raise StrategyError(
             f"auto(budget=) tries schedules, and schedule={write('schedules', strategy.schedule)} is asked for: leave"

@@ -1,4 +1,4 @@
-"""Rules of sync modes: that engines do what one says, and which other words carry out pushes and averages."""
+"""Rules of sync modes: engines must support a mode's answers, and the other words must be able to execute it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
 
 
 def _apart(given: Combination) -> str:
-    """What every worker does by itself."""
+    """The clause that says what each worker does by itself."""
     if alone(build("sync", given.sync)):
         return f"under sync={given.sync.name} every worker's push is an update by itself"
     return f"under sync={write('sync', given.sync)} owners take every worker's push by itself"
@@ -147,7 +147,7 @@ def _what_is_left_is_told_once(given: Combination) -> Fault | None:
 
 
 def _leaves_out(codec: Codec) -> bool:
-    """Whether most of a tensor may wait for later exchanges."""
+    """Whether a codec may delay most of a tensor to later exchanges."""
     return isinstance(codec, Sparse) or (isinstance(codec, LeavesOut) and codec.leaves_out)
 
 

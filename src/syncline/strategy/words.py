@@ -1,8 +1,8 @@
-"""The five words of a strategy: what each may be, bound to the parts that are registered.
+"""The five words of a strategy and their possible values, bound to registered parts.
 
-Owns which words exist, the names of the whole grammar, and the list of all that a strategy may say. Does not know
-which parts go together (``rules``), nor defaults and what ``auto`` becomes (``strategy``). Names, arguments, types
-and capabilities come from the registry.
+This file has the words, the names of the whole grammar, and the list of everything a strategy may say. ``rules`` has
+the valid combinations, ``strategy`` the defaults and the resolution of ``auto``. Names, arguments, types and
+capabilities come from the registry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS: Mapping[str, str] = {
 """The words of a strategy in the order of printing, each with the registry's kind of its parts."""
 
 AUTO = Part("auto")
-"""Chosen later: by topology when the group is known, by measuring where the schedule or architecture can be tuned."""
+"""Resolved later: from the topology when the group is known, or from measurements."""
 
 BSP, NONE = Part("bsp"), Part("none")
 
@@ -54,7 +54,7 @@ PLANNED: Mapping[str, tuple[str, ...]] = {
     ),
 }
 # fmt: on
-"""The words of the whole grammar: those that the registry does not have are refused as not built yet."""
+"""Every name of the grammar: NotBuiltError for those that the registry lacks."""
 
 
 _ELSEWHERE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -76,21 +76,21 @@ _ELSEWHERE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "gloo": ("torch",), "nccl": ("torch(backend=nccl)",), "socket": ("tcp",), "shared_memory": ("shm",),
     },
 }  # fmt: skip
-"""What other libraries and papers call a word's values, and what it is here, the nearest first."""
+"""Names in other libraries and papers, and the corresponding parts here, the nearest first."""
 
 
 def known_sync(given: object) -> bool:
-    """Whether a strategy is synchronous, and waits for all workers."""
+    """Whether a strategy is synchronous and waits for all workers."""
     return bind("sync", BSP) == getattr(given, "sync", None)
 
 
 def kind_of(word: str, name: str) -> str:
-    """The registry's kind of a word's part: an architecture is an algorithm, or a collective of a library."""
+    """The registry's kind of a word's part. An architecture is an algorithm or a library's collective."""
     return "collectives" if word == "architecture" and name in registry.names("collectives") else WORDS[word]
 
 
 def built_names(word: str) -> tuple[str, ...]:
-    """The registered names that the word may take."""
+    """The registered names for the word."""
     kind = WORDS[word]
     if kind != "algorithms":
         return registry.names(kind)
@@ -103,7 +103,7 @@ def built_names(word: str) -> tuple[str, ...]:
 
 
 def bind_word(word: str, part: Part) -> Part:
-    """The bound part of a word, or an error that says what the word may be."""
+    """The bound part of a word. Errors list the possible values."""
     if word in _HAS_AUTO and part.name == "auto":
         if part.args:
             raise StrategyError(f"{word}=auto takes no arguments")
@@ -115,13 +115,13 @@ def bind_word(word: str, part: Part) -> Part:
     if "check" in entry.capabilities:
         entry.capabilities["check"](**bound.arguments)
     elif inspect.isclass(entry.target) and kind != "transports":
-        build(kind, bound)  # its __post_init__ knows the ranges
+        build(kind, bound)  # its __post_init__ validates the ranges
     assert part.name in built
     return bound
 
 
 def _require_known(word: str, part: Part) -> None:
-    """Raise NotBuiltError or StrategyError unless the part, and those nested in it, have registered names."""
+    """Raise NotBuiltError or StrategyError unless the part and its nested parts have registered names."""
     built = built_names(word)
     if part.name not in built:
         for kind in ("algorithms", "collectives") if word == "architecture" else (WORDS[word],):
@@ -139,12 +139,12 @@ def _require_known(word: str, part: Part) -> None:
 
 
 def known_as(word: str, name: str) -> str:
-    """A remedy for a name that is in use elsewhere, or that belongs to another word; empty where it is unknown."""
+    """A hint for a name that is used elsewhere or belongs to another word; empty if it is unknown."""
     return _called_here(word, name) or belongs_to(name)
 
 
 def _called_here(word: str, name: str) -> str:
-    """A remedy for a name that is in use elsewhere, or for a collective that is no architecture."""
+    """A hint for a name that other libraries use, or for a collective that is no architecture."""
     plain = name.lower().replace("-", "_")
     if word == "architecture" and plain in registry.names("algorithms"):
         goal = registry.get("algorithms", plain).capabilities.get("goal", "").replace("_", "-")
@@ -157,7 +157,7 @@ def _called_here(word: str, name: str) -> str:
             f": it is a plan for {goal}, and gradients need an allreduce, such as ring; syncline show {plain} draws it,"
             f" syncline bench --collective {goal} measures it"
         )
-    # An architecture is written without its word: what stands there alone may be what is said of any other.
+    # An architecture has no key, so a bare name may be meant for any other word.
     for its_word in (word, *(WORDS if word == "architecture" else ())):
         there, prefix = (*built_names(its_word), "auto"), "" if its_word == word else f"{its_word}="
         shown = [
@@ -170,7 +170,7 @@ def _called_here(word: str, name: str) -> str:
 
 
 def belongs_to(name: str) -> str:
-    """A remedy for a name that is known under another word."""
+    """A hint for a name that belongs to another word."""
     for word in WORDS:
         if word != "architecture" and name in (*built_names(word), *PLANNED[word]) and name != "auto":
             return f": it is a {word}, write {word}={name}"
@@ -179,7 +179,7 @@ def belongs_to(name: str) -> str:
 
 @dataclass(frozen=True)
 class Word:
-    """One value that a word may take: ``text`` shows its arguments, ``summary`` is empty when it is not built yet."""
+    """One possible value of a word. ``text`` shows its arguments; ``summary`` is empty if it is not built yet."""
 
     word: str
     name: str
@@ -189,7 +189,7 @@ class Word:
 
 
 def vocabulary() -> list[Word]:
-    """Everything that a strategy may say, built or not, in the order of printing."""
+    """Every possible value of every word, built or not, in printing order."""
     found = []
     for word in WORDS:
         if word in _HAS_AUTO:

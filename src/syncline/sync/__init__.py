@@ -1,10 +1,11 @@
-"""Sync modes: when a worker may go on, what is exchanged, and what is agreed on.
+"""Sync modes: when a worker may go on, what workers exchange, and what they agree on.
 
-A clock counts a worker's finished steps, from 0. Nothing here does I/O, waits or knows a framework: the caller asks,
-and acts on the answer.
+A clock counts a worker's finished steps, from 0. Sync modes do no I/O, do not wait and know no framework: the caller
+queries them and acts on the answers.
 
-Workers exchange gradients before an update (``due``), or weights after one (``Averages``). Of weights either the
-difference from those that all have agreed on last goes to all (``Agrees``), or each worker's own to some (``Mixes``).
+Workers exchange gradients before an update (``due``) or weights after one (``Averages``). In the latter case either all
+workers average their differences from the last agreed weights (``Agrees``), or each worker mixes its weights with those
+of some others (``Mixes``).
 """
 
 from __future__ import annotations
@@ -16,42 +17,44 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from ..plans.plan import Plan
 
 Rate = Literal["shared", "own"]
-"""The learning rate of a push that is an update by itself: the optimizer's divided among the workers, or all of it."""
+"""The learning rate of a single push: the optimizer's divided by the number of workers, or all of it."""
 
 Momentum = Literal["shared", "own", "dana"]
-"""What an optimizer keeps of pushes that are updates by themselves: of all, or of each worker's; with a look-ahead."""
+"""The optimizer's state: one for all pushes, one per worker, or one per worker with look-ahead."""
 
 Elements = Any
-"""A flat array of floating-point numbers, NumPy's or of a framework, that is computed with in place."""
+"""A flat array of floating-point numbers, of NumPy or a framework, for computing in place."""
 
 
 class SyncMode(Protocol):
-    """The rules of one way to coordinate workers; what no engine does is refused when the strategy is built."""
+    """The rules of one way to synchronize workers. Building a strategy refuses answers that no engine supports."""
 
     @property
     def merges(self) -> bool:
-        """True when what all workers push for a step is one update, to which they come together and agree.
+        """Whether the pushes of all workers in a step form one update, on which they agree.
 
-        Otherwise every worker's push is an update by itself, and nothing is agreed on.
+        Otherwise every worker's push is an update of its own, without any agreement.
         """
         ...
 
     def due(self, step: int) -> bool:
-        """True when gradients are exchanged in that step (steps count from 0); else the step is the worker's own."""
+        """Whether gradients are exchanged in that step (steps count from 0). Otherwise the step is local."""
         ...
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
-        """True when a worker that has finished ``clock`` steps may start the next, the slowest being at ``slowest``."""
+        """Whether a worker that has finished ``clock`` steps may start the next while the slowest is at ``slowest``."""
         ...
 
 
 @runtime_checkable
 class Applies(Protocol):
-    """A mode whose pushes are updates by themselves and that says how one is applied; others do as ``Applied`` does."""
+    """A mode whose pushes are updates of their own and that defines how they are applied; the default is
+    ``Applied``.
+    """
 
     @property
     def rate(self) -> Rate:
-        """With which learning rate."""
+        """The learning rate of a push."""
         ...
 
     @property
@@ -62,17 +65,17 @@ class Applies(Protocol):
 
 @runtime_checkable
 class Recalls(Protocol):
-    """A mode whose pushes are updates by themselves and that says by which momentum; others have one of all pushes."""
+    """A mode whose pushes are updates of their own and that selects the momentum; the default is one for all pushes."""
 
     @property
     def momentum(self) -> Momentum:
-        """Whose pushes the optimizer's state, which one goes by, is of."""
+        """Which pushes the optimizer's state belongs to."""
         ...
 
 
 @dataclass(frozen=True)
 class Applied:
-    """How a push that is an update by itself is applied where the mode says nothing of it."""
+    """The default for modes whose pushes are updates of their own."""
 
     rate: Rate = "shared"
     compensate: float = 0.0
@@ -80,21 +83,21 @@ class Applied:
 
 @runtime_checkable
 class Spares(Protocol):
-    """A mode whose updates do not wait for the slowest workers: a push that is late is part of the next one."""
+    """A mode whose updates do not wait for the slowest workers. A late push becomes part of the next update."""
 
     @property
     def backup(self) -> int:
-        """How many workers an update does not wait for; 0 for none."""
+        """The number of workers that an update does not wait for; 0 for none."""
         ...
 
 
 def backup_of(mode: object) -> int:
-    """How many workers updates do not wait for."""
+    """The number of workers that updates do not wait for."""
     return mode.backup if isinstance(mode, Spares) else 0
 
 
 def alone(mode: SyncMode) -> bool:
-    """Whether every push is an update by itself: gradients are not summed, neither by a plan nor by owners."""
+    """Whether every push is an update of its own: neither plans nor owners sum gradients."""
     return not mode.merges and not backup_of(mode)
 
 
@@ -104,12 +107,12 @@ def application_of(mode: SyncMode) -> Applies:
 
 
 def momentum_of(mode: SyncMode) -> Momentum:
-    """Whose pushes the optimizer's state is of by which one is applied."""
+    """Which pushes the optimizer's state belongs to."""
     return mode.momentum if alone(mode) and isinstance(mode, Recalls) else "shared"
 
 
 def wrong_application(mode: SyncMode) -> str:
-    """What is wrong with how a mode says that its pushes are applied, if anything."""
+    """The fault in a mode's rules for applying pushes, if any."""
     if backup_of(mode) and isinstance(mode, Applies):
         return "has backup workers, whose pushes are summed, and says how one is applied by itself (rate, compensate)"
     rate: object = application_of(mode).rate
@@ -127,53 +130,54 @@ def wrong_application(mode: SyncMode) -> str:
 
 @runtime_checkable
 class Averages(Protocol):
-    """A mode that exchanges weights; no step of it is ``due`` as well."""
+    """A mode that exchanges weights. None of these steps may be ``due`` as well."""
 
     def averages(self, step: int) -> bool:
-        """True when weights are exchanged after that step's update."""
+        """Whether weights are exchanged after that step's update."""
         ...
 
 
 @runtime_checkable
 class Agrees(Averages, Protocol):
-    """A mode whose workers agree on weights: by how much they differ from the last agreed ones is averaged over all.
+    """A mode whose workers agree on weights by averaging their differences from the last agreed ones.
 
-    The agreed weights begin as those that all start from, and are the same on all workers bit for bit, since each
-    computes them alike. What they become is a function of numbers alone, element by element.
+    The agreed weights start as the common initial weights and stay the same on all workers, bit for bit, because every
+    worker computes them alike, element by element.
     """
 
     @property
     def remembers(self) -> bool:
-        """Whether ``agree`` keeps something from one agreement for the next: an array like the weights, first zeros."""
+        """Whether ``agree`` keeps state between agreements: an array like the weights, initially zeros."""
         ...
 
     def pull(self, workers: int) -> float:
         """The share of its difference from the agreed weights that a worker gives up.
 
-        With 1 it takes the agreed weights over. With less they are a centre that no worker has, which is the result.
+        With 1 it takes over the agreed weights. With less they are a centre that no worker has; the centre is the
+        result.
         """
         ...
 
     def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:
-        """Update the agreed weights in place by the workers' mean difference, which may be overwritten."""
+        """Update the agreed weights in place from the workers' mean difference, which may be overwritten."""
         ...
 
 
 @runtime_checkable
 class Mixes(Averages, Protocol):
-    """A mode whose workers replace their weights by the mean of some workers': nothing is agreed on by all."""
+    """A mode whose workers replace their weights by the mean of some workers' weights, without a common agreement."""
 
     def period(self, workers: int) -> int:
-        """So many exchanges have plans that bring what each has to everybody, if they are repeated."""
+        """The number of successive exchanges whose plans, repeated, spread every worker's weights to all."""
         ...
 
     def mix(self, workers: int, step: int) -> Plan:
-        """Who adds whose weights after that step: a plan for a mix. Sums become means, which keep that of all."""
+        """The plan of the mix after that step. Its sums become means, which preserve the mean over all workers."""
         ...
 
 
 LOOKED_AT = 64
-"""So many steps of a mode are looked at to know what it does."""
+"""The number of steps that are tested to find out what a mode does."""
 
 
 def mixes_of(mode: Mixes, workers: int) -> list[Plan]:

@@ -1,29 +1,27 @@
-"""What asynchronous modes have in common: every worker's push is an update by itself, of which each step has one.
+"""The common base of asynchronous modes: every worker's push is an update of its own, one per step.
 
-Owners apply a push to whatever weights they have come to, which are newer than those on which it was computed by as
-many updates as others have pushed meanwhile, its version lag. With N workers that is N - 1 on the average.
+Owners apply a push to the current weights. These are newer than the weights on which the gradient was computed, by as
+many updates as others have pushed meanwhile: the version lag, N - 1 on average with N workers.
 
-``rate`` says with which learning rate. Under ``shared`` it is that of the optimizer divided by N, so that N pushes move
-the weights as far as one synchronous step does, whatever the optimizer; under ``own`` it is the optimizer's, as if
-every worker trained alone, and has to be set for N times as many updates. Updates that are late act like momentum: with
-plain descent N workers have one of about 1 - 1/N without asking for any (Mitliagkas et al., "Asynchrony begets
-momentum", Allerton 2016), and an optimizer's own comes on top. That one counts updates, not steps: the same factor
-forgets N times as fast, in 1 / (N (1 - factor)) steps of every worker. Where both together are too much, lower the
-factor.
+``rate`` selects the learning rate. With ``shared`` it is the optimizer's divided by N, so that N pushes move the
+weights as far as one synchronous step, whatever the optimizer. With ``own`` it is the optimizer's, as if every worker
+trained alone, and must be tuned for N times as many updates. Delayed updates act like momentum: with plain descent N
+workers have an implicit momentum of about 1 - 1/N (Mitliagkas et al., "Asynchrony begets momentum", Allerton 2016), in
+addition to the optimizer's own. The latter counts updates, not steps, so the same factor forgets N times as fast, in 1
+/ (N (1 - factor)) steps of every worker. If both together are too much, lower the factor.
 
-``momentum`` says whose pushes it is of. Under ``shared`` the optimizer has one state, of all pushes as they come. Under
-``own`` it has one for every worker, by which that worker's pushes go: momentum, moments and counts are then those of
-its own steps, and forget as fast as in a synchronous run. If all wait for the slowest, the sum of what N pushes do is
-what momentum does on one worker. ``dana`` adds Nesterov's look-ahead, in which a worker is sent the weights that the
-momenta of all workers will carry them to: where they will be, roughly, when its push comes (Hakimi, Barkai, Gabel and
-Schuster, "Taming momentum in a distributed asynchronous environment", arXiv 1907.11612). That is ``own`` with
-``nesterov=True`` in the optimizer (the paper's DANA-Slim), so no message is larger. Owners keep the state of each
-worker.
+``momentum`` selects the pushes that the optimizer's state accumulates. With ``shared`` the optimizer has one state for
+all pushes in order of arrival. With ``own`` it has one state per worker: momentum, moments and counts are then those of
+the worker's own steps and forget as fast as in a synchronous run. If all wait for the slowest, the sum of N pushes acts
+like momentum on one worker. ``dana`` adds Nesterov's look-ahead: a worker gets the weights that the momenta of all
+workers will lead to, roughly where they will be when its push arrives (Hakimi, Barkai, Gabel and Schuster, "Taming
+momentum in a distributed asynchronous environment", arXiv 1907.11612). This is ``own`` with ``nesterov=True`` in the
+optimizer (the paper's DANA-Slim), so messages are no larger. Owners keep the state of each worker.
 
 ``compensate`` is the lambda of delay compensation (Zheng et al., "Asynchronous stochastic gradient descent with delay
-compensation", ICML 2017): a gradient g that was computed on the weights w becomes g + lambda g g (w' - w) on those that
-there are now, w', which is what the first two terms of a Taylor series say of the gradient there, with g g in place of
-the Hessian's diagonal. 0 leaves it alone. Owners then keep what they own once more for every worker.
+compensation", ICML 2017). A gradient g computed on the weights w becomes g + lambda g g (w' - w) on the current weights
+w': the first two terms of a Taylor expansion, with g g for the diagonal of the Hessian. 0 turns it off. Otherwise
+owners keep one more copy of their weights per worker.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from ..errors import UsageError
 
 
 class Apart:
-    """Mixed into the modes."""
+    """Base class of the asynchronous modes."""
 
     merges: ClassVar[bool] = False
     compensate: float
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a lambda that is none."""
+        """Raise UsageError for an invalid lambda."""
         if not (math.isfinite(self.compensate) and self.compensate >= 0):
             raise UsageError(
                 f"compensate={self.compensate}: it is the lambda of delay compensation, 0 (none) or more; the paper"
@@ -49,5 +47,4 @@ class Apart:
             )
 
     def due(self, step: int) -> bool:  # noqa: ARG002
-        """Every step pushes."""
         return True

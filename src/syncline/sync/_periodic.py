@@ -1,7 +1,7 @@
-"""What modes share whose workers train by themselves and come together after so many updates.
+"""Shared parts of the modes whose workers train locally and synchronize after a number of updates.
 
-``Period`` says when, ``Mean`` what becomes of their weights; ``agree_in_blocks`` walks through a model's weights so
-that an update of several operations reads memory once.
+``Period`` defines the period and ``Mean`` the averaging. ``agree_in_blocks`` walks through a model's weights in blocks,
+so that an update of several operations reads memory once.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from ..errors import UsageError
 from . import Agrees, Elements
 
 BLOCK_ELEMENTS = 1 << 16
-"""Of an update on the CPU: a few such operands fit a core's second-level cache."""
+"""The block size of an update on the CPU: a few such operands fit a core's second-level cache."""
 
 
 class Period:
-    """No gradient is exchanged; weights are after the last of every ``steps`` updates."""
+    """No gradients are exchanged; weights are exchanged after the last of every ``steps`` updates."""
 
     steps: int
     merges: ClassVar[bool] = True
 
     def due(self, step: int) -> bool:  # noqa: ARG002
-        """Never."""
         return False
 
     def averages(self, step: int) -> bool:
-        """After the last step of every period."""
         return step % self.steps == self.steps - 1
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
-        """Within a period as it likes; into the next one when all have finished it."""
+        """Workers do not wait within a period. The next period starts when all have finished this one."""
         return clock // self.steps <= slowest // self.steps
 
 
@@ -40,16 +38,14 @@ class Mean:
     remembers: ClassVar[bool] = False
 
     def pull(self, workers: int) -> float:  # noqa: ARG002
-        """All of it."""
         return 1.0
 
     def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:  # noqa: ARG002
-        """The mean of the weights."""
         agreed += mean
 
 
 def check_steps(mode: str, steps: int) -> None:
-    """Raise UsageError unless a period has a step."""
+    """Raise UsageError unless ``steps`` is at least 1."""
     if steps < 1:
         raise UsageError(f"steps={steps} of {mode}: workers exchange weights after 1 step or more, as {mode}(steps=16)")
 
@@ -57,7 +53,7 @@ def check_steps(mode: str, steps: int) -> None:
 def agree_in_blocks(
     mode: Agrees, agreed: Elements, mean: Elements, memory: Elements | None, block: int = BLOCK_ELEMENTS
 ) -> None:
-    """``mode.agree`` on all elements of flat arrays, ``block`` of them at a time."""
+    """Call ``mode.agree`` on flat arrays, ``block`` elements at a time."""
     for start in range(0, len(agreed), block):
         part = slice(start, start + block)
         mode.agree(agreed[part], mean[part], None if memory is None else memory[part])

@@ -1,7 +1,7 @@
-"""Asynchronous parallel: nobody waits for anybody (Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012).
+"""Asynchronous parallel: no worker waits (Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012).
 
-A worker has the weights back as soon as its own push has been applied. A slow one costs what it would have done itself
-and holds up nobody; how far the others run ahead of it has no bound (``ssp`` has one).
+A worker gets the weights back as soon as its own push has been applied. A slow worker contributes less but delays no
+other. Nothing limits how far the others run ahead of it (``ssp`` does).
 """
 
 from __future__ import annotations
@@ -23,5 +23,4 @@ class Asp(Apart):
     momentum: Momentum = "shared"
 
     def may_proceed(self, clock: int, slowest: int) -> bool:  # noqa: ARG002
-        """Always."""
         return True

@@ -1,12 +1,12 @@
-"""Bulk synchronous parallel: every step ends with everyone's gradients averaged (Valiant, CACM 33(8), 1990).
+"""Bulk synchronous parallel: every step averages the gradients of all workers (Valiant, CACM 33(8), 1990).
 
-Nobody is ever ahead by a finished step, so N workers compute what one worker computes on the union of their batches.
+No worker is ever ahead by a finished step, so N workers compute what one worker computes on the union of their batches.
 
-With ``backup=k`` nobody waits for the last k of N (Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop
-2016): owners of the weights update when N - k have pushed their gradients of a step. Who comes later has the new
-weights at once; what it pushed comes back with the next update, where the paper drops it, and every gradient counts
-once with a share of 1/N. So nothing is lost, and some gradients are late. A worker that is slow for good contributes
-what it computes, an update late; stalls that hit one worker or another cost nobody a wait.
+With ``backup=k`` updates do not wait for the last k of N workers (Chen et al., "Revisiting Distributed Synchronous
+SGD", ICLR workshop 2016): owners of the weights update once N - k workers have pushed their gradients of a step. A late
+worker gets the new weights at once, and its push becomes part of the next update, whereas the paper drops it. Every
+gradient counts once, with a share of 1/N, so none is lost and some are late. A permanently slow worker contributes one
+update late; occasional stalls of single workers delay no one.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ class Bsp:
     backup: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a number that is none."""
+        """Raise UsageError for an invalid number of backup workers."""
         if isinstance(self.backup, bool) or not isinstance(self.backup, int) or self.backup < 0:
             raise UsageError(f"backup={self.backup}: it is a number of workers that updates do not wait for, 0 or more")
 
     @property
     def merges(self) -> bool:
-        """Without backup workers."""
         return self.backup == 0
 
     def due(self, step: int) -> bool:  # noqa: ARG002
-        """Every step exchanges."""
         return True
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
-        """Only when the slowest worker, of those that are waited for, has finished as many steps."""
+        """Only when the slowest worker, backups aside, has finished as many steps."""
         return clock <= slowest

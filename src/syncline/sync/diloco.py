@@ -1,20 +1,19 @@
-"""DiLoCo: local training with an outer optimizer over what it comes to (Douillard et al., arXiv:2311.08105, 2023).
+"""DiLoCo: local training with an outer optimizer on the result (Douillard et al., arXiv:2311.08105, 2023).
 
-After every H updates of the inner optimizer, the script's own, the outer one makes a step from the weights W that all
-had, with the workers' mean difference as its gradient (the pseudo-gradient is its negative). It is SGD with Nesterov's
-momentum m:
+After every H updates of the inner optimizer, which is the script's own, the outer one makes a step from the common
+weights W along the workers' mean difference (the negative pseudo-gradient). It is SGD with Nesterov momentum m:
 
     d = mean_j (x_j - W)
     v <- m v + d
     W <- W + lr (d + m v)        without ``nesterov``: W + lr v
     x_i <- W
 
-W and v are the same on all workers bit for bit. The paper has H of some hundreds, AdamW inside, lr 0.7 and m 0.9; with
-lr 1 and m 0 this is local SGD.
+W and v are the same on all workers bit for bit. The paper uses an H of some hundreds, AdamW inside, lr 0.7 and m 0.9.
+With lr 1 and m 0 this is local SGD.
 
-Outer steps add up to lr / (1 - m) times what workers come to, 7 times by default. Where a period is so short that they
-come as far in each one as learning rate and gradient say, that is a learning rate 7 times as large, and an ordinary one
-diverges: take a smaller m then, as 0.5.
+Outer steps add up to lr / (1 - m) times the workers' differences, by default 7 times. If the period is so short that
+these differences are proportional to learning rate and gradient, this multiplies the learning rate by 7, and an
+ordinary one diverges: then use a smaller m, such as 0.5.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ class Diloco(Period):
 
     @property
     def remembers(self) -> bool:
-        """The momentum."""
         return self.momentum > 0
 
     def pull(self, workers: int) -> float:  # noqa: ARG002
-        """All of it."""
         return 1.0
 
     def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:

@@ -1,12 +1,12 @@
-"""Elastic averaging: workers explore around a centre that pulls them (Zhang, Choromanska, LeCun, NIPS 2015).
+"""Elastic averaging: workers explore around a centre that attracts them (Zhang, Choromanska, LeCun, NIPS 2015).
 
-After every tau updates, with the centre c, beta the share that it moves and alpha = beta / N, both sides of one spring:
+After every tau updates, with the centre c, its share of movement beta and alpha = beta / N, both move:
 
     x_i <- x_i - alpha (x_i - c)
     c   <- c + beta (mean_j x_j - c)
 
-Workers stay different ones on the way; the centre is what is evaluated. The paper's beta is 0.9, its tau 1 to 64. This
-is its synchronous form: all are pulled by the same centre, which every worker computes for itself.
+The workers' weights stay different; the centre is the model to evaluate. The paper's beta is 0.9, its tau 1 to 64. This
+is its synchronous form: all workers have the same centre, which each computes for itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ class Easgd(Period):
             )
 
     def pull(self, workers: int) -> float:
-        """alpha."""
         return self.beta / workers
 
     def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:  # noqa: ARG002
-        """The centre, moved."""
         mean *= self.beta
         agreed += mean

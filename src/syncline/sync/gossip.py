@@ -2,14 +2,14 @@
 
     x_i <- sum_j W_ij x_j        W_ij = 1 / (neighbours + 1) for i itself and its neighbours, else 0
 
-W is symmetric, or a mean of the identity and a rotation, so that its rows and columns sum to 1: the mean of all weights
-is kept, and workers come to it as steps are repeated, though no two of them need to have the same.
+W is symmetric, or the mean of the identity and a rotation, so its rows and columns sum to 1. Mixing therefore preserves
+the mean of all weights, and workers approach it over the steps, though no two of them need to be equal.
 
     ring           two neighbours, one on each side, in every step
     exponential    one in every step, at the distances 1, 2, 4, ... in turn (Assran et al., "Stochastic gradient push",
                    ICML 2019); with 2^k workers k steps without an update make all equal
 
-A worker sends its weights to two others, or one, however many there are.
+A worker sends its weights to one or two others, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Gossip(Period):
         check_steps("gossip", self.steps)
 
     def period(self, workers: int) -> int:
-        """The distances of the exponential graph come in turn."""
+        """One exchange per distance of the exponential graph."""
         return 1 if self.graph == "ring" else max(1, (workers - 1).bit_length())
 
     def mix(self, workers: int, step: int) -> Plan:
-        """One step, in which everybody sends all that it has."""
+        """One step in which every worker sends all its weights."""
         if self.graph == "ring":
             return _mixing("gossip(graph=ring)", workers, (1, workers - 1))
         distance = 1 << step // self.steps % self.period(workers)
@@ -50,7 +50,7 @@ class Gossip(Period):
 
 @lru_cache(maxsize=256)
 def _mixing(name: str, workers: int, distances: tuple[int, ...]) -> Plan:
-    """Everybody adds what those have that are so far before it, each once."""
+    """Every worker adds the weights of those at the given distances before it, each once."""
     away = sorted({distance % workers for distance in distances} - {0})
     rows = [(0, (rank - distance) % workers, rank, 0, 1, REDUCE) for rank in range(workers) for distance in away]
     sums = [[rank, *((rank - distance) % workers for distance in away)] for rank in range(workers)]

@@ -1,10 +1,10 @@
-"""Local SGD: workers train by themselves and average their weights after every H updates (Stich, ICLR 2019).
+"""Local SGD: workers train locally and average their weights after every H updates (Stich, ICLR 2019).
 
-    x_i <- W + mean_j (x_j - W)        W being the weights that all had after the average before
+    x_i <- W + mean_j (x_j - W)        W being the common weights after the previous average
 
-What travels is the difference from these, which is small where weights are not: a codec rounds it with error feedback
-as it does gradients. With H = 1 and plain descent that is synchronous training. With larger H workers drift apart
-between two averages, which costs accuracy where learning rates are large, and exchanges are H times fewer.
+The differences from W travel. They are small, unlike weights, so a codec can compress them with error feedback like
+gradients. With H = 1 and plain descent this is synchronous training. With larger H workers drift apart between two
+averages, which costs accuracy at large learning rates, and exchanges are H times fewer.
 """
 
 from __future__ import annotations

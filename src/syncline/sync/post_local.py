@@ -1,7 +1,7 @@
 """Post-local SGD: synchronous at first, while weights move far, then local (Lin, Stich, Patel, Jaggi, ICLR 2020).
 
-The first ``after`` steps exchange gradients; behind them workers average their weights after every ``steps`` updates.
-The paper begins the second phase where the learning rate is first lowered, and finds better generalisation than from
+The first ``after`` steps exchange gradients. Afterwards workers average their weights after every ``steps`` updates.
+The paper starts the second phase where the learning rate is first lowered, and finds better generalization than from
 large batches.
 """
 
@@ -30,15 +30,13 @@ class PostLocal(Mean):
             raise UsageError(f"after={self.after} of post_local: choose from 0 how many steps exchange gradients first")
 
     def due(self, step: int) -> bool:
-        """In the first phase."""
         return step < self.after
 
     def averages(self, step: int) -> bool:
-        """After the last step of every period of the second phase."""
         return step >= self.after and (step - self.after) % self.steps == self.steps - 1
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
-        """Only together in the first phase; within a period as it likes in the second."""
+        """Only together in the first phase. In the second phase workers do not wait within a period."""
         return clock <= slowest or (
             slowest >= self.after and (clock - self.after) // self.steps <= (slowest - self.after) // self.steps
         )

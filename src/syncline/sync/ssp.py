@@ -1,12 +1,12 @@
 """Stale synchronous parallel: asynchronous within a bound (Ho et al., "More Effective Distributed ML via a Stale
 Synchronous Parallel Parameter Server", NeurIPS 2013).
 
-The staleness of a step is how many clocks its worker is ahead of the slowest when it begins: under ``ssp(staleness=s)``
-never more than s. So whoever begins a step has in its weights all that every worker had pushed up to s clocks ago,
-which is what the paper's proof of convergence needs. Jitter of up to s steps costs nobody a wait; a worker that is
-slower for good holds up all others once they are s steps ahead, as under ``bsp``.
+The staleness of a step is the number of clocks by which its worker is ahead of the slowest when the step starts; under
+``ssp(staleness=s)`` it never exceeds s. A worker that starts a step therefore has all pushes that are more than s
+clocks old, as the paper's proof of convergence requires. Jitter of up to s steps delays no worker. A permanently slow
+worker holds up all others once they are s steps ahead, as under ``bsp``.
 
-With a staleness of 0 workers go in step as under ``bsp``, but each push is an update by itself.
+With a staleness of 0 workers proceed in step as under ``bsp``, but each push is an update of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ssp(Apart):
     momentum: Momentum = "shared"
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a staleness that is none."""
+        """Raise UsageError for an invalid staleness."""
         super().__post_init__()
         if isinstance(self.staleness, bool) or not isinstance(self.staleness, int) or self.staleness < 0:
             raise UsageError(
@@ -39,5 +39,4 @@ class Ssp(Apart):
             )
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
-        """Within the bound."""
         return clock - slowest <= self.staleness

@@ -1,7 +1,7 @@
-"""Parts of timelines put together: those of runs that this process starts, or that somebody has left.
+"""Merges parts of timelines: of the runs that this process starts, or those left in a folder.
 
-The parts of one run lie in one folder; several runs, as of a comparison, have a folder each, with the title of the run
-in it, in the one beside the timeline. What cannot be read is left out, and said.
+The parts of one run are in one folder. Several runs, for example of a comparison, have one folder each, which also
+contains the run's title, inside the folder beside the timeline. Unreadable parts are skipped and reported.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _TITLE = "title"
 
 
 class Assembly:
-    """The timeline of the runs that this process starts; raises UsageError where it could not be written.
+    """The timeline of the runs that this process starts. Raises UsageError if it could not be written.
 
-    What an earlier run has left of the same timeline goes.
+    Parts that an earlier run left for the same timeline are removed.
     """
 
     def __init__(self, target: Path) -> None:
         self._target = checked_target(target)
         self._folder = folder_of(self._target)
-        make_folder(self._folder)  # or raise, before anything is removed from somebody else's
+        make_folder(self._folder)  # validates, before anything is removed from someone else's folder
         _remove(self._folder)
         make_folder(self._folder)
         self._runs = 0
 
     def environ(self, title: str = "") -> dict[str, str]:
-        """What the processes of one more run need in their environment."""
+        """The environment for the processes of one more run."""
         folder = self._folder / f"run-{self._runs}"
         self._runs += 1
         make_folder(folder)
@@ -41,11 +41,11 @@ class Assembly:
         return {PARTS: str(folder), VARIABLE: ""}
 
     def runs(self) -> Iterator[RecordedRun]:
-        """What has been recorded so far."""
+        """The runs recorded so far."""
         return runs_in(self._folder)
 
     def finish(self) -> str:
-        """Write the timeline and remove the parts; what there is to say of it."""
+        """Write the timeline and remove the parts. Returns a message for the user."""
         try:
             written = write_all(self._target, self._folder)
         except UsageError as error:
@@ -55,7 +55,7 @@ class Assembly:
 
 
 def runs_in(folder: Path) -> Iterator[RecordedRun]:
-    """The runs whose parts lie in a folder, or in folders in it."""
+    """The runs whose parts are in a folder, or in its subfolders."""
     folders = sorted(folder.glob("run-*"), key=lambda found: (len(found.name), found.name))
     for found in [folder, *folders]:
         parts, wrong = read_parts(found)
@@ -67,7 +67,7 @@ def runs_in(folder: Path) -> Iterator[RecordedRun]:
 
 
 def write_all(target: Path, folder: Path) -> Written | None:
-    """Make a timeline of all that lies in a folder, None of nothing; raises UsageError where that is impossible."""
+    """Write a timeline of everything in a folder; None if there is nothing. Raises UsageError if that is impossible."""
     runs = runs_in(folder)
     first = next(runs, None)
     return None if first is None else write(target, chain([first], runs))

@@ -1,12 +1,12 @@
-"""A timeline as a file in Chrome's trace event format, which Perfetto and chrome://tracing open.
+"""Writes a timeline in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
-A process of the format is a rank or server of one run, with a number that follows from both; its threads are the lines
-of ``tracks``. Spans are complete events with the times of rank 0's clock, from the first thing that any process of the
-run has recorded: so runs of a comparison, which follow each other, lie one above the other. Where both ends of a
-message are known, an arrow leads from the sender's to the receiver's (``bind_id``). What is told at the end of a call
-of compiled code are instants in it. ``otherData`` says how far clocks may be wrong, and what is missing.
+A process of the format is a rank or server of one run, with a number derived from both; its threads are the lines of
+``tracks``. Spans are complete events with times of rank 0's clock since the first event of the run, so runs of a
+comparison, which follow each other, are aligned. If both ends of a message are known, an arrow leads from sender to
+receiver (``bind_id``). Events that are reported after a call of compiled code are instants in it. ``otherData`` has the
+clock errors and what is missing.
 
-The format: Google, "Trace Event Format", 2016. Events are written one by one: a timeline is in memory only run by run.
+The format: Google, "Trace Event Format", 2016. Events are written one by one; only one run is in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .spans import LIMIT, ProcessSpans, TimedSpan
 from .tracks import Line, is_moment, lines_of
 
 _PER_RUN, _PER_PROCESS = 1000, 10_000
-"""Numbers of processes, and of lines: viewers take those of lines for the numbers of threads, which no two share."""
+"""Ranges of process and line numbers. Viewers take line numbers for thread ids, which must be unique."""
 
 _LEVEL = 4
-"""Of compression: further ones take several times longer for a few per cent."""
+"""The compression level; higher ones take several times longer for a few per cent."""
 
 Message = tuple[int, ...]
-"""Session, sender, receiver, key, segment, step, and the how manieth of these."""
+"""Session, sender, receiver, key, segment, step, and the index among messages that agree in these."""
 
 End = tuple[int, int]
-"""A process's place in its run, and a span's among its own."""
+"""(process index in the run, span index in the process)"""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The processes of one run, by rank; ``title`` tells it from others of the timeline.
+    """The processes of one run, by rank. ``title`` distinguishes the run within the timeline.
 
-    ``unread`` says of parts of it why they could not be read.
+    ``unread`` lists the reasons why parts of it could not be read.
     """
 
     processes: Sequence[ProcessSpans]
@@ -57,7 +57,7 @@ class RecordedRun:
 
 @dataclass
 class Written:
-    """What a timeline holds; ``error_s`` is by how much the clock of a process may be wrong."""
+    """A summary of a timeline. ``error_s`` bounds the clock error of all processes."""
 
     spans: int = 0
     left_out: int = 0
@@ -67,7 +67,7 @@ class Written:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The summary in words."""
         found = f"{self.spans:,} span{'s' * (self.spans != 1)} of {len(self.processes)} process"
         found += "es" * (len(self.processes) != 1)
         found += f", clocks within {self.error_s * 1e6:.0f} us" if self.error_s else ", on one clock"
@@ -76,9 +76,9 @@ class Written:
 
 
 def write(path: Path, runs: Iterable[RecordedRun]) -> Written:
-    """Write a timeline to ``path``, in one piece or not at all; compressed if its name ends with ``.gz``.
+    """Write a timeline to ``path`` atomically, compressed if the name ends with ``.gz``.
 
-    Raises UsageError where that is impossible.
+    Raises UsageError if that is impossible.
     """
     written, about = Written(), dict[str, Any]()
     try:
@@ -97,7 +97,7 @@ def write(path: Path, runs: Iterable[RecordedRun]) -> Written:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[str]]:
-    # In a folder that others can write to nobody can have put a link there: the name is new, and none is followed.
+    # The name is random and no link is followed: in a shared folder no other user can have planted a link there.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     made = new_file(part, 0o666)
     try:
@@ -109,7 +109,7 @@ def _replacing(path: Path) -> Iterator[IO[str]]:
 
 
 def _text(file: BinaryIO, *, compressed: bool) -> IO[str]:
-    """Where text goes into a file."""
+    """The text file inside the possibly compressed one."""
     if compressed:
         return gzip.open(file, "wt", _LEVEL, encoding="utf-8")
     return io.TextIOWrapper(file, encoding="utf-8")
@@ -129,12 +129,12 @@ def _about(written: Written, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of(process: ProcessSpans) -> str:
-    """How a process is called."""
+    """The display name of a process."""
     return str(process.notes.get("name", f"process {process.notes['process']}"))
 
 
 def times_of(process: ProcessSpans) -> tuple[list[float], list[float]]:
-    """When each span began and ended on rank 0's clock; what has no end lasts as long as the process is known."""
+    """The begin and end of each span on rank 0's clock. A span without end lasts as long as its process is known."""
     offset = offset_of(process.notes)
     begins = [offset.there(span.begin_s) for span in process.spans]
     last = max((max(span.begin_s, span.end_s) for span in process.spans), default=0.0)
@@ -142,7 +142,7 @@ def times_of(process: ProcessSpans) -> tuple[list[float], list[float]]:
 
 
 def exchanges_of(spans: Sequence[TimedSpan]) -> list[tuple[int, str]]:
-    """Key and phase of the exchange that each span belongs to, -1 and none where it belongs to none."""
+    """The key and phase of the exchange that each span belongs to; -1 and empty if it belongs to none."""
     found: list[tuple[int, str]] = []
     for span in spans:
         key, phase = (-1, "") if span.within < 0 else found[span.within]
@@ -156,7 +156,7 @@ def _events(run: RecordedRun, first: int, written: Written, about: dict[str, Any
     origin = min((min(begins) for begins, _ in times if begins), default=0.0)
     arrows = _arrows(run)
     written.unread += run.unread
-    known: dict[int, dict[Line, int]] = {}  # the lines of each process so far, which may have several sessions
+    known: dict[int, dict[Line, int]] = {}  # the lines of each process so far; a process may have several sessions
     for index, (process, (begins, ends)) in enumerate(zip(run.processes, times, strict=True)):
         pid = first + int(process.notes["process"]) + 1
         name = f"{run.title}: {name_of(process)}" if run.title else name_of(process)
@@ -208,7 +208,7 @@ def _events_of(
 
 
 def _title(span: TimedSpan) -> str:
-    """What a viewer writes on a span."""
+    """The title of a span in a viewer."""
     what = span.label.partition(" (")[0]  # without the names of a bucket's tensors
     if span.kind in ("send", "receive"):
         return f"{what} {'to' if span.kind == 'send' else 'from'} {span.peer}"
@@ -222,13 +222,13 @@ def _title(span: TimedSpan) -> str:
 
 
 def _arguments(span: TimedSpan, key: int, phase: str) -> dict[str, Any]:
-    """What else is known of a span, and of the exchange that it belongs to."""
+    """Further attributes of a span and of its exchange."""
     found: dict[str, Any] = {"of": span.label}
     numbers = {"bytes": span.nbytes, "peer": span.peer, "segment": span.segment, "step": span.step, "key": key}
     found |= {name: number for name, number in numbers.items() if number >= 0}
     if phase:
         found["phase"] = phase
-    if key >= 0:  # of JSON's numbers none is infinite
+    if key >= 0:  # JSON has no infinity
         found["priority"] = span.priority if math.isfinite(span.priority) else str(span.priority)
     if not span.end_s:
         found["unfinished"] = True
@@ -236,7 +236,7 @@ def _arguments(span: TimedSpan, key: int, phase: str) -> dict[str, Any]:
 
 
 def messages_of(run: RecordedRun) -> list[tuple[End, End]]:
-    """The send and the receive of every message of exchanges of which both are known."""
+    """The send and the receive of every message for which both are known."""
     sent: dict[Message, End] = {}
     received: dict[Message, End] = {}
     for index, process in enumerate(run.processes):
@@ -253,7 +253,7 @@ def messages_of(run: RecordedRun) -> list[tuple[End, End]]:
 
 
 def _arrows(run: RecordedRun) -> list[dict[int, int]]:
-    """For every process the numbers of the arrows that begin or end at its spans."""
+    """For every process, the numbers of the arrows that begin or end at its spans."""
     found: list[dict[int, int]] = [{} for _ in run.processes]
     for number, ends in enumerate(messages_of(run), 1):
         for index, place in ends:

@@ -1,10 +1,10 @@
-"""Where a timeline goes, and the folder beside it in which processes keep their parts.
+"""Validates the path of a timeline and owns the folder beside it that holds the parts of processes.
 
-Owns what is checked before anything runs, and the variables that tell processes: ``SYNCLINE_TRACE``, which anybody may
-set, names the file, and ``SYNCLINE_TRACE_PARTS`` the folder, which a launcher sets that puts parts together itself.
+Environment variables pass the paths to processes: ``SYNCLINE_TRACE``, which users may set, names the file, and
+``SYNCLINE_TRACE_PARTS`` the folder; a launcher sets the latter if it merges the parts itself.
 
-The file may be in a folder that others can write to, such as /tmp. The folder of the parts is this user's alone, or is
-not used: nobody else has put links there that would be written through, or reads there what scripts are called.
+The file may be in a folder that others can write to, such as /tmp. The folder of parts belongs to this user alone or is
+not used: no other user can plant links there that would be followed, or read the names of scripts there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = ".json", ".json.gz"
 
 
 def checked_target(path: str | Path) -> Path:
-    """The file of a timeline, absolute; raises UsageError where none of that name can be."""
+    """The absolute path of a timeline. Raises UsageError if no such file can be made."""
     found = Path(path).absolute()
     if not found.name.endswith(_NAMES) or found.name in _NAMES:
         raise UsageError(f"a timeline is a file such as trace.json.gz or trace.json, not {str(path)!r}")
@@ -42,17 +42,17 @@ def checked_target(path: str | Path) -> Path:
 
 
 def folder_of(target: Path) -> Path:
-    """Where the parts of a timeline lie until it is made of them."""
+    """The folder of the parts until they are merged."""
     return target.with_name(f"{target.name}.parts")
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, for this user alone, if it is not there; raises UsageError where it cannot be, or is not this user's."""
+    """Create it for this user alone if it is missing. UsageError if it cannot be created or belongs to another user."""
     try:
         with private_folder(folder.parent, folder.name) as fd:
-            if os.fstat(fd).st_uid == os.geteuid():  # others may read what an earlier run, or a mask, has left so
+            if os.fstat(fd).st_uid == os.geteuid():  # an earlier run or the umask may have left it readable for others
                 os.fchmod(fd, 0o700)
-            probe = path_of(fd) / f".{secrets.token_hex(8)}"  # processes of other hosts may be here, too
+            probe = path_of(fd) / f".{secrets.token_hex(8)}"  # processes of other hosts may use this folder, too
             os.close(new_file(probe))
             probe.unlink(missing_ok=True)
     except NotPrivateError as error:
@@ -62,12 +62,12 @@ def make_folder(folder: Path) -> None:
 
 
 def part_name(process: int, session: int) -> str:
-    """What the files of a process are called, without what tells the two from each other."""
+    """The name of a process's files, without their suffixes."""
     return f"process-{process}-{session}"
 
 
 def open_part(folder: Path, process: int, session: int) -> SpanFile:
-    """The files of a process, for its session of that number; raises UsageError where they cannot be made."""
+    """The files of a process for the given session number. Raises UsageError if they cannot be made."""
     make_folder(folder)
     try:
         return SpanFile(folder, part_name(process, session), {"process": process, "session": session})
@@ -76,9 +76,9 @@ def open_part(folder: Path, process: int, session: int) -> SpanFile:
 
 
 def read_parts(folder: Path) -> tuple[list[ProcessSpans], list[str]]:
-    """What lies there, by process and session, and what is wrong with files that are left out.
+    """The parts in a folder, by process and session, and what is wrong with files that were skipped.
 
-    What runs before that of the last one have left in the same folder is.
+    Parts that earlier runs left in the same folder are skipped.
     """
     found, wrong, last_s = list[ProcessSpans](), list[str](), -math.inf
     last: object = None
@@ -103,7 +103,7 @@ def _place(path: Path) -> tuple[int, ...]:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the parts, and folders that are empty then, whatever else is there."""
+    """Remove the parts, and folders that are empty then; other files stay."""
     for suffix in SUFFIXES:
         for path in folder.glob(f"process-*{suffix}"):
             path.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
-"""The recording of a session: from the first span until its timeline is written, or its parts are left to somebody.
+"""Records a session: from the first span until its timeline is written or its parts are left in the folder.
 
-Who has started all processes puts their parts together itself, whatever becomes of them. Where nobody does, rank 0 does
-at the end of a run in which nothing went wrong: every process says goodbye first, so that nobody is kept from the end,
-and then hands its part over, while the connections still stand. Who does not find rank 0 there within ``PATIENCE_S``
-leaves its part where it is, where rank 0 finds it later if it has the same files; else, and in a run that failed,
-``syncline timeline`` puts together what lies in the folder.
+A launcher that started all processes merges their parts itself, whatever happens to them. Otherwise rank 0 merges them
+at the end of a run without faults. Every process first says goodbye, so that no process is kept from ending, and then
+sends its part while the connections are still open. A process that does not reach rank 0 within ``PATIENCE_S`` leaves
+its part in its folder, where rank 0 finds it later if they share files. Otherwise, and after a fault, the command
+``syncline timeline`` merges the parts in the folder.
 
  rank 0                                another process
  ------                                ---------------
@@ -37,55 +37,55 @@ from .folder import PARTS, VARIABLE, checked_target, folder_of, open_part, part_
 from .spans import LIMIT, SUFFIXES, SpanFile, parse, parse_names
 
 PATIENCE_S = 10.0
-"""How long processes wait for each other at the end of a run."""
+"""The time for which processes wait for each other at the end of a run."""
 
 _HANDING_S = 60.0
-"""How long a part may take, and the turns of those before it."""
+"""The time limit for a part, including the wait for the parts before it."""
 
 _TURN_S = 1.0
-"""How long rank 0 waits for who has had the time that another one took: what it says is there, or it is not."""
+"""The time for a process that was ready while another one sent its part: its message has arrived, or will not."""
 
 _EXCHANGES = 16
-"""Of readings: the one with the shortest round trip counts."""
+"""The number of clock readings; the one with the shortest round trip counts."""
 
 _TOPIC = 2
 _TIME = struct.Struct("<d")
 _SIZES = struct.Struct("<QQ")
 _MOST_BYTES = 64 * (LIMIT + 1), 1 << 26
-"""Of rows and names."""
+"""The size limits of a part's rows and names."""
 
 
 _Part = tuple[bytes, bytes]
-"""The rows and the names of a process."""
+"""The rows file and the names file of a process."""
 
 
 class _Post:
-    """Messages about a recording: that a process has left, or does not come, is a fault of nobody."""
+    """Messages about a recording. A process that has left or does not answer is no fault."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def send(self, to: int, *bodies: bytes) -> list[Work]:
-        """Start to send these."""
+        """Start to send messages."""
         label = f"a timeline's message to {self._session.name(to)}"
         return [self._session.send(to, body, label, _TOPIC, tolerant=True) for body in bodies]
 
     def receive(self, of: int, timeout_s: float, *sizes: int) -> list[bytes]:
-        """The next messages, of so many bytes at most; raises PeerTimeout, or the fault that the run has ended with."""
+        """The next messages, of at most ``nbytes`` each. Raises PeerTimeout, or the fault that ended the run."""
         label = f"a timeline's message of {self._session.name(of)}"
         works = [self._session.recv(of, label, size, tolerant=True, topic=_TOPIC) for size in sizes]
         self.wait(works, timeout_s)
         return [work.result for work in works]
 
     def wait(self, works: Sequence[Work], timeout_s: float) -> None:
-        """Until these are done."""
+        """Wait for works."""
         self._session.engine.wait(*works, timeout=max(0.0, timeout_s))
 
 
 class SessionSpans:
-    """This process's part in the recording of its session of that ``number``.
+    """This process's part in the recording of its session ``number``.
 
-    ``target`` is None where a launcher collects the parts.
+    ``target`` is None if a launcher collects the parts.
     """
 
     def __init__(self, file: SpanFile, folder: Path, target: Path | None, number: int) -> None:
@@ -96,7 +96,7 @@ class SessionSpans:
         self._session: Session | None = None
 
     def attach(self, session: Session) -> None:
-        """The session stands; all processes call it together."""
+        """Start with an established session. Collective."""
         self._session, workers = session, session.group.workers
         role, number = ("rank", session.index) if session.index < workers else ("server", session.index - workers)
         host = "" if session.roll is None else f" ({session.roll.members[session.index].host})"
@@ -137,10 +137,10 @@ class SessionSpans:
         self._readings.append(best(readings))
         self.file.note(clock=[[one.at_s, one.offset_s, one.round_trip_s] for one in self._readings])
 
-    # The end.
+    # The end
 
     def end(self, well: bool) -> None:
-        """The session is over, ``well`` or not: hand the part over, or put all together, or leave it."""
+        """End the recording, ``well`` or after a fault: send the part, or merge all parts, or leave the part."""
         session, target = self._session, self._target
         if session is None or target is None or not well:
             self.file.close()
@@ -152,9 +152,9 @@ class SessionSpans:
                 self._collect(session, target)
             else:
                 self._hand_over(_Post(session), session.index)
-        except Exception as error:  # nothing that a recording comes to fails a run
+        except Exception as error:  # a fault of the recording must not fail the run
             self.file.close()
-            if not isinstance(error, PeerTimeout):  # rank 0 says whose part it has not found
+            if not isinstance(error, PeerTimeout):  # rank 0 reports the parts that it has not found
                 me = session.name(session.index)
                 why = f"{type(error).__name__}: {error}"
                 self._leave(f"{me}: its part of the timeline is left in {self._folder}: {why}")
@@ -202,7 +202,7 @@ class SessionSpans:
             self.remove()
 
     def _receive(self, post: _Post, process: int, until: float) -> _Part:
-        """The part of another process; raises SynclineError, or an error of what is none."""
+        """The part of another process. Raises SynclineError, or another error for invalid data."""
         patience_s = max(_TURN_S, until - time.monotonic())
         if self._differs(process):
             self._tell_time(post, process, patience_s)
@@ -217,7 +217,7 @@ class SessionSpans:
         return rows, names
 
     def _left_here(self, process: int) -> _Part | None:
-        """The part of a process that has ended, if it lies in this host's folder."""
+        """The part of an ended process, if it is in this host's folder."""
         paths = self._paths_of(process)
         try:
             notes, _ = parse_names(paths[1].read_bytes())
@@ -230,7 +230,7 @@ class SessionSpans:
         return [self._folder / f"{part_name(process, self._number)}{suffix}" for suffix in SUFFIXES]
 
     def _keep(self, process: int, part: _Part | None) -> None:
-        """Have the part of a process lie in the folder, or not."""
+        """Keep the part of a process in the folder, or remove it."""
         for path, data in zip(self._paths_of(process), part or (b"", b""), strict=True):
             path.unlink(missing_ok=True)
             if part is not None:
@@ -238,9 +238,9 @@ class SessionSpans:
                     file.write(data)
 
     def remove(self) -> None:
-        """Leave nothing behind."""
+        """Remove the files and the folder."""
         self.file.remove()
-        with contextlib.suppress(OSError):  # others are in it
+        with contextlib.suppress(OSError):  # the folder has other files
             self._folder.rmdir()
 
 
@@ -250,7 +250,7 @@ def _bytes_of(paths: Sequence[Path]) -> _Part:
 
 
 def _expanded(data: bytes, most: int) -> bytes:
-    """What was compressed, of so many bytes at most; raises zlib.error or ValueError for anything else."""
+    """Decompress to at most ``limit`` bytes. Raises zlib.error or ValueError for anything else."""
     expander = zlib.decompressobj()
     found = expander.decompress(data, most)
     if not expander.eof:
@@ -259,9 +259,9 @@ def _expanded(data: bytes, most: int) -> bytes:
 
 
 def begin_recording(process: int, number: int) -> SessionSpans | None:
-    """Begin to record this process's session of that number from 0, where that is asked for.
+    """Start to record this process's session ``number``, counted from 0, if recording is on.
 
-    Raises UsageError, naming the host, where nothing can be written.
+    Raises UsageError, which names the host, if the files cannot be written.
     """
     parts, path = os.environ.get(PARTS), os.environ.get(VARIABLE)
     if parts:
@@ -270,7 +270,7 @@ def begin_recording(process: int, number: int) -> SessionSpans | None:
     if not path:
         return None
     target = checked_target(path)
-    if number:  # of one process's sessions that follow each other, each has a timeline of its own
+    if number:  # each of a process's successive sessions has its own timeline
         stem, dot, suffix = target.name.partition(".json")
         target = target.with_name(f"{stem}-{number + 1}{dot}{suffix}")
     folder = folder_of(target)

@@ -1,16 +1,16 @@
-"""The spans of one process in two files, as they are told: what has been recorded survives the process.
+"""Stores the spans of one process in two files as they occur, so that they survive the process.
 
-``NAME.spans`` is mapped into memory. Its rows have one size: the first one counts what was left out, each further one
-is a span, written when it begins; when it ends its end is filled in, so that 0 there is a span without end.
-``NAME.names`` has a line of JSON for everything else: an object that describes the process, or was noted later, or a
-text, which rows mean by its number from 0 among all texts. Nothing is written through to a disk: a machine that stops
-loses what it had not written yet, a process that is killed nothing.
+``NAME.spans`` is mapped into memory. All rows have one size. The first row counts the spans that were left out; each
+further row is a span, written at its begin; its end time is filled in later, so 0 means a span without end.
+``NAME.names`` has a line of JSON for everything else: an object with notes about the process, or a text, which rows
+refer to by its number from 0 among all texts. Nothing is synced to disk: if the machine stops, the last data are lost;
+if the process is killed, nothing is.
 
-Limits: ``LIMIT`` spans of a process, 16 MiB of rows, are kept; what begins after them is counted. Room in the file is
-taken a MiB at a time, before it is written to: a full disk ends the recording, and no process.
+Limits: ``LIMIT`` spans per process, 16 MiB of rows, are kept; later ones are counted. File space is reserved a MiB at a
+time before it is used, so that a full disk ends the recording but not the process.
 
-Segments are not kept, they follow from what is sent and received in them, and neither are calls of compiled code that
-have done nothing.
+Segments are not kept, because they follow from their sends and receives; neither are calls of compiled code that did
+nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ..errors import UsageError
 from ..kernels.private import new_file
 
 LIMIT = 1 << 18
-"""Spans of one process that are kept."""
+"""The most spans that are kept per process."""
 
 SUFFIXES = ".spans", ".names"
 
 TRAINING = "training thread"
-"""What the main thread of a process is called."""
+"""The name of a process's main thread."""
 
 _ROW = struct.Struct("<ddqdiiiiiiIHBx")
 _HEAD = struct.Struct("<8sQ")
@@ -54,9 +54,9 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 class TimedSpan(NamedTuple):
-    """A span of a file, with times of its process's clock; ``within`` is the place of the one around it, or -1.
+    """A span of a file, with times of its process's clock. ``within`` is the index of the enclosing span, or -1.
 
-    ``end_s`` is 0 where it has none. Names that were too many are empty.
+    ``end_s`` is 0 for a span without end. Names beyond the limit are empty.
     """
 
     begin_s: float
@@ -76,7 +76,7 @@ class TimedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessSpans:
-    """What a process has recorded: ``notes`` are all objects of its names, one over the other; spans as they began."""
+    """The recording of a process. ``notes`` merges all its objects; spans are in the order of their begins."""
 
     notes: Mapping[str, Any]
     spans: tuple[TimedSpan, ...]
@@ -84,9 +84,9 @@ class ProcessSpans:
 
 
 class SpanFile:
-    """Keeps the spans of this process in ``folder``; told from any thread.
+    """Keeps the spans of this process in ``folder``. Thread-safe.
 
-    ``notes`` describe the process. Raises OSError where the files cannot be made.
+    ``notes`` describe the process. Raises OSError if the files cannot be made.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SpanFile:
         self._threads: dict[int, int] = {}
         self._idle: tuple[Span, float] | None = None  # a call of compiled code that has done nothing so far
         self._rows = self._left_out = self._room = 0
-        self._ready = 0  # rows for which there is room
+        self._ready = 0  # the number of rows that fit
         self._closed = False
         with ExitStack() as undo:
             self._file = undo.enter_context(os.fdopen(_in_place_of(self.paths[0]), "w+b", buffering=0))
@@ -119,10 +119,10 @@ class SpanFile:
         self.note(**notes)
         self._number("")
 
-    # As an observer: what follows is called for everything, and is as short as it can be.
+    # The observer: called for every event, so kept as short as possible.
 
     def begin(self, span: Span) -> None:
-        """Write its row, without an end."""
+        """Write the span's row, without an end."""
         now = self.clock()
         if span.kind in _APART:
             if span.kind == "advance":
@@ -140,7 +140,7 @@ class SpanFile:
         if span.mark:
             try:
                 _END.pack_into(self._map, span.mark * _ROW.size + _END_AT, now)
-            except (TypeError, ValueError):  # of a map that has been closed
+            except (TypeError, ValueError):  # the map has been closed
                 assert self._closed
         elif self._idle is not None and self._idle[0] is span:
             self._idle = None
@@ -149,7 +149,7 @@ class SpanFile:
         place = self._rows + 1
         if place > self._ready and not self._make_room(place):
             return
-        self._rows = span.mark = place  # from 1: that before it has the head of the file
+        self._rows = span.mark = place  # counts from 1: row 0 is the file's head
         outer, numbers = span.within, self._numbers
         if outer is not None and outer.kind == "segment":
             outer = outer.within
@@ -165,7 +165,7 @@ class SpanFile:
         )  # fmt: skip
 
     def _make_room(self, place: int) -> bool:
-        """Whether one more row can be kept; it is counted where it cannot."""
+        """Whether one more row fits. A row that does not is counted."""
         if self._closed:
             return False
         if place <= self._limit and self._grow():
@@ -174,15 +174,15 @@ class SpanFile:
         _HEAD.pack_into(self._map, 0, _MAGIC, self._left_out)
         return False
 
-    # What else there is to say.
+    # Notes and the end
 
     def note(self, **what: Any) -> None:
-        """Add to what describes the process."""
+        """Add to the description of the process."""
         if not self._closed:
             self._names.write(json.dumps(what).encode() + b"\n")
 
     def close(self) -> None:
-        """Keep nothing more; the files stay."""
+        """Stop recording; the files stay."""
         with self._lock:
             if self._closed:
                 return
@@ -195,7 +195,7 @@ class SpanFile:
             self._names.close()
 
     def forget(self) -> None:
-        """In a forked child: the files are the parent's."""
+        """Forget the files in a forked child, because they belong to the parent."""
         self._lock, self._closed, self._ready = threading.Lock(), True, 0
 
     def remove(self) -> None:
@@ -204,10 +204,10 @@ class SpanFile:
         for path in self.paths:
             path.unlink(missing_ok=True)
 
-    # To be called under the lock.
+    # Called with the lock held.
 
     def _grow(self) -> bool:
-        """Take more room in the file; False, for good, where there is none."""
+        """Reserve more space in the file. False, for good, if there is none."""
         wanted = min((self._limit + 1) * _ROW.size, self._room + _GROWTH_BYTES)
         try:
             os.posix_fallocate(self._file.fileno(), self._room, wanted - self._room)
@@ -226,25 +226,27 @@ class SpanFile:
             if len(self._numbers) == _MOST_NAMES:
                 return 0
             number = self._numbers[shown] = len(self._numbers)
-            with contextlib.suppress(OSError):  # a full disk: the row has a number without a text
+            with contextlib.suppress(OSError):  # the disk is full: the row has a number without a text
                 self._names.write(json.dumps(shown).encode() + b"\n")
         return number
 
     def _thread(self) -> int:
-        """The number of the name of this thread."""
+        """The number of the current thread's name."""
         main = threading.current_thread() is threading.main_thread()
         number = self._threads[get_ident()] = self._number(TRAINING if main else threading.current_thread().name)
         return number
 
 
 def _in_place_of(path: Path) -> int:
-    """A descriptor of a new file; what an earlier run has left there goes, and stays what it is for who has it open."""
+    """The descriptor of a new file. An earlier run's file is unlinked, not truncated, because others may have it
+    open.
+    """
     path.unlink(missing_ok=True)
     return new_file(path)
 
 
 def read(path: Path) -> ProcessSpans:
-    """What lies in the files of a process, whose ``.spans`` is at ``path``; raises UsageError for other files."""
+    """The recording in a process's files; ``path`` is the ``.spans`` file. Raises UsageError for other files."""
     try:
         return parse(path.read_bytes(), path.with_suffix(SUFFIXES[1]).read_bytes())
     except (OSError, ValueError) as error:
@@ -252,9 +254,9 @@ def read(path: Path) -> ProcessSpans:
 
 
 def parse_names(names: bytes) -> tuple[dict[str, Any], list[str]]:
-    """The notes and the texts of a process; raises ValueError for what none of this version has written."""
+    """The notes and the texts of a process. Raises ValueError for text that no process of this version writes."""
     notes, texts = dict[str, Any](), list[str]()
-    for line in names.split(b"\n")[:-1]:  # what was written last may be no whole line
+    for line in names.split(b"\n")[:-1]:  # the last line may be incomplete
         try:
             said = json.loads(line)
             text = str(said)
@@ -270,7 +272,7 @@ def parse_names(names: bytes) -> tuple[dict[str, Any], list[str]]:
 
 
 def parse(rows: bytes, names: bytes) -> ProcessSpans:
-    """The same, of their bytes; raises ValueError for what no process of this version has written."""
+    """The recording in the bytes of a process's files. Raises ValueError if no process of this version wrote them."""
     if len(rows) < _ROW.size or rows[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it does not begin as one of this version")
     notes, texts = parse_names(names)
@@ -279,7 +281,7 @@ def parse(rows: bytes, names: bytes) -> ProcessSpans:
     for row in _ROW.iter_unpack(rows[_ROW.size : len(rows) // _ROW.size * _ROW.size]):
         begin_s, end_s, nbytes, priority, within, label, key, segment, step, peer, phase, thread, code = row
         if begin_s == 0.0:
-            break  # nothing was written from here on
+            break  # unused rows start here
         kind: Kind = _KINDS[code] if code < len(_KINDS) else "work"
         within = within if within < len(spans) else -1
         of, turn, where = (text(number, "") for number in (label, phase, thread))

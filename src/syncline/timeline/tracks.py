@@ -1,9 +1,8 @@
-"""In which line of a timeline a span stands: lines of threads, and lines in which spans of one kind take turns.
+"""Assigns spans to the lines of a timeline: one per thread, and lines in which spans of one kind alternate.
 
-What a thread does lies one in another. What is merely under way, exchanges and messages, does not: a line has one of
-them at a time, with what it consists of, and there are as many lines as are under way at once. Whichever thread drives
-the exchange does the work of it, one at a time, and has a line for that; when it is the training thread, that waits
-meanwhile.
+The spans of a thread are nested. Exchanges and messages in flight are not: such a line has one of them at a time, with
+its nested spans, and there are as many lines as are in flight at once. Whichever thread drives the exchange does its
+work, one at a time, on a line of its own. If that is the training thread, the latter's own line shows a wait meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NAMES: dict[Kind, tuple[int, str]] = {
 
 @dataclass(frozen=True, order=True)
 class Line:
-    """A line of a process: its place, what it is called, and the how manieth of that name it is."""
+    """A line of a process: its position, its name, and its number among lines of that name."""
 
     order: int
     name: str
@@ -35,17 +34,17 @@ class Line:
 
     @property
     def title(self) -> str:
-        """As a viewer shows it."""
+        """The title in a viewer."""
         return self.name if not self.number else f"{self.name} ({self.number + 1})"
 
 
 def lines_of(spans: Sequence[TimedSpan], ends: Sequence[float]) -> list[Line | None]:
-    """The line of each span, whose end is given apart; None for those that none shows.
+    """The line of each span, whose end is given separately; None for spans that are not shown.
 
-    Spans lie within each other in a line, or beside each other.
+    Spans of one line are nested or disjoint.
     """
     found: list[Line | None] = [None] * len(spans)
-    open_in: dict[Line, list[int]] = {}  # in every line what has begun and not ended yet
+    open_in: dict[Line, list[int]] = {}  # per line, the open spans
     for place in sorted(range(len(spans)), key=lambda place: (spans[place].begin_s, -ends[place], place)):
         span, first = spans[place], _first_line(spans, place)
         if first is None:
@@ -64,7 +63,7 @@ def lines_of(spans: Sequence[TimedSpan], ends: Sequence[float]) -> list[Line | N
 def _first_line(spans: Sequence[TimedSpan], place: int) -> Line | None:
     span = spans[place]
     if span.kind == "work" and span.key < 0:
-        return None  # a message, which is shown, or nothing but an order
+        return None  # a message, which is shown, or a mere order
     if span.kind in ("send", "receive") and is_moment(spans, span):
         return Line(2, "memory")
     if span.kind in _NAMES:
@@ -75,12 +74,12 @@ def _first_line(spans: Sequence[TimedSpan], place: int) -> Line | None:
 
 
 def is_moment(spans: Sequence[TimedSpan], span: TimedSpan) -> bool:
-    """Whether a span has no time of its own: what compiled code has done, which is told at the end."""
+    """Whether a span has no duration: work of compiled code, which is reported after the call."""
     return span.within >= 0 and spans[span.within].kind == "advance"
 
 
 def _fits(open_here: list[int], spans: Sequence[TimedSpan], ends: Sequence[float], place: int) -> bool:
-    """Whether a span may stand in a line: in nothing, or in what it is in."""
+    """Whether a span fits a line: the line must be empty there, or inside an enclosing span."""
     while open_here and ends[open_here[-1]] <= spans[place].begin_s:
         open_here.pop()
     if not open_here:

@@ -1,9 +1,8 @@
-"""One iteration of a recorded run: what lies between two ends of the optimizer's step on rank 0, on all processes.
+"""Extracts one iteration of a recorded run: between two ends of rank 0's optimizer step, on all processes.
 
-Receives are posted long before anything comes: here one begins when what it receives begins to be sent, and one of
-which that is not known is left out.
-Where there are no steps of an optimizer, as under frameworks that do not tell of them, or none that all processes have
-recorded, there is no iteration.
+Receives are posted long before data arrive. Here a receive begins when its message's send begins, and it is left out if
+that is unknown. Without optimizer steps, as under frameworks that do not report them, or without one that all processes
+have recorded, there is no iteration.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SHOWN: frozenset[Kind] = frozenset(
 
 @dataclass(frozen=True)
 class Bar:
-    """What a process did, in seconds from where the iteration begins; ``kind`` is that of its span."""
+    """A bar of a process, in seconds since the iteration's begin. ``kind`` is that of its span."""
 
     begin_s: float
     end_s: float
@@ -34,7 +33,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The ``number``-th of ``count`` iterations of a run, in the order of processes; ``error_s`` is its clocks'."""
+    """The ``number``-th of ``count`` iterations of a run, in process order. ``error_s`` bounds the clock error."""
 
     title: str
     number: int
@@ -45,7 +44,7 @@ class Iteration:
 
 
 def middle(run: RecordedRun) -> Iteration | None:
-    """An iteration in the middle of a run, None where none can be told."""
+    """An iteration in the middle of a run; None if there is none."""
     if not run.processes:
         return None
     times = [times_of(process) for process in run.processes]
@@ -67,7 +66,7 @@ def middle(run: RecordedRun) -> Iteration | None:
 
 
 def _coming(run: RecordedRun, begins: Sequence[Sequence[float]]) -> list[list[float]]:
-    """When spans begin, receives when something comes."""
+    """The begins of spans; for a receive, the begin of its message's send."""
     found = [
         [math.inf if span.kind == "receive" else begin for span, begin in zip(process.spans, times, strict=True)]
         for process, times in zip(run.processes, begins, strict=True)
@@ -80,7 +79,7 @@ def _coming(run: RecordedRun, begins: Sequence[Sequence[float]]) -> list[list[fl
 def _bars(
     process: ProcessSpans, begins: Sequence[float], ends: Sequence[float], start: float, stop: float
 ) -> tuple[Bar, ...]:
-    """What of a process lies between two times, cut there."""
+    """The bars of a process between two times, clipped to them."""
     return tuple(
         Bar(max(begin, start) - start, min(end, stop) - start, span.kind)
         for span, begin, end in zip(process.spans, begins, ends, strict=True)
