@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .compression.compression import Compression
 from .compression.saved import Saved
 from .errors import UsageError
 from .plans.plan import ranks_text
-from .session.layout import gather_saved, read_layout, reading_state
+from .session.layout import read_layout, reading_state
 from .session.session import Session
 from .strategy.choice import Choice
 from .strategy.words import NONE
 
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared
+
+_OF_CODECS = ("codec", "differences")
+"""What ``BucketExchange.saved`` has, of each model."""
 
 
 def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
@@ -69,15 +71,13 @@ def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
             for made in prepared
             for layout in [made.replica.exchange.layout]
         ]
-    kept = [made.replica.exchange.compression for made in prepared]
-    if any(one is not None and one.keeps for one in kept):
-        found["codec"] = [one and _tensors(_gathered(session, one)) for one in kept]
+    kept = [made.replica.exchange.saved() for made in prepared]
+    for what in _OF_CODECS:
+        if any(what in one for one in kept):
+            found[what] = [_tensors(one[what]) if what in one else None for one in kept]
     apart = [made.replica.averaging for made in prepared]
     if any(apart):
         found["averaging"] = [one and one.saved() for one in apart]
-        other = [made.replica.exchange.of_differences for made in prepared]
-        if any(one is not None and one.keeps for one in other):
-            found["differences"] = [one and _tensors(_gathered(session, one)) for one in other]
     clients = [made.client for made in prepared]
     if any(client is not None and client.keeps for client in clients):
         found["weights"] = [client and client.owners_weights() for client in clients]
@@ -174,34 +174,21 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
     nothing = [None] * len(prepared)
     if state["world_size"] == session.world_size and _has_layouts(session):
         _resume_layouts(prepared, state.get("layouts") or nothing)
-    kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
-    for made, step, saved, owned in zip(prepared, state["steps"], kept, weights, strict=True):
-        made.replica.exchange.begin_at(step)
-        made.replica.steps = step
+    codecs, apart, weights = (state.get(what) or nothing for what in (*_OF_CODECS, "weights"))
+    for made, step, saved, other, owned in zip(prepared, state["steps"], codecs, apart, weights, strict=True):
+        made.replica.trained.resume(step, dict(zip(_OF_CODECS, (_arrays(saved), _arrays(other)), strict=True)))
         compression, client = made.replica.exchange.compression, made.client
-        if compression is not None:
-            compression.load(_arrays(saved)) if saved is not None else compression.forget()
         if client is not None and (compression is not None or client.keeps):
             client.resume(step, owned or {})
         if compression is None:
             continue
         lost = (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps)
         compression.warn_of_loss(str(session.strategy), lost, 4)
-    _resume_averaging(prepared, state.get("averaging") or nothing, state.get("differences") or nothing)
+    for made, agreed in zip(prepared, state.get("averaging") or nothing, strict=True):
+        if made.replica.averaging is not None:  # nothing stays of the run until now
+            made.replica.averaging.load(agreed) if agreed is not None else made.replica.averaging.forget()
     if state.get("algorithms") and state["world_size"] == session.world_size:
         session.resume_with(Choice.read(state["algorithms"]))
-
-
-def _resume_averaging(
-    prepared: Sequence[Prepared], states: Sequence[Mapping[str, Any] | None], of_codecs: Sequence[Any]
-) -> None:
-    """Go on from what workers had agreed on, and each from its own weights; nothing stays of the run until now."""
-    for made, state, kept in zip(prepared, states, of_codecs, strict=True):
-        averaging, compression = made.replica.averaging, made.replica.exchange.of_differences
-        if averaging is not None:
-            averaging.load(state) if state is not None else averaging.forget()
-        if compression is not None:
-            compression.load(_arrays(kept)) if kept is not None else compression.forget()
 
 
 def _rest(prepared: Sequence[Prepared], what: str) -> None:
@@ -236,11 +223,6 @@ def _tensors(ranks: Sequence[Saved]) -> list[dict[str, Any]]:
     return [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in ranks]
 
 
-def _arrays(ranks: Sequence[Mapping[str, Any]]) -> list[Saved]:
+def _arrays(ranks: Sequence[Mapping[str, Any]] | None) -> list[Saved] | None:
     """The other way round."""
-    return [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]
-
-
-def _gathered(session: Session, compression: Compression) -> list[Saved]:
-    """What every worker's codec has to keep in a checkpoint, in rank order."""
-    return gather_saved(session, compression.saved())
+    return None if ranks is None else [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]
