@@ -58,7 +58,7 @@ def imported_names(path: Path, lazy: bool = True) -> Iterator[tuple[int, str, st
     """As ``imports``, with what is imported from the module, or its name where it is the module."""
     package = path.relative_to(ROOT).parent.parts
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if lazy else tree.body:
+    for node in ast.walk(tree) if lazy else at_the_top(tree.body):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 head, _, rest = alias.name.partition(".")
@@ -75,6 +75,14 @@ def imported_names(path: Path, lazy: bool = True) -> Iterator[tuple[int, str, st
                 base = package[: len(package) - node.level + 1] + (tuple(name.split(".")) if name else ())
             for alias in node.names:
                 yield node.lineno, ".".join(resolve(base, alias.name)), alias.name
+
+
+def at_the_top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """What runs when a file is imported, or would run if types were (``if TYPE_CHECKING:``)."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from at_the_top(node.body)
 
 
 def resolve(base: tuple[str, ...], name: str) -> tuple[str, ...]:
@@ -123,7 +131,7 @@ def test_what_is_imported_is_there() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """When they are imported. A package may hand on what its files define."""
+    """When they are imported, for types alone too. A package may hand on what its files define."""
     graph = {
         module: {target for target in targets if target and not f"{target}.".startswith(f"{module}.")}
         for module, targets in imports_of_all(lazy=False).items()

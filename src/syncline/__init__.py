@@ -5,8 +5,8 @@
     syncline.init()                                   # or init(strategy="ps(servers=2)")
     model, optimizer = syncline.prepare(model, optimizer)
 
-Started by torchrun, by ``syncline run``, or by hand with ``init(rank=, world_size=, address=)``. Importing this package
-loads no framework; the first call that needs one does.
+Start scripts with torchrun, with ``syncline run``, or by hand with ``init(rank=, world_size=, address=)``. Importing
+this package loads no framework; the first call that needs one does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The public calls: what scripts do with the session of their process, which ``process`` has."""
+"""The public functions of the package, which act on the session of this process (``process``)."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def init(
 ) -> None:
     """Join this run's processes.
 
-    Under torchrun, ``syncline run``, mpirun or srun nothing has to be given. ``strategy`` defaults to
-    ``SYNCLINE_STRATEGY`` and then to automatic choices; it fixes who is a worker and who a server. Those who start
-    processes themselves give ``rank`` (from 0, servers last), ``world_size`` (all processes, servers included) and
-    ``address`` (``host:port`` of rank 0, where the processes meet). ``interface`` is the network interface, or
-    address, to listen on; by default the one that reaches rank 0. ``secret`` keeps strangers out;
-    ``SYNCLINE_SECRET`` by default. Where the launcher counts servers in ``WORLD_SIZE`` (torchrun, ``env://``), it and
-    ``RANK``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are the workers' from here on.
+    Under torchrun, ``syncline run``, mpirun or srun no arguments are needed. ``strategy`` defaults to
+    ``SYNCLINE_STRATEGY`` and then to automatic choices; it determines which processes are workers and which are
+    servers. To start processes by hand, pass ``rank`` (from 0, servers last), ``world_size`` (all processes, servers
+    included) and ``address`` (``host:port`` of rank 0, where the processes meet). ``interface`` is the network
+    interface, or address, to listen on; by default the one that reaches rank 0. ``secret`` keeps strangers out; it
+    defaults to ``SYNCLINE_SECRET``. If the launcher counts servers in ``WORLD_SIZE`` (torchrun, ``env://``), this call
+    changes it and ``RANK``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` to the workers' values.
 
-    Limits in seconds: ``timeout`` for all processes to come, ``liveness`` for a peer without a sign of life,
-    ``progress`` for an operation that does not move.
+    Time limits in seconds: ``timeout`` for all processes to join, ``liveness`` for a peer without heartbeats,
+    ``progress`` for a stalled operation.
     """
     process.begin(
         strategy,
@@ -71,32 +71,31 @@ def init(
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` was called and ``shutdown`` not yet."""
+    """Whether ``init`` was called and ``shutdown`` was not."""
     return process.joined is not None
 
 
 def session() -> Session:
-    """The session of this process; raises ClosedError before ``init`` and after ``shutdown``."""
+    """The session of this process. Raises ClosedError before ``init`` and after ``shutdown``."""
     return process.session
 
 
 def new_group(ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup:
-    """A group of some workers, for ``group=``; all workers call it, also those that are not in it.
+    """A group of some workers, for ``group=``. Collective: all workers call it, including those outside the group.
 
-    All give the same ranks, in whatever order, and make several groups in one order, as with ``torch.distributed``. A
-    worker that calls it with other ranks, or does something else instead, is named by an error on all; so is one that
-    has not come within ``timeout`` seconds. A worker that is not in the group has it too, with ``group.rank`` -1, and
-    gets an error where it uses it.
+    All pass the same ranks, in any order, and create several groups in one order, as with ``torch.distributed``. If a
+    worker passes other ranks, calls something else, or does not join within ``timeout`` seconds, all workers get an
+    error that names it. A worker outside the group gets an object with ``group.rank`` -1, whose use is an error.
 
     Within a group ranks count from 0, in ascending order: ``syncline.rank(group)``, ``root=0``. Groups may overlap, and
-    two be used at once by two threads; where calls of two overlapping groups wait, ranks make them in one order.
-    ``group.end()`` ends one.
+    two threads may use two groups at once. Blocking calls of overlapping groups must be made in one order on all ranks.
+    ``group.end()`` ends a group.
     """
     return make_group(session(), ranks, timeout)
 
 
 def rank(group: Group | None = None) -> int:
-    """This worker's rank, from 0, and within a group that it is not in -1; a server answers with the last worker's."""
+    """This worker's rank, from 0; -1 within a group that it is not in. On a server, that of the last worker."""
     return group.rank if isinstance(group, WorkerGroup) else process.within(group).rank
 
 
@@ -106,7 +105,7 @@ def local_rank() -> int:
 
 
 def world_size(group: Group | None = None) -> int:
-    """The number of workers, of all or of ``group``; servers do not count."""
+    """The number of workers, of all or of ``group``. Servers do not count."""
     return group.size if isinstance(group, WorkerGroup) else process.within(group).world_size
 
 
@@ -152,33 +151,34 @@ def prepare(
     broadcast_buffers: bool = True,
     group: Group | None = None,
 ) -> Any:
-    """Make a model and its optimizer part of the run; both are returned, the training loop stays as it is.
+    """Make a model and its optimizer part of the run. Returns both; the training loop stays as it is.
 
-    Without an optimizer, which only servers that hold the weights need, and ``join``, the model alone is returned. An
-    optimizer of several models is given with each. A model that was prepared before is prepared anew, from rank 0's
-    values again, as when parameters have been frozen or added; what a codec had kept back is dropped.
+    Without an optimizer, which only servers that hold the weights and ``join`` need, only the model is returned. An
+    optimizer of several models is passed with each. Preparing a model again, for example after freezing or adding
+    parameters, starts from rank 0's values and drops the codec's residuals.
 
-    All ranks start from rank 0's values. From now on ``backward()`` ends with averaged gradients; under a parameter
-    server ``optimizer.step()`` fetches the new weights. ``unused`` says what happens to parameters without a gradient:
-    ``"error"`` names them, ``"zeros"`` counts them as zero.
+    All ranks start from rank 0's values. From then on ``backward()`` ends with averaged gradients; under a parameter
+    server ``optimizer.step()`` fetches the new weights. ``unused`` controls parameters without a gradient: ``"error"``
+    names them, ``"zeros"`` counts their gradients as zero.
 
-    ``weight`` is how much a rank counts in the mean: a number, the same in every exchange, or, for losses that are
-    means over batches whose sizes differ between ranks, ``"batch"`` (each batch counts by the first dimension of the
-    first tensor given to the model) or a function of the model's arguments that gives what each batch counts.
+    ``weight`` is the weight of a rank in the mean. A number applies to every exchange. For losses that are means over
+    batches whose sizes differ between ranks, ``"batch"`` weighs each batch by the first dimension of the first tensor
+    passed to the model, and a function computes each batch's weight from the model's arguments.
 
-    Parameters and buffers that ``ignore`` names stay each rank's own; with ``broadcast_buffers=False`` all buffers do.
+    Parameters and buffers named in ``ignore`` stay local to each rank, and with ``broadcast_buffers=False`` so do all
+    buffers.
 
-    A dictionary of arrays, of NumPy or of whatever has DLPack or the buffer protocol and lies in the host's memory, is
-    a model too, with an optimizer that has ``update(weights, gradient, state)``, or such a function. They are updated
-    where they are; what is returned are NumPy's views of them, and an optimizer: ``produced(name, gradient)`` sends a
-    gradient while backward goes on, ``step(gradients)`` those that are left, and updates the weights with the mean.
+    A model can also be a dictionary of arrays, of NumPy or of any type with DLPack or the buffer protocol in host
+    memory. Its optimizer is a function, or an object with ``update(weights, gradient, state)``. The arrays are updated
+    in place. Returns NumPy views of them and an optimizer: ``produced(name, gradient)`` sends a gradient during
+    backward; ``step(gradients)`` sends the remaining ones and updates the weights with the mean.
 
-    With a ``group``, which ``new_group`` has given, the model is that of the group's ranks alone, who call this, and
-    "all ranks" above are these. A 1-D DeviceMesh (``mesh["dp"]``) or a ProcessGroup of torch, whatever its backend, is
-    a group too: its ranks make one of it, without others, the first time that they give it. A model that was prepared
-    with another group is that one's no longer.
+    With a ``group`` from ``new_group`` the model belongs to the group's ranks alone. They make this call, and "all
+    ranks" above means them. A 1-D DeviceMesh (``mesh["dp"]``) or a ProcessGroup of torch, with any backend, also works:
+    its ranks create the group, without other ranks, on first use. A model that was prepared with another group leaves
+    that group.
 
-    A server process does not return from here: it serves until the workers have left, and ends with status 0.
+    On a server this call does not return: it serves until the workers have left, and exits with status 0.
     """
     here = process.within(group)
     here.check_fit()
@@ -200,24 +200,24 @@ def prepare(
 
 
 def release(model: Model) -> None:
-    """Make a prepared model of PyTorch, and its optimizer, the script's own again, and free what they took of the run.
+    """Undo ``prepare`` for a PyTorch model and its optimizer, and free their resources.
 
-    All ranks call it, between two steps, with the same model, and have one set of weights then; the run goes on. A run
-    has up to 16 prepared models at a time, so scripts that train many one after the other (cross-validation, sweeps)
-    call it behind each. Raises UsageError for a model that is not prepared, and under servers, which serve one model
-    until the run ends.
+    Collective, between two steps, with the same model on all ranks, which then have equal weights; the run continues. A
+    run has at most 16 prepared models at a time, so scripts that train many models in sequence (cross-validation,
+    sweeps) call it after each. Raises UsageError for a model that is not prepared, and under servers, which serve one
+    model for the whole run.
     """
     here = _session_of_torch("release()")
     from .frameworks.torch import release as released
 
-    if here.alone:  # nothing was done to it
+    if here.alone:  # there is nothing to undo
         return
     made = released(here, model)
     process.prepared[:] = [known for known in process.prepared if known is not made]
 
 
 def no_sync() -> contextlib.AbstractContextManager[None]:
-    """Backward passes inside only accumulate local gradients (gradient accumulation); the next one exchanges them."""
+    """Let backward passes in this block only accumulate local gradients; the next pass after it exchanges them."""
     _session_of_torch("no_sync()")
 
     @contextlib.contextmanager
@@ -232,12 +232,12 @@ def no_sync() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def join() -> Iterator[None]:
-    """Around a training loop whose number of batches differs between ranks.
+    """Wrap a training loop whose number of batches differs between ranks.
 
-    A rank that has run out takes part in the others' exchanges with weight 0 until all have. At the end model and
-    optimizer state of all ranks are those of the rank that trained longest; learning-rate schedulers are the script's.
-    Where workers train by themselves and exchange weights (``local``, ``gossip``), model weights are then, on all, what
-    ``consolidate`` makes of those that the ranks have.
+    A rank without further batches takes part in the others' exchanges with weight 0 until all are done. Afterwards all
+    ranks have the model and optimizer state of the rank that trained longest; learning-rate schedulers are left to the
+    script. If workers train locally and exchange weights (``local``, ``gossip``), all then have the weights that
+    ``consolidate`` computes.
     """
     here = _session_of_torch("join()")
     if any(
@@ -275,10 +275,11 @@ def join() -> Iterator[None]:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, *, scaler: torch.amp.GradScaler | None = None) -> torch.Tensor:
-    """Clip the averaged gradients to a Euclidean norm of ``max_norm`` between ``backward`` and ``step``; their norm.
+    """Clip the averaged gradients to a Euclidean norm of ``max_norm``, between ``backward`` and ``step``. Returns the
+    norm.
 
-    ``parameters`` is the model, or its parameters. Works under every strategy, also where servers hold the gradients.
-    A GradScaler that the loss was scaled by is given as ``scaler``, in place of a call of its ``unscale_``.
+    ``parameters`` is the model, or its parameters. Works under every strategy, even if servers hold the gradients. Pass
+    a GradScaler that scaled the loss as ``scaler`` instead of calling its ``unscale_``.
     """
     import torch
 
@@ -303,11 +304,11 @@ def clip_grad_norm_(parameters: Any, max_norm: float, *, scaler: torch.amp.GradS
 
 
 def flush() -> None:
-    """Wait for whatever is under way between two steps: all weights are updated, on this rank, when it returns.
+    """Wait for everything in flight between two steps. Afterwards all weights are up to date on this rank.
 
-    Only schedules whose steps end in the next iteration (``priority``, ``split``, ``delayed``) leave something under
-    way. Whatever looks at parameters does this by itself; call it before something that PyTorch does not tell of reads
-    them: through tensors that share their memory and were made before, or in an extension. Each rank may call it alone.
+    Only schedules whose steps end in the next iteration (``priority``, ``split``, ``delayed``) leave anything in
+    flight, and reading parameters waits automatically. Call it before reads that PyTorch cannot intercept: through
+    older tensors that share their memory, or in an extension. Each rank may call it alone.
     """
     session()
     for made in process.prepared:
@@ -315,14 +316,14 @@ def flush() -> None:
 
 
 def consolidate() -> None:
-    """Let all workers have the same, newest weights, after training in which their replicas differ on the way.
+    """Give all workers the same, newest weights after training in which their replicas differ.
 
-    Under ``sync=asp`` and ``ssp`` each worker has the weights that it was sent last. This waits until all workers that
-    have not left call it, between two steps, and until the owners of the weights have applied everything; then all
-    pull. Where workers train by themselves, all get the mean of their weights, under ``easgd`` the centre; the run goes
-    on as it would have, from there. Call it before what every rank shall see alike: a last evaluation, a checkpoint by
-    hand. Evaluation never exchanges by itself. Where replicas are equal after every step, as under ``bsp``, it is
-    ``flush()``. Models that were prepared with a group are brought together in it.
+    Under ``sync=asp`` and ``ssp`` each worker has the weights that it received last. This call waits until all
+    remaining workers make it, between two steps, and until the owners of the weights have applied every push; then all
+    workers pull. If workers train locally, all get the mean of their weights, under ``easgd`` the centre, and the run
+    continues from there. Call it before anything that must be equal on all ranks: a final evaluation, a manual
+    checkpoint. Evaluation itself never exchanges. If replicas are equal after every step, as under ``bsp``, this is
+    ``flush()``. Models that were prepared with a group are consolidated within it.
     """
     for here in session().family:
         for _, bring_together in sorted(here.consolidates.items()):
@@ -330,9 +331,9 @@ def consolidate() -> None:
 
 
 def allreduce(tensor: Tensors, op: str = "mean", *, group: Group | None = None) -> Tensors:
-    """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``; returns it.
+    """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``, and return it.
 
-    Here and below workers are those of ``group``, where one is given (``new_group``).
+    Here and below the workers are those of ``group``, if given (``new_group``).
     """
     if op not in ("mean", "sum"):
         raise UsageError(f"op={op!r}: choose 'mean' or 'sum'")
@@ -343,7 +344,7 @@ def allreduce(tensor: Tensors, op: str = "mean", *, group: Group | None = None) 
 
 
 def broadcast(tensor: Tensors, root: int = 0, *, group: Group | None = None) -> Tensors:
-    """Replace a tensor or array, on every worker, by that of rank ``root``, counted within the group; returns it."""
+    """Replace a tensor or array, on every worker, by that of rank ``root`` within the group, and return it."""
     here, (flat, write_back) = process.within(group), _flat(tensor)
     here.broadcast(flat, root)
     write_back()
@@ -356,7 +357,7 @@ def gather(data: bytes, *, group: Group | None = None) -> list[bytes]:
 
 
 def barrier(timeout: float | None = None, *, group: Group | None = None) -> None:
-    """Wait until all workers are here; an error names those that are not after ``timeout`` seconds."""
+    """Wait until all workers are here. After ``timeout`` seconds an error names the missing ones."""
     process.within(group).barrier(timeout)
 
 
@@ -368,53 +369,53 @@ def sampler(
     shuffle: bool = True,
     group: Group | None = None,
 ) -> Sampler:
-    """Which samples of ``dataset``, or of a number of samples, this worker trains on; all workers call it.
+    """The samples of ``dataset`` (or a number of samples) that this worker trains on. Collective.
 
-    With ``batch_size`` it gives lists, for ``DataLoader(dataset, batch_sampler=)``, else indices, for
-    ``DataLoader(dataset, batch_size=, sampler=)``. Under strategies whose workers exchange in step it splits an epoch
-    as DistributedSampler does, into as many samples for each, a few of them twice where the number does not divide.
-    Where each worker goes at its own pace (``asp``, ``ssp``, backup workers) all take their batches from one pool:
-    every sample once per epoch, a slow worker fewer of them, and the epoch is over for all when the pool is empty. Each
-    iteration is the next epoch, shuffled anew from ``seed``; ``set_epoch`` chooses. With a ``group`` its workers alone
-    share the samples out, and call it.
+    With ``batch_size`` it yields lists, for ``DataLoader(dataset, batch_sampler=)``, else indices, for
+    ``DataLoader(dataset, batch_size=, sampler=)``. If the strategy's workers exchange in lockstep, an epoch is split
+    into equal shares as in DistributedSampler; a few samples repeat if the number does not divide evenly. If each
+    worker goes at its own pace (``asp``, ``ssp``, backup workers), all take their batches from one pool: every sample
+    occurs once per epoch, a slow worker gets fewer, and the epoch ends for all when the pool is empty. Each iteration
+    is the next epoch, shuffled again from ``seed``; ``set_epoch`` selects an epoch. With a ``group`` its workers alone
+    share the samples and call it.
     """
     samples = dataset if isinstance(dataset, int) else len(dataset)
     return sampler_of(process.within(group), SampleOrder(samples, batch_size, seed, shuffle))
 
 
 def stats(*, group: Group | None = None) -> Stats:
-    """Time blocked in Syncline and bytes moved, since ``init``, or what of them was for ``group``.
+    """The time blocked in Syncline and the bytes moved since ``init``, or those of ``group``.
 
-    A group's bytes are those of arrays and payloads, by rank in the run: connections are those of all groups.
+    A group's bytes are those of arrays and payloads, by rank in the run; connections are shared by all groups.
     """
     return process.within(group).stats()
 
 
 def state_dict() -> dict[str, Any]:
-    """What Syncline itself has to remember for a resumed run, beside the model's and the optimizer's own state.
+    """Syncline's own state for a checkpoint, besides the states of model and optimizer.
 
-    Under a codec that keeps residuals, and where workers train by themselves and have weights of their own, all ranks
-    have to call it, and every rank gets what all have: as many bytes as there are ranks times the model's. Where owners
-    hold the weights, theirs are in it too: they know more than the workers have been told so far. Tensors and plain
-    values, which ``torch.save`` takes. Of models that were prepared with a group, the state is that of its ranks: ranks
-    of different groups have different states.
+    Under a codec with residuals, and if workers train locally with weights of their own, all ranks must call it, and
+    every rank gets the states of all: as many bytes as ranks times the model's size. If owners hold the weights, it
+    includes theirs, which are more precise than the workers'. It consists of tensors and plain values, as
+    ``torch.save`` accepts. For models prepared with a group, it contains the states of the group's ranks and differs
+    between groups.
     """
     return checkpoint.save(_session_of_torch("state_dict()"), process.prepared)
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Take up what ``state_dict`` saved; refuses a state of another strategy, whose mathematics would differ.
+    """Restore what ``state_dict`` saved. Refuses the state of a strategy with different mathematics.
 
-    All ranks call it. Algorithms that ``architecture=auto`` had measured are used again, so that sums round as before,
-    unless the number of workers is another one; so is the codec that ``codec=auto`` had chosen. What a codec had kept
-    back is shared out where the number of workers is another one. A state without that warns: gradients of the last
-    steps that had not been sent yet are lost.
+    Collective. The algorithms that ``architecture=auto`` had measured are reused, so that sums round as before, unless
+    the number of workers has changed; so is the choice of ``codec=auto``. A codec's residuals are redistributed if the
+    number of workers has changed. A state without residuals causes a warning: unsent gradients of the last steps are
+    lost.
     """
     checkpoint.load(_session_of_torch("load_state_dict()"), process.prepared, state)
 
 
 def __getattr__(name: str) -> Any:
-    """The hook of DistributedDataParallel, which is torch's: it is loaded when it is asked for."""
+    """Load the hook of DistributedDataParallel, which imports torch, on first use."""
     if name in ("comm_hook", "hook_state"):
         from .torch_backend import hook
 
@@ -423,7 +424,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _session_of_torch(call: str) -> Session:
-    """The session; raises NotBuiltError for a call that would pass over a model of another framework."""
+    """The session. NotBuiltError for a call that would ignore a model of another framework."""
     here = session()
     if any(all(known.model is not model for known in process.prepared) for model in here.models):
         raise NotBuiltError(
@@ -434,18 +435,18 @@ def _session_of_torch(call: str) -> Session:
 
 
 def shutdown() -> None:
-    """End this process's part in the run. Called by itself at the end of the interpreter; may be called again.
+    """End this process's part in the run. Called automatically at exit; may be called again.
 
-    Models and optimizers are the script's own again, and can be prepared in a later run. An optimizer whose state is
-    on servers gets it back here, and not at the end of the interpreter.
+    Models and optimizers belong to the script again and can be prepared in a later run. An optimizer whose state is on
+    servers gets it back here, but not at exit.
 
-    A failure of the run that no call has raised yet is raised here, when all is closed.
+    Raises a failure of the run that no call has raised yet, after closing everything.
     """
     process.end(fetch=True)
 
 
 def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Callable[[], object]]:
-    """A one-dimensional numpy array over the tensor's memory, or over a copy, and what writes the copy back."""
+    """A one-dimensional numpy array over the tensor's memory or a copy, and the function that writes a copy back."""
     if isinstance(tensor, np.ndarray):
         if not tensor.flags.writeable:
             raise UsageError("this array is read-only: the result could not be written into it")

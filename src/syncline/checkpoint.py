@@ -1,7 +1,7 @@
-"""What Syncline adds to a checkpoint, and how a resumed run takes it up.
+"""Saves and restores Syncline's part of a checkpoint.
 
-Owns the layout of the state: plain values and tensors, which ``torch.save`` takes. What a codec or an owner of weights
-has to remember is their own affair; who calls this, and for which models, is ``api``'s.
+It defines the layout of the state: plain values and tensors, as ``torch.save`` accepts. Codecs and owners of weights
+define their own parts; ``api`` selects the models.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .compression.compression import Compression
 from .compression.saved import Saved
 from .errors import UsageError
 from .plans.plan import ranks_text
-from .session.layout import gather_saved, read_layout, reading_state
+from .session.layout import read_layout, reading_state
 from .session.session import Session
 from .strategy.choice import Choice
 from .strategy.words import NONE
@@ -24,16 +23,19 @@ from .strategy.words import NONE
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared
 
+_OF_CODECS = ("codec", "differences")
+"""The keys of ``BucketExchange.saved`` for each model."""
+
 
 def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """The state of the run, its models in the order in which they were prepared; all workers call it.
+    """The state of the run, with models in the order in which they were prepared. Collective.
 
-    Those that were prepared in a group of workers stand under ``groups``, group by group.
+    Models that were prepared in a group are under ``groups``, group by group.
     """
     _rest(prepared, "syncline.state_dict()")
     for made in prepared:
         if made.client is not None and not made.client.together:
-            made.client.consolidate()  # so that nobody waits for a step of one that is here
+            made.client.consolidate()  # so that no rank waits for a step of a model that only exists here
     all_workers, *groups = _by_session(session, prepared)
     found = _saved(*all_workers)
     if groups:
@@ -42,13 +44,13 @@ def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
 
 
 def _by_session(session: Session, prepared: Sequence[Prepared]) -> list[tuple[Session, list[Prepared]]]:
-    """The models of all workers, which may be none, and those of each group that has some, in the order of groups."""
+    """The models of all workers, possibly none, and those of each group with models, in the order of groups."""
     found = [(one, [made for made in prepared if made.replica.session is one]) for one in session.family]
     return [(one, models) for one, models in found if models or one is session]
 
 
 def _place(session: Session, models: Sequence[Prepared], prepared: Sequence[Prepared]) -> dict[str, list[int]]:
-    """The ranks of a group in the run, and which of the prepared models, counted from 0, are its."""
+    """A group's ranks in the run, and the indices of its models among the prepared ones."""
     return {
         "ranks": [session.member.number(rank) for rank in range(session.world_size)],
         "models": [number for number, made in enumerate(prepared) if any(made is one for one in models)],
@@ -56,7 +58,7 @@ def _place(session: Session, models: Sequence[Prepared], prepared: Sequence[Prep
 
 
 def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """The state of some models, all of that session."""
+    """The state of models that share that session."""
     found: dict[str, Any] = {
         "strategy": str(session.strategy),
         "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
@@ -69,15 +71,13 @@ def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
             for made in prepared
             for layout in [made.replica.exchange.layout]
         ]
-    kept = [made.replica.exchange.compression for made in prepared]
-    if any(one is not None and one.keeps for one in kept):
-        found["codec"] = [one and _tensors(_gathered(session, one)) for one in kept]
+    kept = [made.replica.exchange.saved() for made in prepared]
+    for what in _OF_CODECS:
+        if any(what in one for one in kept):
+            found[what] = [_tensors(one[what]) if what in one else None for one in kept]
     apart = [made.replica.averaging for made in prepared]
     if any(apart):
         found["averaging"] = [one and one.saved() for one in apart]
-        other = [made.replica.exchange.of_differences for made in prepared]
-        if any(one is not None and one.keeps for one in other):
-            found["differences"] = [one and _tensors(_gathered(session, one)) for one in other]
     clients = [made.client for made in prepared]
     if any(client is not None and client.keeps for client in clients):
         found["weights"] = [client and client.owners_weights() for client in clients]
@@ -85,10 +85,10 @@ def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
 
 
 def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
-    """Take up what ``save`` gave; all workers call it.
+    """Restore the result of ``save``. Collective.
 
-    Raises UsageError for the state of another strategy or other models, and for what is no such state. Warns of what it
-    lacks, as if the caller's caller did.
+    Raises UsageError for the state of another strategy or other models, and for anything else. Warns of missing parts,
+    with the stack level of the caller's caller.
     """
     with reading_state():
         _rest(prepared, "syncline.load_state_dict()")
@@ -97,7 +97,7 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
             _go_on_alone(session, state)
             return
         others: list[Mapping[str, Any]]
-        if state["world_size"] == 1 and not state["steps"]:  # those of a worker beside servers are there
+        if state["world_size"] == 1 and not state["steps"]:  # servers have the models of a worker
             _warn_of_steps(session)
             others = [_of_one(state, models) for _, models in groups]
             state = _of_one(state, all_workers[1])
@@ -114,9 +114,9 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
 
 
 def _of_group(here: Mapping[str, Any], states: Sequence[Mapping[str, Any]], as_many: bool) -> Mapping[str, Any]:
-    """The state of a group by the models that are its, and by its ranks where the run has ``as_many`` workers again.
+    """The state of a group, found by its models, and by its ranks if the run has ``as_many`` workers again.
 
-    The order in which groups were made does not matter. Raises UsageError where there is none.
+    The order in which groups were created does not matter. Raises UsageError if there is none.
     """
     for state in states:
         if state["models"] == here["models"] and (state["ranks"] == here["ranks"] or not as_many):
@@ -134,7 +134,7 @@ def _placed(one: Mapping[str, Any]) -> str:
 
 
 def _of_one(state: Mapping[str, Any], prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """The state of one worker, which exchanges nothing and has no steps in it, as that of these models."""
+    """The state of a single worker, which neither exchanges nor counts steps, as a state of these models."""
     return {"strategy": state["strategy"], "world_size": 1, "steps": [0] * len(prepared)}
 
 
@@ -148,7 +148,7 @@ def _warn_of_steps(session: Session) -> None:
 
 
 def _go_on_alone(session: Session, state: Mapping[str, Any]) -> None:
-    """Of what several workers had, one that exchanges nothing needs nothing."""
+    """Resume with a single worker, which needs nothing of the states of several."""
     _check_strategy(session, state)
     if any("codec" in one or "averaging" in one for one in (state, *(state.get("groups") or []))):
         warnings.warn(
@@ -164,7 +164,7 @@ def _check_strategy(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
-    """Take up the state of some models, all of that session."""
+    """Restore the state of models that share that session."""
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
             made.replica.exchange.compress()
@@ -174,52 +174,39 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
     nothing = [None] * len(prepared)
     if state["world_size"] == session.world_size and _has_layouts(session):
         _resume_layouts(prepared, state.get("layouts") or nothing)
-    kept, weights = state.get("codec") or nothing, state.get("weights") or nothing
-    for made, step, saved, owned in zip(prepared, state["steps"], kept, weights, strict=True):
-        made.replica.exchange.begin_at(step)
-        made.replica.steps = step
+    codecs, apart, weights = (state.get(what) or nothing for what in (*_OF_CODECS, "weights"))
+    for made, step, saved, other, owned in zip(prepared, state["steps"], codecs, apart, weights, strict=True):
+        made.replica.trained.resume(step, dict(zip(_OF_CODECS, (_arrays(saved), _arrays(other)), strict=True)))
         compression, client = made.replica.exchange.compression, made.client
-        if compression is not None:
-            compression.load(_arrays(saved)) if saved is not None else compression.forget()
         if client is not None and (compression is not None or client.keeps):
             client.resume(step, owned or {})
         if compression is None:
             continue
         lost = (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps)
         compression.warn_of_loss(str(session.strategy), lost, 4)
-    _resume_averaging(prepared, state.get("averaging") or nothing, state.get("differences") or nothing)
+    for made, agreed in zip(prepared, state.get("averaging") or nothing, strict=True):
+        if made.replica.averaging is not None:  # nothing stays of the run until now
+            made.replica.averaging.load(agreed) if agreed is not None else made.replica.averaging.forget()
     if state.get("algorithms") and state["world_size"] == session.world_size:
         session.resume_with(Choice.read(state["algorithms"]))
 
 
-def _resume_averaging(
-    prepared: Sequence[Prepared], states: Sequence[Mapping[str, Any] | None], of_codecs: Sequence[Any]
-) -> None:
-    """Go on from what workers had agreed on, and each from its own weights; nothing stays of the run until now."""
-    for made, state, kept in zip(prepared, states, of_codecs, strict=True):
-        averaging, compression = made.replica.averaging, made.replica.exchange.of_differences
-        if averaging is not None:
-            averaging.load(state) if state is not None else averaging.forget()
-        if compression is not None:
-            compression.load(_arrays(kept)) if kept is not None else compression.forget()
-
-
 def _rest(prepared: Sequence[Prepared], what: str) -> None:
-    """Wait for what is under way; raises GradientError where owners of weights are ahead of the script."""
+    """Wait for everything in flight. GradientError if owners of weights are ahead of the script."""
     for made in prepared:
         made.replica.flush()
-        made.replica.settle()  # weights that are to be exchanged, where the optimizer was not called
+        made.replica.settle()  # the weights' exchange is still due because the optimizer was not called
         if made.client is not None:
             made.client.settle(what)
 
 
 def _has_layouts(session: Session) -> bool:
-    """Whether buckets, or the schedule that makes them, follow from what a run has measured."""
+    """Whether buckets, or the choice of a schedule, depend on measurements."""
     return session.chooses_schedule or session.strategy.schedule_object().measures > 0
 
 
 def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str, Any] | None]) -> None:
-    """Go on with the buckets that there were, so that sums round as before; measure where that was not over."""
+    """Resume with the saved buckets, so that sums round as before. Measure again if measuring was not finished."""
     for made, saved in zip(prepared, layouts, strict=True):
         if saved is not None:
             try:
@@ -230,17 +217,23 @@ def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str,
 
 
 def _tensors(ranks: Sequence[Saved]) -> list[dict[str, Any]]:
-    """What ranks keep, as ``torch.save`` takes it."""
+    """A rank's state as ``torch.save`` accepts it."""
     import torch
 
     return [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in ranks]
 
 
-def _arrays(ranks: Sequence[Mapping[str, Any]]) -> list[Saved]:
+<<<<<<< HEAD
+def _arrays(ranks: Sequence[Mapping[str, Any]] | None) -> list[Saved] | None:
     """The other way round."""
+    return None if ranks is None else [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]
+=======
+def _arrays(ranks: Sequence[Mapping[str, Any]]) -> list[Saved]:
+    """The inverse of ``_tensors``."""
     return [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]
 
 
 def _gathered(session: Session, compression: Compression) -> list[Saved]:
-    """What every worker's codec has to keep in a checkpoint, in rank order."""
+    """The codec states of every worker, in rank order."""
     return gather_saved(session, compression.saved())
+>>>>>>> 4f9b626 (The public calls, the torch backend, workloads and the laws of parts in plain words)

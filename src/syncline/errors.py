@@ -1,4 +1,4 @@
-"""Every error that Syncline raises on purpose, in one tree.
+"""All errors that Syncline raises on purpose, in one tree.
 
     SynclineError
     ├── UsageError (also ValueError)   a user's mistake, raised before any work starts
@@ -19,8 +19,7 @@
     ├── GradientError                  a gradient that cannot be exchanged: missing, sparse, changed
     └── ClosedError                    the session or transport was used after its end
 
-A message says what happened, where (rank, host, peer, bucket, operation) and what to do. Nothing here knows about
-sockets, frameworks or files.
+A message tells what happened, where (rank, host, peer, bucket, operation) and what to do.
 """
 
 from __future__ import annotations
@@ -87,7 +86,9 @@ class PeerLeft(PeerError):
 
 
 class ProtocolError(PeerError):
-    """A peer that has proved itself sent what this version never sends: another version, or a fault of its machine."""
+    """An authenticated peer sent data that this version never sends: it runs another version, or its machine is
+    faulty.
+    """
 
 
 class PeerTimeout(PeerError):
@@ -107,11 +108,11 @@ class ClosedError(SynclineError):
 
 
 def within(limit_s: float) -> str:
-    """A time limit as messages have it, however short it is."""
+    """A time limit for messages, with enough digits for short ones."""
     return f"within {limit_s:.1f} s" if limit_s >= 0.1 else f"within {limit_s:g} s"
 
 
 def labelled(label: str, error: Exception) -> Exception:
-    """An error with what it befell."""
+    """The error, with a label prepended."""
     text = f"{label}: {error}"
     return type(error)(text, rank=error.rank, host=error.host) if isinstance(error, PeerError) else SynclineError(text)

@@ -1,4 +1,4 @@
-"""Syncline under JAX: gradients that are averaged between processes inside of ``jit``, by transformations of optax.
+"""Syncline under JAX: optax transformations that average gradients between processes inside ``jit``.
 
     import syncline
     import syncline.jax
@@ -9,8 +9,8 @@
     state = optimizer.init(params)                  # outside of jit: all ranks meet
     updates, state = optimizer.update(gradients, state, params)
 
-Or ``optax.chain(syncline.jax.average(), optax.adam(1e-3))``, where gradients are what is exchanged. Not loaded with the
-package, since it loads JAX.
+Or ``optax.chain(syncline.jax.average(), optax.adam(1e-3))`` under strategies that exchange gradients. ``import
+syncline`` does not import this module, because it imports JAX.
 """
 
 from __future__ import annotations
@@ -28,49 +28,51 @@ __all__ = ["SynclineState", "average", "broadcast", "consolidate", "distributed"
 
 
 def average(*, group: WorkerGroup | None = None) -> Any:
-    """A transformation that makes of gradients their mean over all workers, for the next one in ``optax.chain``.
+    """A transformation for ``optax.chain`` that replaces gradients by their mean over all workers.
 
-    Its ``init`` is called by all, outside of ``jit``, with parameters that are rank 0's (``broadcast``); a server
-    serves there until the workers have left. Raises UsageError where weights are what is exchanged (``distributed``).
+    Its ``init`` is collective, outside ``jit``, with rank 0's parameters (``broadcast``); a server serves there until
+    the workers have left. Raises UsageError under strategies that exchange weights (use ``distributed``).
     """
     return adapter.transformation(process.within(group), None, _leave)
 
 
 def distributed(optimizer: Any, *, group: WorkerGroup | None = None) -> Any:
-    """An optimizer of optax under the strategy of the run, whatever is exchanged; else as ``average``.
+    """An optax optimizer under any strategy of the run; if gradients are exchanged, as ``average``.
 
-    Where owners hold the weights they run the optimizer, which has to treat every element by itself, and their state is
-    not in this one's; ``update`` needs the parameters.
+    Owners that hold the weights run the optimizer, which must be element-wise, and keep its state. ``update`` needs the
+    parameters.
     """
     return adapter.transformation(process.within(group), optimizer, _leave)
 
 
 def broadcast(tree: Any, root: int = 0, *, group: WorkerGroup | None = None) -> Any:
-    """A tree of arrays and numbers with the values of rank ``root``; all workers call it, servers keep their own."""
+    """A tree of arrays and numbers with the values of rank ``root``. Collective among workers; servers keep their
+    own.
+    """
     return adapter.broadcast(process.within(group), tree, root)
 
 
 def consolidate(params: Any, state: Any) -> Any:
-    """The newest parameters of all workers, who all call it between two steps, as ``syncline.consolidate`` says.
+    """The newest parameters of all workers. Collective, between two steps, as ``syncline.consolidate``.
 
-    Where replicas differ on the way (``asp``, ``ssp``, ``local``, ``easgd``, ...) say it before an evaluation.
+    If replicas differ during training (``asp``, ``ssp``, ``local``, ``easgd``, ...), call it before an evaluation.
     """
     return adapter.run_of(state).consolidate(params)
 
 
 def state_dict(params: Any, state: Any) -> dict[str, Any]:
-    """All that a resumed run needs, as arrays of NumPy and plain values; all workers call it, and have it.
+    """Everything that a resumed run needs, as NumPy arrays and plain values. Collective; all workers get it.
 
-    The parameters, the optimizer's state, the owners' where they have it, and what codecs keep back.
+    This includes the parameters, the optimizer's state, also on owners, and the codecs' residuals.
     """
     return adapter.run_of(state).state_dict(params, state)
 
 
 def load_state_dict(saved: Mapping[str, Any], params: Any, state: Any) -> tuple[Any, Any]:
-    """Parameters and state to go on from, with as many workers, or more, or fewer; all call it with the same.
+    """Restored parameters and state, for the same or another number of workers. Collective, with the same arguments.
 
-    ``params`` and ``state``, of ``init(params)``, say of which shapes they are, and where. Refuses a state of another
-    strategy, whose mathematics would differ.
+    ``params`` and ``state``, of ``init(params)``, give the shapes and devices. Refuses the state of a strategy with
+    different mathematics.
     """
     return adapter.run_of(state).load_state_dict(saved, params, state)
 

@@ -1,9 +1,9 @@
-"""Lightning over Syncline: ``import syncline.lightning`` lets ``Trainer(strategy="syncline")`` be known.
+"""Lightning over Syncline: ``import syncline.lightning`` registers ``Trainer(strategy="syncline")``.
 
-That is Lightning's DistributedDataParallel over the backend ``syncline``, with a codec as DDP's hook.
-Lightning goes on to start the processes, to share out data and to save checkpoints; what differs from its own ``ddp``
-is who carries gradients. Architecture and transport are the process group's, the codec is the hook's, and what it has
-kept back goes into Lightning's checkpoints. Not loaded with the package, since it loads Lightning.
+This is Lightning's DistributedDataParallel over the backend ``syncline``, with a codec as DDP's hook. Lightning still
+starts the processes, distributes the data and saves checkpoints; only the communication differs from its ``ddp``. The
+process group has the architecture and the transport, the hook has the codec, and Lightning's checkpoints contain the
+codec's residuals. ``import syncline`` does not import this module, because it imports Lightning.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .torch_backend.sessions import chosen
 __all__ = ["SynclineStrategy"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-"""The names under which Lightning is installed; its classes under one are others than those under the other."""
+"""The package names of Lightning. The classes of the two packages are distinct."""
 _OLDEST = (2, 4)
 _SAVED = "syncline"
-"""Where what the codec has kept back is in a checkpoint of Lightning."""
+"""The key of the codec's residuals in a Lightning checkpoint."""
 
 
 def _strategies() -> Any:
-    """Lightning's module of strategies: of the package that the script has imported, or else of one that is there."""
+    """Lightning's module of strategies, from the package that the script has imported or else from an installed one."""
     remedy = f"pip install 'syncline[lightning]', which brings lightning {_OLDEST[0]}.{_OLDEST[1]} or newer"
     for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
         try:
@@ -55,24 +55,24 @@ _lightning: Any = _strategies()
 
 
 def divided(text: str | None) -> tuple[Strategy, str | None]:
-    """A strategy without its codec, for the process group, and the codec, for DDP's hook, if there is one.
+    """A strategy without its codec, for the process group, and the codec for DDP's hook, if there is one.
 
-    The text is SYNCLINE_STRATEGY's by default. Raises UsageError for what DistributedDataParallel cannot run.
+    The text defaults to SYNCLINE_STRATEGY. Raises UsageError for strategies that DistributedDataParallel cannot run.
     """
     whole = Strategy.parse(text if text is not None else os.environ.get("SYNCLINE_STRATEGY", ""))
     if whole.codec == NONE:
         return chosen(str(whole)), None
     group = chosen(str(replace(whole, codec=NONE)))
     codec = str(replace(Strategy.parse(""), codec=whole.codec))
-    HookState(codec)  # refuses what is no hook's
+    HookState(codec)  # refuses strategies that a hook cannot run
     return group, codec
 
 
 class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
     """``Trainer(strategy="syncline")``, or ``Trainer(strategy=SynclineStrategy("ring codec=int8"))``.
 
-    ``strategy`` is Syncline's, ``SYNCLINE_STRATEGY`` by default; all else is what Lightning's ``DDPStrategy`` takes.
-    On GPUs tensors go by NCCL, and the codec compresses what it carries.
+    ``strategy`` is Syncline's and defaults to ``SYNCLINE_STRATEGY``; the other arguments are those of ``DDPStrategy``.
+    On GPUs NCCL moves tensors, and the codec compresses them.
     """
 
     strategy_name = NAME
@@ -84,11 +84,11 @@ class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
         self._group, self._codec = divided(strategy)
         self._hook: HookState | None = None
         self._kept: Mapping[str, Any] | None = None
-        """What was loaded of a checkpoint for what runs now, if one was given; empty where it has nothing of ours."""
+        """The residuals from the loaded checkpoint, if there is one; empty if it has none."""
         super().__init__(**others)
 
     def setup_distributed(self) -> None:
-        """Make the process group, unless there is one, which then has to be of this backend."""
+        """Create the process group. An existing one must have this backend."""
         if not dist.is_initialized():
             self.set_world_ranks()
             place = self.cluster_environment
@@ -124,28 +124,28 @@ class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
             self.model.register_comm_hook(self._hook, comm_hook)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save on rank 0; all ranks call this, and each says what its codec has kept back."""
+        """Save on rank 0. Collective, because each rank contributes its codec's residuals."""
         if self._hook is not None:
             checkpoint[_SAVED] = self._hook.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *path: Any, **options: Any) -> dict[str, Any]:
-        """What Lightning restores; what codecs have kept back is taken up when training begins."""
+        """Restore Lightning's part. Residuals are restored when training begins."""
         found: dict[str, Any] = super().load_checkpoint(*path, **options)
         self._kept = found.get(_SAVED) or {}
         return found
 
     def teardown(self) -> None:
-        """The end of what the Trainer was called for: the next call goes on from a checkpoint of its own, if any."""
+        """Forget the loaded checkpoint: the Trainer's next call has its own, if any."""
         self._kept = None
         super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Have ``Trainer(strategy="syncline")`` mean this class."""
+        """Register this class as ``Trainer(strategy="syncline")``."""
         register: Callable[..., Any] = strategy_registry.register
         register(NAME, cls, description="DDP over Syncline; its strategy is SYNCLINE_STRATEGY", override=True)
 
 
-register()  # torch may not have been loaded with the package
+register()  # torch may have been imported after the package
 SynclineStrategy.register_strategies(_lightning.StrategyRegistry)

@@ -1,7 +1,7 @@
-"""The nouns that folders share: Group, Layer, Spec, Slice, Bucket, and the units of the strategy grammar.
+"""Common data types: Group, Layer, Spec, Slice, Bucket, and the units of the strategy grammar.
 
-Everything here is frozen data without behaviour beyond arithmetic on itself; nothing here does I/O or imports a
-framework. Sizes are bytes, times are seconds, rates are bits per second; names say so.
+All are frozen data with only arithmetic on their own fields. Sizes are bytes, times are seconds, rates are bits per
+second; names say so.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Seconds = NewType("Seconds", float)
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of a run as algorithms see them: workers first, servers of their own after them.
+    """The processes of a run as algorithms see them: workers first, then dedicated servers.
 
-    ``workers`` compute and are ranks 0 to workers-1; ``servers`` are further processes that only aggregate. ``nodes``
-    gives the node (host) number of every worker, empty when all are on one node or it does not matter.
+    ``workers`` compute and are ranks 0 to workers-1; ``servers`` is the number of further processes, which only
+    aggregate. ``nodes`` gives the node (host) number of every worker; it is empty if all are on one node or it does not
+    matter.
     """
 
     workers: int
@@ -47,7 +48,7 @@ class Group:
 
     @property
     def processes(self) -> int:
-        """Workers and servers together."""
+        """The number of workers and servers together."""
         return self.workers + self.servers
 
     def members_by_node(self) -> tuple[tuple[int, ...], ...]:
@@ -62,7 +63,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor's name, shape and element type (a numpy type name, or ``bfloat16``)."""
+    """A tensor's name, shape and element type (a numpy type name, or ``bfloat16``)."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,9 +82,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Layer:
-    """A tensor that is exchanged, with the time its layer computes: what schedules and the simulator read.
+    """An exchanged tensor with its layer's computation times, for schedules and the simulator.
 
-    Layers are listed in forward order. ``forward_s`` and ``backward_s`` are seconds, 0 when unknown.
+    Layers are listed in forward order. ``forward_s`` and ``backward_s`` are seconds, 0 if unknown.
     """
 
     spec: Spec
@@ -135,9 +136,9 @@ def item_bytes(dtype: str) -> int:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """The numpy type of that name; ``bfloat16``, which numpy does not have, comes from ml_dtypes.
+    """The numpy type of that name; ``bfloat16``, which numpy lacks, comes from ml_dtypes.
 
-    Raises UsageError for what neither has, such as torch's float8 types.
+    Raises UsageError for types that neither has, such as torch's float8 types.
     """
     if dtype == "bfloat16":
         import ml_dtypes
@@ -148,7 +149,8 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
         known: np.dtype[np.generic] | None = np.dtype(dtype)
     except TypeError:
         known = None
-    if known is None or known.isbuiltin != 1:  # ml_dtypes, once loaded, gives numpy names that it cannot add
+    # once loaded, ml_dtypes gives numpy further names, whose types it cannot add
+    if known is None or known.isbuiltin != 1:
         raise UsageError(
             f"elements of type {dtype} cannot be added, so such gradients cannot be exchanged: keep these tensors as"
             " buffers, or as parameters that need no gradient"

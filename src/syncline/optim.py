@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch for large batches; not loaded with the package, since they load torch."""
+"""PyTorch optimizers for large batches. ``import syncline`` does not import this module, because it imports torch."""
 
 from __future__ import annotations
 

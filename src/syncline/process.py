@@ -1,8 +1,8 @@
-"""This process's part in a run: the one session that it has, and how that begins and ends.
+"""This process's single session: how it begins and ends.
 
-The only place that knows of *the* session of a process; everything below takes one as an argument, and ``api`` has the
-calls that scripts make. A session ends by itself when the interpreter ends; an exception that ends the script is told
-to the other ranks with its text.
+Only this module knows *the* session of a process. Modules below get a session as an argument; ``api`` has the functions
+for scripts. A session ends automatically at exit. The text of an exception that ends the script is sent to the other
+ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """What a process has of the run that it is in; ``process`` below is this one's."""
+    """The state of a process in its run. ``process`` below is this process's instance."""
 
     def __init__(self) -> None:
         self.joined: Session | None = None
         self.prepared: list[Prepared] = []
-        """The models of PyTorch that are part of the run, with their optimizers."""
+        """The PyTorch models that are part of the run, with their optimizers."""
         self._of_torch: dict[tuple[int, ...], WorkerGroup] = {}  # by ranks
-        self._founding = threading.Lock()  # held while one of them is made: two threads may give it first
+        self._founding = threading.Lock()  # held while a group is created: two threads may use one first
         self._point: MeetingPoint | None = None
         self._variables = Variables()
         self._inits = 0
@@ -51,16 +51,16 @@ class Process:
 
     @property
     def session(self) -> Session:
-        """The session; raises ClosedError where there is none."""
+        """The session. Raises ClosedError if there is none."""
         if self.joined is None:
             raise ClosedError("call syncline.init() first")
         self.joined.check_usable()
         return self.joined
 
     def within(self, group: Any) -> Session:
-        """The session of a group: ours, or one that its ranks have in torch; of all workers where there is none.
+        """The session of a Syncline group or of a torch group's ranks; that of all workers for None.
 
-        Raises UsageError for what is no group, and for a worker that is not in it.
+        Raises UsageError for other objects, and on a worker outside the group.
         """
         here = self.session
         if group is None:
@@ -96,7 +96,7 @@ class Process:
         liveness: float,
         progress: float,
     ) -> None:
-        """Join the run's processes, as ``syncline.init`` says it."""
+        """Join the run's processes, as ``syncline.init`` documents."""
         if self.joined is not None:
             raise UsageError("syncline.init() was called before: call syncline.shutdown() first")
         self._watch_exceptions()
@@ -109,7 +109,7 @@ class Process:
                 self.joined = alone(chosen, recording)
             else:
                 run = f"{environment.run_id}/{environment.restart}/{self._inits}"
-                self._inits += 1  # even if this one fails: who comes late to it must not come to the next
+                self._inits += 1  # even if this one fails, so that late processes do not join the next run
                 self.joined = connect_session(
                     chosen,
                     self._meeting_point(environment),
@@ -122,11 +122,11 @@ class Process:
                     recording=recording,
                 )
                 self._variables.count_workers(environment, chosen.servers)
-        self._watch_the_end(environment)  # the first to be called at the end: what was loaded on the way ends after it
+        self._watch_the_end(environment)  # registered last, so that it runs first at exit
 
     @contextlib.contextmanager
     def _recorded(self, number: int) -> Iterator[SessionSpans | None]:
-        """Record the session that begins inside, where that is asked for; nothing stays of one that does not."""
+        """Record the session that begins inside, if recording is on. A session that fails to begin leaves nothing."""
         recording = begin_recording(number, self._recordings)
         try:
             yield recording
@@ -137,7 +137,7 @@ class Process:
         self._recording, self._recordings = recording, self._recordings + 1
 
     def _meeting_point(self, environment: Environment) -> MeetingPoint:
-        """Where this process meets the others: made once, since a later session meets where the first one did."""
+        """The rendezvous with the other processes. It is created once, because later sessions use the same one."""
         if self._point is not None and self._point.asked != environment:
             self._point.close()
             self._point = None
@@ -146,9 +146,9 @@ class Process:
         return self._point
 
     def end(self, fetch: bool) -> None:
-        """Leave the run, if this process is in one; with ``fetch`` owners give optimizers their state back.
+        """Leave the run, if there is one. With ``fetch`` owners return the optimizers' state.
 
-        A failure of the run that no call has raised yet is raised here, when all is closed.
+        Raises a failure of the run that no call has raised yet, after closing everything.
         """
         if self.joined is None:
             return
@@ -167,7 +167,7 @@ class Process:
             raise failure
 
     def _end_at_exit(self) -> None:
-        """The end of the interpreter, where an exception would be printed and the status would stay 0."""
+        """End the session at exit. An exception could only be printed there, so a failure sets the exit status."""
         try:
             self.end(fetch=False)
         except SynclineError as error:
@@ -176,7 +176,7 @@ class Process:
             end_quickly()
 
     def _watch_the_end(self, environment: Environment) -> None:
-        """Say goodbye at exit, let go in forked children, and end with the launcher."""
+        """Register the ends: goodbye at exit, release in forked children, exit with the launcher."""
         reports.join()
         if self._watching:
             return
@@ -186,13 +186,13 @@ class Process:
         os.register_at_fork(after_in_child=self._forget)
 
     def _watch_exceptions(self) -> None:
-        """Print an exception that ends the script so that it can be read among those of other ranks, and tell them."""
+        """Print an exception that ends the script in one piece, among those of other ranks, and send it to them."""
         if not self._hooked:
             self._hooked = True
             watch_exceptions(lambda: self.joined)
 
     def _forget(self) -> None:
-        """In a forked child (a data loader's worker): the connections are the parent's."""
+        """Forget the session in a forked child (a data loader's worker): the connections belong to the parent."""
         if self.joined is not None:
             self.joined.member.process.forget_in_child()
         if self._recording is not None:
@@ -200,7 +200,7 @@ class Process:
 
 
 def _choose(strategy: str | None, environment: Environment) -> Strategy:
-    """The strategy asked for by the script or else by the launcher; servers that were started must be in it."""
+    """The strategy of the script or else of the launcher. It must have as many servers as were started."""
     text = strategy if strategy is not None else environment.strategy
     started = environment.servers
     if text is None:
@@ -215,9 +215,9 @@ def _choose(strategy: str | None, environment: Environment) -> Strategy:
 
 
 def _close(ending: Session, passing: BaseException | None) -> Exception | None:
-    """End a session while an exception passes through, or none does; the failure that nobody has seen yet."""
+    """End a session, possibly while an exception passes through. Returns the failure that no call has raised yet."""
     if isinstance(passing, Exception) and not isinstance(passing, PeerError):
-        ending.fail(passing)  # the others shall read it, not a goodbye
+        ending.fail(passing)  # the others should read the exception, not a goodbye
     failure = ending.shutdown()
     if not ending.forked:
         reports.leave()

@@ -1,19 +1,17 @@
-"""Name -> entry, for everything one can add: algorithms, codecs, schedules, searchers, sync modes, transports, ...
+"""The registry of all pluggable parts: algorithms, codecs, schedules, searchers, sync modes, transports, ...
 
 A part registers itself with a decorator at the top of its own file::
 
     @register("algorithms", "ring", goal="allreduce")
     def ring(group: Group) -> Plan: ...
 
-The registry finds the file because it lies in the folder of its kind, and third parties' parts through entry points
-of the group ``syncline.<kind>`` (the value is a module or the registered object in it). Nothing else has to be edited.
-Folders are imported when their kind is first asked for, never before, so that ``import syncline`` stays light. A third
-party's part that cannot be loaded is left out, with a warning that names the package: it must not keep what does not
-need it from working. Whoever asks for it by name learns why it is not there.
+The registry finds the file in the folder of its kind, and parts of other packages through entry points of the group
+``syncline.<kind>`` (the value is a module or the registered object in it). Folders are imported when their kind is
+first used, so that ``import syncline`` stays light. A part of another package that cannot be loaded is skipped with a
+warning that names the package, because it must not affect runs that do not need it. Using it by name raises the cause.
 
-The words that a strategy text may use for a part's arguments are the keyword-only parameters of a function or of a
-class's constructor, or the fields of a dataclass, with their annotations (``Size``, ``Rate``, ``Seconds``, ``int``,
-``float``, ``Literal``).
+The arguments of a part in a strategy text are the keyword-only parameters of a function or of a class's constructor, or
+the fields of a dataclass, with their annotations (``Size``, ``Rate``, ``Seconds``, ``int``, ``float``, ``Literal``).
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ KINDS = (
     "workloads",
 )
 _FOLDERS = {"frameworks": "bench.frameworks", "peers": "bench.peers"}
-"""Kinds whose folder is not that of their name: who trains in a comparison, and what is measured beside Syncline."""
+"""The folders of kinds whose folder has another name."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -64,13 +62,13 @@ class Parameter:
 
     @property
     def required(self) -> bool:
-        """True when the text must give it."""
+        """Whether the text must give it."""
         return self.default is inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered part: what to call, what its text may say, and the capabilities it declares."""
+    """One registered part: the object to call, its arguments, and its declared capabilities."""
 
     kind: str
     name: str
@@ -79,12 +77,12 @@ class Entry:
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The arguments a strategy text may give, in order."""
+        """The arguments that a strategy text may give, in order."""
         return parameters_of(self.target)
 
     @property
     def own(self) -> bool:
-        """True for what comes with Syncline, False for what another package brings."""
+        """Whether the part belongs to Syncline and not to another package."""
         return self.target.__module__.partition(".")[0] == __package__
 
     @property
@@ -96,15 +94,15 @@ class Entry:
 _entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
 _loaded: set[str] = set()
 _left_out: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
-"""Entry points that could not be loaded, by kind and name, and why."""
+"""Why entry points could not be loaded, by kind and name."""
 _entered: list[list[tuple[str, str, Entry | None]]] = []
-"""What has been entered since each load that is under way began, and what was there before: loads nest."""
+"""Per nested load in progress: the keys registered since its start, with the previous entries."""
 
 
 def register(kind: str, name: str, **capabilities: Any) -> Callable[[Target], Target]:
-    """Put the decorated function or class into the registry under ``name``.
+    """Register the decorated function or class under ``name``.
 
-    Raises UsageError for an unknown kind and for a name that another object already has.
+    Raises UsageError for an unknown kind and for a name that belongs to another object.
     """
     if kind not in KINDS:
         raise UsageError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
@@ -128,7 +126,7 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def get(kind: str, name: str) -> Entry:
-    """The entry of that name; raises UsageError naming the nearest one."""
+    """The entry of that name. UsageError names the most similar one."""
     _load(kind)
     try:
         return _entries[kind][name]
@@ -142,13 +140,13 @@ def get(kind: str, name: str) -> Entry:
 
 
 def left_out(kind: str, name: str) -> str:
-    """Why an installed part of that name is not there; empty when none is missing."""
+    """The reason why an installed part of that name could not be loaded; empty if there is none."""
     _load(kind)
     return _left_out[kind].get(name, "")
 
 
 def entries(kind: str) -> tuple[Entry, ...]:
-    """All entries of a kind, sorted by name: what contract tests run over."""
+    """All entries of a kind, sorted by name."""
     return tuple(get(kind, name) for name in names(kind))
 
 
@@ -158,28 +156,28 @@ def _load(kind: str) -> None:
     if kind in _loaded:
         return
     _loaded.add(kind)
-    _entered.append([])  # what asks for this kind may be another package that fails: this stays
+    _entered.append([])  # keep the error of another package's part that failed while importing this kind
     try:
         package = importlib.import_module(f"{__package__}.{_FOLDERS.get(kind, kind)}")
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     finally:
         _entered.pop()
-    # In one order on all hosts: of two packages that bring the same name, the same one has it everywhere.
+    # In one order on all hosts, so that the same package wins a name clash everywhere.
     points = importlib.metadata.entry_points(group=f"syncline.{kind}")
     for point in sorted(points, key=lambda point: (_distribution(point), point.name, point.value)):
         _load_foreign(kind, point)
 
 
 def _load_foreign(kind: str, point: importlib.metadata.EntryPoint) -> None:
-    """Load what another package brings, whole or not at all."""
+    """Load another package's part, completely or not at all."""
     brought: list[tuple[str, str, Entry | None]] = []
     _entered.append(brought)
     try:
         point.load()
         for its_kind, name, _ in brought:
             _entries[its_kind][name].parameters  # noqa: B018 - raises where an annotation cannot be read
-    except (Exception, SystemExit) as error:  # whatever its code may raise
+    except (Exception, SystemExit) as error:  # its code may raise anything
         for its_kind, name, before in reversed(brought):
             if before is None:
                 del _entries[its_kind][name]
@@ -197,12 +195,12 @@ def _load_foreign(kind: str, point: importlib.metadata.EntryPoint) -> None:
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
-    """The package that an entry point comes from, with its version."""
+    """The package that an entry point belongs to, with its version."""
     return "without a name" if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 
 def _same_source(known: Target, target: Target) -> bool:
-    """True for one object that is registered again: its module was reloaded, or runs as ``__main__`` too."""
+    """Whether an object is registered again: its module was reloaded, or also runs as ``__main__``."""
     modules = known.__module__, target.__module__
     if known.__qualname__ != target.__qualname__:
         return False
@@ -225,7 +223,7 @@ def parameters_of(target: Callable[..., Any]) -> tuple[Parameter, ...]:
 
 
 def _plain_class(target: Callable[..., Any]) -> bool:
-    """True for a class whose arguments are those of its ``__init__``, not its fields."""
+    """Whether a class takes the arguments of its ``__init__`` instead of its fields."""
     return inspect.isclass(target) and not dataclasses.is_dataclass(target)
 
 

@@ -1,4 +1,4 @@
-"""Syncline under TensorFlow: models of Keras 3, in ``fit`` and in loops, averaged inside of ``tf.function``.
+"""Syncline under TensorFlow: Keras 3 models, in ``fit`` and in custom loops, averaged inside ``tf.function``.
 
     import syncline
     import syncline.tensorflow
@@ -8,8 +8,8 @@
     syncline.tensorflow.prepare(model)
     model.fit(x[syncline.rank() :: syncline.world_size()], ...)
 
-Or ``average = syncline.tensorflow.average(model)``, which gives the means of gradients to whatever optimizer. Not
-loaded with the package, since it loads TensorFlow.
+Or ``average = syncline.tensorflow.average(model)``, which averages gradients for any optimizer. ``import syncline``
+does not import this module, because it imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def prepare(
     broadcast_buffers: bool = True,
     group: WorkerGroup | None = None,
 ) -> Any:
-    """Make a model of Keras, a ``tf.Module`` or a list of variables part of the run, with an optimizer of Keras.
+    """Make a Keras model, a ``tf.Module`` or a list of variables part of the run, with a Keras optimizer.
 
-    Without one it is that of ``compile()``, and the model alone is returned; else both, the very objects. All ranks
-    start from rank 0's values, and ``fit``, ``apply`` and ``apply_gradients`` exchange from now on. ``unused`` says
-    what happens to variables without a gradient: ``"error"`` names them, ``"zeros"`` counts them as zero. Variables
-    that steps change by themselves, such as moving means, are rank 0's after every step, or each rank's own without
-    ``broadcast_buffers``. A server does not return from here: it serves until the workers have left, and ends with
-    status 0.
+    Without an optimizer that of ``compile()`` is used, and only the model is returned; else both, the same objects. All
+    ranks start from rank 0's values, and ``fit``, ``apply`` and ``apply_gradients`` exchange from then on. ``unused``
+    controls variables without a gradient: ``"error"`` names them, ``"zeros"`` counts their gradients as zero. Variables
+    that steps change themselves, such as moving means, get rank 0's values after every step, or stay local with
+    ``broadcast_buffers=False``. On a server this call does not return: it serves until the workers have left, and exits
+    with status 0.
     """
     here = process.within(group)
     here.check_fit()
@@ -62,14 +62,14 @@ def prepare(
 
 
 def average(model: Any, *, unused: Unused = "error", group: WorkerGroup | None = None) -> Means:
-    """What makes of a model's gradients their means over all workers, for an optimizer of the script's.
+    """A function that replaces a model's gradients by their means over all workers, for an optimizer of the script.
 
         average = syncline.tensorflow.average(model)   # all ranks meet, and have rank 0's values
         with average.tape() as tape:                   # or tf.GradientTape, and average(gradients)
             loss = ...
         gradients = tape.gradient(loss, model.trainable_variables)
 
-    Raises UsageError where weights are what is exchanged (``prepare``). A server does not return from here.
+    Raises UsageError under strategies that exchange weights (use ``prepare``). On a server it does not return.
     """
     here = process.within(group)
     here.check_fit()
@@ -77,22 +77,24 @@ def average(model: Any, *, unused: Unused = "error", group: WorkerGroup | None =
 
 
 def broadcast(variables: Any, root: int = 0, *, group: WorkerGroup | None = None) -> None:
-    """Let the variables of a model, of an optimizer, or in a list, be those of rank ``root``; all workers call it."""
+    """Set the variables of a model, of an optimizer, or in a list to those of rank ``root``. Collective among
+    workers.
+    """
     adapter.broadcast(process.within(group), variables, root)
 
 
 def state_dict(model: Any) -> dict[str, Any]:
-    """All that a resumed run needs, as arrays of NumPy and plain values; all workers call it, and have it.
+    """Everything that a resumed run needs, as NumPy arrays and plain values. Collective; all workers get it.
 
-    The model's weights, what an optimizer of Keras keeps, here or at owners, and what codecs keep back.
+    This includes the model's weights, a Keras optimizer's state, here or on owners, and the codecs' residuals.
     """
     return adapter.prepared(model).state_dict()
 
 
 def load_state_dict(model: Any, saved: Mapping[str, Any]) -> None:
-    """Go on from there, with as many workers, or more, or fewer; all call it with the same.
+    """Restore that state, with the same or another number of workers. Collective, with the same arguments.
 
-    Refuses a state of another strategy, whose mathematics would differ.
+    Refuses the state of a strategy with different mathematics.
     """
     adapter.prepared(model).load_state_dict(saved)
 

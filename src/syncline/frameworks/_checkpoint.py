@@ -19,7 +19,7 @@ from ..nouns import Slice, Spec, numpy_dtype
 from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
 from ..serving.worker import Worker
-from ..session.layout import gather_saved, reading_state
+from ..session.layout import reading_state
 from ..session.session import Session
 from ..strategy.choice import Choice
 from ..training.weights import WeightExchange
@@ -50,16 +50,13 @@ def save(model: FlatModel) -> dict[str, Any]:
         if worker.keeps:
             found["owners"] = basic(specs, *_of_records(specs, worker.weights()))["weights"]
         session.barrier()  # nobody goes on before all have asked
-    if model.exchange.compression is not None and model.exchange.compression.keeps:
-        found["codec"] = gather_saved(session, model.exchange.compression.saved())
+    found |= model.exchange.saved()
     if model.averaging is not None:
         found["agreed"] = model.averaging.travelling.saved() | {"follows": model.follows}
         each = session.gather(pack([*_of_weights(weights), *_of_states(weights, kept, _STATE)]))
         name, number = session.name, session.member.number
         own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
         found["ranks"] = [basic(specs, *one) for one in own]
-        if model.exchange.of_differences is not None:
-            found["differences"] = gather_saved(session, model.exchange.of_differences.saved())
     return found
 
 
@@ -87,39 +84,27 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         arrays, states = checked(model.specs, state, session.rank, session.world_size)
         if state["algorithms"] and state["world_size"] == session.world_size:
             session.resume_with(Choice.read(state["algorithms"]))
-        codec = state.get("codec")
-        model.resume_at(int(state["steps"]))
+        model.resume(int(state["steps"]), state)
         compression = model.exchange.compression
         if compression is not None:
-            compression.resume_at(model.steps)
-            if codec is None:
-                compression.forget()
-            else:
-                compression.load(codec)
-            compression.warn_of_loss(str(session.strategy), codec is None and compression.keeps, 3)
+            lost = state.get("codec") is None and compression.keeps
+            compression.warn_of_loss(str(session.strategy), lost, 3)
         model.take_weights(arrays)
         if worker is None:
             model.weights.keep(states)
         else:
             _load_owners(model, worker, state, arrays, states)
         if model.averaging is not None:
-            _load_agreed(model, model.averaging, state)
+            _load_agreed(model.averaging, state)
 
 
-def _load_agreed(model: FlatModel, averaging: WeightExchange, state: Mapping[str, Any]) -> None:
+def _load_agreed(averaging: WeightExchange, state: Mapping[str, Any]) -> None:
     """Where one worker has trained nothing was agreed on: the weights are what all begin with."""
     averaging.forget()
     averaging.follows = True
     if "agreed" in state:
         averaging.travelling.load(state["agreed"])
         averaging.follows = bool(state["agreed"]["follows"])
-    apart = model.exchange.of_differences
-    if apart is not None:
-        apart.resume_at(0)
-        if "differences" in state:
-            apart.load(state["differences"])
-        else:
-            apart.forget()
 
 
 def _load_owners(

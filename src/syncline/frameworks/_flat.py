@@ -13,8 +13,8 @@ Which gradients have come is ``_gradients``', how buckets travel and what a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from ..engine.order import When
 from ..engine.step import Apply
@@ -106,9 +106,9 @@ class FlatModel:
             return "exchanged"
         return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.steps) else "own"
 
-    def resume_at(self, step: int) -> None:
-        """Go on from a step, counted from 0; between two."""
-        self.trained.resume_at(step)
+    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+        """As ``TrainedModel.resume``, between two steps."""
+        self.trained.resume(step, saved)
         self.exchange.plan()
 
     # One step.

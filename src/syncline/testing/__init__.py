@@ -1,19 +1,18 @@
-"""The laws of parts, as checks for those who write one: what every part of Syncline is held to.
+"""The laws that every part of Syncline must satisfy, as checks for authors of parts.
 
     from syncline.testing import check_codec
 
     def test_my_codec() -> None:
         check_codec("mine(ratio=0.01)")
 
-A check runs every law that concerns the part by what it declares, and raises BrokenLaw, an AssertionError, with the
-law, the part and the example that it fails for. Examples are drawn with NumPy from a seed: nothing else is needed, no
-test framework either.
+A check runs every law that applies to the part, according to its declarations. It raises BrokenLaw, an AssertionError
+with the law, the part and the failing example. Examples are drawn with NumPy from a seed; no test framework is needed.
 
-    check_codec      ``codecs``: what arrays become, and what becomes of that, alone and among ranks (``reducing``)
+    check_codec      ``codecs``: encoding and decoding, alone and among ranks (``reducing``)
     check_algorithm  ``algorithms``: plans for groups of 1 to 64 workers
-    check_schedule   ``schedules``: buckets of models, and training with them on a clock that is made up (``training``)
-    check_sync       ``sync``: its answers, and what owners of weights (``serving``) and training make of them
-    check_transport  ``transports``: messages between all ends of a ``network``, urgency, ends, sums of its own
+    check_schedule   ``schedules``: buckets of models, and training with them on a virtual clock (``training``)
+    check_sync       ``sync``: its answers, and their effect on owners of weights (``serving``) and on training
+    check_transport  ``transports``: messages between all ends of a ``network``, priorities, ends, its own allreduce
 """
 
 from __future__ import annotations

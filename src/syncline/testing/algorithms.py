@@ -1,7 +1,7 @@
-"""Laws of algorithms: every plan is proved on sets of ranks, right on numbers, and the same on all ranks.
+"""Laws of algorithms: every plan is proved on sets of ranks, correct on numbers, and the same on all ranks.
 
-Groups are of 1 to 64 workers, on nodes of many shapes, with servers of their own where the algorithm declares them and
-with some that it has no use for where it does not. What concerns an algorithm follows from its goal and its roles.
+Groups have 1 to 64 workers on nodes of many shapes, with servers: those that the algorithm declares, or unused ones.
+The goal and the roles of an algorithm determine the laws that apply.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..strategy.parts import bind, roles_of
 from .laws import Laws, require, same
 
 Held = list[list[NDArray[Any] | None]]
-"""The chunks of every rank; None where a rank has none."""
+"""The chunks of every rank; None for a missing chunk."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An algorithm with its arguments, what it declares, and the numbers of workers that it is tried for."""
+    """An algorithm with its arguments, its declarations, and the numbers of workers to test."""
 
     plan: Callable[..., Plan]
     goal: Goal
@@ -40,7 +40,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """An algorithm and a group, and what a broadcast begins at."""
+    """An algorithm and a group, and the root of a broadcast."""
 
     subject: Subject
     group: Group
@@ -48,11 +48,10 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        """Its plan."""
         return self.anew()
 
     def anew(self) -> Plan:
-        """The plan, made once more."""
+        """The plan, made again."""
         return self.subject.plan(self.group, **({} if self.root is None else {"root": self.root}))
 
     def __str__(self) -> str:
@@ -65,10 +64,10 @@ LAWS: Laws[Subject, Case] = Laws()
 def check_algorithm(
     algorithm: str | Callable[..., Plan], *, goal: Goal = "allreduce", workers: Iterable[int] = range(1, 65)
 ) -> tuple[str, ...]:
-    """Hold an algorithm, or the registered one of a text such as ``"double_tree(pieces=3)"``, to all laws.
+    """Check an algorithm, or the registered one of a text such as ``"double_tree(pieces=3)"``, against all laws.
 
-    A function that is not registered is for the ``goal``. Returns the names of the laws that concern it. Raises
-    BrokenLaw, an AssertionError with the law, the algorithm and the group that it fails for.
+    ``goal`` is for a function that is not registered. Returns the names of the laws that apply. Raises BrokenLaw, an
+    AssertionError with the law, the algorithm and the failing group.
     """
     if isinstance(algorithm, str):
         part = bind("algorithms", read_part(algorithm))
@@ -84,7 +83,9 @@ def check_algorithm(
 
 
 def node_shapes(workers: int) -> Iterator[tuple[int, ...]]:
-    """Nodes of every worker: none given, one node, blocks, interleaved, one worker each, uneven in several ways."""
+    """Node numbers of the workers: none, one node, blocks, interleaved, one worker per node, and several uneven
+    ones.
+    """
     yield ()
     yield (0,) * workers
     yield tuple(range(workers))
@@ -96,7 +97,7 @@ def node_shapes(workers: int) -> Iterator[tuple[int, ...]]:
 
 
 def groups(subject: Subject, seed: int = 0, count: int = 0) -> Iterator[Case]:  # noqa: ARG001
-    """All that the algorithm is for."""
+    """All groups that the algorithm supports."""
     roles = subject.roles
     for workers in subject.workers:
         if roles is not None:
@@ -112,7 +113,7 @@ def groups(subject: Subject, seed: int = 0, count: int = 0) -> Iterator[Case]:  
 
 
 def different(subject: Subject, seed: int, count: int) -> Iterator[Case]:
-    """One group for each plan that the algorithm makes: equal plans need to be tried once."""
+    """One group for each distinct plan of the algorithm."""
     seen = set()
     for case in groups(subject, seed, count):
         plan = case.plan
@@ -123,7 +124,7 @@ def different(subject: Subject, seed: int, count: int) -> Iterator[Case]:
 
 
 def small(subject: Subject, seed: int, count: int) -> Iterator[Case]:
-    """Those of up to a dozen workers, for what takes long."""
+    """The groups of up to a dozen workers, for slow laws."""
     return different(replace(subject, workers=tuple(few for few in subject.workers if few <= 12)), seed, count)
 
 
@@ -132,7 +133,7 @@ def small(subject: Subject, seed: int, count: int) -> Iterator[Case]:
 
 @LAWS.law(groups)
 def the_same_group_gets_the_same_plan(case: Case) -> None:
-    """For the goal that is declared, among all workers: every rank makes its plan by itself."""
+    """It has the declared goal and all workers as members: every rank makes its plan by itself."""
     plan, again, goal = case.plan, case.anew(), case.subject.goal
     require(plan.digest == again.digest, "made twice, the plan has other transfers, or has them in another order")
     require(plan.goal == goal, f"the plan is for {plan.goal}, and declared is {goal}")
@@ -144,20 +145,19 @@ def the_same_group_gets_the_same_plan(case: Case) -> None:
 
 @LAWS.law(different)
 def every_plan_is_proved(case: Case) -> None:
-    """Everyone ends with all contributions, each of them once, and nothing travels in vain (``plans.check``)."""
+    """Every rank ends with all contributions, each once, and no transfer is useless (``plans.check``)."""
     check(case.plan)
 
 
 @LAWS.law(groups, lambda case: case.group.workers == 1)
 def one_worker_has_nothing_to_send(case: Case) -> None:
-    """Its plan is empty."""
     transfers = len(case.plan)
     require(transfers == 0, f"the plan of one worker has {transfers} transfers")
 
 
 @LAWS.law(small)
 def numbers_come_out_right_and_alike(case: Case) -> None:
-    """Run step by step on numbers: sums are exact where they can be, and the same bits on all ranks where not."""
+    """Run step by step on numbers, exact sums are correct, and inexact ones have the same bits on all ranks."""
     plan = case.plan
     draw = np.random.default_rng(case.group.workers)
     exact = draw.integers(-99, 99, (plan.world, plan.chunks, 3)).astype(np.float64)
@@ -173,7 +173,7 @@ def numbers_come_out_right_and_alike(case: Case) -> None:
 
 @LAWS.law(small, lambda case: case.subject.goal == "allreduce" and case.group.workers > 1 and splits(case.plan))
 def halves_add_up_to_the_whole(case: Case) -> None:
-    """Where an allreduce is a reduce-scatter and an all-gather, these send what it sends."""
+    """If an allreduce splits into a reduce-scatter and an all-gather, these send the same transfers."""
     plan = case.plan
     halves = phases(plan)
     sent = sum((half.bytes_sent(1.0) for half in halves), np.zeros(plan.world))
@@ -183,7 +183,7 @@ def halves_add_up_to_the_whole(case: Case) -> None:
 
 @LAWS.law(groups, lambda case: case.subject.roles is not None)
 def owners_are_where_the_roles_say(case: Case) -> None:
-    """Push and pull are proved, for one worker too, between the workers and the owners that are declared."""
+    """Push and pull are proved between the workers and the declared owners, also for a single worker."""
     roles = case.subject.roles
     assert roles is not None
     push, pull = roles.halves(case.group)
@@ -199,7 +199,7 @@ def owners_are_where_the_roles_say(case: Case) -> None:
 
 
 def splits(plan: Plan) -> bool:
-    """Whether an allreduce has one owner for every chunk, so that it has two halves."""
+    """Whether an allreduce has one owner per chunk, so that it has two halves."""
     try:
         phases(plan)
     except PlanError:
@@ -208,7 +208,7 @@ def splits(plan: Plan) -> bool:
 
 
 def executed(plan: Plan, given: NDArray[Any]) -> Held:
-    """What every rank holds after the plan: the definition of its meaning, step by step on a copy of the state.
+    """The chunks of every rank after the plan: the definition of its meaning, step by step on a copy of the state.
 
     ``given`` are the arrays of all ranks: (world, chunks, elements).
     """
@@ -239,7 +239,7 @@ def start(plan: Plan, given: NDArray[Any]) -> Held:
 
 
 def wanted(plan: Plan, given: NDArray[Any], chunk: int) -> NDArray[Any]:
-    """What a chunk has to be at the end."""
+    """The expected value of a chunk at the end."""
     if plan.goal in ("allreduce", "reduce_scatter"):
         total: NDArray[Any] = given[list(plan.members), chunk].sum(axis=0)
         return total
@@ -248,7 +248,7 @@ def wanted(plan: Plan, given: NDArray[Any], chunk: int) -> NDArray[Any]:
 
 
 def there(held: Held, rank: int, chunk: int) -> NDArray[Any]:
-    """A chunk that a rank has to have."""
+    """A chunk that a rank must have."""
     found = held[rank][chunk]
     if found is None:
         raise AssertionError(f"rank {rank} ends without chunk {chunk}")

@@ -1,8 +1,8 @@
-"""Laws of a kind of part, how they are tried, and what is said of a part that breaks one.
+"""Runs the laws of a kind of part and reports violations.
 
-A law is a function of a case (a part with an example to try it on) that raises AssertionError where it does not hold.
-It says which cases concern it, by what the part declares. Cases are drawn from a seed, the smallest first, so that what
-is found is found again, and is small.
+A law is a function of a case (a part with an example) that raises AssertionError if the law is violated. It selects the
+cases that it applies to by the part's declarations. Cases are drawn from a seed, the smallest first, so that failures
+are reproducible and small.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CaseT = TypeVar("CaseT")
 
 
 class BrokenLaw(AssertionError):
-    """A part that does not keep a law of its kind: ``law``, ``part`` and the ``case`` in which it does not."""
+    """A part that violates a law of its kind: ``law``, ``part`` and the failing ``case``."""
 
     def __init__(self, law: str, part: str, case: str, why: str) -> None:
         super().__init__(f"{part} breaks the law {law!r} with {case}: {why}")
@@ -30,7 +30,7 @@ class BrokenLaw(AssertionError):
 
 @dataclass(frozen=True)
 class Law(Generic[PartT, CaseT]):
-    """One law: the cases that it is tried on, made of a part, a seed and how many to draw, and whom it concerns."""
+    """One law: its cases, made from a part, a seed and their number, and the parts that it applies to."""
 
     name: str
     check: Callable[[CaseT], None]
@@ -39,9 +39,9 @@ class Law(Generic[PartT, CaseT]):
 
 
 class Laws(Generic[PartT, CaseT]):
-    """The laws of one kind, those of ``parts`` of it, in the order in which they are tried.
+    """The laws of one kind of part (``parts``), in the order in which they run.
 
-    What others build on comes first.
+    Laws that others depend on come first.
     """
 
     def __init__(self, *parts: Laws[PartT, Any]) -> None:
@@ -52,13 +52,13 @@ class Laws(Generic[PartT, CaseT]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the laws say, in a few words each."""
+        """The names of the laws."""
         return tuple(law.name for law in self)
 
     def law(
         self, cases: Callable[[PartT, int, int], Iterable[CaseT]], concerns: Callable[[CaseT], bool] = lambda _: True
     ) -> Callable[[Callable[[CaseT], None]], Callable[[CaseT], None]]:
-        """Enter the decorated function, whose name is what the law says."""
+        """Register the decorated function, whose name states the law."""
 
         def enter(check: Callable[[CaseT], None]) -> Callable[[CaseT], None]:
             self._laws.append(Law(check.__name__.replace("_", " "), check, cases, concerns))
@@ -67,10 +67,10 @@ class Laws(Generic[PartT, CaseT]):
         return enter
 
     def hold(self, part: PartT, shown: str, seed: int, count: int) -> tuple[str, ...]:
-        """Try all laws; returns the names of those that concern the part. Raises BrokenLaw for the first broken one.
+        """Run all laws. Returns the names of those that apply. Raises BrokenLaw for the first violation.
 
-        What a part itself raises breaks the law that was tried. Raises UsageError for a part that no law concerns: a
-        test of it would pass whatever it did.
+        An exception of the part itself counts as a violation. Raises UsageError for a part that no law applies to,
+        because such a test would always pass.
         """
         concerned = tuple(law.name for law in self if holds(law, part, shown, seed, count))
         if not concerned:
@@ -79,7 +79,7 @@ class Laws(Generic[PartT, CaseT]):
 
 
 def holds(law: Law[PartT, CaseT], part: PartT, shown: str, seed: int, count: int) -> bool:
-    """Whether the law concerns the part, which keeps it; raises BrokenLaw where it does not."""
+    """Whether the law applies to the part. Raises BrokenLaw if the part violates it."""
     concerned, case = False, None
     try:
         for case in law.cases(part, seed, count):
@@ -93,13 +93,13 @@ def holds(law: Law[PartT, CaseT], part: PartT, shown: str, seed: int, count: int
 
 
 def require(holds: bool | np.bool_, fault: str) -> None:
-    """Raise AssertionError, under ``python -O`` too, unless it ``holds``."""
+    """Raise AssertionError unless ``holds``, even under ``python -O``."""
     if not holds:
         raise AssertionError(fault)
 
 
 def same(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
-    """Two arrays of one dimension are equal, what is no number being equal to itself."""
+    """Check that two one-dimensional arrays are equal; NaN equals NaN."""
     require(found.shape == wanted.shape, f"{what}: {found.size} elements in place of {wanted.size}")
     differ = (found != wanted) & ((found == found) | (wanted == wanted))
     if differ.any():

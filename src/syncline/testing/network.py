@@ -1,4 +1,4 @@
-"""All ends of a transport in one place: made from a strategy's text, and driven until something is done."""
+"""All ends of a transport in one process: made from a strategy's text and driven until something is done."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..transports import Bytes, Handle, MemoryStore, Place, Transport
 from .laws import require
 
 LIMIT_S = 20.0
-"""How long anything that is to come is waited for."""
+"""The time limit for everything that must happen."""
 
 _TURN_S = 0.0005
 
 Network = Callable[[int], AbstractContextManager[Sequence[Transport]]]
-"""Makes the ends of so many processes, by rank, and closes them: those that have been closed already too."""
+"""Makes the ends of a number of processes, by rank, and closes them, even if some are closed already."""
 
 
 def network_of(text: str) -> Network:
-    """The ends of a registered transport, all in this process; raises UsageError for one that reaches nobody."""
+    """The ends of a registered transport, all in this process. UsageError for one that cannot connect them."""
     part = bind("transports", read_part(text))
     entry = registry.get("transports", part.name)
 
@@ -60,7 +60,7 @@ def _made(entry: registry.Entry, arguments: Mapping[str, Any], world: int) -> li
 
 
 def connected(world: int, is_unix: Callable[[int, int], bool]) -> list[dict[int, socket.socket]]:
-    """For every process its connections to all others, over UNIX sockets or over TCP."""
+    """Every process's connections to all others, over UNIX sockets or TCP."""
     found: list[dict[int, socket.socket]] = [{} for _ in range(world)]
     for low in range(world):
         for high in range(low + 1, world):
@@ -74,20 +74,20 @@ def connected(world: int, is_unix: Callable[[int, int], bool]) -> list[dict[int,
 
 
 def together(items: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
-    """What a call gives for each, all at once in threads of their own: for what waits for the others."""
+    """The results of a call for each item, all at once in threads, for calls that wait for each other."""
     with ThreadPoolExecutor(max(1, len(items))) as threads:
         return list(threads.map(call, items))
 
 
 class Ends:
-    """The ends of one network that are open, driven by the thread that waits; ``told`` is what polls have returned."""
+    """The open ends of one network, driven by the waiting thread. ``told`` are the handles that polls returned."""
 
     def __init__(self, ends: Sequence[Transport]) -> None:
         self.ends = list(ends)
         self.told: dict[Handle, None] = {}
 
     def poll(self, end: Transport, timeout: float = _TURN_S) -> list[Handle]:
-        """What has completed at one end: every handle once, when it is done."""
+        """The completed handles of one end; checks that each is done and returned once."""
         found = end.poll(timeout)
         for handle in found:
             require(handle.done, f"poll returned {handle}, which is not done")
@@ -96,13 +96,13 @@ class Ends:
         return found
 
     def turn(self, times: int = 5) -> None:
-        """Let all ends move what they can move now."""
+        """Let all ends make progress once."""
         for _ in range(times):
             for end in self.ends:
                 self.poll(end)
 
     def wait(self, *handles: Handle) -> None:
-        """Drive until all are done; raises the first error that one has."""
+        """Drive until all handles are done. Raises the first error."""
         missing = set(handles)
         self.until(lambda: missing <= self.told.keys(), lambda: missing - self.told.keys())
         for handle in handles:
@@ -110,21 +110,21 @@ class Ends:
                 raise handle.error
 
     def until(self, holds: Callable[[], bool], missing: Callable[[], object]) -> None:
-        """Drive until something ``holds``; raises AssertionError with what is ``missing`` when it does not come."""
+        """Drive until ``holds()``. AssertionError with ``missing()`` after the time limit."""
         deadline = time.monotonic() + LIMIT_S
         while not holds():
             require(time.monotonic() < deadline, f"not done within {LIMIT_S:g} s: {missing()}")
             self.turn(1)
 
     def close(self, rank: int) -> None:
-        """End one of them, which is driven no more."""
+        """Close one end and drive it no more."""
         end = next(end for end in self.ends if end.rank == rank)
         self.ends.remove(end)
         end.close()
 
 
 def in_time(call: Callable[[], Any], what: str) -> Any:
-    """What a call in a thread of its own gives; AssertionError when it does not come back, which is then left there."""
+    """The result of a call in a thread. AssertionError if it does not return; the thread is then abandoned."""
     found: list[Any] = []
     raised: list[BaseException] = []
 
@@ -144,7 +144,7 @@ def in_time(call: Callable[[], Any], what: str) -> Any:
 
 
 def raised(call: Callable[[], Any], kind: type[Exception]) -> Exception:
-    """The error of a kind that a call has to raise."""
+    """The error of type ``kind`` that a call must raise."""
     try:
         call()
     except kind as error:
@@ -153,5 +153,5 @@ def raised(call: Callable[[], Any], kind: type[Exception]) -> Exception:
 
 
 def numbers(nbytes: int, seed: int = 0) -> Bytes:
-    """So many bytes that differ."""
+    """``nbytes`` bytes with varying values."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)

@@ -1,8 +1,7 @@
-"""The ranks of a run without a transport: a loop that carries the messages of reducers and makes their sums.
+"""The ranks of a run without a transport: a loop that delivers the messages of reducers and computes their sums.
 
-What a codec does to gradients that travel is seen with others only: ``Ranks`` are the processes of a group, each with
-all that it remembers of a model, which exchange step by step. Who sends how much to whom is held to what was foreseen
-(``as_foreseen``).
+``Ranks`` are the processes of a group, each with its state for a model, which exchange step by step. All traffic is
+compared with its prediction (``as_foreseen``).
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from ..wire.scratch import Scratch
 from .laws import require
 
 SHAPES = ((3,), (40, 50), (7,), (1,), (64, 33), (5000,))
-"""A model's tensors: matrices, vectors, and some that are too small for anything."""
+"""A model's tensors: matrices, vectors, and very small ones."""
 
 Alter = Callable[[int, int, Bytes], Bytes]
-"""A wire: source, destination and what was sent become what arrives."""
+"""A wire: computes the received data from source, destination and sent data."""
 
 
 def untouched(src: int, dst: int, data: Bytes) -> Bytes:  # noqa: ARG001
-    """A wire that does its work."""
+    """A wire that changes nothing."""
     return data
 
 
 def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[int], None] = lambda _: None) -> int:
-    """Drive the reducers of all processes to their ends; the bytes sent in messages.
+    """Run the reducers of all processes to their ends. Returns the bytes sent in messages.
 
-    ``alter`` is the wire; ``summed`` is told the bytes of every array that the workers sum.
+    ``alter`` is the wire. ``summed`` is called with the bytes of every array that the workers sum.
     """
     asked: list[Round | Sum | None] = [next(reducer, None) for reducer in ranks]
     under_way: dict[tuple[int, int], deque[Bytes]] = {}
@@ -107,28 +106,28 @@ def _sum(asked: list[Sum]) -> None:
 
 
 class Counted(Scratch):
-    """A shelf that knows what is missing from it."""
+    """A pool that counts buffers in use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out = 0
 
     def take(self, nbytes: int) -> Bytes:
-        """A buffer, which counts as missing until it is given back."""
+        """A buffer, counted as missing until it is returned."""
         self.out += 1
         return super().take(nbytes)
 
     def give(self, buffer: Bytes) -> None:
-        """Back to the shelf."""
+        """Return a buffer."""
         self.out -= 1
         super().give(buffer)
 
 
 class Ranks:
-    """The processes of a group that exchange a model's gradients, with states that last over steps.
+    """The processes of a group that exchange a model's gradients, with states that persist over steps.
 
     ``shapes`` are the model's tensors, ``buckets`` slices of them, by default all in one. Owners are the ``servers``,
-    or the workers where there are none. ``hosts`` are the workers of each host, for two levels.
+    or the workers if there are none. ``hosts`` are the workers of each host, for two levels.
     """
 
     def __init__(
@@ -164,7 +163,9 @@ class Ranks:
         ]
 
     def step(self, inputs: Sequence[Sequence[NDArray[np.generic]]], alter: Alter = untouched) -> int:
-        """One exchange of all buckets: ``inputs`` are the gradients of every worker, by bucket; the bytes sent."""
+        """Exchange all buckets once. ``inputs`` are the gradients of every worker, by bucket. Returns the bytes
+        sent.
+        """
         sent = 0
         for worker, gradients in enumerate(inputs):
             for array, gradient in zip(self.arrays[worker], gradients, strict=True):
@@ -180,11 +181,11 @@ class Ranks:
 
     @property
     def results(self) -> list[NDArray[np.generic]]:
-        """What every worker has after a step."""
+        """The result of every worker after a step."""
         return [np.concatenate(arrays) for arrays in self.arrays[: self.workers]]
 
     def residuals(self) -> NDArray[np.float64]:
-        """What all ranks and owners still hold back, by element of the tensors."""
+        """The sum of the residuals of all ranks and owners, by element of the tensors."""
         saved = [rank.saved() for rank in self.ranks]
         parts = []
         for layer in self.layers:
@@ -201,7 +202,7 @@ class Ranks:
 
 
 def as_foreseen(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Sequence[Traffic]) -> None:
-    """Run the reducers of all processes, and hold every message and every sum to what was foreseen."""
+    """Run the reducers of all processes and compare every message and every sum with the prediction."""
     found = {len(one) for one in pieces}
     require(found == {len(traffic)}, f"there are {sorted(found)} reducers, and {len(traffic)} were foreseen")
     for starts, steps in zip(zip(*pieces, strict=True), traffic, strict=True):
@@ -219,7 +220,7 @@ def as_foreseen(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Sequ
 
 
 def _compare(moved: Sequence[tuple[int, int, int]], flows: Sequence[Flows]) -> None:
-    """Hold messages, as source, destination and bytes, to what was foreseen of them."""
+    """Compare messages (source, destination, bytes) with their prediction."""
     columns = [row for step in flows for row in zip(*(column.tolist() for column in step.columns), strict=True)]
     ends, foreseen_ends = Counter(one[:2] for one in moved), Counter(one[:2] for one in columns)
     require(ends == foreseen_ends, f"messages go between {dict(ends)}, and {dict(foreseen_ends)} were foreseen")

@@ -1,4 +1,6 @@
-"""Laws of schedules: everything travels once, in one order on all ranks, and training with it keeps its promises."""
+"""Laws of schedules: every element travels once, in one order on all ranks, and training keeps the schedule's
+promises.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 def check_schedule(schedule: str | Schedule, *, seed: int = 0, examples: int = 40) -> tuple[str, ...]:
-    """Hold a schedule, or the registered one of a text such as ``"fixed(bucket=4MiB)"``, to all laws.
+    """Check a schedule, or the registered one of a text such as ``"fixed(bucket=4MiB)"``, against all laws.
 
-    Returns the names of the laws. Raises BrokenLaw, an AssertionError with the law, the schedule and the example that
-    it fails for. So many ``examples`` are drawn for every law, from the ``seed``.
+    Returns the names of the laws. Raises BrokenLaw, an AssertionError with the law, the schedule and the failing
+    example. ``examples`` are drawn for every law, from ``seed``.
     """
     built: Schedule = build("schedules", read_part(schedule)) if isinstance(schedule, str) else schedule
     return LAWS.hold(built, f"schedule {schedule}", seed, examples)
@@ -31,7 +33,7 @@ def check_schedule(schedule: str | Schedule, *, seed: int = 0, examples: int = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule and the layers of a model; what has been measured, if anything; the seed of what is drawn."""
+    """A schedule and the layers of a model, with measured costs or None, and the seed of what is drawn."""
 
     schedule: Schedule
     layers: tuple[Layer, ...]
@@ -39,11 +41,11 @@ class Case:
     seed: int
 
     def buckets(self) -> list[Bucket]:
-        """What the schedule makes of them."""
+        """The schedule's buckets."""
         return self.schedule.buckets(self.layers, self.cost)
 
     def draw(self) -> np.random.Generator:
-        """For what a law chooses beside it."""
+        """A random generator for further choices of a law."""
         return np.random.default_rng([self.seed, 1])
 
     def __str__(self) -> str:
@@ -57,7 +59,7 @@ LAWS: Laws[Schedule, Case] = Laws()
 def models(
     most_layers: int, most_elements: float, least_elements: int = 0, least_layers: int = 0
 ) -> Callable[[Schedule, int, int], Iterator[Case]]:
-    """Models of up to so many layers, with sizes of up to so many elements, on many scales."""
+    """Models of limited numbers of layers and elements, on many scales."""
 
     def cases(schedule: Schedule, seed: int, count: int) -> Iterator[Case]:
         draw = np.random.default_rng(seed)
@@ -82,7 +84,8 @@ def models(
 
 @LAWS.law(models(3, 10, least_layers=1))
 def what_it_asks_for_is_done_by_engines(case: Case) -> None:
-    """``release``, ``phases``, ``apply`` and ``local`` are values that exist; buckets go; priorities are numbers."""
+    """``release``, ``phases``, ``apply`` and ``local`` have known values, buckets may start, and priorities are
+    numbers."""
     for name, known in (("release", Release), ("phases", Phases), ("apply", Application)):
         value = getattr(case.schedule, name)
         require(value in get_args(known), f"{name} is {value!r}, and can be one of {', '.join(get_args(known))}")
@@ -99,7 +102,7 @@ def what_it_asks_for_is_done_by_engines(case: Case) -> None:
 
 @LAWS.law(models(30, 1e8))
 def every_element_is_in_one_bucket_of_its_type(case: Case) -> None:
-    """The slices of a tensor, one of no elements too, are its elements once; they are of the bucket's element type."""
+    """The slices of a tensor, even an empty one, are its elements once, and have the bucket's element type."""
     covered: list[list[tuple[int, int]]] = [[] for _ in case.layers]
     for bucket in case.buckets():
         require(bool(bucket.slices), "a bucket has nothing in it")
@@ -122,7 +125,7 @@ def every_element_is_in_one_bucket_of_its_type(case: Case) -> None:
 
 @LAWS.law(models(30, 1e8))
 def buckets_are_listed_as_backward_completes_them(case: Case) -> None:
-    """Backward goes from the last layer to the first: a bucket is complete with its tensor nearest to the input."""
+    """Backward goes from the last layer to the first, so a bucket is complete with its tensor nearest to the input."""
     complete = [min(part.tensor for part in bucket.slices) for bucket in case.buckets()]
     wanted = sorted(complete, reverse=True)
     require(complete == wanted, f"backward completes the buckets with the tensors {wanted}, listed are {complete}")
@@ -130,7 +133,7 @@ def buckets_are_listed_as_backward_completes_them(case: Case) -> None:
 
 @LAWS.law(models(30, 1e8))
 def all_ranks_make_the_same_buckets(case: Case) -> None:
-    """The same layers get the same buckets and priorities, whatever was asked before: ranks decide each by itself."""
+    """The same layers give the same buckets and priorities, whatever the earlier calls: each rank decides by itself."""
     first = case.buckets()
     priorities = [case.schedule.priority(bucket) for bucket in first]
     case.schedule.buckets(case.layers[::2], None)
@@ -142,14 +145,14 @@ def all_ranks_make_the_same_buckets(case: Case) -> None:
 
 @LAWS.law(models(6, 8, least_elements=1, least_layers=1))
 def training_keeps_its_promises(case: Case) -> None:
-    """Whatever order backward comes in: each bucket goes once, when it may, and is applied when it is promised."""
+    """In any order of backward, each bucket is sent once, when allowed, and applied when promised."""
     for mode in (mode for mode in MODES if go_together(case.schedule, mode)):
         Worker(case.layers, case.schedule, mode, case.cost).train(backward_of(case, case.draw()))
 
 
 @LAWS.law(models(6, 8, least_elements=1, least_layers=1))
 def workers_submit_alike_whatever_order_backward_has(case: Case) -> None:
-    """Buckets are handed over in the order of the list, or workers would wait for each other's."""
+    """Buckets are submitted in the order of the list, or else workers would deadlock."""
     draw, orders = case.draw(), []
     for _ in range(2):
         worker = Worker(case.layers, case.schedule, MODES[0], case.cost)
@@ -159,5 +162,5 @@ def workers_submit_alike_whatever_order_backward_has(case: Case) -> None:
 
 
 def backward_of(case: Case, draw: np.random.Generator) -> Sequence[int]:
-    """One order in which a backward pass may produce the tensors."""
+    """A possible order in which a backward pass produces the tensors."""
     return [int(index) for index in draw.permutation(len(case.layers))]

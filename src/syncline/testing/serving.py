@@ -1,7 +1,7 @@
-"""Workers and an owner of their weights whose messages come in any order: what a sync mode is held to as a rule.
+"""Simulates workers and an owner of their weights with arbitrary message order, for the laws of sync modes.
 
-It drives ``serving.protocol`` without messages, threads or clocks. Who speaks next is for the caller to choose; what
-has been said, and answered, is a log that the laws are read off.
+It drives ``serving.protocol`` without messages, threads or clocks. The caller chooses the next message. The laws read a
+log of all messages and answers.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ..sync import backup_of
 from .laws import require
 
 Choose = Callable[[Sequence[int]], int]
-"""Picks one of several numbers."""
+"""Chooses one of several numbers."""
 
 Log = Sequence[Request | Action]
 
 
 def values_of(worker: int, step: int, rule: Rule) -> dict[str, float]:
-    """What is merged has to be the same on all workers; what is not is each one's own."""
+    """The values of a push: the same on all workers if it is merged, else the worker's own."""
     return {"lr": 1.0 / step} if rule.merges else {"lr": 1.0 / step, "of": worker}
 
 
 @dataclass
 class Played:
-    """A worker as the protocol wants it: which buckets of its step are still to be pushed, and to come back.
+    """A worker's state in the protocol: the buckets of its step that are still to be pushed and to be returned.
 
-    ``step`` is what the next one is called, ``made`` how many it has made. It meets the others, and leaves, after so
-    many as ``meets`` and ``leaves`` say, if they do.
+    ``step`` is the number of the next step, ``made`` the number of finished steps. The worker meets the others after
+    ``meets`` steps and leaves after ``leaves``, if these are set.
     """
 
     step: int = 1
@@ -48,10 +48,10 @@ class Played:
 
 
 class Play:
-    """Workers and an owner whose messages come in whatever order is chosen; ``log`` has all that was said.
+    """Workers and an owner whose messages come in an arbitrary order. ``log`` records everything.
 
-    ``buckets`` are what is pushed by itself, ``norms`` how often a worker asks for the norm in every step. With
-    ``stops`` each worker meets the others and leaves them, where the rule has that, after chosen numbers of its steps.
+    ``buckets`` are pushed separately; ``norms`` is how often a worker asks for the norm in every step. With ``stops``
+    each worker meets the others and leaves them after random numbers of its steps, if the rule allows it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Play:
         stops: int = 0,
     ) -> None:
         self.ledger, self.rule, self.buckets = Ledger(workers, rule, buckets), rule, buckets
-        self.norms = 0 if backup_of(rule) else norms  # nobody could say of what
+        self.norms = 0 if backup_of(rule) else norms  # without a rule there is no one to meet
         self.choose, self.stops = choose, stops
         self.workers = [Played() for _ in range(workers)]
         self.log: list[Request | Action] = []
@@ -77,7 +77,7 @@ class Play:
         played.to_push, played.to_come, played.to_ask = set(self.buckets), set(self.buckets), self.norms
 
     def able(self, steps: int) -> list[int]:
-        """Those who have something to say; who has pushed all of a step waits until all of it has come back."""
+        """The workers that can send. A worker that has pushed its whole step waits for all answers."""
         return [
             worker
             for worker, played in enumerate(self.workers)
@@ -87,7 +87,7 @@ class Play:
         ]
 
     def next_of(self, worker: int) -> Request:
-        """What a worker says next: a question that it has, else the push of a bucket that is chosen."""
+        """A worker's next message: an open question, else the push of a chosen bucket."""
         played = self.workers[worker]
         values = values_of(worker, played.step, self.rule)
         if len(played.to_push) == len(self.buckets) and played.to_ask == self.norms:
@@ -100,7 +100,7 @@ class Play:
         return Request("push", worker, played.step, values, self.choose(sorted(played.to_push)))
 
     def say(self, request: Request) -> None:
-        """Let the owner have a worker's message, and the workers what it answers."""
+        """Deliver a worker's message to the owner, and the owner's answers to the workers."""
         played = self.workers[request.worker]
         if request.kind == "norm":
             played.asking = True
@@ -134,7 +134,7 @@ class Play:
             self._begin(played)
 
     def run(self, steps: int) -> Log:
-        """Until all workers have made so many steps, who speaks next being anybody who may."""
+        """Run until all workers have made ``steps`` steps, with a random sender each time."""
         while able := self.able(steps):
             late = self.ledger.awaited
             if not self._anybody_waits():
@@ -160,7 +160,7 @@ class Play:
 
 def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
     """By one with every update of a bucket."""
-    if backup_of(rule):  # how many there are depends on who is late
+    if backup_of(rule):  # their number depends on which pushes are late
         workers = 0
     found: dict[int, list[int]] = defaultdict(list)
     pushes: dict[int, int] = defaultdict(int)
@@ -176,7 +176,7 @@ def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int
 
 
 def clocks_only_grow(log: Log) -> None:
-    """Those of each worker, by one with every step, or to that of the others when all meet."""
+    """A worker's clock grows by one with every step, or to the others' clock at a meeting."""
     clocks: dict[tuple[int, int], int] = defaultdict(int)
     for entry in log:
         if isinstance(entry, Request) and entry.kind == "push":
@@ -186,7 +186,7 @@ def clocks_only_grow(log: Log) -> None:
 
 
 def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
-    """In order, with its own values where it is an update by itself, and no sooner than all it is merged with."""
+    """In order; with its own values if it is an update of its own, else after all pushes that it is merged with."""
     if backup_of(rule):
         return
     pushed, done = defaultdict[tuple[int, int], list[Request]](list), defaultdict[tuple[int, int], int](int)
@@ -208,9 +208,9 @@ def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
 
 
 def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
-    """Where updates do not wait for all: at once, and no worker's two to one update, nor any to none in the end.
+    """If updates do not wait for all: at once, at most one push per worker and update, and every push in some update.
 
-    Before workers that have met go on all are in the weights.
+    After a meeting all pushes are in the weights.
     """
     if not backup_of(rule):
         return
@@ -241,7 +241,7 @@ def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
 
 
 def the_newest_values_count(log: Log) -> None:
-    """Those of who has pushed most, of them that have not left, and of the latest push among equals."""
+    """Those of the worker with the most pushes that has not left; among equals, those of the latest push."""
     pushed, left = defaultdict[int, list[Request]](list), set[int]()
     for entry in log:
         if isinstance(entry, Request) and entry.kind == "push":
@@ -258,7 +258,7 @@ def the_newest_values_count(log: Log) -> None:
 
 
 def the_lag_is_what_others_have_updated(log: Log) -> None:
-    """Since a worker was released, until its next push is applied."""
+    """Between a worker's release and the application of its next push."""
     versions, sent = defaultdict[int, int](int), defaultdict[tuple[int, int], int](int)
     for entry in log:
         if isinstance(entry, protocol.Apply | protocol.Add):
@@ -271,7 +271,7 @@ def the_lag_is_what_others_have_updated(log: Log) -> None:
 
 
 class _Standing:
-    """How far the workers have come, bucket by bucket, as a log tells it."""
+    """The progress of the workers per bucket, reconstructed from a log."""
 
     def __init__(self, workers: int, buckets: Sequence[int]) -> None:
         self.clocks = {bucket: [0] * workers for bucket in buckets}
@@ -279,7 +279,7 @@ class _Standing:
         self.moving, self.meeting, self.pushes = set(range(workers)), set[int](), dict.fromkeys(buckets, 0)
 
     def hear(self, request: Request) -> None:
-        """A worker says something."""
+        """Process a worker's message."""
         if request.kind == "push":
             self.clocks[request.bucket][request.worker] = request.clock
             self.waiting[request.bucket].add(request.worker)
@@ -290,12 +290,12 @@ class _Standing:
                 self.meeting.add(request.worker)
 
     def slowest(self, bucket: int, backup: int = 0) -> int:
-        """The least clock of those that make steps, so many others left out."""
+        """The smallest clock of the active workers, without the ``left_out`` slowest."""
         clocks = sorted(self.clocks[bucket][worker] for worker in self.moving)
         return clocks[min(backup, len(clocks) - 1)] if clocks else 0
 
     def part(self) -> None:
-        """All have met."""
+        """Process a meeting of all workers."""
         for clocks in self.clocks.values():
             for worker in self.meeting:
                 clocks[worker] = max(max(every) for every in self.clocks.values())
@@ -304,7 +304,9 @@ class _Standing:
 
 
 def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
-    """Nor waits longer, nor for an update that was possible; who is released is told how far it is ahead."""
+    """And no worker waits longer than necessary, nor for an update that was possible. Releases report the right
+    lead.
+    """
     stand, versions = _Standing(workers, buckets), dict.fromkeys(buckets, 0)
     for place, entry in enumerate(log):
         if isinstance(entry, Request):
@@ -338,7 +340,7 @@ def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, bu
 def played(
     workers: int, steps: int, rule: Rule, choose: Choose, buckets: Sequence[int], norms: int, stops: bool = False
 ) -> None:
-    """Run a play, and hold it to all of these laws."""
+    """Run a simulation and check all of these laws."""
     log = Play(workers, rule, choose, buckets, norms, steps if stops else 0).run(steps)
     versions_only_grow(log, workers, rule, buckets)
     clocks_only_grow(log)

@@ -1,6 +1,6 @@
-"""Laws of sync modes: answers that depend on the question alone, nobody who waits for ever, promises that are kept.
+"""Laws of sync modes: answers depend only on their arguments, no worker waits forever, and promises are kept.
 
-Whether an engine does what a mode asks for is another question, which building a strategy answers.
+Building a strategy checks whether engines support a mode's answers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .serving import played
 from .training import SLICED, Worker, go_together
 
 _HORIZON = 10_000
-"""In so many steps workers have exchanged at least once."""
+"""The number of steps within which workers must exchange at least once."""
 
 
 def check_sync(mode: str | SyncMode, *, seed: int = 0, examples: int = 30) -> tuple[str, ...]:
-    """Hold a sync mode, or the registered one of a text such as ``"ssp(staleness=2)"``, to all laws.
+    """Check a sync mode, or the registered one of a text such as ``"ssp(staleness=2)"``, against all laws.
 
-    Returns the names of the laws. Raises BrokenLaw, an AssertionError with the law, the sync mode and the example that
-    it fails for. So many ``examples`` are drawn for every law, from the ``seed``.
+    Returns the names of the laws. Raises BrokenLaw, an AssertionError with the law, the sync mode and the failing
+    example. ``examples`` are drawn for every law, from ``seed``.
     """
     built: SyncMode = build("sync", read_part(mode)) if isinstance(mode, str) else mode
     return LAWS.hold(built, f"sync mode {mode}", seed, examples)
@@ -37,7 +37,7 @@ def check_sync(mode: str | SyncMode, *, seed: int = 0, examples: int = 30) -> tu
 
 @dataclass(frozen=True)
 class Case:
-    """A sync mode, some workers, the steps that they make, and the seed of the order in which they do."""
+    """A sync mode, some workers, their number of steps, and the seed of their order."""
 
     mode: SyncMode
     workers: int
@@ -45,7 +45,7 @@ class Case:
     seed: int
 
     def draw(self) -> np.random.Generator:
-        """For what a law chooses."""
+        """A random generator for choices of a law."""
         return np.random.default_rng([self.seed, 1])
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ LAWS: Laws[SyncMode, Case] = Laws()
 
 
 def runs(mode: SyncMode, seed: int, count: int) -> Iterator[Case]:
-    """Groups of up to five workers that make a few steps."""
+    """Groups of up to five workers with a few steps."""
     draw = np.random.default_rng(seed)
     drawn = [(int(draw.integers(1, 6)), int(draw.integers(1, 6)), int(draw.integers(0, 2**32))) for _ in range(count)]
     return (Case(mode, *case) for case in sorted(drawn))
@@ -64,7 +64,7 @@ def runs(mode: SyncMode, seed: int, count: int) -> Iterator[Case]:
 
 @LAWS.law(runs)
 def what_it_asks_for_is_known(case: Case) -> None:
-    """Questions are answered by yes or no; what becomes of weights that are exchanged is said in one way."""
+    """Questions are answered by True or False, and exchanged weights are combined in exactly one way."""
     mode = case.mode
     answers = {"merges": mode.merges, "due": mode.due(0), "may_proceed": mode.may_proceed(1, 0)}
     if isinstance(mode, Averages):
@@ -78,7 +78,7 @@ def what_it_asks_for_is_known(case: Case) -> None:
 
 @LAWS.law(runs)
 def the_same_question_gets_the_same_answer(case: Case) -> None:
-    """Whatever was asked before: every worker and every owner asks for itself, at another time."""
+    """Earlier calls do not matter, because every worker and every owner asks at its own time."""
     clocks = [(clock, slowest) for clock in range(case.steps + 1) for slowest in range(clock + 1)]
     averages = case.mode.averages if isinstance(case.mode, Averages) else lambda _: False
     due = {step: (case.mode.due(step), averages(step)) for step in range(case.steps)}
@@ -97,7 +97,7 @@ def the_same_question_gets_the_same_answer(case: Case) -> None:
 
 @LAWS.law(runs)
 def the_slowest_may_always_go_on(case: Case) -> None:
-    """Or all would wait for ever; and whoever may go on still may when the slowest is less far behind."""
+    """Otherwise all would wait forever. And a worker that may proceed still may when the slowest has caught up."""
     for clock in range(20 * case.steps):
         require(case.mode.may_proceed(clock, clock), f"may_proceed({clock}, {clock}) is False: the slowest would wait")
         may = [case.mode.may_proceed(clock, slowest) for slowest in range(clock + 1)]
@@ -106,9 +106,9 @@ def the_slowest_may_always_go_on(case: Case) -> None:
 
 @LAWS.law(runs)
 def workers_exchange_at_last(case: Case) -> None:
-    """In some steps, or nobody would ever hear of the others: gradients, or weights, and never both in one."""
+    """They exchange gradients or weights in some steps, never both in one."""
     some, mode = False, case.mode
-    averaging = mode if isinstance(mode, Averages) else None  # which takes a while to find out
+    averaging = mode if isinstance(mode, Averages) else None  # a while, because finding out takes long
     for step in range(_HORIZON):
         due, averages = mode.due(step), averaging is not None and averaging.averages(step)
         require(not (due and averages), f"step {step} is due, and weights are averaged after it")
@@ -118,7 +118,7 @@ def workers_exchange_at_last(case: Case) -> None:
 
 @LAWS.law(runs)
 def agreed_weights_are_found_alike_by_all(case: Case) -> None:
-    """From the same numbers the same bits, each element by itself; workers that do not differ change nothing."""
+    """The same numbers give the same bits, element by element. Equal weights stay unchanged."""
     mode, draw = case.mode, case.draw()
     if not isinstance(mode, Agrees):
         return
@@ -141,7 +141,7 @@ def agreed_weights_are_found_alike_by_all(case: Case) -> None:
 
 @LAWS.law(runs)
 def mixing_keeps_the_mean_and_reaches_everybody(case: Case) -> None:
-    """Every plan is proved; matrices are doubly stochastic, connected over a period, and the same when asked again."""
+    """Every plan is proved; matrices are doubly stochastic, connected over a period, and reproducible."""
     if not isinstance(case.mode, Mixes):
         return
     for workers in {1, 2, case.workers, int(case.draw().integers(1, 65))}:
@@ -156,9 +156,9 @@ def mixing_keeps_the_mean_and_reaches_everybody(case: Case) -> None:
 
 @LAWS.law(runs)
 def owners_keep_their_promises(case: Case) -> None:
-    """In any order of messages every push is applied once and in order, and nobody waits longer than the rule says.
+    """In any order of messages every push is applied once and in order, and no worker waits longer than the rule says.
 
-    Whoever leaves the others, or meets them, between two steps.
+    Workers may leave or meet between two steps.
     """
     draw = case.draw()
     for buckets, norms, stops in product(((ALL,), (2, 0, 1)), (0, 1), (False, True)):
@@ -167,7 +167,7 @@ def owners_keep_their_promises(case: Case) -> None:
 
 @LAWS.law(runs)
 def training_keeps_its_promises(case: Case) -> None:
-    """With whatever a schedule may ask for: what is due is agreed on and exchanged once, and every step is applied."""
+    """With every kind of schedule, due exchanges are agreed on and made once, and every step is applied."""
     draw = case.draw()
     layers = [
         Layer(Spec(f"w{index}", (int(draw.integers(1, 9)),)), *map(float, draw.integers(0, 6, 2)))

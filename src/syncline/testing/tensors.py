@@ -1,4 +1,4 @@
-"""Gradients of many characters, and memory that shows what was written beside it: what codecs are tried on."""
+"""Test data for codecs: gradients of many kinds, and memory that detects writes out of bounds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..nouns import Spec
 
 SIZES = (0, 1, 2, 3, 7, 19, 20, 21, 31, 32, 33, 255, 257, 1000, 1023, 1024, 1025, 2048, 2049, 5000)
 LARGE = (10239, 10241, 16383, 16385, 40000, 50000, 70001)
-"""Numbers of elements about the blocks, words and lanes that codecs cut at."""
+"""Sizes near the blocks, words and lanes of codecs."""
 
 ORDINARY = ("normal", "heavy", "sparse", "constant", "positive", "ties", "powers")
 KINDS = (*ORDINARY, "zeros", "wide", "tiny", "denormal")
-"""Characters of gradients; beside them there is "huge", near the greatest number."""
+"""Kinds of gradients; a further one is "huge", near the largest number."""
 
 _GUARD = 64
 _CANARY = 0xA5A5A5A5
 
 
 def values(kind: str, size: int, seed: int) -> Floats:
-    """So many finite gradients of a character."""
+    """``size`` finite gradients of a kind."""
     draw = np.random.default_rng(seed)
     normal = draw.standard_normal(size)
     scale = 10.0 ** draw.integers(-6, 4)
@@ -47,33 +47,33 @@ def values(kind: str, size: int, seed: int) -> Floats:
 
 
 def spec_of(size: int) -> Spec:
-    """A matrix, since codecs that choose leave vectors as they are."""
+    """The spec of a matrix, because choosing codecs leave vectors uncompressed."""
     return Spec("layer.weight", (1, size))
 
 
 @dataclass
 class Room:
-    """An array inside memory whose ends show whether anything was written beyond it."""
+    """An array with guard zones that detect writes out of bounds."""
 
     memory: NDArray[np.uint32]
 
     @classmethod
     def of(cls, words: int) -> Room:
-        """Room for so many words."""
+        """Guarded memory of ``words`` words."""
         return cls(np.full(words + 2 * _GUARD, _CANARY, np.uint32))
 
     @property
     def words(self) -> Payload:
-        """What may be written, as words."""
+        """The array as words."""
         return self.memory[_GUARD:-_GUARD]
 
     @property
     def floats(self) -> Floats:
-        """What may be written, as numbers."""
+        """The array as float32."""
         return self.words.view(np.float32)
 
     def check(self) -> None:
-        """Raise AssertionError if anything was written beyond it."""
+        """Raise AssertionError if a guard zone has changed."""
         for ends, where in ((self.memory[:_GUARD], "before the start"), (self.memory[-_GUARD:], "behind the end")):
             if (ends != _CANARY).any():
                 raise AssertionError(f"memory was written {where} of the array that was to be filled")

@@ -1,8 +1,8 @@
-"""A worker that trains without a framework: ``engine.step`` on a link and a clock that are made up.
+"""A simulated worker without a framework: ``engine.step`` with a virtual link and clock.
 
-It drives the state machine of a worker's steps as an adapter of a framework does, with a schedule and a sync mode of
-anybody's, and holds every answer to what the two promise. What is on the clock follows from the times of the layers and
-from a link that carries one element a second, the urgent before the others.
+It drives the state machine of a worker's steps as a framework's adapter does, with any schedule and sync mode, and
+checks every answer against their promises. The clock follows from the times of the layers and from a link that carries
+one element per second, urgent ones first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..sync import Averages, Elements, SyncMode
 from .laws import require
 
 STEPS = 4
-"""How many a worker trains."""
+"""The number of steps that a worker trains."""
 
 
 @dataclass(frozen=True)
 class Sliced:
-    """Slices of tensors, those of the first layers before the others; all that a schedule may ask for beside that."""
+    """Slices of tensors, the first layers' with priority, with any combination of a schedule's other options."""
 
     phases: Literal["whole", "split"] = "whole"
     apply: Literal["step", "layer", "next_step"] = "step"
@@ -36,7 +36,7 @@ class Sliced:
     measures: int = 0
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        """Three elements each, or an eighth of a large tensor, from the last layer to the first."""
+        """Buckets of three elements, or of an eighth of a large tensor, from the last layer to the first."""
         made = []
         for index in reversed(range(len(layers))):
             spec = layers[index].spec
@@ -56,70 +56,61 @@ SLICED: tuple[Schedule, ...] = tuple(
     for apply in ("step", "layer", "next_step")
     for release in ("ready", "backward_end")
 )
-"""One schedule for everything that a schedule may ask for."""
+"""One schedule for every combination of options."""
 
 
 @dataclass(frozen=True)
 class Every:
-    """Gradients are exchanged in the last step of every ``period``, and nobody is ahead."""
+    """Gradients are exchanged in the last step of every ``period``; workers stay together."""
 
     period: int = 1
     merges: ClassVar[bool] = True
 
     def due(self, step: int) -> bool:
-        """In the last of every period."""
         return step % self.period == self.period - 1
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
-        """Only together."""
         return clock <= slowest
 
 
 @dataclass(frozen=True)
 class Averaged(Every):
-    """Weights are exchanged after the last step of every ``period``, and gradients never."""
+    """Weights are exchanged after the last step of every ``period``; gradients never are."""
 
     remembers: ClassVar[bool] = False
 
     def due(self, step: int) -> bool:  # noqa: ARG002
-        """Never."""
         return False
 
     def averages(self, step: int) -> bool:
-        """After the last of every period."""
         return Every.due(self, step)
 
     def pull(self, workers: int) -> float:  # noqa: ARG002
-        """All of it."""
         return 1.0
 
     def agree(self, agreed: Elements, mean: Elements, memory: Elements | None) -> None:  # noqa: ARG002
-        """The mean of the weights."""
         agreed += mean
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Every push is an update by itself, and nobody is more than ``by`` steps ahead of the slowest."""
+    """Every push is an update of its own; no worker is more than ``by`` steps ahead of the slowest."""
 
     by: int = 0
     merges: ClassVar[bool] = False
 
     def due(self, step: int) -> bool:  # noqa: ARG002
-        """Always."""
         return True
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
-        """Within the bound."""
         return clock <= slowest + self.by
 
 
 @dataclass(frozen=True)
 class Free(Bound):
-    """Every push is an update by itself, and nobody waits."""
+    """Every push is an update of its own; no worker waits."""
 
     def may_proceed(self, clock: int, slowest: int) -> bool:  # noqa: ARG002
-        """Always."""
         return True
 
 
@@ -127,22 +118,22 @@ MODES: tuple[SyncMode, ...] = (Every(), Every(2), Averaged(2), Bound(1))
 
 
 def go_together(schedule: Schedule, mode: SyncMode) -> bool:
-    """Whether a strategy can have both: weights are exchanged between two steps, of which nothing is left."""
+    """Whether both fit one strategy: weights are exchanged between two steps, so no step may extend into the next."""
     return schedule.apply == "step" or not isinstance(mode, Averages)
 
 
 class Laid(NamedTuple):
-    """How a model's tensors travel, as ``Steps`` wants to know it."""
+    """The layout of a model's buckets for ``Steps``."""
 
     buckets: list[Bucket]
     priorities: list[float]
 
 
 class Worker:
-    """Drives ``Steps`` through training on a virtual clock and holds every answer to the laws.
+    """Drives ``Steps`` through training on a virtual clock and checks every answer.
 
-    ``now`` is the clock, in seconds; ``submitted`` are the operations in the order in which they went, ``versions`` how
-    many steps have been applied to each bucket.
+    ``now`` is the clock in seconds, ``submitted`` the operations in the order in which they started, and ``versions``
+    the number of steps applied to each bucket.
     """
 
     def __init__(self, layers: Sequence[Layer], schedule: Schedule, mode: SyncMode, cost: Cost | None = None) -> None:
@@ -162,7 +153,7 @@ class Worker:
         self._averaged: list[int] = []
 
     def train(self, backward: Sequence[int]) -> None:
-        """Some steps, whose backward passes produce the tensors in that order; all is applied at the end."""
+        """Train some steps whose backward passes produce the tensors in that order, and apply everything at the end."""
         for self.step in range(STEPS):
             for index, layer in enumerate(self.layers):
                 self._do(self.steps.needed(index))
@@ -233,7 +224,7 @@ class Worker:
         return isinstance(self.mode, Averages) and self.mode.averages(step)
 
     def _average(self, step: int) -> None:
-        """Of weights to which the step's own update has been made, and of which all has come."""
+        """Check an average: the step's own update must have been applied, and all data must have arrived."""
         require(self._averages(step), f"weights are averaged after step {step}, of which the sync mode says nothing")
         require(step in self._stepped, f"weights are averaged after step {step} before the optimizer was called for it")
         for number in range(len(self.buckets)):
@@ -246,7 +237,7 @@ class Worker:
         return "allreduce" if self.schedule.phases == "whole" else "all_gather"
 
     def _check_weights(self, tensor: int) -> None:
-        """How many steps are in the weights that a forward pass reads: as many as the schedule promises."""
+        """Check that the weights read by a forward pass contain as many steps as the schedule promises."""
         for number, bucket in enumerate(self.buckets):
             if any(part.tensor == tensor for part in bucket.slices):
                 behind = self.step > 0 and self.schedule.apply == "next_step" and self.mode.due(self.step - 1)
@@ -255,7 +246,7 @@ class Worker:
                 require(found == promised, fault)
 
     def _check_end(self) -> None:
-        """Every step has been applied to every bucket, and what is due has been exchanged once."""
+        """Check that every step was applied to every bucket and every due exchange was made once."""
         require(self.versions == [STEPS] * len(self.buckets), f"of {STEPS} steps buckets have had {self.versions}")
         averaged = [step for step in range(STEPS) if self._averages(step)]
         require(self._averaged == averaged, f"weights are averaged after {self._averaged} in place of {averaged}")

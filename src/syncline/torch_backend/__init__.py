@@ -1,8 +1,8 @@
 """A backend of torch.distributed: ``init_process_group("syncline")``.
 
-This file registers it and does nothing more; what it is made of is loaded with the first group. ``import torch`` calls
-``register`` by the entry point ``_syncline_torch``, which warns where it fails, and so does ``import syncline`` where
-torch is loaded already. So this file has to be light.
+This file only registers the backend; the first group loads the rest. ``import torch`` calls ``register`` through the
+entry point ``_syncline_torch``, which warns on failure, and ``import syncline`` calls it if torch is loaded already.
+This file must therefore stay light.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 NAME = "syncline"
 OLDEST = (2, 6)
-"""The first version of torch with what the backend needs."""
+"""The oldest supported version of torch."""
 
 
 def register() -> None:
-    """Make ``torch.distributed.init_process_group("syncline")`` known; may be called again."""
+    """Register ``torch.distributed.init_process_group("syncline")``. May be called again."""
     import torch.distributed as dist
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:

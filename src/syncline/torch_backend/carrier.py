@@ -1,12 +1,12 @@
-"""What reducers ask for, carried by any process group of torch: messages between ranks, and sums, each in a lane.
+"""Carries reducers over any process group of torch: messages between ranks and sums, in lanes.
 
-A lane is a thread with a process group of its own, made once. What is given to it is done there one after the other. So
-where all ranks give the same things to the same lanes in the same order, each lane's collectives and messages follow
-each other alike on all ranks, however far these are apart and whatever the other lanes do: nothing can come between,
-and nothing can wait in a circle, since a lane waits for the same lane of others alone.
+A lane is a thread with its own process group, created once, that runs its tasks one after the other. If all ranks
+submit the same tasks to the same lanes in the same order, the collectives and messages of a lane have one order on all
+ranks, however far apart the ranks are and whatever the other lanes do. Nothing can interleave with them, and no
+circular wait is possible, because a lane waits only for the same lane of other ranks.
 
-Payloads are in the CPU's memory; a group that moves tensors of its device only gets copies there. A receive has to know
-its size beforehand: where reducers do not, sizes travel before payloads.
+Payloads are in CPU memory; a group that only moves device tensors gets copies on the device. A receive must know its
+size in advance; if a reducer does not, sizes are exchanged before payloads.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..errors import PeerError
 from ..frameworks.torch.storage import as_torch
 
 LANES = 2
-"""A bucket is encoded while the messages of the one before travel; each lane costs a process group of its own."""
+"""The number of lanes: one bucket is encoded while another's messages travel, but each lane needs a process group."""
 
 _END_S = 2.0
-"""How long a lane may take to end; one that waits for a rank that is gone takes longer, and is left alone."""
+"""The time for a lane to end. One that waits for a rank that is gone takes longer and is abandoned."""
 
 
 class Carrier:
-    """A group with the ranks, backend and time limit of ``group``, for reducers alone; all ranks make it."""
+    """A group with the ranks, backend and time limit of ``group``, used only for reducers. Collective."""
 
     def __init__(self, group: Any) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -48,11 +48,11 @@ class Carrier:
         )
 
     def begin(self, asked: Round, piece: int) -> Callable[[], list[int]]:
-        """Begin to send and receive the messages of a round; what waits for them, and says how long each is that came.
+        """Start the messages of a round. The returned function waits and returns the length of each received message.
 
-        Rounds of several pieces may be under way, told apart by the ``piece``; all ranks finish them in one order.
+        Rounds of several pieces may be in flight, distinguished by ``piece``; all ranks finish them in one order.
         """
-        if self._device.type != "cpu":  # NCCL matches messages by their order, and sends only while others receive
+        if self._device.type != "cpu":  # NCCL matches messages by their order, and sends only while its peer receives
             lengths = self._swap(asked)
             return lambda: lengths
         sizes, bodies = 2 * piece, 2 * piece + 1
@@ -94,7 +94,7 @@ class Carrier:
         return dist.isend(torch.from_numpy(data), self._ranks[peer], group=self._group, tag=tag)
 
     def _receive(self, place: Bytes, peer: int, tag: int) -> Callable[[], Bytes]:
-        """Begin to receive into ``place``; what waits for it."""
+        """Start to receive into ``place``. The returned function waits."""
         work: Any = dist.irecv(torch.from_numpy(place), self._ranks[peer], group=self._group, tag=tag)
 
         def end() -> Bytes:
@@ -104,7 +104,7 @@ class Carrier:
         return end
 
     def _swap(self, asked: Round) -> list[int]:
-        """Send and receive the messages of a round; the lengths of those that came."""
+        """Exchange the messages of a round. Returns the lengths of the received ones."""
         sent = [torch.tensor([message.data.size]) for message in asked.sends]
         came = [torch.zeros(1, dtype=torch.int64) for _ in asked.receives]
         self._move(asked, sent, came)
@@ -125,7 +125,7 @@ class Carrier:
             flat.copy_(there)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, on all."""
+        """The bytes of every rank, on all ranks."""
         size = torch.tensor([len(data)], device=self._device)
         sizes = [torch.zeros_like(size) for _ in range(self.world)]
         dist.all_gather(sizes, size, group=self._group)
@@ -137,7 +137,7 @@ class Carrier:
         return [row.cpu()[: int(one)].numpy().tobytes() for row, one in zip(rows, sizes, strict=True)]
 
     def _move(self, asked: Round, out: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-        """Send and receive tensors that are not empty, all at the same time."""
+        """Send and receive all non-empty tensors concurrently."""
         there = [tensor if self._device.type == "cpu" else tensor.to(self._device) for tensor in into]
         calls = [
             dist.P2POp(dist.isend, tensor.to(self._device), self._ranks[message.peer], self._group)
@@ -157,14 +157,14 @@ class Carrier:
 
 
 def _checked(length: int, message: Message) -> int:
-    """The length of a message that is to come, if there is room for it."""
+    """The length of an incoming message; ProtocolError if there is no room for it."""
     if not 0 <= length <= message.data.size:
         raise RuntimeError(f"rank {message.peer} sends {length} bytes where {message.data.size} fit")
     return length
 
 
 def _wait(work: Any, verb: str, peer: int) -> None:
-    """Wait for a message; raises PeerError, which names the other end, where it is gone or the limit is over."""
+    """Wait for a message. PeerError names the peer if it is gone or the time limit is over."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -172,7 +172,7 @@ def _wait(work: Any, verb: str, peer: int) -> None:
 
 
 def _limit(group: Any, device: torch.device) -> Any:
-    """The time limit of a group, which torch only tells of the backend within; None where it does not."""
+    """The time limit of a group, which torch only reveals through its inner backend; None if it does not."""
     backend = group._get_backend(device)
     return getattr(backend, "timeout", None) or getattr(getattr(backend, "options", None), "_timeout", None)
 
@@ -181,7 +181,7 @@ Task = Callable[[Carrier], None]
 
 
 class Lanes:
-    """The lanes of the ranks of ``group``, all of which make them; they end with this object."""
+    """The lanes of the ranks of ``group``. Created collectively; they end with this object."""
 
     def __init__(self, group: Any) -> None:
         self._carriers = [Carrier(group) for _ in range(LANES)]
@@ -191,7 +191,7 @@ class Lanes:
         weakref.finalize(self, _end, self._queues, self._threads)
 
     def add(self, number: int, task: Task) -> None:
-        """Do something in lane ``number`` (of any size) behind what that has; a task deals with its own errors."""
+        """Submit a task to lane ``number`` (taken modulo the number of lanes). Tasks handle their own errors."""
         lane = number % len(self._queues)
         self._queues[lane].put(task)
         if lane not in self._threads:
@@ -200,18 +200,20 @@ class Lanes:
             self._threads[lane].start()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, on all; while no lane has anything to do."""
+        """The bytes of every rank, on all ranks. Call while all lanes are empty."""
         return self._carriers[0].gather(data)
 
 
 def _run(queue: SimpleQueue[Task | None], carrier: Carrier) -> None:
     while (task := queue.get()) is not None:
         task(carrier)
-        del task  # it may hold what holds these lanes
+        del task  # the task may hold a reference to these lanes
 
 
 def _end(queues: Sequence[SimpleQueue[Task | None]], threads: Mapping[int, threading.Thread]) -> None:
-    """End the threads, and see them end: one that let go of its group while the interpreter ends would abort it."""
+    """End the threads and wait for them: a thread that releases its group while the interpreter exits would abort
+    it.
+    """
     for queue in queues:
         queue.put(None)
     for thread in threads.values():
@@ -220,7 +222,7 @@ def _end(queues: Sequence[SimpleQueue[Task | None]], threads: Mapping[int, threa
 
 
 def drive(pieces: Sequence[Callable[[], Reducer]], carrier: Carrier) -> None:
-    """Let reducers compute, each while the messages of others travel, and carry what they ask for."""
+    """Run reducers, each while the messages of others travel."""
     begun, under_way = 0, deque[tuple[int, Reducer, Callable[[], list[int]]]]()
     while begun < len(pieces) or under_way:
         if begun < len(pieces) and len(under_way) < OPEN:
@@ -234,7 +236,7 @@ def drive(pieces: Sequence[Callable[[], Reducer]], carrier: Carrier) -> None:
 
 
 def _advance(number: int, reducer: Reducer, lengths: Any, carrier: Carrier) -> Callable[[], list[int]] | None:
-    """Let a reducer go on until it has to wait; what waits, None at its end."""
+    """Run a reducer until it has to wait. Returns the function that waits, None at its end."""
     while True:
         try:
             asked = reducer.send(lengths)

@@ -1,15 +1,15 @@
-"""The collectives of a process group over a communicator: which plan, or which messages, carry what, step by step.
+"""The collectives of a process group over a communicator: the plans or messages of each, step by step.
 
-Every one begins with a meeting at which ranks show what they are calling; up to ROOM bytes of data come along, so that
-small tensors need nothing else. Where ranks share memory they see in an exchange itself for which call the others have
-come: so a collective that is one exchange, whose result needs all ranks, has no meeting before it. Sums follow the
-strategy's plan, the halves of an allreduce its halves; other reductions go by owners, each of which combines its part
-of all ranks in their order. What differs between pairs of ranks (all-to-all, gather, scatter) travels as messages.
+Every collective starts with a meeting in which ranks show what they are calling. Up to ROOM bytes of data travel with
+it, so small tensors need nothing more. In shared memory the exchange itself shows each rank's call, so a collective
+that is a single exchange, whose result needs all ranks, has no meeting. Sums use the strategy's plan; the halves of an
+allreduce use its halves. Other reductions use owners, each of which combines its part of all ranks in rank order.
+Transfers that differ between pairs of ranks (all-to-all, gather, scatter) are messages.
 
-What follows the meeting is a generator: it computes, yields the works that it needs, and goes on when they are done.
-Whoever calls a collective and waits drives it in its own thread; otherwise the thread that drives the engine does.
-Keys and numbers are taken when the call begins, in the order of the script, which is that of all ranks, and as many by
-every call: so ranks that call different things meet, and find out. Nothing here knows torch's calls, works or options.
+The part after the meeting is a generator: it computes, yields the works that it needs, and resumes when they are done.
+A blocking call drives it in its own thread; otherwise the engine's driving thread does. Keys and numbers are taken at
+the start of a call, in the order of the script, equally many by every call. Ranks that call different collectives
+therefore meet and find out. This module knows none of torch's calls, works or options.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Done = Callable[[], None]
 Steps = Iterator[Sequence[Work]]
 
 ROOM = 2048
-"""Bytes that come along to a meeting."""
+"""The bytes of data that travel with a meeting."""
 
 _MESSAGES = 1 << 50
-"""The topics of collectives' messages, counted from here; below them are those of send and receive."""
+"""The first topic of collectives' messages; the topics below belong to send and receive."""
 
 
 class Single(NamedTuple):
-    """The one exchange that a collective is, shown to all ranks by its sign; ``done`` is called after it."""
+    """The single exchange that a collective consists of, whose sign all ranks see. ``done`` is called after it."""
 
     order: Order
     done: Done
@@ -62,7 +62,7 @@ class Single(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """One collective of a communicator; ``key`` is for what is exchanged after its meeting, ``number`` counts calls."""
+    """A collective in progress. ``key`` is for the exchange after its meeting; ``number`` counts calls."""
 
     us: Communicator
     label: str
@@ -73,12 +73,13 @@ class Call:
 
     @property
     def brought(self) -> Array:
-        """What all have brought along to the meeting."""
+        """The data that each rank brought to the meeting."""
         assert isinstance(self.meeting, Meeting)
         return self.meeting.brought
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for everything here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
+        """Wait in this thread until the call is done. PeerTimeout names the missing ranks or the limit after
+        ``timeout_s``."""
         if isinstance(self.meeting, Single):
             _run_single(self.us, self.meeting, timeout_s)
             return
@@ -93,7 +94,7 @@ class Call:
             raise
 
     def begin(self) -> Work:
-        """Let it go on behind the script; the work is done when the call is."""
+        """Continue in the background. The returned work is done when the call is."""
         engine, meeting = self.us.engine, self.meeting
         if isinstance(meeting, Single):
             work = engine.start(meeting.order._replace(after=meeting.done))
@@ -118,7 +119,7 @@ class Call:
 
 
 def _run_single(us: Communicator, single: Single, timeout_s: float) -> None:
-    """Make an exchange here; PeerTimeout names who has not come, or the limit, after ``timeout_s``."""
+    """Run an exchange in this thread. PeerTimeout names the missing ranks or the limit after ``timeout_s``."""
     engine = us.member.process.engine
     try:
         engine.run(single.order, timeout_s)
@@ -132,9 +133,9 @@ def _run_single(us: Communicator, single: Single, timeout_s: float) -> None:
 def await_works(
     us: Communicator, works: Sequence[Work], label: str, timeout_s: float, limit_s: float | None = None
 ) -> None:
-    """Wait for works; after ``timeout_s`` an error that ends the run, and names those that are waited for.
+    """Wait for works. After ``timeout_s``, raises an error that ends the run and names the awaited ranks.
 
-    ``limit_s`` is the limit of the whole call, of which so much is left.
+    ``limit_s`` is the limit of the whole call, of which ``timeout_s`` is left.
     """
     if not works:
         return
@@ -156,27 +157,27 @@ def await_works(
 
 
 class Collectives:
-    """Those of the ranks of ``us``. Each returns a call that has begun; ``done`` is called when it has its result."""
+    """The collectives of the ranks of ``us``. Each method returns a started call; ``done`` receives its result."""
 
     def __init__(self, us: Communicator) -> None:
         self.us = us
         self.calls = 0
 
     def barrier(self) -> Call:
-        """Nothing but a meeting."""
+        """A meeting without data."""
         return self._call(BARRIER, "", [], None, lambda _: iter(()))
 
     def allreduce(self, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
-        """``array``, flat, becomes that of all ranks."""
+        """Reduce ``array``, which is flat, in place over all ranks."""
         return self._reduce(ALLREDUCE, reduction.name, array, reduction, sizes, done)
 
     def reduce(self, root: int, array: Array, reduction: Reduction, sizes: Sizes, done: Done) -> Call:
-        """As ``allreduce``, of which rank ``root`` alone keeps the result."""
+        """As ``allreduce``, but only rank ``root`` keeps the result."""
         kept = done if self.us.rank == root else lambda: None
         return self._reduce(REDUCE, f"{reduction.name} {root}", array, reduction, sizes, kept)
 
     def broadcast(self, data: Array, root: int, sizes: Sizes, done: Done) -> Call:
-        """Bytes of ``root`` on all."""
+        """Copy bytes from ``root`` to all."""
         us = self.us
 
         def rest(call: Call) -> Steps:
@@ -189,7 +190,7 @@ class Collectives:
         return self._call(BROADCAST, str(root), sizes, data, rest)
 
     def all_gather(self, mine: Array, table: Array, sizes: Sizes, done: Done) -> Call:
-        """Each rank's bytes ``mine`` in the rows of ``table``, on all."""
+        """Copy each rank's bytes ``mine`` into the rows of ``table``, on all ranks."""
         us = self.us
         if us.world_size > 1 and mine.size:
             program, flat = us.phase_program("all_gather", table.nbytes), table.reshape(-1)
@@ -209,7 +210,7 @@ class Collectives:
         return self._call(ALL_GATHER, "", sizes, mine, rest)
 
     def reduce_scatter(self, parts: Array, reduction: Reduction, sizes: Sizes, done: Callable[[Array], None]) -> Call:
-        """Row r of ``parts``, which is lost, becomes the ranks' on rank r; ``done`` gets the own one."""
+        """Reduce row r of ``parts`` to rank r. ``parts`` is overwritten; ``done`` gets this rank's row."""
         us, flat = self.us, parts.reshape(-1)
         adds = us.world_size > 1 and reduction.adds(parts.dtype)
 
@@ -236,7 +237,7 @@ class Collectives:
         return self._call(REDUCE_SCATTER, reduction.name, sizes, None, rest)
 
     def all_to_all(self, out: Mapping[int, Array], into: Mapping[int, Array], kind: str, done: Done) -> Call:
-        """Bytes ``out[r]`` to each rank r, where they lie in ``into`` of this one."""
+        """Send bytes ``out[r]`` to each rank r and receive those of each rank into ``into``."""
         us, world = self.us, self.us.world_size
         counts = np.array([out[rank].size for rank in range(world)], np.int64)
 
@@ -253,7 +254,7 @@ class Collectives:
         return self._call(ALL_TO_ALL, "", [(0, kind)], brings, rest)
 
     def gather(self, mine: Array, root: int, table: Mapping[int, Array], sizes: Sizes, done: Done) -> Call:
-        """Each rank's bytes at ``root``, whose ``table`` says where."""
+        """Copy each rank's bytes to ``root``, whose ``table`` has the destinations."""
 
         def rest(call: Call) -> Steps:
             yield from self._swap(call, {root: mine}, table)
@@ -262,7 +263,7 @@ class Collectives:
         return self._call(GATHER, str(root), sizes, None, rest)
 
     def scatter(self, table: Mapping[int, Array], root: int, mine: Array, sizes: Sizes, done: Done) -> Call:
-        """What the ``table`` of ``root`` has for each rank."""
+        """Copy the entries of ``table`` of ``root`` to the ranks."""
 
         def rest(call: Call) -> Steps:
             yield from self._swap(call, table, {root: mine})
@@ -270,10 +271,10 @@ class Collectives:
 
         return self._call(SCATTER, str(root), sizes, None, rest)
 
-    # What they have in common.
+    # Shared parts
 
     def _call(self, kind: int, what: str, sizes: Sizes, brings: Array | None, rest: Callable[[Call], Steps]) -> Call:
-        """Begin: show ticket and data, and keep what comes after the meeting."""
+        """Start a call: show ticket and data, and keep the generator for after the meeting."""
         us = self.us
         self.calls += 1
         data = None if brings is None or brings.nbytes > ROOM else brings.view(np.uint8)
@@ -284,7 +285,7 @@ class Collectives:
         return call
 
     def _single(self, kind: int, what: str, sizes: Sizes, program: Any, array: Array, done: Done) -> Call:
-        """Begin a collective that is one exchange, which shows what ranks have come for."""
+        """Start a collective that is a single exchange, which shows each rank's call."""
         us = self.us
         self.calls += 1
         argument, flags = shown(what, sizes)
@@ -306,7 +307,7 @@ class Collectives:
                 return self._single(kind, what, sizes, program, array, added)
 
         def rest(call: Call) -> Steps:
-            if array.nbytes <= ROOM:  # it came along
+            if array.nbytes <= ROOM:  # the data came with the meeting
                 rows = call.brought[:, : array.nbytes]
                 array[:] = reduction.of([row.view(array.dtype) for row in rows], world)
                 done()
@@ -321,7 +322,7 @@ class Collectives:
         return self._call(kind, what, sizes, array, rest)
 
     def _by_owners(self, call: Call, array: Array, reduction: Reduction) -> Steps:
-        """Reduce by messages: rank r combines part r of all, and tells all."""
+        """Reduce by messages: rank r combines part r of all ranks and sends it to all."""
         us, world = self.us, self.us.world_size
         parts = np.zeros((world, -(-array.size // world)), array.dtype)
         parts.reshape(-1)[: array.size] = array
@@ -332,11 +333,11 @@ class Collectives:
         array[:] = parts.reshape(-1)[: array.size]
 
     def _run(self, call: Call, program: Any, array: Array) -> list[Work]:
-        """Begin a plan, for which all ranks have come."""
+        """Start a plan that all ranks have joined."""
         return [self.us.engine.start(Order(program, array, call.key, call.label), UNANNOUNCED)]
 
     def _swap(self, call: Call, out: Mapping[int, Array], into: Mapping[int, Array]) -> Steps:
-        """Send bytes to ranks, and receive as many as there is memory for from others."""
+        """Exchange bytes with ranks; each receive takes exactly its memory."""
         us, label = self.us, call.label
         topic = us.topic(_MESSAGES | (call.number & (_MESSAGES - 1)))
         if us.rank in out and us.rank in into:
@@ -375,11 +376,11 @@ def shown(what: str, sizes: Sizes) -> tuple[int, int]:
 
 
 def _fill(place: Array, data: Array) -> None:
-    """Copy bytes where they do not lie there already, as the part of an all-gather's output that is its input does."""
+    """Copy bytes unless they are the same memory, as for an all-gather whose input is a part of its output."""
     if address_of(place) != address_of(data):
         place[:] = data
 
 
 def _rows(table: Array) -> dict[int, Array]:
-    """The bytes of each row."""
+    """Each row as bytes."""
     return {rank: row.view(np.uint8) for rank, row in enumerate(table)}

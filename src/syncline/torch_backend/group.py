@@ -1,13 +1,12 @@
-"""The process group: what torch calls, in torch's words, over the collectives of a communicator.
+"""The process group that torch calls, on top of the collectives of a communicator.
 
-A method checks the tensors of its call, makes arrays and sizes of them, and says what is written back (``tensors``);
-how a call runs is in ``works``. Torch reaches some of these methods by more than one name, which changed between its
-versions.
+A method validates the call's tensors, turns them into arrays and sizes, and defines what is written back (``tensors``);
+``works`` runs the calls. Torch reaches some of these methods by several names, which changed between its versions.
 
-Torch gives a group that is written in Python all devices, and makes none of the other backends that were asked for, as
-by ``init_process_group("cpu:syncline,cuda:nccl")``. So the first tensor on another device makes that device's backend,
-in a group of torch's own beside this one, and calls with such tensors are passed on. Where none was asked for they are
-refused by name.
+Torch assigns a group written in Python to all devices and creates none of the other backends that were requested, as in
+``init_process_group("cpu:syncline,cuda:nccl")``. The first tensor on another device therefore creates that device's
+backend, in a group of torch's own beside this one, and calls with such tensors are forwarded. If no backend was
+requested for a device, its tensors are refused.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from .tensors import (
 )
 from .works import GroupWork, Running
 
-_Base: Any = ProcessGroup  # whose declared types are those of several forms of each call
+_Base: Any = ProcessGroup  # torch declares several forms of each call
 
 
 @eager_methods
 class SynclineGroup(_Base):  # type: ignore[misc]
-    """The ranks of ``us``. ``shut`` is called when the group is destroyed."""
+    """The process group of the ranks of ``us``. ``shut`` is called when the group is destroyed."""
 
     def __init__(
         self,
@@ -64,10 +63,10 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         shut: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(us.rank, us.world_size)
-        assert not us.member.title  # calls name processes and keys as the run does
+        assert not us.member.title  # calls use the run's process indices and keys
         self.us, self.store = us, store
         self.beside: dict[str, Any] = {}
-        """Groups of other devices' backends."""
+        """The groups for other devices' backends."""
         self._shut = shut
         self._called, self._described = "", ""
         self._running = running = Running(us, timeout)
@@ -77,24 +76,24 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         self._summed = running.over([])
 
     def getBackendName(self) -> str:
-        """What torch calls this backend."""
+        """The name of this backend in torch."""
         return NAME
 
     def _get_backend_name(self) -> str:
         return NAME
 
     def name(self) -> str:
-        """The same."""
+        """The name of this backend in torch."""
         return NAME
 
     @property
     def group_name(self) -> Any:
-        """What torch has called this group; its base class would ask a backend of its own."""
+        """The group's name in torch. The base class would ask an inner backend."""
         return self._called
 
     @property
     def group_desc(self) -> str:
-        """What the script says that the group is for."""
+        """The description that the script gave."""
         return self._described
 
     def _set_group_name(self, name: str) -> None:
@@ -105,14 +104,14 @@ class SynclineGroup(_Base):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        """The time limit of calls that give none."""
+        """The default time limit of calls."""
         return self._running.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let calls that give no time limit have this one."""
+        """Set the default time limit of calls."""
         self._running.limit_to(timeout)
 
-    # Torch's base class asks backends of its own, which this group has not.
+    # Torch's base class asks inner backends, which this group does not have.
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -123,13 +122,13 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return self if other is None else other._get_backend(device)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Calls are counted anyway."""
+        """Does nothing: calls are always counted."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._collectives.calls
 
     def _start_coalescing(self, device: Any = None) -> None:
-        """Calls are put together where torch gives several at once only."""
+        """Does nothing: only calls that torch itself coalesces are coalesced."""
 
     def _end_coalescing(self, device: Any = None) -> GroupWork:  # noqa: ARG002
         return self._running.over([])
@@ -138,10 +137,10 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """The end waits for what is under way."""
+        """Does nothing: the end waits for works in flight."""
 
     def shutdown(self) -> None:
-        """The group is destroyed; receives that nothing was sent for are given up."""
+        """Destroy the group and give up receives without a message."""
         while self.beside:
             self.beside.popitem()[1].shutdown()
         if not self._running.alone and self.us.member.process.usable:
@@ -152,7 +151,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         self._shut()
 
     def abort(self) -> None:
-        """End what is under way, and with it the run, without waiting: the others get an error that names this rank."""
+        """End the run at once, with everything in flight. The other ranks get an error that names this one."""
         while self.beside:
             self.beside.popitem()[1].abort()
         if not self._running.alone and self.us.member.process.usable:
@@ -163,10 +162,9 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         with contextlib.suppress(ClosedError, PeerError):
             self._shut()
 
-    # Reductions.
+    # Reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Any:
-        """Each tensor becomes that of all ranks."""
         if opts is not None and len(tensors) == 1:
             limit_s = self._running.limit_s(opts)
             if getattr(opts, "asyncOp", True):
@@ -179,20 +177,17 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return _reduce(self, self._collectives.allreduce, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        """Several in one call."""
         if (other := _beside(self, tensors)) is not None:
             return other.allreduce_coalesced(tensors, opts)
         return _reduce(self, self._collectives.allreduce, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Any:
-        """Of rank ``rootRank`` alone."""
         if (other := _beside(self, tensors)) is not None:
             return other.reduce(tensors, opts)
         root = int(opts.rootRank)
         return _reduce(self, partial(self._collectives.reduce, root), tensors, opts, in_place=self.us.rank == root)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
-        """Rank r gets the r-th tensor of all, reduced."""
         if (other := _beside(self, outputs)) is not None:
             return other.reduce_scatter(outputs, inputs, opts)
         check(len(outputs) == len(inputs) == 1, "reduce_scatter takes one output and one list of inputs")
@@ -204,7 +199,6 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return _scatter_reduced(self, outputs, np.stack([memory_of(part).numbers for part in parts]), opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
-        """Rank r gets the r-th part of one tensor of all, reduced."""
         if (other := _beside(self, [output])) is not None:
             return other._reduce_scatter_base(output, given, opts)
         return _scatter_reduced(self, [output], table_of([given], [output], self.us.world_size), opts)
@@ -212,17 +206,15 @@ class SynclineGroup(_Base):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Of several in one call."""
         if (other := _beside(self, outputs)) is not None:
             return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return _scatter_reduced(self, outputs, table_of(inputs, outputs, self.us.world_size), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # What is only moved.
+    # Copies
 
     def broadcast(self, tensors: Tensors, opts: Any = None, *_: Any) -> Any:
-        """Tensors of rank ``rootRank`` on all."""
         if (other := _beside(self, tensors)) is not None:
             return other.broadcast(tensors, opts)
         memories, root = [memory_of(tensor) for tensor in tensors], int(opts.rootRank)
@@ -236,20 +228,17 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return self._running.run(begin, opts, list(tensors))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
-        """Each rank's tensor, in a list on all."""
         if (other := _beside(self, inputs)) is not None:
             return other.allgather(outputs, inputs, opts)
         check(len(outputs) == len(inputs) == 1, "allgather takes one input and one list of outputs")
         return _gather_rows(self, [[output] for output in outputs[0]], inputs, opts, list(outputs))
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Each rank's tensors, rank by rank, on all."""
         if (other := _beside(self, inputs)) is not None:
             return other.allgather_coalesced(outputs, inputs, opts)
         return _gather_rows(self, outputs, inputs, opts, list(outputs))
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
-        """Each rank's tensor, one behind the other in one tensor on all."""
         if (other := _beside(self, [given])) is not None:
             return other._allgather_base(output, given, opts)
         world = self.us.world_size
@@ -266,7 +255,6 @@ class SynclineGroup(_Base):  # type: ignore[misc]
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Of several in one call."""
         if (other := _beside(self, inputs)) is not None:
             return other.allgather_into_tensor_coalesced(outputs, inputs, opts)
         world = self.us.world_size
@@ -290,7 +278,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         opts: Any = None,
         *_: Any,
     ) -> Any:
-        """Parts of one tensor to all ranks, theirs into parts of another; sizes count along the first dimension."""
+        """Exchange parts of one tensor with all ranks; sizes count along the first dimension."""
         if (other := _beside(self, [given])) is not None:
             return other.alltoall_base(output, given, output_sizes, input_sizes, opts)
         check(output.dtype == given.dtype, f"all-to-all: the output is {output.dtype}, the input {given.dtype}")
@@ -302,7 +290,6 @@ class SynclineGroup(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
-        """A tensor to each rank, and one of each."""
         if (other := _beside(self, inputs)) is not None:
             return other.alltoall(outputs, inputs, opts)
         world = self.us.world_size
@@ -313,7 +300,6 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return self._running.run(begin, opts, list(outputs))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
-        """Each rank's tensor, in a list on rank ``rootRank``."""
         if (other := _beside(self, inputs)) is not None:
             return other.gather(outputs, inputs, opts)
         root, (given,) = int(opts.rootRank), inputs
@@ -326,7 +312,6 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return self._running.run(begin, opts, list(outputs))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
-        """The r-th tensor of the list of rank ``rootRank`` on rank r."""
         if (other := _beside(self, outputs)) is not None:
             return other.scatter(outputs, inputs, opts)
         root, (output,) = int(opts.rootRank), outputs
@@ -338,10 +323,9 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         begin = partial(self._collectives.scatter, out, root, memory.data, sizes_of(outputs), memory.write_back)
         return self._running.run(begin, opts, list(outputs))
 
-    # Between two ranks, and no data at all.
+    # Point-to-point, and barriers
 
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
-        """A tensor to a rank."""
         if (other := _beside(self, tensors)) is not None:
             return other.send(tensors, rank, tag)
         (tensor,) = tensors
@@ -351,7 +335,6 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return self._running.under_way(work, work.label, list(tensors))
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> Any:
-        """A tensor of a rank."""
         if (other := _beside(self, tensors)) is not None:
             return other.recv(tensors, rank, tag)
         (tensor,) = tensors
@@ -363,25 +346,24 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         return self._running.under_way(work, work.label, list(tensors))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """A tensor of whichever rank sends one."""
         return self.recv(tensors, None, tag)
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        """Wait until all ranks are here; an error names those that are not within the time limit."""
+        """Wait until all ranks are here. The error after the time limit names the missing ranks."""
         device = getattr(opts, "device", None)
         if device is not None and (other := _of_device(self, device)) is not None:
             return other.barrier(opts)
         return self._running.run(self._collectives.barrier, opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """As ``barrier``; all that are late are named, on all ranks that have come."""
+        """As ``barrier``. All missing ranks are named, on all ranks that are here."""
         limit_s = self._running.timeout_s if timeout is None else timeout.total_seconds()
         with self._running.lock:
             call = self._collectives.barrier()
         call.finish(limit_s)
 
 
-# What several of the calls do. Outside of the class, whose every method is kept from the compiler at some cost.
+# Helpers of several calls. They are functions because the class pays for every method to keep it from the compiler.
 
 
 def _reduce(
@@ -399,7 +381,7 @@ def _reduce(
 
 
 def _scatter_reduced(group: SynclineGroup, outputs: Tensors, table: Array, opts: Any) -> GroupWork:
-    """Row r of the table, which is lost, is what rank r gets: its part of every input."""
+    """Row r of the table, which is overwritten, becomes rank r's share of every input."""
     check_one_type(outputs)
     memories = [memory_of(output) for output in outputs]
     begin, reduction = group._collectives.reduce_scatter, _reduction(opts, table, outputs)
@@ -413,7 +395,7 @@ def _scatter_reduced(group: SynclineGroup, outputs: Tensors, table: Array, opts:
 def _gather_rows(
     group: SynclineGroup, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, handed: list[Any]
 ) -> GroupWork:
-    """Each rank's tensors, rank by rank; ``handed`` is the call's result."""
+    """Gather each rank's tensors in rank order. ``handed`` is the call's result."""
     world = group.us.world_size
     check(len(outputs) == world, f"all-gather: {len(outputs)} outputs for {world} ranks")
     for row in outputs:
@@ -432,12 +414,12 @@ def _gather_rows(
 
 
 def _reduction(opts: Any, array: Array, tensors: Tensors) -> Reduction:
-    """That of a call, for the elements of its tensors."""
+    """The reduction of a call, for its tensors' element type."""
     return reduction_of(ReduceOp.SUM if opts is None else opts.reduceOp, array.dtype, tensors[0].is_complex())
 
 
 def _places(outputs: Tensors) -> tuple[dict[int, Array], Callable[[], None]]:
-    """Where the bytes of each rank go, and what is to be done when they have come."""
+    """The memory for each rank's bytes, and the functions to call when they have arrived."""
     memories = [memory_of(output) for output in outputs]
 
     def done() -> None:
@@ -447,11 +429,11 @@ def _places(outputs: Tensors) -> tuple[dict[int, Array], Callable[[], None]]:
     return {rank: memory.data for rank, memory in enumerate(memories)}, done
 
 
-# Backends of other devices.
+# Backends of other devices
 
 
 def _beside(group: SynclineGroup, tensors: Sequence[Any]) -> Any:
-    """The group that tensors on another device belong to; None for those that this one moves itself."""
+    """The group for tensors on another device; None for tensors that this group moves itself."""
     first = tensors[0] if tensors else None
     if not isinstance(first, torch.Tensor) or first.device.type == "cpu":
         return None
@@ -459,7 +441,7 @@ def _beside(group: SynclineGroup, tensors: Sequence[Any]) -> Any:
 
 
 def _of_device(group: SynclineGroup, device: torch.device) -> Any:
-    """The same for a device; the first call makes it."""
+    """The group for a device. The first call creates it."""
     if device.type == "cpu":
         return None
     found = group.beside.get(device.type)
@@ -469,12 +451,12 @@ def _of_device(group: SynclineGroup, device: torch.device) -> Any:
 
 
 def _devices(group: SynclineGroup) -> list[torch.device]:
-    """Those whose tensors the group takes, the CPU first."""
+    """The devices whose tensors the group accepts, the CPU first."""
     return [torch.device("cpu"), *(torch.device(kind) for kind in _asked(group) if kind != "cpu")]
 
 
 def _asked(group: SynclineGroup) -> dict[str, str]:
-    """The backends that the group was to have for devices, but for its own."""
+    """The backends requested for devices, except this one."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs if name != group.name()}
 
@@ -491,7 +473,7 @@ def _asked_for(group: SynclineGroup, device: str) -> str:
 
 
 def _make(group: SynclineGroup, device: str, name: str) -> Any:
-    """A group of torch's own with one backend; all ranks make it at their first call for that device."""
+    """A group of torch's own with one backend. Collective at the first call for that device."""
     store, rank, size = PrefixStore(f"beside/{device}/", group.store), group.rank(), group.size()
     timeout = group.timeout
     inner = ProcessGroup(store, rank, size)

@@ -1,21 +1,19 @@
-"""A communication hook for DistributedDataParallel: its buckets compressed by a codec, over the group that it has.
+"""A communication hook for DistributedDataParallel that compresses its buckets with a codec.
 
-DDP goes on to make buckets, to order them and to hide them behind backward; what a codec makes of a bucket is reduced
-by the same reducers as under ``syncline.prepare``, whose messages and sums the collectives of a process group carry:
-Gloo's, NCCL's or Syncline's. They travel in groups of their own with the same ranks and backend, from threads, each of
-which has every so many buckets in their order (``carrier``); so nothing that the script or DDP calls meanwhile comes
-between them.
+DDP still creates, orders and overlaps its buckets. The hook reduces a compressed bucket with the same reducers as
+``syncline.prepare``, over the collectives of a process group: Gloo's, NCCL's or Syncline's. They run in separate groups
+with the same ranks and backend, in threads that each handle every k-th bucket in order (``carrier``), so no call of the
+script or of DDP interleaves with them.
 
-On the CPU codecs work in DDP's own memory: no gradient is copied. Where owners add payloads, these divide the sums,
-each its share, and gradients are encoded as they are; else a bucket is divided by the number of ranks before. What a
-codec keeps back is then of a rank's gradient and not of its share of the mean, and is worth more where ranks have
-become more.
+On the CPU codecs work in DDP's own memory, without copying gradients. If owners add payloads, the owners divide the
+sums and gradients are encoded undivided; otherwise a bucket is divided by the number of ranks first. A residual then
+belongs to a rank's gradient, not to its share of the mean, and is scaled when the number of ranks changes.
 
-DDP puts its buckets together anew after the first step, by the order in which gradients came. That step is therefore
-sent as it is, also in a run that is resumed.
+DDP rebuilds its buckets after the first step, in the order in which gradients arrived. The first step is therefore sent
+uncompressed, also in a resumed run.
 """
 
-# No postponed annotations: DDP reads those of a hook.
+# No postponed annotations, because DDP reads those of a hook.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,9 +40,9 @@ from .works import Promise
 
 
 class CompressedBucket:
-    """Bucket ``index``, whose parameters have these ``numbers``, and what its codec keeps back.
+    """Bucket ``index`` with the parameters ``numbers``, and the codec's state for it.
 
-    It is compressed in DDP's own memory where that is the processor's.
+    It is compressed in DDP's own memory if that is on the CPU.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class CompressedBucket:
         self.compression = Compression(codec, layers, [bucket], [self._array], me, served=False, name=name)
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
-        """Take up what the ranks had saved, who may have been others in number."""
+        """Restore the states that the ranks saved. The number of ranks may have changed."""
         more = self._world / len(saved) if self._means else 1.0
         self.compression.load([{key: _worth(key, array, more) for key, array in one.items()} for one in saved])
 
@@ -93,7 +91,7 @@ class CompressedBucket:
                 buffer.copy_(here)
 
     def named(self, error: Exception) -> Exception:
-        """The error with the rank and the bucket in front, of the same kind where it is one of Syncline's."""
+        """The error with the rank and the bucket prepended. Errors of Syncline keep their type."""
         text = f"rank {self._rank}: bucket {self.index} of DistributedDataParallel: {error}"
         if isinstance(error, PeerError):
             named: Exception = type(error)(text, rank=error.rank, host=error.host)
@@ -104,18 +102,18 @@ class CompressedBucket:
 
 
 def _memory_of(buffer: torch.Tensor) -> Any:
-    """The memory of a bucket as numbers, or as much of the processor's."""
+    """The memory of a bucket as numbers, or CPU memory of the same size."""
     there = buffer.detach() if buffer.device.type == "cpu" else torch.empty(buffer.numel(), dtype=buffer.dtype)
     return storage.as_bytes(there).numpy().view(numpy_dtype(storage.dtype_name(buffer.dtype)))
 
 
 def _worth(key: str, array: Array, more: float) -> Array:
-    """What is kept back of a rank's gradient, where ranks are ``more`` times as many."""
+    """The factor for residuals when the number of ranks has grown ``more``-fold."""
     return array * np.float32(more) if more != 1 and key.startswith("own/") and key.endswith("/residual") else array
 
 
 class HookState:
-    """What ``comm_hook`` has to know: the codec, the group, and what the codec keeps back of which parameter.
+    """The state of ``comm_hook``: the codec, the group, and the codec's state per parameter.
 
     ``codec`` is a strategy's, as in ``codec=int8`` or ``codec=topk(ratio=0.01)``; the group is DDP's.
     """
@@ -137,14 +135,14 @@ class HookState:
         self._failed: Exception | None = None
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to reduce a bucket; the future has the mean of all ranks' gradients."""
+        """Start to reduce a bucket. The future yields the mean of all ranks' gradients."""
         group = dist.group.WORLD if self._asked is None else self._asked
         world = dist.get_world_size(group)
         parameters = bucket.parameters()
         for parameter in parameters:
             if id(parameter) not in self._numbers:
                 self._numbers[id(parameter)] = len(self._numbers)
-                self._kept.append(parameter)  # or another one might come to have its address
+                self._kept.append(parameter)  # keeps the bucket's address from being reused
         buffer, step = bucket.buffer(), self._steps
         self._steps += bucket.is_last()
         if step == 0 or world == 1:
@@ -161,7 +159,7 @@ class HookState:
     def _known(
         self, lanes: Lanes, index: int, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, step: int
     ) -> CompressedBucket:
-        """Bucket ``index``, made when it comes for the first time."""
+        """Bucket ``index``, created on first use."""
         numbers = tuple(self._numbers[id(parameter)] for parameter in parameters)
         if (known := self._buckets.get(index)) is None:
             known = self._buckets[index] = CompressedBucket(self._codec, index, numbers, parameters, buffer, lanes)
@@ -183,7 +181,7 @@ class HookState:
         promise: Promise,
         carrier: Carrier,
     ) -> None:
-        """Reduce a bucket, in its lane; what goes wrong goes to the future, and to those of all later buckets."""
+        """Reduce a bucket in its lane. Errors go to its future and to those of all later buckets."""
         try:
             if self._failed is not None:
                 raise SynclineError(f"nothing is sent after an error: {self._failed}")
@@ -194,16 +192,16 @@ class HookState:
         else:
             promise.set_result(buffer)
 
-    # Checkpoints.
+    # Checkpoints
 
     @property
     def keeps(self) -> bool:
-        """Whether a resumed run would go on otherwise if it knew nothing of the steps before."""
+        """Whether a resumed run needs the codec's state to go on with the same bits."""
         one = codec_of(self._codec, Spec("a weight", (1 << 10, 1 << 10), "float32"))
         return one.feedback or (isinstance(one.codec, Stochastic) and one.codec.stochastic)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know; all ranks call it, between two steps, and get what all have."""
+        """The state for a checkpoint. Collective, between two steps; every rank gets the states of all."""
         mine: Saved = {"clock": np.array([self._steps], np.int64)}
         for bucket in self._buckets.values():
             mine |= bucket.compression.saved()
@@ -213,7 +211,7 @@ class HookState:
         return {"strategy": str(self.strategy), "ranks": everyone}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``state_dict`` gave, before the first step; refuses another codec's."""
+        """Restore a ``state_dict`` before the first step. Refuses that of another codec."""
         if (strategy := state.get("strategy")) != str(self.strategy):
             raise UsageError(f"this state is of a hook with {strategy}, this one has {self.strategy}")
         if self._steps:
@@ -225,7 +223,7 @@ class HookState:
 
 
 def hook_state(strategy: str, process_group: Any = None) -> HookState:
-    """The state of ``comm_hook``: a codec, and the group that DDP has where that is not the default one."""
+    """The state for ``comm_hook``: a codec, and DDP's group unless it is the default group."""
     return HookState(strategy, process_group)
 
 

@@ -1,9 +1,9 @@
-"""Send and receive with tags, between two ranks of a group, or from whichever rank comes first.
+"""Send and receive with tags between two ranks of a group, or from any rank.
 
-A message is announced by a header, in the order in which one rank sends to another; what is small comes along, what is
-larger follows under a number of its own once somebody wants it. So a receive from any rank can look at what has been
-announced, and sizes that do not fit are an error on the rank that receives, not another message's bytes. A header is
-awaited from a rank only while a receive that it could be for waits. All that is kept changes in the thread that drives.
+Each message is announced by a header, in the order of the sends between two ranks. Small data travel with the header;
+larger data follow under a number of their own once a receive matches. A receive from any rank can therefore inspect the
+announced messages, and a wrong size is an error on the receiving rank instead of another message's bytes. A header is
+only awaited from a rank while a matching receive waits. All state changes in the driving thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Array = NDArray[Any]
 
 _HEADER = struct.Struct("<qqQ")
 _ALONG_BYTES = 16 * 1024
-"""What comes along with its header."""
+"""The most bytes that travel with a header."""
 _BODIES = 1 << 49
-"""The topics of bodies, counted from here; that of headers is 0."""
+"""The first topic of bodies; headers have topic 0."""
 
 
 @dataclass(eq=False)
 class _Receive:
-    """What somebody waits for: from ``source``, or from anybody where that is None."""
+    """A posted receive, from ``source`` or, if that is None, from any rank."""
 
     source: int | None
     tag: int
@@ -40,13 +40,13 @@ class _Receive:
     work: Work
 
     def takes(self, source: int, tag: int) -> bool:
-        """Whether a message with that tag is for it."""
+        """Whether a message with that tag matches."""
         return self.tag == tag and self.source in (None, source)
 
 
 @dataclass(frozen=True)
 class _Letter:
-    """A message that was announced: its tag, its size, and its number or its bytes."""
+    """An announced message: its tag, its size, and its number or its bytes."""
 
     tag: int
     nbytes: int
@@ -64,11 +64,11 @@ class Mailbox:
         self._awaited: set[int] = set()
         self._arrived: defaultdict[int, deque[_Letter]] = defaultdict(deque)
         self._heard: defaultdict[int, int] = defaultdict(int)
-        self._listening: dict[int, tuple[Work, Work]] = {}  # what waits for the next header of a rank
-        self._gone: dict[int, Exception] = {}  # ranks that have left, as a receive from them has found
+        self._listening: dict[int, tuple[Work, Work]] = {}  # the work that awaits the next header of each rank
+        self._gone: dict[int, Exception] = {}  # ranks that have left, found by a receive
 
     def send(self, rank: int, tag: int, data: Array) -> Work:
-        """Send bytes; a small message may be changed at once, a larger one when the work is done."""
+        """Send bytes. A small message's memory may change at once, a larger one's when the work is done."""
         us, label = self.us, f"send to rank {rank}"
         process = us.ranks[rank]
         self._sent[rank] += 1
@@ -79,7 +79,7 @@ class Mailbox:
         return us.engine.send(process, us.topic(_BODIES + self._sent[rank]), data, label)
 
     def receive(self, rank: int | None, tag: int, place: Array) -> Work:
-        """Receive into ``place`` what fills it; ``result`` is the rank that has sent it."""
+        """Receive exactly ``place.size`` bytes. ``result`` is the sender's rank."""
         label = "receive from any rank" if rank is None else f"receive from rank {rank}"
         work = self.us.engine.promise(label)
         wanted = _Receive(rank, tag, place, work)
@@ -88,11 +88,11 @@ class Mailbox:
 
     @property
     def unused(self) -> bool:
-        """Whether nothing was sent or received, so that no message of this group can be on its way."""
+        """Whether nothing was ever sent or received, so that no message can be in flight."""
         return not (self._sent or self._wanted or self._awaited or self._heard)
 
     def close(self) -> None:
-        """Nobody waits for what has not been sent: the end of the run does not either."""
+        """Give up receives without a message, so that the end of the run does not wait for them."""
         self.us.engine.then("giving up receives", [], self._give_up, tolerant=True)
 
     def _give_up(self) -> None:
@@ -113,7 +113,7 @@ class Mailbox:
             self._await(source, receive.work.label, tolerant=receive.source is None)
 
     def _await(self, source: int, label: str, tolerant: bool) -> None:
-        """Let the next header of a rank come; nobody minds if it does not where others may send in its place."""
+        """Await the next header of a rank. Its absence is no fault if other ranks may send instead."""
         if source in self._awaited:
             return
         self._awaited.add(source)
@@ -128,7 +128,7 @@ class Mailbox:
         self._check_gone()
 
     def _check_gone(self) -> None:
-        """Raise for a receive for which nobody is left, one from a certain rank first."""
+        """Raise for a receive that no remaining rank can satisfy, preferably one from a specific rank."""
         us = self.us
         for receive in sorted(self._wanted, key=lambda receive: receive.source is None):
             sources = set(range(us.world_size)) - {us.rank} if receive.source is None else {receive.source}
@@ -149,7 +149,7 @@ class Mailbox:
             self._await(source, waiting[0].work.label, tolerant=all(found.source is None for found in waiting))
 
     def _opened(self, source: int, work: Work) -> _Letter:
-        """What a rank has sent, if it can be a header and what comes along: it says where bytes go."""
+        """Validate and parse a header and the data that come with it."""
         message, self._heard[source] = work.result, self._heard[source] + 1
         if len(message) < _HEADER.size:
             raise self._senseless(source, work.label, f"{len(message)} bytes in place of a header of {_HEADER.size}")

@@ -1,9 +1,9 @@
-"""The short way of an allreduce: one tensor of a kind that was summed before.
+"""A fast path for allreduce: one tensor of a size and type that was summed before.
 
-What such a call needs besides the tensor's address is prepared at the first one, for each number and type of elements.
-Any other call, and one that comes while something else is under way, goes the long way (``collectives``), which ranks
-do not see: tickets, keys and plan are the same. A call that goes on behind the script is begun in the thread that makes
-it, which does all of it where the others have come.
+The first call for each size and type prepares everything except the tensor's address. Other calls, and calls while
+anything else is in flight, take the normal path (``collectives``). Other ranks cannot tell the difference: tickets,
+keys and plan are the same. A background call starts in the calling thread, which completes it if the other ranks have
+arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .collectives import Collectives, shown
 from .tensors import memory_of, reduction_of, sizes_of
 
 _MOST, _MOST_BYTES = 128, 1 << 20
-"""How many kinds are remembered, and of how many bytes a tensor may be: memory is kept for each."""
+"""The most prepared kinds and the most bytes per tensor, because each kind keeps memory."""
 
 _LABEL = CALLS[ALLREDUCE]
 
@@ -36,11 +36,11 @@ class _Prepared:
     argument: int
     flags: int
     work: Work | None = None
-    """The last call that went on behind the script: while it does, what is kept is in use."""
+    """The last background call, which uses its prepared run until it is done."""
 
 
 class Prompt:
-    """The allreduces of the ranks of ``us``, which ``collectives`` counts; ``lock`` is held to take keys."""
+    """The allreduces of the ranks of ``us``, counted by ``collectives``. Hold ``lock`` to take keys."""
 
     def __init__(self, us: Communicator, collectives: Collectives, lock: threading.RLock) -> None:
         self._us, self._collectives, self._lock = us, collectives, lock
@@ -49,7 +49,7 @@ class Prompt:
         self._busy = False
 
     def allreduce(self, tensor: torch.Tensor, op: Any, timeout_s: float) -> bool:
-        """Sum a tensor in place; False where it has to go the long way, nothing having been done."""
+        """Sum a tensor in place. False, without side effects, if it must take the normal path."""
         us = self._us
         with self._lock:
             prepared = self._prepared(tensor, op)
@@ -71,7 +71,7 @@ class Prompt:
         return True
 
     def begin(self, tensor: torch.Tensor, op: Any) -> Work | None:
-        """Begin to sum a tensor; the work, which may be done. None where it has to go the long way."""
+        """Start to sum a tensor. Returns the work, which may be done; None if it must take the normal path."""
         us = self._us
         with self._lock:
             prepared = self._prepared(tensor, op)
@@ -90,14 +90,14 @@ class Prompt:
             return work
 
     def _come(self, prepared: _Prepared) -> tuple[Ticket, int]:
-        """Come to the call: as many keys are taken as on the long way."""
+        """Count the call and take the same number of keys as on the normal path."""
         ticket, key = self._us.come(ALLREDUCE, prepared.argument, flags=prepared.flags)
         self._us.keys.take()
         self._collectives.calls += 1
         return ticket, key
 
     def _prepared(self, tensor: torch.Tensor, op: Any) -> _Prepared | None:
-        """What is kept for such a tensor and is not in use; None where there is nothing, or cannot be."""
+        """The prepared run for such a tensor, if it is free; None if there is none or it cannot be prepared."""
         if op != self._sum or not (
             type(tensor) is torch.Tensor
             and tensor.is_cpu
@@ -115,14 +115,14 @@ class Prompt:
         return prepared
 
     def close(self) -> None:
-        """What was prepared is not needed any more."""
+        """Release all prepared runs."""
         while self._known:
             prepared = self._known.popitem()[1]
             if prepared is not None and self._us.engine.error is None:
                 self._us.member.process.engine.drop(prepared.kept, prepared.work)
 
     def _prepare(self, tensor: torch.Tensor) -> _Prepared | None:
-        """What is kept for tensors like this one, None where they go the long way."""
+        """Prepare a run for tensors like this one; None if they must take the normal path."""
         us, nbytes = self._us, tensor.nbytes
         if us.world_size == 1 or not 0 < nbytes <= _MOST_BYTES or tensor.is_complex() or len(self._known) >= _MOST:
             return None

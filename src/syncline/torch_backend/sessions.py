@@ -1,11 +1,11 @@
-"""The sessions under the process groups of this process: which group has one of its own, and how each ends.
+"""The sessions under this process's groups: which groups have a session of their own, and how sessions end.
 
-The default group is a run of its own: its processes meet through the store that torch gives it, and nothing else. A
-group of some of its ranks is a communicator of that run: the same connections, keys of its own. Where the default group
-is another backend's, or a group asks for a strategy of its own, it is a run by itself.
+The default group is a run of its own, whose processes meet through the store that torch provides. A group of some of
+its ranks is a communicator of that run, with the same connections and its own keys. A group is a run by itself if the
+default group has another backend or if it asks for another strategy.
 
-A script need not destroy its groups: a process that ends says goodbye, by whatever way Python lets it end, and one that
-ends with an exception says that.
+Scripts need not destroy their groups: a process says goodbye however Python lets it end, and after an exception it
+reports that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _watching = False
 
 
 def create(options: Any, strategy: Any = None) -> SynclineGroup:
-    """What torch calls for a new group: its place in ``options``, and the ``pg_options`` of the script, a strategy."""
+    """Called by torch for a new group. ``options`` has its place; the script's ``pg_options`` are a strategy."""
     if strategy is not None and not isinstance(strategy, str):
         raise UsageError(
             f"the options of a group of the backend syncline are a strategy, such as pg_options='ring transport=tcp',"
@@ -57,7 +57,8 @@ def create(options: Any, strategy: Any = None) -> SynclineGroup:
 def _communicator_for(
     store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], strategy: str | None
 ) -> tuple[Communicator, Callable[[], None]]:
-    """What a new group communicates by, and what ends it. ``ranks`` are those of the default group, none for itself."""
+    """The communicator of a new group and the function that ends it. ``ranks`` are in the default group; empty for
+    itself."""
     limit_s = timeout.total_seconds()
     if ranks and strategy is None and dist.is_initialized():
         default = dist.distributed_c10d._get_default_group()
@@ -92,7 +93,9 @@ def _begin(store: Any, rank: int, size: int, limit_s: float, name: str, strategy
 
 
 def chosen(text: str | None) -> Strategy:
-    """The strategy of a group, or of SYNCLINE_STRATEGY; raises UsageError for what a process group cannot run."""
+    """The strategy of a group, by default SYNCLINE_STRATEGY. UsageError for strategies that process groups cannot
+    run.
+    """
     found = Strategy.parse(text if text is not None else os.environ.get("SYNCLINE_STRATEGY", ""))
     remedy = "give the process group another (SYNCLINE_STRATEGY, or pg_options), or use syncline.prepare()"
     if found.servers or found.server_holds_weights:
@@ -112,7 +115,7 @@ def chosen(text: str | None) -> Strategy:
 
 
 def _end(session: Session) -> None:
-    """End a session; raises a failure of the run that no call has raised yet."""
+    """End a session. Raises a failure of the run that no call has raised yet."""
     if session in _live:
         _live.remove(session)
         failure = session.shutdown()
@@ -121,7 +124,7 @@ def _end(session: Session) -> None:
 
 
 def _end_all() -> None:
-    """The end of this process: nobody is left to raise to, but a run that has failed gives another status."""
+    """End all sessions at exit. A failed run changes the exit status, because nothing can be raised any more."""
     while _live:
         try:
             _end(_live[-1])
@@ -140,13 +143,13 @@ def _watch_the_end() -> None:
     _watching = True
     watch_exceptions(_current)
     atexit.register(_end_all)
-    # Children of multiprocessing, and of torch.multiprocessing.spawn, end without the functions of atexit.
+    # Children of multiprocessing, and of torch.multiprocessing.spawn, do not run the functions of atexit.
     multiprocessing.util.Finalize(None, _end_all, exitpriority=100)
     os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
-    """In a forked child (a data loader's worker): the connections are the parent's."""
+    """Forget the sessions in a forked child (a data loader's worker): the connections belong to the parent."""
     for session in _live:
         session.member.process.forget_in_child()
     _live.clear()

@@ -1,9 +1,9 @@
-"""Tensors as arrays: the memory that travels, what those of one call have in common, and how several are reduced.
+"""Tensors as arrays: the memory that travels, helpers for several tensors, and the reductions.
 
-A dense contiguous tensor is its own memory; any other is copied, and written back at the end. Which elements are in it
-matters to reductions only; whatever is merely moved is bytes. Plans add; every other reduction combines whole arrays,
-in the order of ranks, so that all ranks that do it have the same bits. Element types are handled as Gloo handles them:
-sums of bool are "or", complex numbers are two real ones. Nothing here knows ranks, calls or messages.
+A dense contiguous tensor is used in place; any other is copied, and written back at the end. Only reductions depend on
+the element type; other calls move bytes. Plans add; every other reduction combines whole arrays in rank order, so that
+all ranks get the same bits. Element types behave as in Gloo: sums of bool are "or", complex numbers are pairs of reals.
+This module knows no ranks, calls or messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..nouns import numpy_dtype
 Array = NDArray[Any]
 Tensors = Sequence[torch.Tensor]
 Sizes = list[tuple[int, str]]
-"""Of the tensors of a call, which all ranks give alike: how many elements, of which of torch's types."""
+"""The tensors of a call, equal on all ranks: (elements, torch's element type) each."""
 
 _NUMPY = {
     kind: numpy_dtype(dtype_name(kind))
@@ -33,7 +33,7 @@ _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class Memory(NamedTuple):
-    """What of a tensor travels: its bytes, where they lie, and the tensor that a copy belongs to."""
+    """The bytes of a tensor that travel, and the tensor that a copy belongs to."""
 
     dense: torch.Tensor
     tensor: torch.Tensor
@@ -45,21 +45,21 @@ class Memory(NamedTuple):
 
     @property
     def numbers(self) -> Array:
-        """One-dimensional, the elements, complex ones as pairs; raises UsageError where these cannot be added."""
+        """The elements, one-dimensional, complex ones as pairs. UsageError if they cannot be added."""
         kind = _PARTS.get(self.dense.dtype, self.dense.dtype)
         if kind is self.dense.dtype and kind in _NUMPY:
             return memory(self.dense, _NUMPY[kind].str)
         return self.data.view(_NUMPY.get(kind) or numpy_dtype(dtype_name(kind)))
 
     def write_back(self) -> None:
-        """The bytes have changed: the tensor shall have them."""
+        """Copy changed bytes back into the tensor."""
         if self.dense.data_ptr() != self.tensor.data_ptr():
             with torch.no_grad():
                 self.tensor.copy_(self.dense.view(self.tensor.shape))
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """The memory of a tensor, or of a copy; raises UsageError for what has no memory of its own here."""
+    """The memory of a tensor or of a copy. UsageError for tensors without dense memory of their own."""
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         raise NotImplementedError(
@@ -74,20 +74,20 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 def sizes_of(tensors: Tensors) -> Sizes:
-    """How many elements of which type each has."""
+    """The number of elements and the type of each tensor."""
     return [(tensor.numel(), dtype_name(tensor.dtype)) for tensor in tensors]
 
 
-# Several tensors of one call.
+# Several tensors of one call
 
 
 def together(tensors: Tensors) -> Array:
-    """The bytes of several tensors one behind the other, in new memory."""
+    """The bytes of several tensors, concatenated in new memory."""
     return np.concatenate([memory_of(tensor).data for tensor in tensors]) if tensors else np.empty(0, np.uint8)
 
 
 def share_out(data: Array, memories: Sequence[Memory]) -> None:
-    """Bytes, one behind the other, into tensors."""
+    """Copy concatenated bytes into tensors."""
     start = 0
     for one in memories:
         place = one.data
@@ -97,7 +97,7 @@ def share_out(data: Array, memories: Sequence[Memory]) -> None:
 
 
 def table_of(inputs: Tensors, outputs: Tensors, world: int) -> Array:
-    """A copy of inputs that have a part like their output for each rank; row r is the parts for rank r."""
+    """A copy of inputs with one output-sized part per rank; row r has the parts for rank r."""
     for output, given in zip(outputs, inputs, strict=True):
         check(
             given.numel() == world * output.numel() and given.dtype == output.dtype,
@@ -110,7 +110,7 @@ def table_of(inputs: Tensors, outputs: Tensors, world: int) -> Array:
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int], world: int, what: str) -> tuple[dict[int, Array], Memory]:
-    """The bytes of a tensor for each rank; ``sizes``, none for equal ones, count along the first dimension."""
+    """The bytes of a tensor for each rank. ``sizes`` count along the first dimension; empty means equal parts."""
     length = tensor.shape[0] if tensor.dim() else 1
     check(not sizes or len(sizes) == world, f"all-to-all: {len(sizes)} sizes of the {what} for {world} ranks")
     check(
@@ -127,13 +127,13 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], world: int, what: str) -> tu
 
 
 def check(fine: bool, fault: str) -> None:
-    """Raise UsageError where something is not ``fine``."""
+    """Raise UsageError unless ``fine``."""
     if not fine:
         raise UsageError(fault)
 
 
 def check_alike(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
-    """Raise UsageError unless both have as many elements of one type."""
+    """Raise UsageError unless both have the same number of elements and the same type."""
     check(
         one.numel() == other.numel() and one.dtype == other.dtype,
         f"{what} has {one.numel()} elements of {one.dtype}, another tensor of this call {other.numel()} of"
@@ -142,37 +142,37 @@ def check_alike(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
 
 
 def check_one_type(tensors: Tensors) -> None:
-    """Raise UsageError unless there are tensors, of one type."""
+    """Raise UsageError unless there are tensors, all of one type."""
     check(bool(tensors), "give at least one tensor")
     kinds = {tensor.dtype for tensor in tensors}
     check(len(kinds) == 1, f"tensors of one call have one type, these {', '.join(sorted(map(str, kinds)))}")
 
 
-# Reductions.
+# Reductions
 
 
 class Reduction(NamedTuple):
-    """How arrays are reduced: element by element with ``combine``, and the sum ``averaged`` afterwards."""
+    """A reduction: element-wise ``combine``, and division of the sum if ``averaged``."""
 
     name: str
     combine: Callable[..., Any]
     averaged: bool = False
 
     def adds(self, dtype: np.dtype[Any]) -> bool:
-        """Whether a plan can do it, which adds numbers."""
+        """Whether a plan, which adds numbers, can do it."""
         return self.combine is np.add and dtype != np.bool_
 
     def of(self, arrays: Sequence[Array], world: int) -> Array:
-        """The result of arrays in the order of ranks, in new memory."""
+        """The result for arrays in rank order, in new memory."""
         found = arrays[0].copy()
-        with np.errstate(all="ignore"):  # infinite sums are torch's to see, as with any other backend
+        with np.errstate(all="ignore"):  # overflow is reported by torch's own means, as with any other backend
             for other in arrays[1:]:
                 self.combine(found, other, out=found)
         self.finish(found, world)
         return found
 
     def finish(self, array: Array, world: int) -> None:
-        """What is left to do, in place, when ``array`` is the sum of that many ranks."""
+        """Finish in place: ``array`` is the sum over that many ranks."""
         if self.averaged and array.dtype.kind in "iu":
             np.floor_divide(array, world, out=array)
         elif self.averaged:
@@ -193,7 +193,7 @@ _BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
 
 
 def reduction_of(op: Any, dtype: np.dtype[Any], complex_numbers: bool = False) -> Reduction:
-    """What torch's ``op`` is for such elements; raises NotImplementedError or UsageError where there is none."""
+    """The reduction for torch's ``op`` on such elements. NotImplementedError or UsageError if there is none."""
     name = str(getattr(op, "op", op)).rpartition(".")[2]
     found = _REDUCTIONS.get(name)
     if found is None:

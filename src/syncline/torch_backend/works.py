@@ -1,8 +1,8 @@
-"""How a group's calls run, and what torch is handed for them: works and futures over those of the engine.
+"""Runs a group's calls and wraps the engine's works as torch's works and futures.
 
-A call is made at once where torch waits for it, else behind the script, each with its time limit. A future's callbacks
-are the script's, or DistributedDataParallel's, and may wait for further collectives: so futures are completed in
-threads of their own, of which one always watches what is under way while others call back.
+A call runs at once if torch waits for it, else in the background, each with its time limit. A future's callbacks belong
+to the script or to DistributedDataParallel and may wait for further collectives. Futures are therefore completed in
+separate threads, one of which always watches the works in flight while others run callbacks.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..session.communicator import Communicator
 from .collectives import Call, await_works
 
 _AT_ONCE_S = 1e-6
-"""What is left to a call whose time is over."""
+"""The time that remains for a call whose limit is over."""
 
 _STAYS_S = 10.0
-"""How long a thread stays with nothing to do."""
+"""The time that an idle thread stays."""
 
 
 class Running:
-    """The calls of the ranks ``us``, which may take ``timeout`` where they say nothing else."""
+    """The calls of the ranks ``us``, with ``timeout`` as the default time limit."""
 
     def __init__(self, us: Communicator, timeout: timedelta) -> None:
         self.us = us
         self.lock = threading.RLock()
-        """Whoever begins a call holds it: all ranks begin theirs in one order."""
+        """Held while a call starts, because all ranks must start their calls in one order."""
         self._completer = Completer()
         self._allowed_s = 0.0
         self.limit_to(timeout)
@@ -51,11 +51,11 @@ class Running:
 
     @property
     def timeout_s(self) -> float:
-        """The time limit of calls that give none."""
+        """The default time limit of calls."""
         return self.timeout.total_seconds()
 
     def limit_to(self, timeout: timedelta) -> None:
-        """Let this be the time limit of calls that give none."""
+        """Set the default time limit of calls."""
         self.timeout = timeout
         self._allow(timeout.total_seconds())
 
@@ -68,7 +68,7 @@ class Running:
         return given_s if given_s > 0 else self.timeout_s
 
     def run(self, begin: Callable[[], Call], opts: Any, outputs: Any) -> GroupWork:
-        """Make a call: here, where torch waits for it, else behind the script."""
+        """Run a call: here if torch waits for it, else in the background."""
         limit_s = self.limit_s(opts)
         with self.lock:
             call = begin()
@@ -78,16 +78,16 @@ class Running:
         return self.over(outputs)
 
     def under_way(self, work: Work | None, label: str, outputs: Any, limit_s: float | None = None) -> GroupWork:
-        """What torch is given for a call that goes on behind the script."""
+        """The work for a call in the background."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         return GroupWork(self.us, work, label, outputs, limit_s, self._completer)
 
     def over(self, outputs: Any) -> GroupWork:
-        """What torch is given for a call that is over."""
+        """The work for a finished call."""
         return GroupWork(self.us, None, "", outputs, self.timeout_s, self._completer)
 
     def _allow(self, limit_s: float) -> None:
-        """Calls may take so long, also where nothing else in the run may."""
+        """Let calls take that long, even if the engine's stall limit is shorter."""
         self._allowed_s = limit_s
         if not self.alone:
             self.us.member.process.engine.allow(limit_s)
@@ -95,9 +95,9 @@ class Running:
 
 @eager_methods
 class GroupWork(TorchWork):
-    """What a group hands out for a call that goes on behind the script; ``outputs`` are the tensors it fills.
+    """The work of a background call. ``outputs`` are the tensors that it fills.
 
-    ``work`` is None where all is done. ``source`` is for receives.
+    ``work`` is None if all is done. ``source`` is for receives.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class GroupWork(TorchWork):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the call is done; raises what ended the run, or PeerTimeout, which ends it."""
+        """Block until the call is done. Raises the fault that ended the run, or PeerTimeout, which ends it."""
         if self.work is not None:
             limit_s = timeout.total_seconds()
             await_works(self._us, [self.work], self._label, limit_s if limit_s > 0 else self.timeout_s)
         return True
 
     def synchronize(self) -> None:
-        """The same."""
+        """The same as ``wait``."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -132,11 +132,11 @@ class GroupWork(TorchWork):
         return self.work is None or self.work.done or self.engine.error is not None
 
     def is_success(self) -> bool:
-        """Whether it is done."""
+        """Whether it ended without an error."""
         return self.work is None or self.work.done
 
     def exception(self) -> Exception | None:
-        """What ended the run before the call was done."""
+        """The fault that ended the run before the call was done."""
         return None if self.work is None or self.work.done else self.engine.error
 
     def result(self) -> Any:
@@ -145,7 +145,7 @@ class GroupWork(TorchWork):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Who has sent what was received."""
+        """The rank whose message was received."""
         self.wait()
         found = -1 if self.work is None else self.work.result
         return int(found)
@@ -168,12 +168,12 @@ class GroupWork(TorchWork):
 
     @property
     def engine(self) -> Engine:
-        """What drives it, also after its end."""
+        """The engine, also after its end."""
         assert self._engine is not None
         return self._engine
 
     def outcome(self) -> Any:
-        """The tensors of a work that has ended; an error where its time is over. For futures."""
+        """The tensors of a finished work; raises if its time is over. For futures."""
         if self.work is not None:
             left_s = self.timeout_s if self.is_completed() else _AT_ONCE_S
             await_works(self._us, [self.work], self._label, left_s, self.timeout_s)
@@ -181,11 +181,11 @@ class GroupWork(TorchWork):
 
 
 class Promise:
-    """A ``future`` that is completed later, with a result or with an error.
+    """A ``future`` that is completed later, with a result or an error.
 
-    torch's ``set_exception`` keeps the error as the value and raises it in Python alone. The C++ of
-    DistributedDataParallel takes the value for a list of tensors, and the process dies. Only an error that a callback
-    raises becomes an error of the future in C++ too, so ``future`` is what a callback makes of what is told.
+    torch's ``set_exception`` stores the error as the value and raises it only in Python. The C++ of
+    DistributedDataParallel takes the value for a list of tensors, and the process crashes. Only an error that a
+    callback raises is an error in C++ too, so ``future`` is the result of a callback.
     """
 
     def __init__(self) -> None:
@@ -211,18 +211,18 @@ def _raise_or_return(told: Future[Any]) -> Any:
 class Completer:
     """Completes futures, each once its work is done or its time is over, whatever others wait for.
 
-    A callback may wait for a work itself: so while one calls back and any future is open, another thread watches. That
-    makes at most one thread more than there are callbacks at a time. Threads stay a while for the next futures.
+    A callback may itself wait for a work, so another thread watches while one runs a callback and any future is open.
+    There is at most one thread more than there are concurrent callbacks. Idle threads stay for a while.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open: dict[Promise, tuple[GroupWork, float]] = {}  # of works under way: until when
+        self._open: dict[Promise, tuple[GroupWork, float]] = {}  # works in flight -> their deadlines
         self._over: deque[tuple[GroupWork, Promise]] = deque()
-        self._looks: dict[threading.Thread, float] = {}  # when each thread with nothing to do looks at the time next
+        self._looks: dict[threading.Thread, float] = {}  # when each idle thread wakes up next
 
     def add(self, work: GroupWork, promise: Promise) -> None:
-        """Complete ``promise`` when ``work`` is done, or fail it when the run has ended or the work's time is over."""
+        """Complete ``promise`` when ``work`` is done; fail it when the run has ended or the work's time is over."""
         assert work.work is not None
         deadline = time.monotonic() + work.timeout_s
         with self._changed:
@@ -232,7 +232,7 @@ class Completer:
         work.engine.when_over(work.work, partial(self._ended, promise))
 
     def _ended(self, promise: Promise) -> None:
-        """The work of a promise is done, or never will be; called by the thread that drives."""
+        """Handle a work that is done or never will be. Called by the driving thread."""
         with self._changed:
             if (found := self._open.pop(promise, None)) is None:
                 return
@@ -240,12 +240,12 @@ class Completer:
             try:
                 self._call()
                 return
-            except RuntimeError:  # no thread can be started any more: then here, rather than never
+            except RuntimeError:  # if no thread can be started, complete the future here
                 self._over.pop()
         _settle(found[0], promise)
 
     def _call(self) -> None:
-        """Let a thread look, one more where all are calling back."""
+        """Wake a thread, or start one if all are in callbacks."""
         if self._looks:
             self._changed.notify()
         else:
@@ -258,7 +258,7 @@ class Completer:
             _settle(*found)
 
     def _next(self) -> tuple[GroupWork, Promise] | None:
-        """Wait for a work that has ended, or whose time has; None when there has been nothing to do for long."""
+        """Wait for a work that has ended or whose time is over. None after a long idle time."""
         here = threading.current_thread()
         with self._changed:
             try:
@@ -276,17 +276,18 @@ class Completer:
                 self._looks.pop(here, None)
             found = self._over.popleft()
             if self._over or (self._open and min(self._looks.values(), default=math.inf) > self._due()):
-                with contextlib.suppress(RuntimeError):  # where no thread can be started this one looks when it is back
+                # if no thread can be started, this one continues after its callback
+                with contextlib.suppress(RuntimeError):
                     self._call()
             return found
 
     def _due(self, otherwise: float = math.inf) -> float:
-        """When the time of the first open future is over."""
+        """The earliest deadline of an open future."""
         return min((deadline for _, deadline in self._open.values()), default=otherwise)
 
 
 def _settle(work: GroupWork, promise: Promise) -> None:
-    """Complete the future of a work that has ended, or whose time is over."""
+    """Complete the future of a work that has ended or whose time is over."""
     try:
         outputs = work.outcome()
     except Exception as error:

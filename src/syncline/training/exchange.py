@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,6 +23,7 @@ from typing import Protocol
 
 from ..collectives import Collective
 from ..compression.compression import Compression
+from ..compression.saved import Saved
 from ..costs.network import LinearCost, fit_line
 from ..engine.order import CodedOrder, Exchanger, Lane, Order, When, Work
 from ..engine.step import BucketPhase, Phase
@@ -32,7 +33,17 @@ from ..nouns import Bucket, Layer
 from ..plans.messages import Program
 from ..schedules import Cost, PushAndPull
 from ..session.communicator import Array
-from ..session.layout import BUCKETS, Lay, Layout, Passed, Recompressing, agree_on_layout, place_tensors, push_nothing
+from ..session.layout import (
+    BUCKETS,
+    Lay,
+    Layout,
+    Passed,
+    Recompressing,
+    agree_on_layout,
+    gather_saved,
+    place_tensors,
+    push_nothing,
+)
 from ..session.session import Session
 from ..session.tickets import JOINED, STEP, Meeting, Ticket, step_of
 from ..strategy.strategy import Strategy
@@ -444,11 +455,33 @@ class BucketExchange:
         elif self.measured:
             self.measure(self.schedule.measures, forward=self.schedule.apply == "layer")
 
-    def begin_at(self, step: int) -> None:
-        """A run that is resumed goes on from that step, counted from 0; all workers call it together.
+    def saved(self) -> dict[str, list[Saved]]:
+        """What every worker's codec has to keep in a checkpoint, in rank order, of gradients and of differences.
 
-        Servers have posted what the first step of all begins with: where its payloads are others, all begin anew.
+        All workers call it together. A codec that keeps nothing is not in it.
         """
+        return {
+            what: gather_saved(self.session, one.saved())
+            for what, one in self._memories.items()
+            if one is not None and one.keeps
+        }
+
+    def resume(self, step: int, saved: Mapping[str, Sequence[Saved] | None]) -> None:
+        """Go on from that step, counted from 0, with what ``saved`` gave; all workers call it together."""
+        self._begin_at(step)
+        if self.of_differences is not None:
+            self.of_differences.resume_at(0)
+        for what, one in self._memories.items():
+            if one is not None:
+                kept = saved.get(what)
+                one.forget() if kept is None else one.load(kept)
+
+    @property
+    def _memories(self) -> dict[str, Compression | None]:
+        return {"codec": self.compression, "differences": self.of_differences}
+
+    def _begin_at(self, step: int) -> None:
+        """Servers have posted what the first step of all begins with: where its payloads are others, all begin anew."""
         if self.compression is not None and self.compression.warms_up and self.session.group.servers:
             self._replace(Passed(self._exchanges, step, anew=True), self.layout.layers, chosen=self.layout)
         elif self.compression is not None:

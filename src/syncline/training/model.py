@@ -13,12 +13,14 @@ Does not know when a gradient is there, nor when the optimizer is called. An ada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..compression.saved import Saved
 from ..engine.order import Work
 from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
+from ..session.layout import Layout
 from ..session.session import Session
 from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
 from ..sync import alone
@@ -79,6 +81,23 @@ class TrainedModel:
     def resume_at(self, step: int) -> None:
         """Go on from a step, counted from 0, of which nothing has begun, by the layout and the schedule of now."""
         self.steps, self.machine = step, self._machine(step)
+
+    def resume(self, step: int, saved: Mapping[str, Sequence[Saved] | None]) -> None:
+        """Go on from there with what ``BucketExchange.saved`` gave; all workers call it together."""
+        self._exchange.resume(step, saved)
+        self.resume_at(step)
+
+    def replace_layout(self) -> None:
+        """As ``BucketExchange.replace_layout``; nothing of a step is under way."""
+        self.settle()
+        self._exchange.replace_layout()
+        self.begin_anew()  # the state machine goes by the buckets
+
+    def resume_with(self, layout: Layout, measured: bool) -> None:
+        """As ``BucketExchange.resume_with``; nothing of a step is under way."""
+        self.settle()
+        self._exchange.resume_with(layout, measured)
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Nothing is left of a step that was begun."""

@@ -1,16 +1,15 @@
-"""Workloads: what is trained when strategies are compared, a model with its data and its solver.
+"""Workloads: a model with its data and its solver, as trained in comparisons of strategies.
 
-A workload is named by a text: ``digits``, ``cifar10:PATH``, ``synthetic:resnet50``, ``trace:FILE.csv``; what follows
-the colon is passed to the workload as it stands. Arguments in parentheses come last, as in
-``replay:alexnet(loading=100ms, prefetch=2)``: those of ``Pipeline`` and of ``Speed`` for every workload, those of
-``Computing`` for those that are registered with ``computes=True``, and a workload's own keyword-only parameters. They
-are written as the arguments of strategies are.
+A workload is named by a text: ``digits``, ``cifar10:PATH``, ``synthetic:resnet50``, ``trace:FILE.csv``; the part after
+the colon is passed to the workload. Arguments in parentheses come last, as in ``replay:alexnet(loading=100ms,
+prefetch=2)``: those of ``Pipeline`` and of ``Speed`` for every workload, those of ``Computing`` for workloads
+registered with ``computes=True``, and a workload's own keyword-only parameters. They have the syntax of strategy
+arguments.
 
-Workloads are registered under their names; networks lie in ``models``, for PyTorch. One that other frameworks can
-train has its network as data beside (``_blueprint``). This folder knows torch, but nothing about
-strategies, groups or transports: a workload sees a rank and a world size as two numbers. Neither importing it nor
-asking the registry for its names imports torch, nor does loading one; building a model does, and so does deriving the
-times of ``replay:NETWORK`` from one.
+Workloads are registered under their names. Networks for PyTorch are in ``models``; one that other frameworks can train
+also exists as data (``_blueprint``). This folder knows torch, but no strategies, groups or transports: a workload gets
+a rank and a world size as two numbers. Importing this folder, listing the registered names and loading a workload do
+not import torch. Building a model does, and so does deriving the times of ``replay:NETWORK``.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _ARGUMENTS = re.compile(r"\([^()]*\)$")
 
 
 def load(text: str) -> Workload:
-    """The workload of that text, with its data in memory; its name is the text in its canonical form.
+    """The workload of that text, with its data in memory. Its name is the canonical form of the text.
 
     Raises UsageError for an unknown name or argument, DataError for data that cannot be read.
     """
@@ -82,7 +81,7 @@ def load(text: str) -> Workload:
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """Name, what follows its colon, and the arguments with their parentheses.
+    """The name, the part after its colon, and the arguments with their parentheses.
 
     Parentheses without an equals sign belong to a path, as in ``cifar10:data (1)``.
     """

@@ -1,10 +1,10 @@
-"""A network and its solver as data, from which any framework can build them, and the weights that all begin with.
+"""A network and its solver as data, from which any framework can build them, with common initial weights.
 
-Owns the few layers that such a network may have, what its tensors are called, and the solver's learning rates; knows no
-framework. PyTorch draws initial weights from its own generator, and a run of another framework imports no PyTorch: so
-the same draws are made here by NumPy, which has the same generator (the Mersenne twister), with PyTorch's way from its
-bits to normal numbers (Box and Muller, "A note on the generation of random normal deviates", 1958, sixteen at a time).
-They agree but for the last bit, since logarithm and cosine are rounded differently.
+It defines the few layers that such a network may have, the names of its tensors, and the learning rates; it knows no
+framework. PyTorch draws initial weights from its own generator, but runs of other frameworks do not import PyTorch.
+NumPy therefore makes the same draws here: it has the same generator (the Mersenne twister), and PyTorch's conversion of
+bits to normal numbers is reimplemented (Box and Muller, "A note on the generation of random normal deviates", 1958,
+sixteen at a time). They agree except for the last bit, because logarithm and cosine are rounded differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class Convolution:
-    """Square kernels of an odd side over images, as many as ``outputs``, padded so that images keep their size."""
+    """``outputs`` square kernels of an odd side over images, padded so that images keep their size."""
 
     inputs: int
     outputs: int
@@ -30,31 +30,31 @@ class Convolution:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight: outputs, inputs, height, width."""
+        """The shape of the weight: outputs, inputs, height, width."""
         return self.outputs, self.inputs, self.side, self.side
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Every output from every input."""
+    """A fully connected layer."""
 
     inputs: int
     outputs: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight: outputs, inputs."""
+        """The shape of the weight: outputs, inputs."""
         return self.outputs, self.inputs
 
 
 @dataclass(frozen=True)
 class Relu:
-    """What is below 0 becomes 0."""
+    """Replaces values below 0 by 0."""
 
 
 @dataclass(frozen=True)
 class MaxPooling:
-    """The largest of every square of this side."""
+    """The maximum of every square of this side."""
 
     side: int = 2
 
@@ -69,10 +69,10 @@ Layer = Convolution | Dense | Relu | MaxPooling | Flatten
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Layers one behind the other under the mean cross entropy of their softmax, trained by SGD with momentum.
+    """Layers in sequence under the mean cross entropy of their softmax, trained by SGD with momentum.
 
     v <- momentum v + (g + weight_decay w); w <- w - rate v, with ``rates(steps)`` the learning rate of every step.
-    Layers are named by their places; those with weights have a ``weight`` and a ``bias``. ``image`` is (channels,
+    Layers are named by their positions; those with weights have a ``weight`` and a ``bias``. ``image`` is (channels,
     height, width).
     """
 
@@ -84,21 +84,22 @@ class Blueprint:
 
     @property
     def weighted(self) -> dict[str, Convolution | Dense]:
-        """The layers that have weights, by name, in forward order."""
+        """The layers with weights, by name, in forward order."""
         return {str(place): one for place, one in enumerate(self.layers) if isinstance(one, Convolution | Dense)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, in forward order."""
+        """The shapes of all tensors, in forward order."""
         found: dict[str, tuple[int, ...]] = {}
         for name, layer in self.weighted.items():
             found |= {f"{name}.weight": layer.shape, f"{name}.bias": (layer.outputs,)}
         return found
 
     def start(self, seed: int) -> Weights:
-        """PyTorch's draws of that seed: weights of variance 2 / fan-in (He et al., ICCV 2015), and biases of 0."""
+        """PyTorch's initial values for that seed: weights of variance 2 / fan-in (He et al., ICCV 2015), and biases of
+        0."""
         bits = np.random.RandomState(seed & 0xFFFFFFFF)
-        # Its layers fill themselves when they are made, before they are filled anew.
+        # PyTorch's layers draw once in their constructors, before the model draws again.
         _uniform(bits, sum(map(prod, self.shapes.values())))
         found: Weights = {}
         for name, shape in self.shapes.items():
@@ -110,7 +111,7 @@ class Blueprint:
 
 
 def _normal(bits: np.random.RandomState, count: int, std: float) -> NDArray[np.float32]:
-    """So many normal numbers, 16 or more; where they are no multiple of 16 the last 16 are drawn anew."""
+    """Normal numbers, 16 or more. If the count is not a multiple of 16, the last 16 are drawn again."""
     assert count >= _BLOCK
     found = np.empty(count, np.float32)
     drawn = _uniform(bits, count)
@@ -122,7 +123,7 @@ def _normal(bits: np.random.RandomState, count: int, std: float) -> NDArray[np.f
 
 
 def _uniform(bits: np.random.RandomState, count: int) -> NDArray[np.float32]:
-    """From 0 to 1, of 24 bits each."""
+    """Uniform numbers from 0 to 1, with 24 bits each."""
     return (np.frombuffer(bits.bytes(4 * count), "<u4") & 0xFFFFFF).astype(np.float32) * np.float32(2**-24)
 
 

@@ -1,8 +1,7 @@
-"""Where and how a workload's model computes: the device, the layout of images in memory, the choice of algorithms.
+"""How a workload's model computes: the device, the memory layout of images, the choice of algorithms.
 
-Owns what of that a workload's text may say. Shi and Chu (arXiv 1711.05979) find that the layout (NCHW or NHWC) and
-choosing convolution algorithms by trying them decide how fast forward and backward are on GPUs. Imports torch only for
-what is asked for.
+Shi and Chu (arXiv 1711.05979) find that the layout (NCHW or NHWC) and autotuning of convolution algorithms determine
+the speed of forward and backward on GPUs. Imports torch only when needed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Computing:
-    """The device of a workload's model and two ways to compute on it; the defaults change nothing.
+    """The device of a workload's model and two options of computing on it. The defaults change nothing.
 
-    ``channels_last`` lays weights and images out as NHWC, on any device. ``autotune`` lets cuDNN try its algorithms
-    for every new shape and keep the fastest. Raises UsageError for what this machine cannot do.
+    ``channels_last`` stores weights and images as NHWC, on any device. ``autotune`` lets cuDNN try its algorithms for
+    every new shape and keep the fastest. Raises UsageError for options that this machine does not support.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -42,7 +41,7 @@ class Computing:
                 raise UsageError("device=cuda needs a GPU and a PyTorch that can use it: leave it out to use the CPU")
 
     def placed(self, model: nn.Module, process: int) -> nn.Module:
-        """The model where it computes; of several GPUs each process of a run takes its own, as far as they last."""
+        """The model on its device. With several GPUs each process takes its own, as far as they suffice."""
         import torch
 
         if self.channels_last == "on":
@@ -54,7 +53,7 @@ class Computing:
         return model
 
     def laid_out(self, images: Tensor) -> Tensor:
-        """A batch in the layout that the model has."""
+        """A batch in the model's memory layout."""
         if self.channels_last == "off":
             return images
         import torch
@@ -62,11 +61,11 @@ class Computing:
         return images.contiguous(memory_format=torch.channels_last)
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device, where it may be already."""
+        """A tensor on the device."""
         return tensor.to(self.device)
 
     def now(self) -> float:
-        """A clock in seconds that is read when all that was asked of the device is done."""
+        """A clock in seconds that first waits until the device has finished all its work."""
         if self.device == "cuda":
             import torch
 
@@ -75,4 +74,4 @@ class Computing:
 
 
 PLAIN = Computing()
-"""On the CPU, as the model comes."""
+"""On the CPU, with the model unchanged."""

@@ -1,11 +1,11 @@
-"""How batches come to a model: read and prepared, ahead of time where asked for, then copied to the device.
+"""Delivers batches to a model: read and prepared, optionally in advance, then copied to the device.
 
-Owns the times of an input pipeline and the thread that works ahead of the training. Does not know what a batch is.
+It simulates the times of an input pipeline and owns the prefetching thread; it does not know what a batch is.
 
-The model is that of Shi and Chu (arXiv 1711.05979), in which an iteration takes max(loading, everything else) where the
-next batches are prepared beside it, and the sum of both where they are not. The times of a pipeline are floors: what
-really happens meanwhile, taking samples and moving them, is part of them, and the rest is sleep. So a pipeline that is
-not there, a disk that has to be read or a link to a GPU, can be tried on any machine.
+The model is that of Shi and Chu (arXiv 1711.05979): an iteration takes max(loading, everything else) if batches are
+prepared in the background, else the sum of both. The times of a pipeline are lower bounds: taking samples and moving
+them counts, and the rest is sleep. A missing pipeline, such as a disk or a link to a GPU, can thus be simulated on any
+machine.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ T = TypeVar("T")
 GREATEST_S = 3600.0
 """More than an hour per batch is a mistake in the unit."""
 _STUCK_S = 1800.0
-"""So much longer than it should take, a batch may be under way before whoever waits for it gives up."""
+"""The extra time after which a consumer gives up waiting for a batch."""
 _CLOSING_S = 5.0
 _NO_TIME = Seconds(0.0)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a batch takes before it can be computed on.
+    """The time that a batch takes before it can be used.
 
-    ``loading`` is how long it is read and prepared and ``h2d`` how long it is copied to the device, at least; ``h2d``
-    left out is what a trace says, and nothing elsewhere. ``prefetch`` batches are prepared ahead by a thread beside the
-    training, with 0 each when the training asks for it. Raises UsageError for values that make no sense.
+    ``loading`` is the minimum time for reading and preparing it, ``h2d`` the minimum for copying it to the device. If
+    ``h2d`` is omitted, it is the trace's value, or nothing. A background thread prepares ``prefetch`` batches in
+    advance; with 0 each is prepared on request. Raises UsageError for invalid values.
     """
 
     loading: Seconds = _NO_TIME
@@ -51,20 +51,20 @@ class Pipeline:
             raise UsageError(f"prefetch must be a number of batches from 0 (none ahead) up, got {self.prefetch}")
 
     def least_s(self, compute_s: float) -> float:
-        """Seconds that an iteration takes at least whose forward and backward pass take ``compute_s``."""
+        """The minimum seconds of an iteration whose forward and backward pass take ``compute_s``."""
         rest_s = (self.h2d or 0.0) + compute_s
         return max(self.loading, rest_s) if self.prefetch else self.loading + rest_s
 
 
 AT_ONCE = Pipeline()
-"""Batches that are there when they are asked for."""
+"""Batches without any delay."""
 
 
 class Feed(Iterator[T]):
-    """The batches of ``source`` as a pipeline delivers them: the next one loaded, and ``copied`` to the device.
+    """The batches of ``source`` through a pipeline: load the next one, then have it ``copied`` to the device.
 
-    With ``prefetch`` the source is only used in a thread, which ``close`` ends; what it raises is raised to whoever
-    asks for the batch. ``now`` and ``pause`` are a clock in seconds and what waits on it.
+    With ``prefetch`` only a thread uses the source; ``close`` ends it, and its exceptions are raised in the consumer.
+    ``now`` is a clock in seconds and ``pause`` sleeps on it.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Feed(Iterator[T]):
         return self._load() if self._ahead is None else self._ahead.take()
 
     def copied(self, batch: T, move: Callable[[T], T]) -> T:
-        """The batch on the device, to which ``move`` brings it."""
+        """The batch on the device, copied by ``move``."""
         return self._lasting(lambda: move(batch), self._pipeline.h2d or 0.0)
 
     def close(self) -> None:
-        """End the thread; nothing can be taken any more."""
+        """End the thread. No further batch can be taken."""
         self._closed.set()
         if self._ahead is not None:
             self._ahead.join()
@@ -97,7 +97,7 @@ class Feed(Iterator[T]):
         return self._lasting(lambda: next(self._source), self._pipeline.loading)
 
     def _lasting(self, work: Callable[[], T], seconds: float) -> T:
-        """What ``work`` gives, not before so many seconds have passed."""
+        """The result of ``work``, returned after at least ``seconds``."""
         due = self._now() + seconds
         made = work()
         left_s = due - self._now()
@@ -107,7 +107,7 @@ class Feed(Iterator[T]):
 
 
 class _Ahead(Generic[T]):
-    """A thread that has up to ``most`` batches ready, or under way, before they are asked for."""
+    """A thread that prepares up to ``most`` batches in advance."""
 
     def __init__(self, load: Callable[[], T], most: int, closed: threading.Event, limit_s: float) -> None:
         self._load, self._closed, self._limit_s = load, closed, limit_s
@@ -118,7 +118,7 @@ class _Ahead(Generic[T]):
         self._thread.start()
 
     def take(self) -> T:
-        """The next batch, waiting until it is ready; raises what the source has raised."""
+        """Wait for the next batch. Raises the source's exceptions."""
         if self._end is not None:
             raise self._end
         try:
@@ -135,7 +135,7 @@ class _Ahead(Generic[T]):
         return found[0]
 
     def join(self) -> None:
-        """Wait for the thread, which may be in the middle of a batch; it does not hold up the end of the process."""
+        """Wait for the thread, which may be in the middle of a batch. It does not keep the process from exiting."""
         self._room.release()
         self._thread.join(_CLOSING_S)
 

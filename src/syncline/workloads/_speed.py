@@ -1,14 +1,13 @@
-"""How fast workers compute: no faster than a text says, one slower than the others, all of them held up at times.
+"""Simulates the speed of workers: a minimum step time, one slow worker, random stalls of all.
 
-Owns the arguments and the sleeping; does not know what is computed. How workers are coordinated shows only where they
-differ: one that is slower all the time, as on an older machine, or any of them now and then, as on machines that others
-use too (Cipar et al., "Solving the straggler problem with bounded staleness", HotOS 2013). Time that passes in
-communication is never stretched, and nothing here sleeps in another thread than the training's.
+Ways to synchronize workers differ only if the workers do: one is always slower, as on an older machine, or any of them
+at times, as on shared machines (Cipar et al., "Solving the straggler problem with bounded staleness", HotOS 2013). Time
+in communication is never stretched, and only the training thread sleeps.
 
-What a step computes is known behind it only, so a step of a model that computes is brought up to its time between its
-forward and its backward pass, before any gradient is ready, by how long the backward pass before it took; what is then
-still missing follows behind. A third of the sleep counts as forward, the rest as backward, as real passes share it.
-Replayed layers take their times from a trace, which is stretched itself; only stalls are slept here.
+The computation time of a step is known only afterwards. A step of a real model is therefore extended between its
+forward and its backward pass, before any gradient is ready, by an estimate from the previous backward pass; the rest
+follows at its end. A third of the sleep counts as forward and the rest as backward, the usual proportion. Replayed
+layers have their times from a trace, which is itself stretched; only stalls are slept here.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ _NO_TIME = Seconds(0.0)
 _MOST = 1000.0
 _FORWARD_SHARE = 1 / 3
 _STREAM = 0x717E
-"""Tells the draws of stalls from others of the same seed."""
+"""Separates the draws of stalls from others with the same seed."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a step's computation takes, and on whom.
+    """The simulated computation time of a step, per worker.
 
-    It takes ``step`` at least; on the worker ``slow_rank`` it takes ``slowdown`` times as long, and its communication
-    does not. ``jitter`` holds every worker up in every step, by times from an exponential distribution whose mean is
-    that many times a step's computation; they follow from the seed and the rank. Raises UsageError for values that make
-    no sense.
+    A step takes at least ``step``. On the worker ``slow_rank`` computation takes ``slowdown`` times as long;
+    communication does not. ``jitter`` delays every worker in every step by an exponentially distributed time whose mean
+    is that many times a step's computation, determined by seed and rank. Raises UsageError for invalid values.
     """
 
     step: Seconds = _NO_TIME
@@ -68,34 +66,33 @@ class Speed:
         return self == EVEN
 
     def check(self, workers: int) -> None:
-        """Raise UsageError when the slow worker is none of so many."""
+        """Raise UsageError if the slow worker does not exist."""
         if self.slow_rank is not None and self.slow_rank >= workers:
             them = f"{workers} workers, whose ranks are 0 to {workers - 1}" if workers > 1 else "one worker, rank 0"
             raise UsageError(f"slow_rank={self.slow_rank} is none of {them}: choose one of them, or more --workers")
 
     def slowed(self, rank: int) -> float:
-        """How many times as long a worker's computation takes."""
+        """The factor on a worker's computation time."""
         return self.slowdown if rank == self.slow_rank else 1.0
 
     def least_s(self, compute_s: float) -> float:
-        """Seconds of a step that computes for ``compute_s``, on a worker that nothing slows down."""
+        """The seconds of a step that computes for ``compute_s``, on a worker without slowdown."""
         return max(self.step, compute_s)
 
     def stretch(self, rank: int, compute_s: float) -> float:
-        """What the times of replayed layers are multiplied by, which take ``compute_s`` seconds together."""
+        """The factor on the times of replayed layers, whose sum is ``compute_s`` seconds."""
         return self.slowed(rank) * (self.least_s(compute_s) / compute_s if compute_s > 0 else 1.0)
 
 
 EVEN = Speed()
-"""Every worker as fast as it can."""
+"""Every worker at full speed."""
 
 
 class Tempo:
-    """One worker's steps in their time: the four calls, in this order, in every step.
+    """Delays one worker's steps: call the four methods, in this order, in every step.
 
-    ``replayed_s`` is what a trace's layers take in a step, None for a model that computes. ``now`` is a clock in
-    seconds, ``blocked`` how long the training has been blocked in communication so far, None where nobody counts that;
-    ``pause`` waits.
+    ``replayed_s`` is the step's time in a trace, None for a real model. ``now`` is a clock in seconds; ``blocked``
+    returns the seconds that the training was blocked in communication, None if that is not counted; ``pause`` sleeps.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class Tempo:
         self._backward_s: float | None = None
 
     def begin(self) -> None:
-        """The forward pass is about to begin."""
+        """Call before the forward pass."""
         if self._off:
             return
         self._stall = self._speed.jitter * float(self._random.exponential())
@@ -126,7 +123,7 @@ class Tempo:
             self._sleep(self._stall * self._speed.least_s(self._replayed_s))
 
     def forward_ended(self) -> None:
-        """The loss is there."""
+        """Call when the loss has been computed."""
         if self._off or self._replayed_s is not None:
             return
         self._forward_s = self._computed() - self._begun
@@ -135,27 +132,28 @@ class Tempo:
         self._sleep(_FORWARD_SHARE * self._owed_s)
 
     def backward_begins(self) -> None:
-        """The forward pass has been measured."""
+        """Call after measuring the forward pass."""
         if not (self._off or self._replayed_s is not None):
             self._sleep(self._owed_s - self._slept_s)
 
     def backward_ended(self) -> None:
-        """All gradients are there."""
+        """Call when all gradients are complete."""
         if self._off or self._replayed_s is not None:
             return
         passed_s = self._computed() - self._begun
         backward_s = passed_s - self._slept_s - self._forward_s
         if self._blocked() is None and self._backward_s is not None:
-            backward_s = min(backward_s, self._backward_s)  # the least was computation, more may have been a wait
+            # the minimum was computation; the rest may have been waiting
+            backward_s = min(backward_s, self._backward_s)
         self._backward_s = max(0.0, backward_s)
         self._sleep(self._due_s(self._forward_s + self._backward_s) - passed_s)
 
     def _due_s(self, own_s: float) -> float:
-        """Seconds for a step that computes for ``own_s`` by itself."""
+        """The seconds of a step that really computes for ``own_s``."""
         return self._slowed * self._speed.least_s(own_s) + self._stall * self._speed.least_s(own_s)
 
     def _computed(self) -> float:
-        """The clock without what passed in communication."""
+        """The clock without time in communication."""
         return self._now() - (self._blocked() or 0.0)
 
     def _sleep(self, seconds: float) -> None:

@@ -1,16 +1,15 @@
-"""A trace: what the layers of a network cost, as somebody has measured or derived it, and the file it is read from.
+"""Traces: measured or derived times of a network's layers, and the reader of trace files.
 
-Owns the nouns ``TracedLayer`` and ``Trace`` and the reader of trace files. Knows neither torch nor how a trace is
-played: ``models.replayed`` does that, and ``_feed`` for the copies to the device.
+``models.replayed`` plays a trace, and ``_feed`` simulates its copies to the device. This module knows no torch.
 
 A trace file is CSV with one line per layer, in forward order, and at least these columns, in any order:
 
     name,elements,forward_s,backward_s
 
-``elements`` counts the layer's parameters, which a replay holds as one float32 tensor; 0 is a layer that only takes
-time, such as a pooling. Times are seconds of one worker's batch: ``backward_s`` is the time from the moment when the
-gradient of the layer's output is there to the moment when those of its input and parameters are. A further column
-``h2d_s`` has what copying a batch to the device took; the lines' times add up, and it is empty or 0 in all but one.
+``elements`` is the number of the layer's parameters, which a replay holds as one float32 tensor; 0 is a layer that only
+takes time, such as a pooling. Times are seconds of one worker's batch. ``backward_s`` is the time from the gradient of
+the layer's output to those of its input and parameters. An optional column ``h2d_s`` has the time for copying a batch
+to the device; the lines' times add up, and it is usually empty or 0 in all but one.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from ..errors import DataError, UsageError
 from ..nouns import Spec
 
 COLUMNS = ("name", "elements", "forward_s", "backward_s")
-"""The columns that a trace file must have; further ones are ignored, but for ``h2d_s``."""
+"""The required columns of a trace file; others are ignored, except ``h2d_s``."""
 
 _COPIES = "h2d_s"
 
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """A layer's parameters, named as within the layer, and the seconds that one worker's batch takes in it.
+    """A layer's parameters, named within the layer, and the seconds that one worker's batch takes in it.
 
     Raises UsageError for times that are negative or not finite.
     """
@@ -55,10 +54,10 @@ class TracedLayer:
 
 @dataclass(frozen=True)
 class Trace:
-    """A network as a sequence of layers in forward order; backward goes through them in reverse.
+    """A network as a sequence of layers in forward order; backward is the reverse.
 
-    ``batch`` is the number of samples per worker that the times are for, None when nobody said. Raises UsageError when
-    there is no layer, no parameter, or a name twice.
+    ``batch`` is the number of samples per worker that the times are for, None if unknown. Raises UsageError if there is
+    no layer, no parameter, or a duplicate name.
     """
 
     name: str
@@ -76,37 +75,37 @@ class Trace:
 
     @property
     def elements(self) -> int:
-        """Parameters of all layers."""
+        """The number of parameters of all layers."""
         return sum(tensor.elements for layer in self.layers for tensor in layer.tensors)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients, uncompressed."""
+        """The bytes of all gradients, uncompressed."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     @property
     def forward_s(self) -> float:
-        """Seconds of a whole forward pass."""
+        """The seconds of a whole forward pass."""
         return math.fsum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Seconds of a whole backward pass."""
+        """The seconds of a whole backward pass."""
         return math.fsum(layer.backward_s for layer in self.layers)
 
     @property
     def h2d_s(self) -> float:
-        """Seconds in which a batch is copied to the device, 0 when nobody measured it."""
+        """The seconds for copying a batch to the device, 0 if not measured."""
         return math.fsum(layer.h2d_s for layer in self.layers)
 
     @property
     def total_s(self) -> float:
-        """Seconds of an iteration's forward and backward pass: what no exchange can make shorter."""
+        """The seconds of an iteration's forward and backward pass, a lower bound that no exchange can reduce."""
         return self.forward_s + self.backward_s
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a CSV file; raises DataError naming the file and line that is wrong, and what it should be."""
+    """The trace in a CSV file. DataError names the file and line of a fault, and what is expected."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             layers = tuple(_layers(csv.DictReader(file, strict=True), path))
@@ -121,7 +120,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _layers(rows: csv.DictReader[str], path: str | Path) -> Iterator[TracedLayer]:
-    """The layers line by line; what is wrong with one is a DataError that names it."""
+    """The layers line by line. DataError names the fault of a line."""
     seen: dict[str, int] = {}
     try:
         columns = [(column or "").strip() for column in rows.fieldnames or ()]

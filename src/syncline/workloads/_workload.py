@@ -1,9 +1,9 @@
-"""The Workload: a model, its data and its solver, and how ranks share the data.
+"""Defines ``Workload``: a model, its data and its solver, and the division of the data among ranks.
 
-Owns the division of the training set among ranks. Synchronous data-parallel SGD on N workers computes what one worker
-computes on the union of their batches only if that union is the same: so every rank draws the same permutation from
-(seed, epoch), cuts it into the same global batches, and takes its own contiguous part of each. Does not know
-strategies or transports; averaging with unequal parts is the adapter's matter.
+Synchronous data-parallel SGD on N workers computes what one worker computes on the union of their batches only if that
+union is the same. Every rank therefore draws the same permutation from (seed, epoch), cuts it into the same global
+batches, and takes its own contiguous part of each. The adapter of a framework averages unequal parts; this module knows
+no strategies or transports.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Part = tuple[NDArray[np.float32], NDArray[np.int64]]
 """Images and their labels."""
 
 EVALUATION_BATCH = 500
-"""Images per forward pass of an evaluation: bounds its memory and changes nothing else."""
+"""Images per forward pass of an evaluation; it only limits memory."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images in memory as they are stored; samples are converted when they are taken.
+    """Labelled images in memory in their stored type; samples are converted when taken.
 
-    ``pixels`` is (n, channels, height, width) of any real type, ``labels`` (n,) int64. A sample is
-    ``(pixels - mean) * scale`` in float32. ``repeats`` > 1 makes the set that many times as long by repeating it.
+    ``pixels`` is (n, channels, height, width) of any real type, ``labels`` (n,) int64. A sample is ``(pixels - mean) *
+    scale`` in float32. ``repeats`` > 1 repeats the set that many times.
     """
 
     pixels: NDArray[Any]
@@ -53,7 +53,7 @@ class Images:
         return len(self.labels) * self.repeats
 
     def take(self, index: NDArray[np.int64]) -> Part:
-        """Images (len(index), channels, height, width) float32 and labels int64, in memory of their own."""
+        """Images (len(index), channels, height, width) float32 and labels int64, as copies."""
         index = index % len(self.labels)
         pixels = self.pixels[index].astype(np.float32)
         pixels -= self.mean
@@ -64,7 +64,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The training set in the order of one epoch, cut into ``steps`` global batches, and these into ``world`` parts."""
+    """The training set in the order of one epoch, cut into ``steps`` global batches, each with ``world`` parts."""
 
     images: Images
     order: NDArray[np.int64]
@@ -78,7 +78,7 @@ class Epoch:
         return self.images.take(whole[len(whole) * rank // self.world : len(whole) * (rank + 1) // self.world])
 
     def share(self, step: int, rank: int) -> float:
-        """How large that part is, against an even one: what its mean counts in the mean of all workers' means."""
+        """The part's size relative to an even share: its weight in the mean over workers."""
         whole = len(self.order[step * self.batch : (step + 1) * self.batch])
         return (whole * (rank + 1) // self.world - whole * rank // self.world) * self.world / whole
 
@@ -87,16 +87,14 @@ class Epoch:
 class Workload:
     """A model, its data and its solver.
 
-    ``batch`` is the default number of samples per step: of all workers together when ``global_batch``, so that the
-    result does not depend on their number, and of each worker otherwise. ``epochs`` is a sensible length of training.
-    ``build``, ``loss``, ``optimizer`` and ``schedule`` are PyTorch's: ``build`` makes the model from torch's random
-    state; callers use ``model(seed)``. ``schedule(optimizer, steps)`` returns a learning-rate scheduler that is stepped
-    once after every optimizer step, or None. ``blueprint`` is the same network and solver for any framework, None where
-    there is none but PyTorch's. ``trace`` is what a
-    replayed model takes its times from, None for one that computes. ``weight`` is how ranks are weighed, as
-    ``syncline.prepare`` takes it: losses here are means over batches, whose sizes may differ by one sample.
-    ``pipeline``, ``computing`` and ``speed`` are what the workload's text says in its parentheses: how batches come,
-    how the model computes, and how fast.
+    ``batch`` is the default number of samples per step: of all workers together with ``global_batch``, so that the
+    result does not depend on their number, else of each worker. ``epochs`` is a sensible length of training. ``build``,
+    ``loss``, ``optimizer`` and ``schedule`` are for PyTorch. ``build`` creates the model from torch's random state;
+    callers use ``model(seed)``. ``schedule(optimizer, steps)`` returns a learning-rate scheduler for one step per
+    optimizer step, or None. ``blueprint`` is the same network and solver for any framework, None if there is only
+    PyTorch's. ``trace`` has the times of a replayed model, None for a real one. ``weight`` weighs ranks, as in
+    ``syncline.prepare``: losses here are means over batches, whose sizes may differ by one sample. ``pipeline``,
+    ``computing`` and ``speed`` are the arguments in parentheses.
     """
 
     name: str
@@ -118,13 +116,13 @@ class Workload:
 
     @property
     def copied(self) -> bool:
-        """Whether batches are copied to a device, or take the time of it."""
+        """Whether batches are copied to a device, really or simulated."""
         return self.computing.device != "cpu" or bool(self.pipeline.h2d)
 
     def model(self, seed: int, rank: int = 0) -> nn.Module:
-        """The model on the CPU, the same for the same seed; the caller's random state stays as it was.
+        """The model on the CPU, the same for the same seed. The caller's random state is preserved.
 
-        A replayed one takes the times of worker ``rank``.
+        A replayed model takes the times of worker ``rank``.
         """
         import torch
 
@@ -139,9 +137,9 @@ class Workload:
         return model
 
     def total_batch(self, world: int, batch: int | None = None) -> int:
-        """Samples per step of all ``world`` workers together; ``batch`` replaces the default and means the same.
+        """The samples per step of all ``world`` workers together. ``batch`` replaces the default and means the same.
 
-        Raises UsageError for another batch than the one that a trace's times are for.
+        Raises UsageError for a batch that differs from that of a trace.
         """
         timed = None if self.trace is None else self.trace.batch
         if timed is not None and batch not in (None, timed):
@@ -150,7 +148,8 @@ class Workload:
         return chosen if self.global_batch else chosen * world
 
     def steps_per_epoch(self, batch: int, world: int) -> int:
-        """How many steps ``batches`` yields: ``batch`` is the global batch, of all ``world`` workers together."""
+        """The number of steps that ``batches`` yields. ``batch`` is the global batch, of all ``world`` workers
+        together."""
         _check_division(batch, world)
         full, rest = divmod(len(self.train), batch)
         return full + (rest >= world)
@@ -158,8 +157,8 @@ class Workload:
     def batches(self, rank: int, world: int, batch: int, seed: int, epoch: int) -> Iterator[Part]:
         """One epoch of this rank's parts, as (images, labels).
 
-        ``batch`` is the global batch, of all ``world`` workers together; parts of it differ by at most one sample. The
-        last, incomplete batch is kept when it has a sample for every rank and dropped otherwise.
+        ``batch`` is the global batch of all ``world`` workers; its parts differ by at most one sample. An incomplete
+        last batch is kept if it has a sample for every rank, else dropped.
         """
         _check_division(batch, world)
         if not 0 <= rank < world:
@@ -168,7 +167,7 @@ class Workload:
         return (passing.part(step, rank) for step in range(passing.steps))
 
     def epoch(self, world: int, batch: int, seed: int, epoch: int) -> Epoch:
-        """One pass over the training set, as ``batches`` has it, every worker's part at hand."""
+        """One pass over the training set, like ``batches``, with the parts of all workers."""
         if seed < 0 or epoch < 0:
             raise UsageError(f"seed and epoch cannot be negative, got {seed} and {epoch}")
         order = np.random.default_rng((seed, epoch)).permutation(len(self.train))
@@ -181,9 +180,9 @@ class Workload:
             yield self.test.take(np.arange(start, min(start + EVALUATION_BATCH, len(self.test))))
 
     def evaluate(self, model: nn.Module) -> tuple[float, float] | None:
-        """Accuracy (0 to 1) and mean loss on the test set, or None when there is none.
+        """The accuracy (0 to 1) and mean loss on the test set, None if there is none.
 
-        The model runs where its parameters are, in evaluation mode, and is given back in the modes it came in.
+        The model runs on its current device in evaluation mode and is returned to its previous modes.
         """
         if self.test is None:
             return None
@@ -207,7 +206,7 @@ class Workload:
 
 
 def layers(model: nn.Module) -> tuple[Layer, ...]:
-    """The trained tensors of a model in the order of registration, for all models here the forward order."""
+    """The trainable tensors of a model in registration order, which is the forward order of all models here."""
     found = ((name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad)
     return tuple(Layer(Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))) for name, t in found)
 

@@ -29,7 +29,7 @@ PARTS = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_b
 FOLDER = "cifar-10-batches-bin"
 RECORD_BYTES = 3073
 MOST_BYTES = 512 * 2**20
-"""A larger file is refused before it fills the memory (the published ones have 31 MB)."""
+"""Larger files are refused before they fill the memory (the published ones have 31 MB)."""
 
 Set = tuple[NDArray[np.uint8], NDArray[np.int64]]
 """Images (n, 3, 32, 32) and their labels (n,)."""
@@ -57,7 +57,7 @@ def cifar10(argument: str = "") -> Workload:
 
 
 def read(path: str | Path) -> tuple[Set, Set]:
-    """Training and test set. DataError names the file that is missing, truncated or altered."""
+    """The training and test set. DataError names a missing, truncated or altered file."""
     path = Path(path).expanduser()
     if not path.exists():
         raise DataError(f"{path} does not exist: give the folder that holds CIFAR-10")
@@ -114,7 +114,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
-    """SGD with momentum 0.9 and weight decay 0.004; biases learn twice as fast as weights."""
+    """SGD with momentum 0.9 and weight decay 0.004. Biases learn twice as fast as weights."""
     from torch.optim import SGD
 
     weights = [tensor for name, tensor in model.named_parameters() if not name.endswith("bias")]
@@ -124,7 +124,7 @@ def _optimizer(model: nn.Module) -> Optimizer:
 
 
 def _schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
-    """A tenth of the learning rate for the last fifth of the steps, as Caffe's 4000 steps and then 1000 more."""
+    """A tenth of the learning rate for the last fifth of the steps, like Caffe's 4000 steps and then 1000 more."""
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: 1.0 if 5 * step < 4 * steps else 0.1)

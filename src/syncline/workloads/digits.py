@@ -1,12 +1,12 @@
-"""``digits``: a small CNN learns scikit-learn's handwritten digits, real images that ship with that package.
+"""``digits``: a small CNN for scikit-learn's handwritten digits, real images that ship with that package.
 
 1797 images of 8x8 pixels with values 0 to 16 (Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI
-1998). The split is fixed: 36 images of every class are the test set (360), the other 1437 are for training. The global
-batch stays the same whatever the number of workers, so that all of them train the same model.
+1998). The split is fixed: 36 images of every class are the test set (360); the other 1437 are for training. The global
+batch is constant, whatever the number of workers, so that all of them train the same model.
 
-The recipe is chosen so that rounding does not change the result: no dropout and no batch normalisation, and a learning
-rate that falls to zero, after which trajectories that differ by rounding have settled at the same decisions. It is a
-blueprint beside its PyTorch model, so that any framework can train it.
+The recipe makes the result insensitive to rounding: no dropout, no batch normalization, and a learning rate that falls
+to zero, by which trajectories with different rounding have settled on the same decisions. It exists as a blueprint
+beside its PyTorch model, so that any framework can train it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 1e-3
 HIDDEN = 128
 MOST_HIDDEN = 1 << 20
 WARM_UP = 0.1
-"""The part of the steps over which the learning rate rises from near zero."""
+"""The share of steps over which the learning rate rises from near zero."""
 
 
 @register("workloads", "digits", computes=True)
@@ -78,12 +78,13 @@ def blueprint(hidden: int = HIDDEN) -> Blueprint:
 
 
 def _rate(hidden: int) -> float:
-    """The learning rate: what a step does to the scores grows with the number of neurons, and would diverge."""
+    """The learning rate. A step's effect on the scores grows with the number of neurons, so wide networks need a lower
+    one."""
     return LEARNING_RATE * min(1.0, HIDDEN / hidden)
 
 
 def _read() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Pixels and labels, from scikit-learn's data file: importing that package would cost every worker a second."""
+    """Pixels and labels, read directly from scikit-learn's data file, because importing the package takes a second."""
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise UsageError("digits come with scikit-learn: install it with pip install 'syncline[workloads]'")
@@ -91,7 +92,7 @@ def _read() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     if path.is_file():
         table = np.loadtxt(path, np.float32, delimiter=",")
         pixels, labels = table[:, :-1], table[:, -1]
-    else:  # a version that keeps it somewhere else
+    else:  # a version that stores it elsewhere
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
@@ -127,7 +128,7 @@ def _optimizer(model: nn.Module, rate: float) -> Optimizer:
 
 
 def _schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
-    """As ``_factor`` says."""
+    """The schedule of ``_factor``."""
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: _factor(step, steps))

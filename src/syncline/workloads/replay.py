@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 EPOCH_BATCHES = 80
-"""Batches in an epoch, of all workers together: twenty iterations of four workers."""
+"""Batches per epoch of all workers together: twenty iterations of four workers."""
 DATA_SEED = 20190429
 LEARNING_RATE = 0.01
 
@@ -97,7 +97,7 @@ def replayed(name: str, trace: Trace) -> Workload:
 
 
 def _samples(count: int) -> Images:
-    """One number from 0.5 to 1.5 per sample: small, never 0, and with another mean on every rank."""
+    """One number from 0.5 to 1.5 per sample: small, never 0, with a different mean on every rank."""
     pixels = np.random.default_rng(DATA_SEED).uniform(0.5, 1.5, (count, 1, 1, 1)).astype(np.float32)
     return Images(pixels, np.zeros(count, np.int64), np.zeros((1, 1, 1), np.float32))
 
@@ -122,13 +122,13 @@ def _build(trace: Trace) -> nn.Module:
     return Replayed(trace)
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001 - there is nothing to learn
+def _loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001 - it learns nothing
     """Half the mean square, whose gradients sum up to the mean of the batch."""
     return output.square().mean() / 2
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
-    """Plain SGD: its one pass over the weights is real work on top of the trace's time."""
+    """Plain SGD; its pass over the weights is real work in addition to the trace's time."""
     from torch.optim import SGD
 
     return SGD(model.parameters(), lr=LEARNING_RATE)

@@ -1,8 +1,8 @@
-"""``synthetic:NETWORK``: ImageNet shapes with random images, for measuring speed without the data set.
+"""``synthetic:NETWORK``: random images of ImageNet's shape, for measuring speed without the data set.
 
-The images are made once, the same on every rank, and repeated to fill an epoch; what a step computes, loads and
-communicates does not depend on what they show. Every worker has the same batch whatever their number, as in the scaling
-experiments of Shi and Chu (arXiv 1711.05979) and of Zhu, Liu, Fang (2020).
+The images are generated once, the same on every rank, and repeated to fill an epoch; the work of a step does not depend
+on their content. Every worker has the same batch whatever their number, as in the scaling experiments of Shi and Chu
+(arXiv 1711.05979) and of Zhu, Liu, Fang (2020).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 IMAGES = 32
-"""Different images kept in memory (5 MB): more would measure the size of the cache, fewer would fit into it."""
+"""Distinct images in memory (5 MB), enough to exceed a core's cache."""
 EPOCH_IMAGES = 1024
 CLASSES = 1000
 DATA_SEED = 20120930
@@ -32,7 +32,7 @@ CHANNEL_MEANS = (104.0, 117.0, 123.0)
 
 @dataclass(frozen=True)
 class _Network:
-    """What differs between the networks: side of the image, batch per worker, learning rate, weight decay."""
+    """The network's parameters: side of the image, batch per worker, learning rate, weight decay."""
 
     side: int
     batch: int
@@ -92,7 +92,7 @@ def _build(name: str) -> nn.Module:
 
 
 def _loss(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy of the scores; those of auxiliary classifiers, when there are any, count 0.3 each."""
+    """Cross entropy of the scores. Auxiliary classifiers, if any, count 0.3 each."""
     from torch.nn.functional import cross_entropy
 
     if not isinstance(output, tuple):

@@ -126,16 +126,14 @@ class TrainedReplica(Replica):
                 flat.zero_()
 
     def replace_layout(self) -> None:
-        """As ``BucketExchange.replace_layout``."""
+        """As ``TrainedModel.replace_layout``."""
         self.settle()
-        self.exchange.replace_layout()
-        self.trained.begin_anew()  # the state machine goes by the buckets
+        self.trained.replace_layout()
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
-        """As ``BucketExchange.resume_with``."""
+        """As ``TrainedModel.resume_with``."""
         self.settle()
-        self.exchange.resume_with(layout, measured)
-        self.trained.begin_anew()
+        self.trained.resume_with(layout, measured)
 
     def detach(self) -> None:
         """Remove the hooks; gradients keep their values."""

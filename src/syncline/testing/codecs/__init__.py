@@ -1,8 +1,8 @@
-"""Laws of codecs: nothing is lost, written elsewhere or made up, and what a codec declares is so.
+"""Laws of codecs: nothing is lost, written out of bounds or invented, and declarations are true.
 
-What concerns a codec follows from what it declares (``combine``, ``block``, ``contraction``, ``biased``,
-``stochastic``, ``decay``). Codecs that work in rounds have neither encode nor decode: laws of their own hold them to
-what they do with other ranks, and all codecs are held to what reducers do with them.
+The declarations (``combine``, ``block``, ``contraction``, ``biased``, ``stochastic``, ``decay``) determine the laws
+that apply. Codecs that work in rounds have neither encode nor decode; laws of their own test them with several ranks.
+Laws about reducers apply to all codecs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LAWS: Laws[Codec, Any] = Laws(payloads.LAWS, faults.LAWS, numbers.LAWS, rounds.L
 
 
 def check_codec(codec: str | Codec, *, seed: int = 0, examples: int = 30) -> tuple[str, ...]:
-    """Hold a codec, or the registered one of a text such as ``"topk(ratio=0.01)"``, to all laws that concern it.
+    """Check a codec, or the registered one of a text such as ``"topk(ratio=0.01)"``, against all laws that apply.
 
-    Returns the names of these laws. Raises BrokenLaw, an AssertionError with the law, the codec and the example that it
-    fails for. So many ``examples`` are drawn for every law, from the ``seed``; where chance decides they are always the
-    same, so that a codec that has passed passes again.
+    Returns the names of these laws. Raises BrokenLaw, an AssertionError with the law, the codec and the failing
+    example. ``examples`` are drawn for every law, from ``seed``. Statistical laws always use the same examples, so that
+    a codec that has passed passes again.
     """
     built: Codec = build("codecs", read_part(codec)) if isinstance(codec, str) else codec
     return LAWS.hold(built, f"codec {codec}", seed, examples)

@@ -1,4 +1,4 @@
-"""What laws of codecs are tried on: tensors of many sizes and characters, encoded and decoded in guarded memory."""
+"""Examples for laws of codecs: tensors of many sizes and kinds, encoded and decoded in guarded memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tensors import KINDS, LARGE, SIZES, Room, spec_of, values
 
 @dataclass(frozen=True)
 class Case:
-    """A codec and a tensor: of which character, how many elements, and the seed of all that is drawn for it."""
+    """A codec and a tensor: its kind, its number of elements, and the seed of everything drawn for it."""
 
     given: Codec
     kind: str
@@ -27,7 +27,7 @@ class Case:
 
     @cached_property
     def codec(self) -> Codec:
-        """The codec that encodes the tensor: what a choosing one chooses."""
+        """The codec for the tensor; for a choosing codec, the chosen one."""
         codec = self.given
         while isinstance(codec, Chooses):
             codec = codec.choose(self.spec)
@@ -35,20 +35,20 @@ class Case:
 
     @property
     def spec(self) -> Spec:
-        """The tensor's."""
+        """The tensor's spec."""
         return spec_of(self.size)
 
     @property
     def x(self) -> Floats:
-        """Its gradient."""
+        """The tensor's gradient."""
         return values(self.kind, self.size, self.seed)
 
     def draw(self) -> np.random.Generator:
-        """For what a law chooses beside it."""
+        """A random generator for further choices of a law."""
         return np.random.default_rng([self.seed, 1])
 
     def state(self, rank: int = 0, feedback: bool | None = None, step: int = 0) -> State:
-        """A new state; with a residual, unless told otherwise, where error feedback may stand around the codec."""
+        """A new state. By default it has a residual if the codec supports error feedback."""
         state = self.codec.init(self.spec, rank, self.codec.contraction if feedback is None else feedback)
         state.step = step
         return state
@@ -60,7 +60,7 @@ class Case:
 def drawn(
     kinds: Sequence[str] = KINDS, sizes: Sequence[int] = (*SIZES, *LARGE)
 ) -> Callable[[Codec, int, int], Iterator[Case]]:
-    """Cases of all characters and sizes in turn, paired by chance."""
+    """Cases of all kinds and sizes in turn, in random pairs."""
 
     def cases(codec: Codec, seed: int, count: int) -> Iterator[Case]:
         draw = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def drawn(
 
 
 def crossed(kinds: Sequence[str], sizes: Sequence[int], own: int) -> Callable[[Codec, int, int], Iterator[Case]]:
-    """Every character in every size, always the same: for laws that hold but for chance."""
+    """Every kind in every size, always the same, for statistical laws."""
 
     def cases(codec: Codec, seed: int, count: int) -> Iterator[Case]:  # noqa: ARG001
         for size in sizes:
@@ -88,7 +88,7 @@ def crossed(kinds: Sequence[str], sizes: Sequence[int], own: int) -> Callable[[C
 
 
 def encoded(codec: Codec, x: Floats, state: State, start: int = 0, finite: bool = True) -> Payload:
-    """The payload, made without a write elsewhere and without touching ``x``."""
+    """The payload. Checks that encoding writes in bounds and leaves ``x`` unchanged."""
     before = x.copy()
     room = Room.of(codec.wire_bytes(spec_of(x.size))[1] // 4)
     words, was_finite = codec.encode(x, room.words, state, start)
@@ -102,7 +102,7 @@ def encoded(codec: Codec, x: Floats, state: State, start: int = 0, finite: bool 
 def decoded(
     codec: Codec, payload: Payload, size: int, state: State, start: int = 0, onto: Floats | None = None
 ) -> Floats:
-    """What a payload says, written or added ``onto`` something, without a write elsewhere."""
+    """The decoded payload, written or added ``onto`` an array. Checks that decoding writes in bounds."""
     room = Room.of(size)
     if onto is not None:
         room.floats[...] = onto
@@ -119,7 +119,7 @@ def arrays_of(state: State) -> dict[str, NDArray[Any]]:
 
 
 def same_state(found: State, wanted: State) -> None:
-    """Two states have the same bits."""
+    """Check that two states have the same bits."""
     mine, theirs = arrays_of(found), arrays_of(wanted)
     require(mine.keys() == theirs.keys(), f"the state has {sorted(mine)} in place of {sorted(theirs)}")
     for name, array in mine.items():

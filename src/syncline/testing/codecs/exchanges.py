@@ -1,4 +1,4 @@
-"""What comes of a codec's payloads among ranks: the same bits for all, nothing lost, and what travels is foreseen."""
+"""Laws of codecs among ranks: equal bits for all, nothing lost, and correct predictions of traffic."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _EDGES = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A codec as a strategy applies it, and who exchanges: workers, and servers where there are some.
+    """A codec as a strategy applies it, with the exchanging workers, and servers if there are any.
 
-    On two levels ``hosts`` are the workers of each host, which sum before they compress.
+    On two levels ``hosts`` are the workers of each host, which sum before compressing.
     """
 
     codec: Codec
@@ -37,7 +37,7 @@ class Exchanged:
         return Ranks(self.codec, self.workers, buckets=buckets, servers=self.servers, hosts=self.hosts)
 
     def gradients(self, step: int) -> list[Floats]:
-        """Those of every worker, of all tensors one behind the other."""
+        """The gradients of every worker: all tensors, concatenated."""
         draw = np.random.default_rng([self.seed, step])
         return list(draw.standard_normal((self.workers, _EDGES[-1])).astype(np.float32))
 
@@ -55,9 +55,9 @@ def among(
     feedback: bool | None = None,
     hosts: tuple[tuple[int, ...], ...] = (),
 ) -> Callable[[Codec, int, int], Iterator[Exchanged]]:
-    """Groups of so many workers and servers, with error feedback where a strategy would put it, or where it may.
+    """Groups of workers and servers, with error feedback where a strategy would use it or could.
 
-    Where there are ``hosts``, also their workers on two levels.
+    With ``hosts``, also their workers on two levels.
     """
 
     def cases(codec: Codec, seed: int, count: int) -> Iterator[Exchanged]:  # noqa: ARG001
@@ -77,7 +77,7 @@ LAWS: Laws[Codec, Exchanged] = Laws()
 
 @LAWS.law(among((1, 1), (2, 0), (2, 2), (3, 0), (3, 1), (5, 0), (5, 2), hosts=_HOSTS))
 def all_workers_get_the_same_bits(case: Exchanged) -> None:
-    """Whoever the owners are; and memory that was taken for the way is given back."""
+    """This holds for any owners, and all buffers are returned to the pool."""
     ranks = case.ranks()
     for step in range(3):
         ranks.step([[gradients] for gradients in case.gradients(step)])
@@ -90,7 +90,7 @@ def all_workers_get_the_same_bits(case: Exchanged) -> None:
 
 @LAWS.law(among((1, 1), (3, 2), (5, 0), hosts=_HOSTS))
 def what_travels_is_foreseen(case: Exchanged) -> None:
-    """Who sends how many bytes to whom is known without any gradients, from ``wire_bytes`` or ``rounds``."""
+    """The bytes between processes follow from ``wire_bytes`` or ``rounds``, without any gradients."""
     ranks = case.ranks()
     at = tuple(range(case.workers, case.workers + case.servers)) or tuple(range(case.workers))
     for step in (0, 2):  # some codecs warm up
@@ -109,7 +109,7 @@ def what_travels_is_foreseen(case: Exchanged) -> None:
 
 @LAWS.law(among((3, 0), hosts=_HOSTS))
 def the_result_does_not_depend_on_the_buckets(case: Exchanged) -> None:
-    """One bucket or one for each tensor: the same bits, also in later steps, which begin with what was kept."""
+    """One bucket or one per tensor gives the same bits, also in later steps, which start with residuals."""
     whole = case.ranks()
     single = case.ranks([[Slice(number, 0, layer.spec.elements)] for number, layer in enumerate(whole.layers)])
     for step in range(3):
@@ -121,14 +121,14 @@ def the_result_does_not_depend_on_the_buckets(case: Exchanged) -> None:
 
 
 def keeps_all(case: Exchanged) -> bool:
-    """There may be error feedback, and residuals keep all that was not sent."""
+    """Whether there may be error feedback whose residuals keep everything that was not sent."""
     inner = case.codec.codec if isinstance(case.codec, Wraps) else case.codec
     return case.codec.contraction and not (isinstance(inner, Decays) and inner.decay != 1)
 
 
 @LAWS.law(among((1, 0), (2, 0), (4, 0), feedback=True, hosts=_HOSTS), keeps_all)
 def with_feedback_nothing_is_lost_among_ranks(case: Exchanged) -> None:
-    """What was given, over all steps, is what came out and what is still held back."""
+    """Over all steps, the inputs equal the results plus the residuals."""
     ranks = case.ranks()
     given, got = np.zeros(_EDGES[-1]), np.zeros(_EDGES[-1])
     for step in range(4):
@@ -139,7 +139,7 @@ def with_feedback_nothing_is_lost_among_ranks(case: Exchanged) -> None:
     apart = np.abs(got + ranks.residuals() - given)
     for layer, (start, stop) in zip(ranks.layers, pairwise(_EDGES), strict=True):
         inner, feedback, _ = codec_of(case.codec, layer.spec)
-        # Additions of 16-bit numbers, and products of matrices, are rounded where no residual sees it.
+        # No residual sees the rounding of sums of 16-bit numbers and of products of matrices.
         coarse = isinstance(inner, Sums) and inner.number in ("float16", "bfloat16")
         bound = 0.2 if coarse else 1e-2 if inner.combine == "rounds" else 1e-4
         if feedback or inner.combine == "sum":

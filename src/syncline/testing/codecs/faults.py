@@ -1,4 +1,4 @@
-"""What is not finite, altered or too long: it is reported or refused, and harms nothing."""
+"""Laws about values that are not finite, and about corrupted payloads: they are reported or refused, and harmless."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAWS: Laws[Codec, Case] = Laws()
 
 @LAWS.law(drawn(sizes=(*SIZES[1:], *LARGE)))
 def what_is_not_finite_is_reported_and_not_kept(case: Case) -> None:
-    """The block (or one element of the tensor) decodes to something not finite; what is remembered of it stays."""
+    """The block (or one element of the tensor) decodes to a non-finite value; the state is unchanged."""
     codec, x, draw, state = case.codec, case.x, case.draw(), case.state()
     for array in arrays_of(state).values():
         array[...] = draw.standard_normal(array.size)
@@ -42,7 +42,7 @@ def what_is_not_finite_is_reported_and_not_kept(case: Case) -> None:
 
 @LAWS.law(crossed(["normal"], [1], 0))
 def one_element_that_is_not_finite_is_reported(case: Case) -> None:
-    """Where a whole tensor is a number that is none."""
+    """For codecs that encode a tensor as a whole."""
     for bad in _NOT_FINITE:
         state = case.state(feedback=False)
         payload = encoded(case.codec, np.array([bad], np.float32), state, finite=False)
@@ -52,7 +52,7 @@ def one_element_that_is_not_finite_is_reported(case: Case) -> None:
 
 @LAWS.law(drawn())
 def an_altered_payload_writes_nothing_elsewhere(case: Case) -> None:
-    """Another length is refused; other words are refused or change numbers, and nothing beside ``out`` is written."""
+    """A wrong length is refused; wrong words are refused or change numbers; writes stay inside ``out``."""
     codec, draw, state = case.codec, case.draw(), case.state(feedback=False)
     payload = encoded(codec, case.x, state)
     altered = payload.copy()
@@ -81,7 +81,6 @@ def an_altered_payload_writes_nothing_elsewhere(case: Case) -> None:
 
 @LAWS.law(crossed(["normal"], [1, 5, 3000], 0))
 def a_payload_of_another_length_is_refused(case: Case) -> None:
-    """By PayloadError."""
     state = case.state(feedback=False)
     payload = encoded(case.codec, case.x, state)
     for wrong in (payload[:0], payload[:-1], np.append(payload, np.uint32(0))):

@@ -1,4 +1,4 @@
-"""What payloads say of the numbers: nothing is lost, means are right, and what a codec declares of its error is so."""
+"""Laws about values: nothing is lost, means are correct, and declared properties of the error are true."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _SMALLEST = 2.0**-149
 
 
 def keeps(case: Case) -> bool:
-    """Error feedback may stand around the codec, and there is something to keep."""
+    """Whether error feedback is allowed and the codec has a residual to keep."""
     return case.codec.contraction and case.state(feedback=True).residual is not None
 
 
 def decay_of(codec: Codec) -> float:
-    """The part of what is not sent that the residual keeps."""
+    """The factor on what the residual keeps."""
     return float(np.float32(codec.decay)) if isinstance(codec, Decays) else 1.0
 
 
 def trials(case: Case, count: int) -> NDArray[np.float64]:
-    """decode(encode(x)) of that many steps, one in each row; each with a new state, so that nothing is left over."""
+    """decode(encode(x)) of several steps, one per row, each with a new state."""
     x, rows = case.x, np.empty((count, case.size))
     for step in range(count):
         state = case.state(feedback=False, step=step)
@@ -41,9 +41,9 @@ LAWS: Laws[Codec, Case] = Laws()
 
 @LAWS.law(drawn(), keeps)
 def what_is_not_sent_is_kept(case: Case) -> None:
-    """decode(encode(x)) + residual == x + residual before, up to the rounding of each of the two.
+    """decode(encode(x)) + residual == x + previous residual, up to the rounding of both terms.
 
-    Where the residual decays, of what is not sent that part is kept.
+    With a decaying residual, the kept part is multiplied by the factor.
     """
     x, draw, state = case.x, case.draw(), case.state(feedback=True)
     assert state.residual is not None
@@ -63,19 +63,19 @@ def what_is_not_sent_is_kept(case: Case) -> None:
     lambda case: not case.codec.biased and isinstance(case.codec, Stochastic) and case.codec.stochastic,
 )
 def the_mean_is_what_was_to_be_sent(case: Case) -> None:
-    """The error of the mean of many steps has the size, and along x and the ones the sign, of chance alone."""
+    """The error of the mean over many steps has the size of a random error, and no bias along x or along the ones."""
     steps, x = 600, case.x
     unit = float(np.abs(x).max())
     errors = (trials(case, steps) - x) / unit
     spread = float(np.mean(np.sum(errors**2, axis=1)))
     if spread == 0:
-        return  # all elements are among the codec's numbers: each step is the mean
+        return  # all elements are representable, so each step is the mean
     for direction in (x / unit, np.sign(x), np.ones(x.size), np.arange(x.size) % 2 - 0.5):
         along = errors @ direction
         sure = 5.0 * along.std() / np.sqrt(steps) + _EPSILON * np.abs(direction).sum()
         fault = f"the mean error of {steps} steps is {along.mean():.3g} along one direction, by chance {sure:.3g}"
         require(abs(along.mean()) <= sure, fault)
-    # Elements of which chance decides alone are some hundred, so that this ratio is near 1.
+    # Some hundred elements are rounded at random, so this ratio is near 1.
     few = 1 + 5.0 * np.sqrt(2 * np.sum(errors.var(axis=0) ** 2)) / max(np.sum(errors.var(axis=0)), _SMALLEST)
     found = np.sum(errors.mean(axis=0) ** 2) * steps / spread
     require(found <= few, f"the error of the mean of {steps} steps is {found:.3g} times that of chance")
@@ -83,7 +83,7 @@ def the_mean_is_what_was_to_be_sent(case: Case) -> None:
 
 @LAWS.law(drawn(kinds=ORDINARY), lambda case: case.codec.combine == "sum" and not case.codec.biased)
 def numbers_that_are_added_are_the_nearest_of_their_type(case: Case) -> None:
-    """Of the type that ``number`` names; the rest of the last word is zero."""
+    """The payload has the type that ``number`` declares; the rest of its last word is zero."""
     import ml_dtypes
 
     codec, x, state = case.codec, case.x, case.state(feedback=False)
@@ -100,7 +100,7 @@ def numbers_that_are_added_are_the_nearest_of_their_type(case: Case) -> None:
 
 @LAWS.law(crossed(ORDINARY, [1, 2, 100, 3000], 11), lambda case: case.codec.contraction and bool(case.x.any()))
 def a_contraction_is_one(case: Case) -> None:
-    """In the mean over steps, what decode(encode(x)) says is nearer to x than 0 is."""
+    """In the mean over steps, decode(encode(x)) is nearer to x than 0 is."""
     steps, x = 30, case.x
     unit = float(np.abs(x).max())
     left = np.sum(((trials(case, steps) - x) / unit) ** 2, axis=1)
@@ -110,7 +110,7 @@ def a_contraction_is_one(case: Case) -> None:
 
 @LAWS.law(crossed(["normal"], [3000], 2), lambda case: keeps(case) and decay_of(case.codec) == 1)
 def feedback_makes_the_mean_of_many_steps_right(case: Case) -> None:
-    """The same gradient again and again: what was sent on the whole falls behind by no more than the residual."""
+    """With a constant gradient, the sum of what was sent lags by no more than the residual."""
     steps, x, state = 30, case.x, case.state(feedback=True)
     assert state.residual is not None
     total = np.zeros(x.size)

@@ -1,4 +1,4 @@
-"""What holds for every payload: nothing is written elsewhere, sizes are as declared, and pieces are the whole."""
+"""Laws for every payload: writes stay in bounds, sizes are as declared, and pieces equal the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAWS: Laws[Codec, Case] = Laws()
 
 @LAWS.law(drawn())
 def nothing_is_written_elsewhere(case: Case) -> None:
-    """Neither beside the payload and the output, nor into what is read."""
+    """Encoding and decoding write only to the payload and the output."""
     state, x = case.state(), case.x
     payload = encoded(case.codec, x, state)
     decoded(case.codec, payload, x.size, state)
@@ -26,7 +26,7 @@ def nothing_is_written_elsewhere(case: Case) -> None:
 
 @LAWS.law(drawn())
 def sizes_are_as_declared(case: Case) -> None:
-    """``wire_bytes`` says it without encoding: exactly, where payloads are added up or cut among owners."""
+    """``wire_bytes`` predicts the size, exactly for payloads that are added or cut among owners."""
     expected, greatest = case.codec.wire_bytes(case.spec)
     require(0 <= expected <= greatest, f"wire_bytes expects {expected} bytes, and at most {greatest}")
     require(greatest % 4 == 0, f"the greatest payload, of {greatest} bytes, is no whole number of words")
@@ -38,7 +38,7 @@ def sizes_are_as_declared(case: Case) -> None:
 
 @LAWS.law(crossed(["zeros"], [0], 0))
 def an_empty_tensor_is_no_payload(case: Case) -> None:
-    """Which can be decoded."""
+    """It can be decoded."""
     x = case.x
     require(case.codec.wire_bytes(case.spec)[0] == 0, "wire_bytes expects a payload of an empty tensor")
     for feedback in {False, case.codec.contraction}:
@@ -51,7 +51,7 @@ def an_empty_tensor_is_no_payload(case: Case) -> None:
 
 @LAWS.law(drawn(sizes=(*SIZES[1:], *LARGE)), lambda case: case.codec.block > 0)
 def pieces_that_begin_at_blocks_are_the_whole(case: Case) -> None:
-    """Payloads and residuals; and every piece can be decoded alone."""
+    """Payloads and residuals are equal, and every piece can be decoded alone."""
     codec, x, draw = case.codec, case.x, case.draw()
     whole_state = case.state(rank=3)
     state = deepcopy(whole_state)
@@ -70,7 +70,7 @@ def pieces_that_begin_at_blocks_are_the_whole(case: Case) -> None:
 
 @LAWS.law(drawn())
 def the_same_state_makes_the_same_payload(case: Case) -> None:
-    """Two runs, with feedback where there can be; and the state's arrays are float32, as checkpoints keep them."""
+    """Two runs agree, with feedback if possible. The state's arrays are float32, as checkpoints require."""
     x = case.x
     state = case.state(rank=1, step=int(case.draw().integers(0, 10)))
     again = deepcopy(state)
@@ -86,7 +86,7 @@ def the_same_state_makes_the_same_payload(case: Case) -> None:
 
 @LAWS.law(drawn())
 def decoding_adds_what_it_would_write(case: Case) -> None:
-    """``add=True`` is the sum of what was there and what is written without it."""
+    """``add=True`` adds what would be written without it."""
     state = case.state(feedback=False)
     payload = encoded(case.codec, case.x, state)
     before = values(str(case.draw().choice(KINDS)), case.size, case.seed + 1)
@@ -97,7 +97,7 @@ def decoding_adds_what_it_would_write(case: Case) -> None:
 
 @LAWS.law(drawn(kinds=["huge"]))
 def huge_numbers_are_sent_or_reported(case: Case) -> None:
-    """Finite inputs become finite, or count as not finite as a whole block; never something else without a word."""
+    """Finite inputs decode to finite values or count as not finite as a whole block."""
     codec, x = case.codec, case.x
     state = case.state(step=case.seed % 4)
     out = np.empty(codec.wire_bytes(case.spec)[1] // 4, np.uint32)

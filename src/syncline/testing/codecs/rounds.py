@@ -1,6 +1,6 @@
-"""Codecs that work in rounds: sizes as declared, conservation over all ranks, equal bits at all of them.
+"""Laws of codecs that work in rounds: sizes as declared, conservation over all ranks, equal bits on all.
 
-A law plays some ranks, each with its own gradient and state, and makes the sums between their rounds.
+A law simulates some ranks, each with its own gradient and state, and computes the sums between their rounds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..tensors import ORDINARY, values
 from .cases import arrays_of, same_state
 
 SHAPES = ((8, 6), (64, 32, 3, 3), (1, 50), (50, 1), (7, 300), (300, 7), (16, 1, 5, 5), (129, 257), (50,), (), (0, 3))
-"""Matrices of many proportions, and what is none."""
+"""Matrices of many proportions, and tensors that are no matrices."""
 
 
 @dataclass(frozen=True)
 class Together:
-    """A codec, a tensor, and the gradients of some ranks: their character and size, and the seed of what is drawn."""
+    """A codec, a tensor, and the gradients of some ranks: their kind and size, and the seed of what is drawn."""
 
     given: Codec
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Together:
 
     @property
     def rounds(self) -> Rounds:
-        """The same, as what it has to be."""
+        """The codec, checked to be a ``Rounds``."""
         codec = self.codec
         require(isinstance(codec, Rounds), "a codec that works in rounds has average() and rounds()")
         assert isinstance(codec, Rounds)
@@ -48,7 +48,7 @@ class Together:
 
     @property
     def spec(self) -> Spec:
-        """The tensor's."""
+        """The tensor's spec."""
         return Spec("layer.weight", self.shape)
 
     def inputs(self, step: int = 0) -> list[Floats]:
@@ -57,12 +57,12 @@ class Together:
         return [values(self.kind, elements, first + rank) * np.float32(self.scale) for rank in range(self.world)]
 
     def states(self, feedback: bool | None = None) -> list[State]:
-        """New states; with residuals, unless told otherwise, where error feedback may stand around the codec."""
+        """New states. By default they have residuals if the codec supports error feedback."""
         wanted = self.codec.contraction if feedback is None else feedback
         return [self.codec.init(self.spec, rank, wanted) for rank in range(self.world)]
 
     def average(self, inputs: Sequence[Floats], states: Sequence[State]) -> tuple[list[Floats], list[bool]]:
-        """One step of all ranks: what each has at the end, and whether it said that its own input was finite."""
+        """One step of all ranks: their results, and whether each reported a finite input."""
         arrays, finite, _ = averaged(self.rounds, inputs, states)
         return arrays, finite
 
@@ -73,9 +73,9 @@ class Together:
 def averaged(
     codec: Rounds, inputs: Sequence[Floats], states: Sequence[State]
 ) -> tuple[list[Floats], list[bool], list[int]]:
-    """What all ranks have after a step, whether each said that its own input was finite, and the elements of the sums.
+    """The results of all ranks after a step, whether each reported a finite input, and the sizes of the sums.
 
-    Raises AssertionError where ranks have other rounds than each other.
+    Raises AssertionError if the ranks' rounds differ.
     """
     arrays = [x.copy() for x in inputs]
     running = [codec.average(x, state, len(inputs)) for x, state in zip(arrays, states, strict=True)]
@@ -107,7 +107,7 @@ def several(codec: Codec, seed: int, count: int) -> Iterator[Together]:
     draw = np.random.default_rng(seed)
     for number in range(count):
         kind, exponent = str(draw.choice(ORDINARY)), float(draw.integers(-24, 21))
-        scale = 1.0 if kind == "heavy" else 10.0**exponent  # those are of all sizes already
+        scale = 1.0 if kind == "heavy" else 10.0**exponent  # these are of all sizes already
         shape, world = SHAPES[number % len(SHAPES)], int(draw.integers(1, 5))
         case = Together(codec, shape, world, kind, scale, int(draw.integers(0, 2**32)))
         if case.codec.combine == "rounds":
@@ -119,7 +119,9 @@ LAWS: Laws[Codec, Together] = Laws()
 
 @LAWS.law(several)
 def rounds_are_as_declared(case: Together) -> None:
-    """``rounds`` says the elements of every sum, and ``wire_bytes`` the bytes of all, on all ranks and in all steps."""
+    """``rounds`` predicts the elements of every sum and ``wire_bytes`` the total bytes, on all ranks and in all
+    steps.
+    """
     declared, states = list(case.rounds.rounds(case.spec)), case.states()
     nbytes = 4 * sum(declared)
     require(case.codec.wire_bytes(case.spec) == (nbytes, nbytes), f"wire_bytes is not twice the {nbytes} of rounds()")
@@ -130,7 +132,7 @@ def rounds_are_as_declared(case: Together) -> None:
 
 @LAWS.law(several)
 def all_ranks_have_the_same_bits_after_rounds(case: Together) -> None:
-    """In the second step too, which begins with what was remembered; each says that its input was finite."""
+    """This includes the second step, which starts with state. Each rank reports a finite input."""
     states = case.states()
     for step in range(2):
         (first, *others), finite = case.average(case.inputs(step), states)
@@ -155,7 +157,7 @@ def rounds_repeat_themselves(case: Together) -> None:
 
 @LAWS.law(several, lambda case: case.codec.contraction)
 def what_rounds_do_not_say_is_kept(case: Together) -> None:
-    """Over all ranks result + residuals == inputs + residuals before, up to the rounding of products."""
+    """Over all ranks, results + residuals == inputs + previous residuals, up to the rounding of products."""
     states = case.states(feedback=True)
     for step in range(3):
         inputs = case.inputs(step)
@@ -181,7 +183,7 @@ def _residual(state: State) -> Floats:
 
 @LAWS.law(several, lambda case: case.codec.contraction and bool(case.inputs()[0].any()))
 def rounds_are_a_contraction(case: Together) -> None:
-    """What one rank makes of its own gradient is nearer to it than 0 is, in the first step already."""
+    """One rank's result is nearer to its gradient than 0 is, already in the first step."""
     x = case.inputs()[0]
     (result,), _, _ = averaged(case.rounds, [x], [case.codec.init(case.spec, 0)])
     unit = float(np.abs(x).max())
@@ -192,7 +194,7 @@ def rounds_are_a_contraction(case: Together) -> None:
 
 @LAWS.law(several, lambda case: case.spec.elements > 0)
 def what_is_not_finite_reaches_all_ranks_and_no_memory(case: Together) -> None:
-    """Results are not finite everywhere; the rank that it came from says so; the next step is an ordinary one."""
+    """All results are non-finite, the rank at fault reports it, and the next step is normal."""
     for bad in (np.nan, np.inf, -np.inf):
         states, culprit = case.states(), case.seed % case.world
         case.average(case.inputs(), states)

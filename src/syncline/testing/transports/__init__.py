@@ -1,7 +1,7 @@
-"""Laws of transports: messages arrive once, whole and in order; urgency, ends and faults are as the protocol says.
+"""Laws of transports: messages arrive once, whole and in order; priorities, ends and faults follow the protocol.
 
-What concerns a transport follows from what its ends are (``Adds``, ``HasAllreduce``) and from what it declares. A law
-drives all ends of a few networks, which are in this process unless somebody else makes them.
+The ends' classes (``Adds``, ``HasAllreduce``) and the declarations determine the laws that apply. A law drives all ends
+of a few networks, which are in this process unless the caller provides others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ def check_transport(
     seed: int = 0,
     examples: int = 30,
 ) -> tuple[str, ...]:
-    """Hold a transport, or the registered one of a text such as ``"tcp(rate=1Gbit)"``, to all laws that concern it.
+    """Check a transport, or the registered one of a text such as ``"tcp(rate=1Gbit)"``, against all laws that apply.
 
-    A transport whose ends cannot be in one process, as under mpirun, comes as a function: of the number of processes,
-    to a context with their ends. ``ahead_bytes`` may be sent before what is more urgent and was handed over later; inf
-    where priorities are not honoured, as a registered transport declares with ``priority=False``. ``adds`` are the
-    element types that an allreduce of its own has to add. Returns the names of the laws. Raises BrokenLaw, an
-    AssertionError with the law, the transport and the example that it fails for. So many ``examples`` are drawn for a
-    law, from the ``seed``.
+    A transport whose ends cannot be in one process, as under mpirun, is given as a function from the number of
+    processes to a context manager with the ends. ``ahead_bytes`` limits the bytes that may precede a more urgent
+    message submitted later; inf for transports that ignore priorities (``priority=False``). ``adds`` are the element
+    types that its own allreduce must support. Returns the names of the laws. Raises BrokenLaw, an AssertionError with
+    the law, the transport and the failing example. ``examples`` are drawn for a law, from ``seed``.
     """
     if not isinstance(transport, str):
         shown, network = getattr(transport, "__name__", str(transport)), transport

@@ -1,4 +1,4 @@
-"""What laws of transports are tried on: the ends of a network, and messages between them."""
+"""Examples for laws of transports: the ends of a network, and messages between them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...transports import INLINE_BYTES, Adds, Bytes, HasAllreduce
 from ..network import Ends, Network, numbers
 
 SIZES = (0, 1, 7, 4095, 4096, 4097, INLINE_BYTES, INLINE_BYTES + 1, 1_000_003, 9_000_001)
-"""Bytes of messages, about those at which transports change their ways."""
+"""Sizes of messages, near those at which transports change their methods."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A transport: what makes its ends, how much goes before what is more urgent, and what its allreduce adds."""
+    """A transport: its network, the limit of bytes ahead of urgent messages, and the types of its allreduce."""
 
     network: Network
     ahead_bytes: float
@@ -32,20 +32,20 @@ class Subject:
 
     @property
     def adds_messages(self) -> bool:
-        """Whether it adds what comes in to an array."""
+        """Whether it adds received data to an array."""
         return self._offers[0]
 
     @property
     def has_allreduce(self) -> bool:
-        """Whether there is an allreduce of its own."""
+        """Whether it has its own allreduce."""
         return self._offers[1]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A transport, how many processes, and messages: so long, out of memory of the transport's own where ``shared``.
+    """A transport, a number of processes, and the sizes of messages, from the transport's memory if ``shared``.
 
-    ``dtype`` is the element type of what is summed.
+    ``dtype`` is the element type of sums.
     """
 
     subject: Subject
@@ -57,16 +57,16 @@ class Case:
 
     @contextmanager
     def open(self) -> Iterator[Ends]:
-        """The ends of a new network."""
+        """Open a new network."""
         with self.subject.network(self.processes) as ends:
             yield Ends(ends)
 
     def draw(self) -> np.random.Generator:
-        """For what a law chooses."""
+        """A random generator for choices of a law."""
         return np.random.default_rng([self.seed, 1])
 
     def messages(self) -> list[Bytes]:
-        """What is sent, all of them different."""
+        """The messages, all different."""
         return [numbers(size, self.seed + number) for number, size in enumerate(self.sizes)]
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ Cases = Callable[[Subject, int, int], Iterator[Case]]
 
 
 def between(processes: int) -> Cases:
-    """One network of so many processes."""
+    """One network of ``processes`` processes."""
 
     def cases(subject: Subject, seed: int, count: int) -> Iterator[Case]:  # noqa: ARG001
         yield Case(subject, processes, seed=seed)
@@ -99,7 +99,7 @@ def each(*sizes: int, shared: tuple[bool, ...] = (False,)) -> Cases:
 
 
 def drawn(*sizes: int, most: int) -> Cases:
-    """Up to so many messages of these sizes, in any order."""
+    """Random numbers of messages of these sizes, in random order."""
 
     def cases(subject: Subject, seed: int, count: int) -> Iterator[Case]:
         draw = np.random.default_rng(seed)

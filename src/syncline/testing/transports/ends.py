@@ -1,4 +1,4 @@
-"""Time limits and ends: polls that return, peers that end, calls after the end, and what is left behind."""
+"""Laws about time limits and ends: polls return, peers end, calls after the end fail, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ LAWS: Laws[Subject, Case] = Laws()
 
 @LAWS.law(between(2))
 def poll_returns_after_its_time_limit(case: Case) -> None:
-    """With nothing, when nothing has come."""
     with case.open() as net:
         handle = net.ends[0].recv(1, 0, np.zeros(1, np.uint8))
         found = in_time(lambda: net.ends[0].poll(0.01), "poll(0.01)")
@@ -31,7 +30,7 @@ def poll_returns_after_its_time_limit(case: Case) -> None:
 
 @LAWS.law(between(2))
 def wake_ends_a_poll_from_another_thread(case: Case) -> None:
-    """The one that waits, or else the next one."""
+    """The current poll, or else the next one."""
     begun = threading.Event()
     with case.open() as net:
         end = net.ends[0]
@@ -54,7 +53,7 @@ def wake_ends_a_poll_from_another_thread(case: Case) -> None:
 
 @LAWS.law(between(3))
 def a_peer_that_ends_fails_what_waits_for_it_only(case: Case) -> None:
-    """By PeerLost with its rank, what is begun later too; the others go on."""
+    """Operations with it fail with PeerLost and its rank, also later ones; operations with others continue."""
     with case.open() as net:
         waits = net.ends[0].recv(2, 0, np.zeros(8, np.uint8))
         large = net.ends[0].send(2, 1, numbers(1_000_000))
@@ -69,7 +68,7 @@ def a_peer_that_ends_fails_what_waits_for_it_only(case: Case) -> None:
 
 
 def lost(net: Ends, handle: Handle, rank: int) -> None:
-    """Wait for a handle, which has to fail because a rank has ended, and has to name it."""
+    """Wait for a handle that must fail with the name of an ended rank."""
     error = raised(lambda: net.wait(handle), PeerLost)
     assert isinstance(error, PeerLost)
     require(error.rank == rank, f"the error of what waits for rank {rank} names {error.rank}")
@@ -78,7 +77,7 @@ def lost(net: Ends, handle: Handle, rank: int) -> None:
 
 @LAWS.law(between(2))
 def what_waits_for_a_peer_that_has_ended_keeps_nobody_from_ending(case: Case) -> None:
-    """``idle`` comes true, whatever was to be sent to it."""
+    """``idle`` becomes true, whatever was queued for the ended peer."""
     with case.open() as net:
         for tag in range(3):
             net.ends[0].send(1, tag, numbers(60_000))
@@ -89,7 +88,7 @@ def what_waits_for_a_peer_that_has_ended_keeps_nobody_from_ending(case: Case) ->
 
 @LAWS.law(between(2))
 def what_a_peer_sent_before_it_ended_still_arrives(case: Case) -> None:
-    """To receives that come later."""
+    """Receives posted later still get it."""
     with case.open() as net:
         net.ends[1].send(0, 0, numbers(100))
         net.until(lambda: net.ends[1].idle, lambda: "a message is still to be written")
@@ -102,7 +101,7 @@ def what_a_peer_sent_before_it_ended_still_arrives(case: Case) -> None:
 
 @LAWS.law(between(2))
 def what_was_acknowledged_last_is_written_before_the_end(case: Case) -> None:
-    """A rank that is idle may end: whoever sent to it knows that it has received."""
+    """An idle rank may end, because the senders have their acknowledgements."""
     with case.open() as net:
         sent = net.ends[0].send(1, 0, net.ends[0].allocate(300_000))
         received = net.ends[1].recv(0, 0, np.zeros(300_000, np.uint8))
@@ -114,7 +113,7 @@ def what_was_acknowledged_last_is_written_before_the_end(case: Case) -> None:
 
 @LAWS.law(between(2))
 def a_closed_transport_refuses_work(case: Case) -> None:
-    """By ClosedError; to close it once more does nothing."""
+    """With ClosedError. Closing it again does nothing."""
     with case.open() as net:
         end, memory = net.ends[1], np.zeros(1, np.uint8)
         net.close(1)
@@ -127,7 +126,7 @@ def a_closed_transport_refuses_work(case: Case) -> None:
 
 @LAWS.law(between(2))
 def a_wake_after_the_end_touches_no_file(case: Case) -> None:
-    """The numbers that its own files had may be those of others by then."""
+    """Its descriptors' numbers may belong to other files by then."""
     with case.open() as net:
         end = net.ends[1]
         net.close(1)
@@ -145,22 +144,22 @@ def a_wake_after_the_end_touches_no_file(case: Case) -> None:
 
 @LAWS.law(between(3))
 def nothing_is_left_behind(case: Case) -> None:
-    """Neither descriptors nor threads nor names of shared memory, in this process, whatever was sent."""
-    others = set(threading.enumerate())  # of something else, and what they do is not the transport's affair
+    """After any traffic, no descriptors, threads or names of shared memory are left in this process."""
+    others = set(threading.enumerate())  # of something else, which the transport does not own
     with case.open():
         pass
     settle(others)
     files, threads = open_files(), threading.active_count()
-    names, earlier = set(), shared_names()  # a message library that something else has loaded may have some, too
+    names, earlier = set(), shared_names()  # a library that something else has loaded may own some
     for _ in range(3):
         with case.open() as net:
             data = net.ends[0].allocate(200_000)
             net.wait(net.ends[1].recv(0, 0, np.zeros(200_000, np.uint8)), net.ends[0].send(1, 0, data))
             names |= shared_names() - earlier
-            del data  # memory lives as long as somebody looks at it
+            del data  # memory lives as long as arrays that use it
         del net
     settle(others)
-    deadline = time.monotonic() + network.LIMIT_S  # a message library's own threads close files when they get to it
+    deadline = time.monotonic() + network.LIMIT_S  # a library's own threads close files with a delay
     while open_files() > files and time.monotonic() < deadline:
         time.sleep(0.01)
     require(open_files() <= files, f"{open_files() - files} descriptors are left open after three networks")
@@ -171,7 +170,7 @@ def nothing_is_left_behind(case: Case) -> None:
 
 
 def settle(before: set[threading.Thread]) -> None:
-    """Wait for threads that end with their peers, those of ``before`` aside, and drop what they held."""
+    """Wait for threads to end, except those of ``before``, and collect garbage."""
     gc.collect()
     for thread in set(threading.enumerate()) - before:
         thread.join(network.LIMIT_S)
@@ -179,7 +178,7 @@ def settle(before: set[threading.Thread]) -> None:
 
 
 def open_files() -> int:
-    """How many descriptors this process has."""
+    """The number of descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

@@ -1,4 +1,4 @@
-"""Messages: matching, order, sizes, many at once, what does not fit, and what is counted."""
+"""Laws about messages: matching, order, sizes, concurrency, messages that do not fit, and traffic counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAWS: Laws[Subject, Case] = Laws()
 
 @LAWS.law(each(*SIZES, shared=(False, True)))
 def a_message_arrives_unchanged(case: Case) -> None:
-    """Whatever its size and the memory that it lies in; the receive says how long it was."""
+    """For any size and memory. The receive reports the length."""
     (nbytes,) = case.sizes
     with case.open() as net:
         data = net.ends[0].allocate(nbytes) if case.shared else np.ones(nbytes, np.uint8)
@@ -37,7 +37,7 @@ def a_message_arrives_unchanged(case: Case) -> None:
 
 @LAWS.law(each(*SIZES))
 def a_borrowed_message_is_readable_until_released(case: Case) -> None:
-    """The sender waits for the release of a large one where its memory is lent, and elsewhere does not."""
+    """If memory is lent, the sender of a large message waits for the release; otherwise it does not."""
     (nbytes,) = case.sizes
     with case.open() as net:
         data = net.ends[0].allocate(nbytes)
@@ -58,7 +58,7 @@ def a_borrowed_message_is_readable_until_released(case: Case) -> None:
 
 @LAWS.law(each(3, 100_000))
 def receives_may_come_in_any_order_of_tags(case: Case) -> None:
-    """Each waits for nothing but its own message."""
+    """Each waits only for its own message."""
     (nbytes,) = case.sizes
     with case.open() as net:
         data = [numbers(nbytes, seed) for seed in range(6)]
@@ -73,7 +73,7 @@ def receives_may_come_in_any_order_of_tags(case: Case) -> None:
 
 @LAWS.law(each(3, INLINE_BYTES + 1))
 def tags_are_numbers_of_64_bits(case: Case) -> None:
-    """None is taken for another."""
+    """All bits distinguish messages."""
     (nbytes,) = case.sizes
     with case.open() as net:
         into = [np.zeros(nbytes, np.uint8) for _ in _TAGS]
@@ -87,7 +87,7 @@ def tags_are_numbers_of_64_bits(case: Case) -> None:
 
 @LAWS.law(drawn(0, 1, 5000, INLINE_BYTES, INLINE_BYTES + 1, 300_000, most=6))
 def one_tag_keeps_its_order_whatever_the_sizes(case: Case) -> None:
-    """Receives that are larger than what comes too, posted before it or after it."""
+    """Even if receives are larger than the messages, and are posted before or after them."""
     draw = case.draw()
     late, capacity = bool(draw.integers(2)), int(draw.choice([300_000, 400_000]))
     with case.open() as net:
@@ -105,7 +105,7 @@ def one_tag_keeps_its_order_whatever_the_sizes(case: Case) -> None:
 
 
 def every_pair(end: Transport, world: int, tags: int, nbytes: int) -> tuple[list[Handle], Callable[[], None]]:
-    """One end's messages to all others and theirs to it, begun; and a check of what has come."""
+    """Start one end's messages to all others and theirs to it. Returns a check of the received data."""
     others = [other for other in range(world) if other != end.rank]
     came: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
     handles = []
@@ -125,7 +125,7 @@ def every_pair(end: Transport, world: int, tags: int, nbytes: int) -> tuple[list
 
 @LAWS.law(between(4))
 def many_exchanges_are_in_flight_between_all_pairs(case: Case) -> None:
-    """All with all at the same time."""
+    """Every process exchanges with every other concurrently."""
     with case.open() as net:
         begun = [every_pair(end, case.processes, 8, 70_001) for end in net.ends]
         net.wait(*(handle for handles, _ in begun for handle in handles))
@@ -135,7 +135,7 @@ def many_exchanges_are_in_flight_between_all_pairs(case: Case) -> None:
 
 @LAWS.law(between(3))
 def ends_move_in_threads_of_their_own(case: Case) -> None:
-    """Each waits for what is its own, as processes do, and nobody polls for another."""
+    """Each end waits only for its own operations, as processes do, and no end polls for another."""
 
     def run(end: Transport) -> None:
         handles, check = every_pair(end, case.processes, 3, 70_001)
@@ -150,7 +150,7 @@ def ends_move_in_threads_of_their_own(case: Case) -> None:
 
 @LAWS.law(between(2))
 def any_number_of_messages_may_wait(case: Case) -> None:
-    """More than any table holds, both ways at once, half of them before their receives."""
+    """Many messages in both directions at once, half of them before their receives."""
     keys = range(1500)
     with case.open() as net:
         into = np.zeros((2, len(keys), 4), np.uint8)
@@ -169,7 +169,7 @@ def any_number_of_messages_may_wait(case: Case) -> None:
 
 @LAWS.law(between(2))
 def both_send_large_messages_before_either_receives(case: Case) -> None:
-    """Nobody waits for ever because the other does not read."""
+    """There is no deadlock although neither end receives first."""
     with case.open() as net:
         big = numbers(20_000_000)
         sent = [net.ends[rank].send(1 - rank, 0, big) for rank in (0, 1)]
@@ -183,7 +183,7 @@ def both_send_large_messages_before_either_receives(case: Case) -> None:
 
 @LAWS.law(between(2))
 def a_message_that_does_not_fit_is_an_error_and_harms_no_other(case: Case) -> None:
-    """UsageError, in the receive's handle, with both sizes and the sender."""
+    """The receive's handle fails with UsageError, which names both sizes and the sender."""
     with case.open() as net:
         net.ends[0].send(1, 0, numbers(90_000))
         net.ends[0].send(1, 1, numbers(10))
@@ -196,7 +196,7 @@ def a_message_that_does_not_fit_is_an_error_and_harms_no_other(case: Case) -> No
 
 @LAWS.law(between(2))
 def unknown_peers_are_refused(case: Case) -> None:
-    """By UsageError: nobody waits for who is not there, or for itself."""
+    """With UsageError: waiting for an unknown process or for itself would never end."""
     with case.open() as net:
         end, memory = net.ends[0], np.zeros(1, np.uint8)
         for peer in (0, 2, -1):
@@ -206,7 +206,7 @@ def unknown_peers_are_refused(case: Case) -> None:
 
 @LAWS.law(between(2))
 def traffic_counts_every_byte_of_a_message(case: Case) -> None:
-    """On both sides, with what little goes with it, and with nobody else; ``moved_bytes`` is the sum of all."""
+    """On both ends and only for this peer, with small headers. ``moved_bytes`` is the sum of all."""
     with case.open() as net:
         net.wait(net.ends[1].recv(0, 0, np.zeros(100_000, np.uint8)), net.ends[0].send(1, 0, numbers(100_000)))
         for end in net.ends:
@@ -220,7 +220,7 @@ def traffic_counts_every_byte_of_a_message(case: Case) -> None:
 
 @LAWS.law(between(2))
 def memory_that_was_dropped_is_not_taken_for_what_lies_there_now(case: Case) -> None:
-    """What the transport allocated lives as long as it does, or the address of it means nothing any more."""
+    """Allocated memory stays valid for the transport's lifetime, so an address cannot mean other data."""
     with case.open() as net:
         for seed in range(5):
             net.ends[0].allocate(1 << 21)
@@ -232,7 +232,7 @@ def memory_that_was_dropped_is_not_taken_for_what_lies_there_now(case: Case) -> 
 
 @LAWS.law(each(0, 4, 132, 80_000, 1_200_004), lambda case: case.subject.adds_messages)
 def what_comes_in_is_added(case: Case) -> None:
-    """To what the array held, whether the message comes first or its receive."""
+    """To the array's content, whether the message or the receive comes first."""
     (nbytes,) = case.sizes
     with case.open() as net:
         held, come = case.draw().standard_normal((2, nbytes // 4), np.float32)

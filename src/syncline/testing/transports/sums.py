@@ -1,4 +1,4 @@
-"""The allreduce that a message library has of its own: types, matching by key, messages beside it, faults."""
+"""Laws of a library's own allreduce: types, matching by key, concurrent messages, faults."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .cases import Case, Subject, between
 
 
 def has_allreduce(case: Case) -> bool:
-    """Whether the laws concern a transport."""
+    """Whether these laws apply to a transport."""
     return case.subject.has_allreduce
 
 
 def run(net: Ends, start: Callable[[Transport], list[Handle]]) -> None:
-    """Each end starts its operations and waits for them in a thread of its own, as ranks do."""
+    """Run each end's operations in a thread of its own, as ranks do."""
     together(net.ends, lambda end: Ends([end]).wait(*start(end)))
 
 
 def summed(end: Transport, key: int, array: NDArray[np.generic]) -> Handle:
-    """Begin an allreduce of the transport's own."""
+    """Start the transport's own allreduce."""
     assert isinstance(end, HasAllreduce)
     return end.allreduce(key, array)
 
 
 def each_type(subject: Subject, seed: int, count: int) -> Iterator[Case]:
-    """One case for every type that has to be added."""
+    """One case per supported type."""
     for case in between(3)(subject, seed, count):
         yield from (replace(case, dtype=name) for name in subject.adds)
 
@@ -43,7 +43,7 @@ LAWS: Laws[Subject, Case] = Laws()
 
 @LAWS.law(each_type, has_allreduce)
 def its_allreduce_adds_every_type(case: Case) -> None:
-    """Over all ranks, in place."""
+    """In place, over all ranks."""
     dtype = numpy_dtype(case.dtype)
     arrays = [(np.arange(1003).astype(dtype) % 11 + rank).astype(dtype) for rank in range(3)]
     wanted = np.sum([array.astype(np.int64) for array in arrays], axis=0)
@@ -55,7 +55,7 @@ def its_allreduce_adds_every_type(case: Case) -> None:
 
 @LAWS.law(between(3), has_allreduce)
 def allreduces_match_by_key_whatever_the_order_of_ranks(case: Case) -> None:
-    """Ranks that begin the same ones in different orders get the same sums."""
+    """Ranks that start the same allreduces in different orders get the same sums."""
     sizes = {1: 70_001, 2: 3, 3: 500}
     orders = (1, 2, 3), (3, 1, 2), (2, 3, 1)
     arrays = [{key: np.full(size, key + rank, np.float32) for key, size in sizes.items()} for rank in range(3)]
@@ -68,7 +68,7 @@ def allreduces_match_by_key_whatever_the_order_of_ranks(case: Case) -> None:
 
 @LAWS.law(between(2), has_allreduce)
 def messages_and_allreduces_share_the_way(case: Case) -> None:
-    """A key and a tag that are the same number are two things."""
+    """A key and a tag with the same number do not clash."""
     into, sums = [np.zeros(300_000, np.uint8) for _ in range(2)], [np.ones(5, np.float32) for _ in range(2)]
 
     def start(end: Transport) -> list[Handle]:
@@ -85,14 +85,12 @@ def messages_and_allreduces_share_the_way(case: Case) -> None:
 
 @LAWS.law(between(2), has_allreduce)
 def what_it_cannot_add_is_refused(case: Case) -> None:
-    """By UsageError, in the handle."""
     with case.open() as net:
         raised(lambda: run(net, lambda end: [summed(end, 0, np.zeros(4, "V8"))]), UsageError)
 
 
 @LAWS.law(between(3), has_allreduce)
 def an_allreduce_that_a_peer_leaves_out_fails(case: Case) -> None:
-    """By PeerLost with its rank."""
     with case.open() as net:
         handle = summed(net.ends[0], 1, np.zeros(3, np.float32))
         net.turn(2)

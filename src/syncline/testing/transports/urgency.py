@@ -1,6 +1,6 @@
-"""Urgency: what is urgent overtakes what waits, and what is held back waits for nobody else.
+"""Laws of priorities: urgent messages overtake waiting ones, and messages that are held back block no others.
 
-Shown by the order in which things are done, not by clocks.
+They test the order of events, not times.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ assert _SIZES[0] < INLINE_BYTES < _SIZES[1]
 
 
 def waiting(subject: Subject, seed: int, count: int) -> Iterator[Case]:  # noqa: ARG001
-    """Messages that go at once, and such as wait to be asked for.
+    """Messages of both kinds: those sent at once and those that wait for their receives.
 
-    A library gets the second kind when they have been asked for: what waits for that is not to be seen from here.
+    A library gets the latter only once their receives are posted; waiting inside it is not visible here.
     """
     for size in _SIZES if subject.ahead_bytes == 0 else _SIZES[:1]:
         yield Case(subject, sizes=(size,), seed=seed)
@@ -34,12 +34,12 @@ LAWS: Laws[Subject, Case] = Laws()
 
 @LAWS.law(waiting, lambda case: case.subject.ahead_bytes < inf)
 def an_urgent_message_overtakes_those_that_wait(case: Case) -> None:
-    """All but what may be sent ahead of it; the others keep their order."""
+    """All except those that may be sent ahead; the others keep their order."""
     (nbytes,) = case.sizes
     urgent, ahead = _MESSAGES, case.subject.ahead_bytes
     with case.open() as net:
         received = [net.ends[1].recv(0, tag, np.zeros(nbytes, np.uint8)) for tag in range(_MESSAGES + 1)]
-        net.turn(2)  # the sender knows what is asked for
+        net.turn(2)  # the sender knows the posted receives
         data = [numbers(nbytes, tag) for tag in range(_MESSAGES + 1)]
         for tag in range(_MESSAGES):
             net.ends[0].send(1, tag, data[tag], 5.0)
@@ -55,12 +55,12 @@ def an_urgent_message_overtakes_those_that_wait(case: Case) -> None:
 
 @LAWS.law(each(3, _SIZES[1]))
 def what_is_not_asked_for_holds_up_nothing(case: Case) -> None:
-    """Receives one by one, the least urgent first and in between, each waited for: nothing waits behind another."""
+    """Waiting receives posted one by one, the least urgent first, all complete: no message waits behind another."""
     (nbytes,) = case.sizes
     priorities = [1.0, 7.0, 0.0, -3.0, 7.0, 2.0]
     with case.open() as net:
         data = [numbers(nbytes, seed) for seed in range(len(priorities))]
-        first = [net.ends[0].send(1, 100 + tag, numbers(1_000_000)) for tag in range(3)]  # before any differs
+        first = [net.ends[0].send(1, 100 + tag, numbers(1_000_000)) for tag in range(3)]  # before any priorities differ
         sent = [net.ends[0].send(1, tag, item, priorities[tag]) for tag, item in enumerate(data)]
         for tag in (4, 0, 3, 1, 5, 2):
             into = np.zeros(nbytes, np.uint8)
@@ -88,7 +88,7 @@ def one_tag_keeps_its_order_among_urgent_ones(case: Case) -> None:
 
 @LAWS.law(between(2))
 def what_waits_at_the_end_is_still_sent(case: Case) -> None:
-    """The last messages of a rank that ends when it has nothing left to send, many of them and none of them urgent."""
+    """Many non-urgent messages arrive from a rank that ends once it is idle."""
     nbytes = _SIZES[0]
     with case.open() as net:
         data = [numbers(nbytes, tag) for tag in range(_MESSAGES)]

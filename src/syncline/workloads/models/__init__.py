@@ -1,8 +1,8 @@
-"""Networks as torch modules: one file each, held to the published number of parameters by a test.
+"""Networks as torch modules: one file each; a test checks the published number of parameters.
 
-Beside them lies what belongs to no single one: initial weights (``fillers``), operations (``flops``), and the network
+Shared parts are in files of their own: initial weights (``fillers``), operation counts (``flops``), and the network
 that only takes time (``replayed``).
 
-Nothing is imported here, so that naming the folder does not import torch. Parameters are registered in the order in
-which the forward pass meets them.
+This file imports nothing, so that importing the folder does not import torch. Parameters are registered in forward
+order.
 """

@@ -10,7 +10,7 @@ from math import sqrt
 from torch import nn
 
 Weighted = nn.Conv2d | nn.Linear
-"""A layer with a weight and perhaps a bias."""
+"""A layer with a weight and optionally a bias."""
 
 
 def gaussian(layer: Weighted, std: float, bias: float = 0.0) -> None:

@@ -1,17 +1,17 @@
-"""From a network to a trace: times of whole passes, shared out among its layers by their floating-point operations.
+"""Derives a trace from a network: times of whole passes, divided among its layers by floating-point operations.
 
-Owns the counting. A layer is a module that has parameters of its own; pooling, activations and the like take no time of
-their own, which makes their neighbours' a little longer. The network runs once on no samples: nothing is computed, and
-the shapes of a sample are the real ones; its weights are memory that nobody touches. (On torch's meta device many
-operations are references in Python, for the first of which torch loads its compiler: seconds in every rank.)
+A layer is a module with parameters of its own. Pooling, activations and the like get no time, which makes their
+neighbours' slightly longer. The network runs once with zero samples: nothing is computed, but the shapes of a sample
+are real, and the memory of its weights is never touched. (On torch's meta device many operations are Python references,
+the first of which makes torch load its compiler: seconds in every rank.)
 
 Operations for an output of n elements: a convolution or linear layer of k inputs per output makes n k multiplications
 and as many additions forward; backward as many for its weights, and again for its input unless that is the data. Batch
-normalisation makes 8 n forward (mean, variance, normalising, scaling and shifting) and twice that backward.
+normalization makes 8 n forward (mean, variance, normalizing, scaling and shifting) and twice that backward.
 
-Operations are not time: memory-bound layers take longer than their share. What a trace is for, the order and size of
-gradients and when they become ready, is determined by the large convolutions at the front and the large matrices at
-the end, for which it is a fair estimate.
+Operations are not time: memory-bound layers take longer than their share. But a trace is for the order, the sizes and
+the times of gradients. These depend on the large convolutions at the front and the large matrices at the end, for which
+it is a fair estimate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def trace_of(
 ) -> Trace:
     """The trace of a network whose passes over ``batch`` samples of shape ``image`` take the given seconds.
 
-    Layers come in the order in which a training pass runs them. Raises UsageError for a layer that cannot be counted.
+    Layers are in the order of a training pass. Raises UsageError for a layer whose operations are unknown.
     """
     counted = _count(build, image)
     forward, backward = sum(item.forward for item in counted), sum(item.backward for item in counted)
@@ -67,7 +67,7 @@ def trace_of(
 
 
 def _count(build: Callable[[], nn.Module], image: tuple[int, int, int]) -> list[_Counted]:
-    """The operations of every layer for one sample, in the order in which a training pass calls them."""
+    """The operations of every layer for one sample, in the order of a training pass."""
     found: list[_Counted] = []
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -78,12 +78,12 @@ def _count(build: Callable[[], nn.Module], image: tuple[int, int, int]) -> list[
     for name, module in model.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_hook(hook(name))
-    model.train()(torch.empty(0, *image))  # the data themselves need no gradient
+    model.train()(torch.empty(0, *image))  # the data need no gradient
     return found
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Tensors keep what their memory has in place of initial values."""
+    """Skips initial values: tensors keep the content of their memory."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .fillers import xavier
 
 AUXILIARY_WEIGHT = 0.3
-"""How much the loss of each auxiliary classifier counts, as in the paper."""
+"""The weight of each auxiliary classifier's loss, as in the paper."""
 
 
 class GoogLeNet(nn.Module):

@@ -1,14 +1,14 @@
 """A network that takes the time of a trace instead of computing, with real parameters and real gradients.
 
-A chain of layers as autograd sees it, so that whatever hooks into backward (Syncline, DistributedDataParallel) meets
-what it would meet in a network: layer l's gradients become ready when its backward time has passed, before layer l-1
-begins, and forward goes in layer order. Every layer is a module that owns its parameters. Time passes by sleeping
-(``_pace``), so ranks may outnumber cores.
+To autograd it is a chain of layers, so everything that hooks into backward (Syncline, DistributedDataParallel) sees a
+real network: layer l's gradients become ready when its backward time has passed, before layer l-1 begins, and forward
+is in layer order. Every layer is a module that owns its parameters. Time passes by sleeping (``_pace``), so there may
+be more ranks than cores.
 
-The memory is real, the mathematics is not: layers pass one number per sample through, and all elements of a layer's
-gradient are the sum of what comes back, times the layer's position (k of L: k / L). With half the mean square of the
-output as loss that is the batch's mean: it differs between ranks, its mean over ranks is that of their whole batch,
-and layers differ, so that a gradient that was not averaged, or went into the wrong place, is seen in the weights.
+The memory is real, the mathematics is not. Layers pass one number per sample through, and all elements of a layer's
+gradient are the sum of the incoming gradient times the layer's position (k of L: k / L). With half the mean square of
+the output as loss, that sum is the batch's mean. It differs between ranks and layers, and its mean over ranks is that
+of the whole batch, so an unaveraged or misplaced gradient shows in the weights.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from .._trace import Trace, TracedLayer
 
 
 class Replayed(nn.Module):
-    """(n, ...) samples to (n,) numbers, each sample's mean, in the trace's time whatever n is.
+    """(n, ...) samples to (n,) numbers, each sample's mean, in the trace's time for any n.
 
-    Cost beside sleeping: one write of all gradients per backward pass, which counts as part of the layers' times.
+    Cost besides sleeping: one write of all gradients per backward pass, which counts as part of the layers' times.
     """
 
     def __init__(self, trace: Trace, pacer: Pacer | None = None) -> None:
         super().__init__()
         self._pacer = pacer or Pacer()
         for index, layer in enumerate(trace.layers):
-            # The number keeps names such as "half" off the module's attributes; a dot would be read as a submodule.
+            # The number avoids clashes of names such as "half" with the module's attributes; a dot would mean a
+            # submodule.
             name = f"{index}:{layer.name.replace('.', '/')}"
             self.add_module(name, ReplayedLayer(layer, (index + 1) / len(trace.layers), self._pacer))
 
@@ -43,7 +44,7 @@ class Replayed(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         """The means of the samples, after the forward time of all layers."""
         self._pacer.new_iteration()
-        # A leaf of its own: layers without parameters take their backward time at the beginning of the chain as well.
+        # The signal is a leaf of its own, so that layers without parameters at the front also take their backward time.
         signal = samples.detach().flatten(1).mean(1).requires_grad_(torch.is_grad_enabled())
         for layer in self.children():
             signal = layer(signal)
@@ -58,14 +59,14 @@ class ReplayedLayer(nn.Module):
         self._layer, self._factor, self._pacer = layer, factor, pacer
         for tensor in layer.tensors:
             self.register_parameter(tensor.name, nn.Parameter(torch.zeros(tensor.shape)))
-        # Gradients keep their memory, as an accelerator's caching allocator would: fresh pages from the kernel cost ten
-        # times what writing does. Touched here, or the first iteration would pay for it.
+        # Gradients keep their memory, as with an accelerator's caching allocator: fresh pages cost ten times as much as
+        # writing. The memory is touched here, or else the first iteration would pay for it.
         self._memory = [torch.ones_like(parameter) for parameter in self.parameters()]
 
     def forward(self, signal: Tensor) -> Tensor:
-        """The signal as it came, after the layer's forward time.
+        """The unchanged signal, after the layer's forward time.
 
-        Weights are read as a layer reads them, when it begins: there are schedules under which they come only then.
+        It reads the weights when it begins, like a real layer: under some schedules they arrive only then.
         """
         for parameter in self.parameters():
             parameter.detach()
@@ -91,13 +92,13 @@ class ReplayedLayer(nn.Module):
 def _filled(parameter: nn.Parameter, memory: Tensor, value: float) -> Tensor:
     in_use = parameter.grad is not None and parameter.grad.data_ptr() == memory.data_ptr()
     if in_use or memory.device != parameter.device:
-        return torch.full_like(parameter, value)  # to be added to the gradient that the memory holds
-    # Autograd takes over a tensor that nobody else holds, without a copy.
+        return torch.full_like(parameter, value)  # a second gradient is added to the memory of the first
+    # Autograd takes over a tensor without a copy if there is no other reference to it.
     return memory.fill_(value).detach()
 
 
 class _Timed(torch.autograd.Function):
-    """The identity on the signal, in a layer's time; parameters are arguments so that they get gradients."""
+    """The identity on the signal, in a layer's time. Parameters are arguments so that they get gradients."""
 
     @staticmethod
     def forward(ctx: Any, layer: ReplayedLayer, signal: Tensor, *_: Tensor) -> Tensor:
