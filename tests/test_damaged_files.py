@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from syncline.cli import cli
 from syncline.compression.saved import as_bytes, from_bytes
 from syncline.errors import DataError, StrategyError, UsageError
-from syncline.predict.holdout import parse_holdout
-from syncline.predict.networks import parse_network
+from syncline.predict.networks import parse_holdout, parse_network
 from syncline.report.accuracy_rows import AccuracyResult
 from syncline.report.bench_rows import BenchResult
 from syncline.report.codec_rows import CodecResult

@@ -24,7 +24,7 @@ WORK = {
     "calibrate": ([], "syncline.bench.calibration.command._start"),
     "predict": (
         ["--workload", "googlenet", "--workers", "2", "--network", "ethernet_1g"],
-        "syncline.predict.forecast.predict",
+        "syncline.predict.rows.predict",
     ),
     "record": (["{script}"], "syncline.frameworks.torch.timing.Recording.__enter__"),
     "reproduce": ([], "syncline.reproduction.page.page"),

@@ -7,11 +7,9 @@ from importlib import resources
 
 import pytest
 
-from syncline.predict.holdout import holdout_of
 from syncline.predict.iterations import simulate
-from syncline.predict.models import model_of
-from syncline.predict.networks import load_network, network_names
-from syncline.predict.settings import setting_of
+from syncline.predict.networks import holdout_of, load_network, network_names
+from syncline.predict.settings import model_of, setting_of
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import load
 

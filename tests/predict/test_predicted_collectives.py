@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from syncline.costs.formulas import Size, closed_s
 from syncline.errors import UsageError
-from syncline.predict.closed import Size, closed_s
 from syncline.predict.collectives import answered_by, asked_of, predict_collectives
 from syncline.predict.networks import load_network
 

@@ -10,8 +10,7 @@ import pytest
 
 from syncline.errors import UsageError
 from syncline.predict.asked import asked_of, settled
-from syncline.predict.holdout import parse_holdout
-from syncline.predict.networks import inline
+from syncline.predict.networks import inline, parse_holdout
 from syncline.predict.rows import predict, question, worker_counts
 from syncline.predict.vary import Varied
 from syncline.report.forecast_rows import Predicted, Prediction

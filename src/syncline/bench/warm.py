@@ -26,11 +26,11 @@ from typing import Any, cast
 
 from rich.console import Console
 
+from ..costs.cluster import Cluster
 from ..errors import SynclineError
 from ..launch.environment import recognise
 from ..launch.local import LocalRun
 from ..nouns import Layer, Spec
-from ..predict.cluster import Cluster
 from ..predict.networks import parse_network, to_json
 from ..report.rows import Row
 from ..workloads import Workload, load

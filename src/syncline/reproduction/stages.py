@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..predict.cluster import Cluster
+from ..costs.cluster import Cluster
 from ..predict.networks import load_network
 from ..report.units import milliseconds, significant
 from ..strategy.presets import PRESETS

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..costs.cluster import Floats
 from ..errors import DataError
 from ..nouns import Spec
-from ..predict import models
-from ..predict.links import Floats
+from ..predict import settings
 from ..schedules import Cost
 from ..workloads import Trace
 from ..workloads._trace import TracedLayer
@@ -63,7 +63,7 @@ def _read(path: Path, read: Callable[[dict[str, str]], T]) -> list[T]:
     return found
 
 
-def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> models.Model:
+def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> settings.Model:
     """The logged layers of GoogLeNet; what an iteration takes beyond them counts as forward, spread evenly.
 
     A layer's weight and bias repeat its time, which counts once.
@@ -87,7 +87,7 @@ def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> models.Mod
         )
         for number, (elements, seconds) in enumerate(layers)
     )
-    return models.traced("googlenet on a K80", Trace("googlenet on a K80", found), batch)
+    return settings.traced("googlenet on a K80", Trace("googlenet on a K80", found), batch)
 
 
 @dataclass(frozen=True)

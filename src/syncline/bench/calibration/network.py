@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...costs.cluster import Cluster, Constant
 from ...errors import SynclineError
 from ...nouns import Rate
-from ...predict.cluster import Cluster, Constant
 from ...predict.networks import load_network
 from ...report import units
 from ...report.calibration_table import ConstantRow

@@ -25,7 +25,7 @@ from ...strategy.grammar import Part, read_part
 from ...strategy.parts import bind, build, write
 from ...strategy.strategy import Strategy
 from ...strategy.words import AUTO, NONE, kind_of
-from ...tuning import candidates as distinct_algorithms
+from ...tuning.algorithm_choice import candidates as distinct_algorithms
 
 BUCKETS = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "25MiB", "64MiB")
 SLICES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB")

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ...costs.cluster import Cluster
 from ...errors import UsageError
-from ...predict import models
+from ...predict import settings
 from ...predict.asked import Settled, asked_of, settled
-from ...predict.cluster import Cluster
 from ...predict.iterations import simulate
-from ...predict.scaling import with_links_of
 from ...predict.settings import Setting
+from ...predict.vary import with_links_of
 from ...report import units
 from ...strategy.parts import write
 from ...strategy.strategy import Strategy
@@ -34,7 +34,7 @@ class Foresight:
 
     def __init__(
         self,
-        model: models.Model | None,
+        model: settings.Model | None,
         clusters: Mapping[str, Cluster],
         workers: int,
         clock: Callable[[], float] = time.monotonic,

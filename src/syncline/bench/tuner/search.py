@@ -23,10 +23,10 @@ from typing import cast
 from rich.console import Console
 
 from ... import registry
+from ...costs.cluster import Cluster
 from ...errors import DataError, SynclineError, UsageError
 from ...nouns import Layer
-from ...predict import models
-from ...predict.cluster import Cluster
+from ...predict import settings
 from ...predict.networks import load_network, parse_network, to_json
 from ...report import tuning_table, units
 from ...report.files import keep_text
@@ -370,16 +370,16 @@ class Course:
             longest_s = max(longest_s, self._clock() - now)
             display.say(f"network by transport={transport} measured in {self._clock() - now:.1f} s")
 
-    def _model(self, layers: Sequence[Layer]) -> models.Model | None:
+    def _model(self, layers: Sequence[Layer]) -> settings.Model | None:
         """What predictions are about: a replayed trace, or the layers as the first run has timed them."""
         workload = self._request.workload
         if workload.trace is not None:
-            return models.model_of(workload)
+            return settings.model_of(workload)
         if not layers:
             return None
         rows = tuple(TracedLayer(each.spec.name, (each.spec,), each.forward_s, each.backward_s) for each in layers)
         batch = self._request.case.batch // self._request.case.workers
-        return models.traced(workload.name, Trace(workload.name, rows), batch, speed=workload.speed)
+        return settings.traced(workload.name, Trace(workload.name, rows), batch, speed=workload.speed)
 
     def _offer(self, layers: Sequence[Layer]) -> Offer:
         request = self._request
