@@ -247,13 +247,13 @@ class Engine(Driver):
         super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer)
 
     def within(self, scope: Scope) -> Engine:
-        """The same engine for what a group of processes exchanges, of which it counts time and bytes apart."""
-        made = copy.copy(self)  # threads, connections and whatever is under way are one
+        """This engine as a group of processes uses it; time and bytes are also counted for the group alone."""
+        made = copy.copy(self)  # threads, connections and work in flight are shared
         made.scope, made.blocked = scope, Blocked(self.blocked)
         return made
 
     def expect(self, found: Callable[[], Waits]) -> None:
-        """Ask this, from any thread, for whom this process waits though nothing under way says so."""
+        """``found`` names further processes for which this one waits; it is called from any thread."""
         scope = self.scope
         self._expecting[scope] = found if scope is None else lambda: scope.waits(found())
 
@@ -455,7 +455,7 @@ class Engine(Driver):
         return set(self.waits()) if self.scope is None else self.scope.positions(self.waits())
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The bytes sent to each process, and received: with all headers, or those of the scope."""
+        """The bytes sent to each process, and received: with all headers, in a scope without."""
         return super().traffic() if self.scope is None else self.scope.traffic()
 
     def waits(self) -> Waits:

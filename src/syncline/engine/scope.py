@@ -1,9 +1,9 @@
-"""A group of processes as the scope of what the engine carries: whose peers, keys, labels and figures those are.
+"""A group of processes as the scope of what the engine is given: a run in small.
 
-A scope is a run in small. Whoever communicates in it counts its processes from 0, uses any key and any topic, and knows
-nothing of other scopes. The engine takes the scope with every order and message: plans become plans between the
-processes of the run, reducers' messages are addressed to these, keys and tags get the scope's own block, and labels say
-whose they are. Connections, threads and the end are the run's. Time and bytes are counted for the scope alone too.
+Code in a scope counts its processes from 0, uses any key and any topic, and knows no other scope. The engine translates
+what it is given there: plans become plans between the processes of the run, reducers' messages go to these, keys and
+tags get the scope's block, and labels name the scope. Connections, threads and the end are the run's. Time and bytes
+are also counted for the scope alone.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Scope:
     def __init__(self, ranks: Sequence[int], index: int, number: int) -> None:
         self.ranks, self.index = tuple(ranks), index
         self.title = f"group of {ranks_text(self.ranks)}"
-        """How messages and timelines call it."""
+        """Its name in messages and timelines."""
         self._first_key, self._tag = number << BLOCK_BITS, number << _NUMBER_BIT
         self._positions = {process: position for position, process in enumerate(self.ranks)}
         self._sent, self._received = Counter[int](), Counter[int]()
         self._counting = threading.Lock()
 
     def order(self, order: Order) -> Order:
-        """What an order of the scope is in the run."""
+        """An order of the scope as one of the run."""
         return order._replace(program=self._counted(order), key=self._key(order.key), label=self.label(order.label))
 
     def coded_order(self, order: CodedOrder) -> CodedOrder:
@@ -65,15 +65,15 @@ class Scope:
         return tag | self._tag if tag & 7 << 61 == 1 << 63 else tag
 
     def label(self, label: str) -> str:
-        """A label that says whose it is."""
+        """A label that names the scope."""
         return label if label.startswith(self.title) else f"{self.title}: {label}"
 
     def waits(self, waits: Waits) -> Waits:
-        """For whom in the run somebody waits who waits for these."""
+        """These waits, between processes of the run."""
         return {self.ranks[peer]: why for peer, why in waits.items()}
 
     def positions(self, processes: Iterable[int]) -> set[int]:
-        """Those of the processes that are in it, as it counts them."""
+        """The positions of those processes that are in it."""
         return {self._positions[process] for process in processes if process in self._positions}
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
@@ -91,7 +91,7 @@ class Scope:
         return _translated(program.plan, self.ranks, self.index)
 
     def _counted(self, order: Order) -> Callable[[], Program]:
-        """The program of an order, whose bytes are counted when it begins."""
+        """The program of an order; it counts the bytes when it begins."""
         asked = order.program
         known = asked if callable(asked) else self._program(asked)
 
