@@ -48,8 +48,8 @@ KINDS = (
     "transports",
     "workloads",
 )
-_FOLDERS = {"frameworks": "bench.frameworks", "peers": "bench.peers"}
-"""Kinds whose folder is not that of their name: who trains in a comparison, and what is measured beside Syncline."""
+_FOLDERS = {"frameworks": "syncline_bench.frameworks", "peers": "syncline_bench.peers"}
+"""Of kinds that the laboratory alone asks for: who trains in a comparison, and what is measured beside Syncline."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -85,7 +85,7 @@ class Entry:
     @property
     def own(self) -> bool:
         """True for what comes with Syncline, False for what another package brings."""
-        return self.target.__module__.partition(".")[0] == __package__
+        return self.target.__module__.partition(".")[0] in (__package__, "syncline_bench")
 
     @property
     def summary(self) -> str:
@@ -160,7 +160,7 @@ def _load(kind: str) -> None:
     _loaded.add(kind)
     _entered.append([])  # what asks for this kind may be another package that fails: this stays
     try:
-        package = importlib.import_module(f"{__package__}.{_FOLDERS.get(kind, kind)}")
+        package = importlib.import_module(_FOLDERS.get(kind, f"{__package__}.{kind}"))
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     finally:
