@@ -223,17 +223,6 @@ def _tensors(ranks: Sequence[Saved]) -> list[dict[str, Any]]:
     return [{key: torch.from_numpy(array) for key, array in rank.items()} for rank in ranks]
 
 
-<<<<<<< HEAD
 def _arrays(ranks: Sequence[Mapping[str, Any]] | None) -> list[Saved] | None:
-    """The other way round."""
-    return None if ranks is None else [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]
-=======
-def _arrays(ranks: Sequence[Mapping[str, Any]]) -> list[Saved]:
     """The inverse of ``_tensors``."""
-    return [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]
-
-
-def _gathered(session: Session, compression: Compression) -> list[Saved]:
-    """The codec states of every worker, in rank order."""
-    return gather_saved(session, compression.saved())
->>>>>>> 4f9b626 (The public calls, the torch backend, workloads and the laws of parts in plain words)
+    return None if ranks is None else [{key: np.asarray(array) for key, array in rank.items()} for rank in ranks]

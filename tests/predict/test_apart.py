@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from syncline.errors import UsageError
 from syncline.nouns import Spec
-from syncline.predict.iterations import simulate
-from syncline.predict.models import Model, traced
-from syncline.predict.networks import inline
-from syncline.predict.settings import Iteration, setting_of
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import Speed, Trace
 from syncline.workloads._trace import TracedLayer
+from syncline_bench.predict.iterations import simulate
+from syncline_bench.predict.models import Model, traced
+from syncline_bench.predict.networks import inline
+from syncline_bench.predict.settings import Iteration, setting_of
 
 LAYERS = tuple(TracedLayer(f"layer {number}", (Spec("weight", (1000,)),), 0.01, 0.02) for number in range(4))
 EVEN = traced("test", Trace("test", LAYERS), 8)

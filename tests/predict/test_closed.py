@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.predict.closed import FORMULAS, Size, closed_s, formula_of, has_formula
-from syncline.predict.networks import load_network
+from syncline_bench.predict.closed import FORMULAS, Size, closed_s, formula_of, has_formula
+from syncline_bench.predict.networks import load_network
 
 TAIHULIGHT = load_network("taihulight")
 PARAMETERS = {"AlexNet": 60_965_224, "ResNet-50": 25_557_032, "GoogLeNet": 6_998_552}

@@ -13,16 +13,16 @@ from syncline.costs.virtual import Clock
 from syncline.engine.step import BucketPhase, Submit
 from syncline.errors import UsageError
 from syncline.nouns import Group, Spec
-from syncline.predict.cluster import Cluster
-from syncline.predict.iterations import simulate
-from syncline.predict.loads import Placement
-from syncline.predict.messages import Fabric, PlanRuns
-from syncline.predict.models import traced
-from syncline.predict.networks import inline
-from syncline.predict.settings import Habits, setting_of
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import Trace
 from syncline.workloads._trace import TracedLayer
+from syncline_bench.predict.cluster import Cluster
+from syncline_bench.predict.iterations import simulate
+from syncline_bench.predict.loads import Placement
+from syncline_bench.predict.messages import Fabric, PlanRuns
+from syncline_bench.predict.models import traced
+from syncline_bench.predict.networks import inline
+from syncline_bench.predict.settings import Habits, setting_of
 
 ALPHA, BETA, GAMMA = 5e-5, 1e-9, 5e-10
 NETWORK = inline(f"between.alpha={ALPHA}s,between.beta={BETA}s,gamma={GAMMA}s")

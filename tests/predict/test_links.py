@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.predict.links import Link, Piece, loggp, piecewise
+from syncline_bench.predict.links import Link, Piece, loggp, piecewise
 
 NUMBERS = st.floats(0, 1, allow_subnormal=False)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from syncline.compression.reducers import Flows
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
-from syncline.predict.loads import Load, Placement, Shape, flows_outline, plan_load
-from syncline.predict.networks import inline
 from syncline.strategy.strategy import Strategy
+from syncline_bench.predict.loads import Load, Placement, Shape, flows_outline, plan_load
+from syncline_bench.predict.networks import inline
 
 ALPHA, BETA = 5e-5, 1e-9
 NETWORK = inline(f"between.alpha={ALPHA}s,between.beta={BETA}s,gamma=2e-9s")

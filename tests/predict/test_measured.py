@@ -7,15 +7,15 @@ from importlib import resources
 
 import pytest
 
-from syncline.predict.holdout import holdout_of
-from syncline.predict.iterations import simulate
-from syncline.predict.models import model_of
-from syncline.predict.networks import load_network, network_names
-from syncline.predict.settings import setting_of
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import load
+from syncline_bench.predict.holdout import holdout_of
+from syncline_bench.predict.iterations import simulate
+from syncline_bench.predict.models import model_of
+from syncline_bench.predict.networks import load_network, network_names
+from syncline_bench.predict.settings import setting_of
 
-FOLDER = resources.files("syncline.predict") / "measured"
+FOLDER = resources.files("syncline_bench.predict") / "measured"
 FILES = sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir())
 
 

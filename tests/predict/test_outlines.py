@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from syncline.compression.reducers import Flows
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
-from syncline.predict.cluster import Cluster
-from syncline.predict.loads import Load, Placement, Shape, flows_outline, plan_load, plan_outline
-from syncline.predict.networks import inline
-from syncline.predict.topology import route
 from syncline.strategy.strategy import Strategy
+from syncline_bench.predict.cluster import Cluster
+from syncline_bench.predict.loads import Load, Placement, Shape, flows_outline, plan_load, plan_outline
+from syncline_bench.predict.networks import inline
+from syncline_bench.predict.topology import route
 
 LINKS = (
     "between.alpha=50us,between.beta=1ns,between.flight=3us,between.from_4096.alpha=90us,between.from_4096.beta=0.5ns"

@@ -15,11 +15,11 @@ from syncline.costs.virtual import Clock
 from syncline.engine.step import BucketPhase, Submit
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
-from syncline.predict.closed import Size, closed_s
-from syncline.predict.loads import Placement
-from syncline.predict.messages import PlanRuns
-from syncline.predict.networks import load_network
-from syncline.predict.plan_times import plan_time
+from syncline_bench.predict.closed import Size, closed_s
+from syncline_bench.predict.loads import Placement
+from syncline_bench.predict.messages import PlanRuns
+from syncline_bench.predict.networks import load_network
+from syncline_bench.predict.plan_times import plan_time
 
 ANY = load_network("alpha=45us,beta=1ns,gamma=2.5ns")
 FLYING = load_network("alpha=45us,beta=1ns,gamma=2.5ns,flight=20us")

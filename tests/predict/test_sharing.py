@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.predict.sharing import max_min_rates, shared_s
+from syncline_bench.predict.sharing import max_min_rates, shared_s
 
 FLOWS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), min_size=1, max_size=6)
 CAPACITIES = st.lists(st.floats(0.1, 10), min_size=5, max_size=5)

@@ -13,16 +13,16 @@ from syncline.costs.network import LinearCost
 from syncline.costs.worker import Batches, Stretch
 from syncline.errors import UsageError
 from syncline.nouns import Layer, Spec
-from syncline.predict.cluster import Cluster
-from syncline.predict.iterations import Together, simulate
-from syncline.predict.models import Model, model_of, traced
-from syncline.predict.networks import inline
-from syncline.predict.plan_times import plan_time
-from syncline.predict.settings import Habits, lay_out, setting_of
 from syncline.strategy.strategy import Strategy
 from syncline.sync.bsp import Bsp
 from syncline.workloads import Images, Speed, Trace, Workload
 from syncline.workloads._trace import TracedLayer
+from syncline_bench.predict.cluster import Cluster
+from syncline_bench.predict.iterations import Together, simulate
+from syncline_bench.predict.models import Model, model_of, traced
+from syncline_bench.predict.networks import inline
+from syncline_bench.predict.plan_times import plan_time
+from syncline_bench.predict.settings import Habits, lay_out, setting_of
 
 MEGABYTE = 1 << 18
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.predict.topology import FatTree, Switch, Torus, route, topology_of
+from syncline_bench.predict.topology import FatTree, Switch, Torus, route, topology_of
 
 
 def test_a_switch_shares_nothing():
