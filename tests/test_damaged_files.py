@@ -19,8 +19,7 @@ from syncline.errors import DataError, StrategyError, UsageError
 from syncline.session.layout import reading_state
 from syncline.strategy.strategy import Strategy
 from syncline_bench.cli import cli
-from syncline_bench.predict.holdout import parse_holdout
-from syncline_bench.predict.networks import parse_network
+from syncline_bench.predict.networks import parse_holdout, parse_network
 from syncline_bench.report.accuracy_rows import AccuracyResult
 from syncline_bench.report.bench_rows import BenchResult
 from syncline_bench.report.codec_rows import CodecResult

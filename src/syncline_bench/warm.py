@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
+from syncline.costs.cluster import Cluster
 from syncline.errors import SynclineError
 from syncline.launch.environment import recognise
 from syncline.launch.local import LocalRun
@@ -38,7 +39,6 @@ from .cases import Case
 from .frameworks import Training, framework_of
 from .launchers import LOCAL
 from .messages import Connection, Job, Mailbox, Message, connect
-from .predict.cluster import Cluster
 from .predict.networks import parse_network, to_json
 from .processes import Progress, RowWatch
 from .report.rows import Row

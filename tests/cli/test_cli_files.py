@@ -24,7 +24,7 @@ WORK = {
     "calibrate": ([], "syncline_bench.calibration.command._start"),
     "predict": (
         ["--workload", "googlenet", "--workers", "2", "--network", "ethernet_1g"],
-        "syncline_bench.predict.forecast.predict",
+        "syncline_bench.predict.rows.predict",
     ),
     "record": (["{script}"], "syncline.frameworks.torch.timing.Recording.__enter__"),
     "reproduce": ([], "syncline_bench.reproduction.page.page"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.costs.iteration import IterationTimes, Spent, VirtualLink, predict_iteration
-from syncline.costs.network import LinearCost
+from syncline.costs.plans import LinearCost
 from syncline.engine.step import BucketPhase, Submit
 from syncline.errors import UsageError
 from syncline.nouns import Bucket, Layer, Spec

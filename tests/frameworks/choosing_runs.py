@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy import Here, batch, loss_of, train
 
-from syncline.costs.network import LinearCost
+from syncline.costs.plans import LinearCost
 from syncline.frameworks.torch import choosing
 from syncline.nouns import Layer
 from syncline.session.layout import Lay, Layout

@@ -30,7 +30,7 @@ from toy import (
 )
 
 from syncline import checkpoint
-from syncline.costs.network import LinearCost
+from syncline.costs.plans import LinearCost
 from syncline.errors import UsageError
 from syncline.frameworks.torch import Options, Prepared, choosing, prepare
 from syncline.nouns import Bucket, Layer

@@ -23,7 +23,7 @@ from syncline.plans.plan import Plan
 from syncline.registry import register
 from syncline.strategy.strategy import Strategy
 from syncline.testing.training import Bound
-from syncline.tuning import candidates
+from syncline.tuning.algorithm_choice import candidates
 from syncline_bench.cli import cli
 
 WORKERS = 3

@@ -24,7 +24,7 @@ from syncline.strategy.strategy import Strategy
 from syncline.transports import MemoryStore, Place
 from syncline.transports.torch import Torch
 from syncline.tuning import schedule_choice
-from syncline.tuning.trials import STEPS
+from syncline.tuning.schedule_choice import STEPS
 
 COUNT = 8 + 12 * STEPS
 """Steps in which all that fits is tried, and some more."""

@@ -9,8 +9,7 @@ import torch
 from rank_bodies import BATCH, Place, batch, build, joined
 
 import syncline
-from syncline import tuning
-from syncline.tuning import measuring
+from syncline.tuning import algorithm_choice
 
 
 def chooses(line: Connection, place: Place, strategy: str, count: int, looks_at: int) -> None:
@@ -18,7 +17,7 @@ def chooses(line: Connection, place: Place, strategy: str, count: int, looks_at:
 
     Schedules are tried however slow a busy machine makes the algorithms that add in one order.
     """
-    tuning.SLOWER = measuring.HOPELESS = math.inf
+    algorithm_choice.SLOWER = algorithm_choice.HOPELESS = math.inf
     with joined(place, strategy):
         model = build(torch.float64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

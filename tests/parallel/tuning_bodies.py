@@ -16,21 +16,21 @@ import syncline
 from syncline import api, registry
 from syncline.nouns import Group
 from syncline.plans.plan import COPY, REDUCE, Plan
-from syncline.tuning import measuring
+from syncline.tuning import algorithm_choice
 
 
 def starts(line: Connection, place: bodies.Place, nodes: list[int], strategy: str, budget_s: float) -> None:
     """What was chosen, whether it was measured, and whether sums of all sizes are right."""
     pretend(nodes[place[0]])
     measured: list[str] = []
-    real = measuring.Measuring.times
+    real = algorithm_choice.Measuring.times
 
-    def times(self: measuring.Measuring) -> dict[str, list[float]]:
+    def times(self: algorithm_choice.Measuring) -> dict[str, list[float]]:
         measured.append("measured")
         self._budget_s = budget_s
         return real(self)
 
-    measuring.Measuring.times = times  # type: ignore[method-assign]
+    algorithm_choice.Measuring.times = times  # type: ignore[method-assign]
     with bodies.joined(place, strategy):
         right = []
         for elements in (1, 1000, 100_000, 1_000_000):
@@ -43,14 +43,14 @@ def starts(line: Connection, place: bodies.Place, nodes: list[int], strategy: st
 
 def dies(line: Connection, place: bodies.Place, victim: int) -> None:
     """One process is gone in the middle of the measuring."""
-    real = measuring.Measuring._run
+    real = algorithm_choice.Measuring._run
 
-    def run(self: measuring.Measuring, *arguments: Any) -> list[float]:
+    def run(self: algorithm_choice.Measuring, *arguments: Any) -> list[float]:
         if place[0] == victim and arguments[1] >= 1 << 20:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *arguments)
 
-    measuring.Measuring._run = run  # type: ignore[method-assign]
+    algorithm_choice.Measuring._run = run  # type: ignore[method-assign]
     line.send("starting")
     with bodies.joined(place, "auto"):
         pass

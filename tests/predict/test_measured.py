@@ -9,11 +9,9 @@ import pytest
 
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import load
-from syncline_bench.predict.holdout import holdout_of
 from syncline_bench.predict.iterations import simulate
-from syncline_bench.predict.models import model_of
-from syncline_bench.predict.networks import load_network, network_names
-from syncline_bench.predict.settings import setting_of
+from syncline_bench.predict.networks import holdout_of, load_network, network_names
+from syncline_bench.predict.settings import model_of, setting_of
 
 FOLDER = resources.files("syncline_bench.predict") / "measured"
 FILES = sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir())

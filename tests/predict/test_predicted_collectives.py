@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from syncline.costs.formulas import Size, closed_s
 from syncline.errors import UsageError
-from syncline_bench.predict.closed import Size, closed_s
 from syncline_bench.predict.collectives import answered_by, asked_of, predict_collectives
 from syncline_bench.predict.networks import load_network
 

@@ -10,8 +10,7 @@ import pytest
 
 from syncline.errors import UsageError
 from syncline_bench.predict.asked import asked_of, settled
-from syncline_bench.predict.holdout import parse_holdout
-from syncline_bench.predict.networks import inline
+from syncline_bench.predict.networks import inline, parse_holdout
 from syncline_bench.predict.rows import predict, question, worker_counts
 from syncline_bench.predict.vary import Varied
 from syncline_bench.report.forecast_rows import Predicted, Prediction

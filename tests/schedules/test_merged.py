@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.costs.network import LinearCost, fit_line
+from syncline.costs.plans import LinearCost, fit_line
 from syncline.nouns import Bucket, Layer, Spec
 from syncline.schedules import PushAndPull
 from syncline.schedules.fixed import Fifo, Fixed, WaitFree

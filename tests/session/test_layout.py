@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline import registry
-from syncline.costs.network import LinearCost
+from syncline.costs.plans import LinearCost
 from syncline.errors import ProtocolError, UsageError
 from syncline.nouns import Bucket, Layer, Slice, Spec
 from syncline.schedules import Cost

@@ -1,1 +1,1 @@
-"""Costs: what plans, codecs and iterations take on a network of a few numbers, for whoever chooses in a run."""
+"""Costs: networks as numbers, what plans cost on them, and how long an iteration takes there."""

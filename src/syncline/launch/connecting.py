@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-from .. import registry, tuning
+from .. import registry
 from ..engine.driver import LIMIT_S
 from ..engine.trace import Observer
 from ..errors import UsageError
@@ -29,7 +29,7 @@ from ..timeline.recording import SessionSpans
 from ..transports import Place, Transport
 from ..transports._auto import Auto
 from ..transports.inproc import Hub
-from ..tuning import codec_choice, schedule_choice
+from ..tuning import algorithm_choice, codec_choice, schedule_choice
 from ..version import __version__
 from ..wire import listener, meeting_sockets, watch
 from ..wire.handshake import run_id
@@ -165,7 +165,8 @@ def _form(
         importlib.import_module("syncline.kernels.streams")
     doors = Listener(address, run_id(run), joined.secret, index, processes)
     with closing(doors), ExitStack() as undo:
-        terms = {"strategy": str(strategy), "version": __version__, tuning.VARIABLE: tuning.mode(), **agreed}
+        measured = {algorithm_choice.VARIABLE: algorithm_choice.mode()}
+        terms = {"strategy": str(strategy), "version": __version__, **measured, **agreed}
         roll = client.call_roll(doors.describe(terms), run, joined.secret)
         # Whoever has come is here now: the connections get their time, however long the last one took to come.
         deadline = max(client.deadline, time.monotonic() + CONNECT_S)
@@ -247,10 +248,10 @@ def _tune(session: Session, asked: Strategy) -> None:
         return
     if session.is_worker:
         session.compare_plans()
-    if tuning.mode() == "off":
+    if algorithm_choice.mode() == "off":
         return
-    if tuning.is_wanted(asked, session.strategy, workers):
-        tuning.tune(session)
+    if algorithm_choice.is_wanted(asked, session.strategy, workers):
+        algorithm_choice.tune(session)
     if codec_choice.is_wanted(asked, workers):
         codec_choice.choose_codec(session, asked)
 

@@ -39,7 +39,7 @@ from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.cuts import join_cuts
 from ..compression.saved import Saved, as_bytes, from_bytes
-from ..costs.network import LinearCost
+from ..costs.plans import LinearCost
 from ..engine.order import CodedOrder, Order, Work
 from ..errors import ProtocolError, StrategyError, SynclineError, UsageError
 from ..nouns import Bucket, Layer, Slice, Spec, numpy_dtype

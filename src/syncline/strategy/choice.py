@@ -3,7 +3,7 @@
 It defines ``Choice``, the table that ``architecture=auto`` runs, and ``choose``, which computes it. Both are pure:
 ``tuning`` measures, broadcasts and stores.
 
-Theory. For one algorithm and group time(n) = A + B n (``costs.network``), so of two algorithms one is faster below some
+Theory. For one algorithm and group time(n) = A + B n (``costs.plans``), so of two algorithms one is faster below some
 size and the other above it: few messages suit small arrays, few bytes suit large ones. Real transports add jumps (a
 message that no longer fits a frame, a full cache), so the table follows measured points. Between two sizes, time is
 interpolated linearly on logarithmic axes, which is exact where either A or B n dominates.

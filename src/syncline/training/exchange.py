@@ -24,7 +24,7 @@ from typing import Protocol
 from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.saved import Saved
-from ..costs.network import LinearCost, fit_line
+from ..costs.plans import LinearCost, fit_line
 from ..engine.order import CodedOrder, Exchanger, Lane, Order, When, Work
 from ..engine.step import BucketPhase, Phase
 from ..errors import MismatchError, UsageError

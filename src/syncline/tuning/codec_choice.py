@@ -3,7 +3,7 @@
 A codec changes the mathematics, so only those are tried that keep the accuracy of training in every published
 comparison: 16 bits, and 8 and 4 bits with error feedback. One array goes through the very exchange that training will
 use, with each of them in turn; link, processors and who shares them are all in the times, which no model of them knows
-better (``costs.compression`` has one, for clusters that are not at hand). Compression has to be clearly faster: it is
+better (``codec_times`` has one, for clusters that are not at hand). Compression has to be clearly faster: it is
 not taken for a few per cent. Rank 0 decides and tells the others, and the text of the strategy, which names the choice,
 goes into rows and checkpoints.
 """

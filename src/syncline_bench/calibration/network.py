@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from syncline.costs.cluster import Cluster, Constant
 from syncline.errors import SynclineError
 from syncline.nouns import Rate
 from syncline.strategy.grammar import write_value
 
-from ..predict.cluster import Cluster, Constant
 from ..predict.networks import load_network
 from ..report import units
 from ..report.calibration_table import ConstantRow

@@ -54,9 +54,9 @@ def predict(
         if sizes:
             raise click.UsageError("--bytes belongs to --collective: a workload's gradients have their sizes")
         from ..machine import provenance
-        from ..predict import forecast
+        from ..predict import rows
 
-        forecast.workload(
+        rows.workload(
             workload,
             networks,
             workers,
@@ -75,10 +75,10 @@ def predict(
     from syncline.strategy.grammar import read_list, read_value
 
     from ..machine import provenance
-    from ..predict import command
-    from ..predict.rows import worker_counts
+    from ..predict.asked import worker_counts
+    from ..predict.collectives import collectives as predict_collectives
 
-    command.collectives(
+    predict_collectives(
         read_list(collectives),
         [read_value(size, Size, "--bytes") for size in read_list(sizes)],
         worker_counts(workers),

@@ -1,8 +1,8 @@
-"""What is asked to be predicted: the strategies, presets and peers of a list, and how they become what runs there.
+"""What is asked to be predicted: the strategies, presets and peers of a list, and what becomes of them there.
 
-Owns the reading of such texts and the choices that a run makes by measuring, which are made here by simulation.
-``schedule=auto`` takes, of the candidates of ``tuning.schedule_choice``, the simplest that is as fast as the best but
-for its margin; ``architecture=auto`` the fastest allreduce of those that ``tuning`` measures, one for all sizes.
+Owns the reading of texts, every refusal of bad ones, and the choices that a run makes by measuring, which are made here
+by simulation. ``schedule=auto`` takes, of the candidates of ``tuning.schedule_choice``, the simplest that is as fast as
+the best but for its margin; ``architecture=auto`` takes the fastest allreduce that a run measures, one for all sizes.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from syncline.costs.cluster import Cluster
 from syncline.errors import StrategyError, UsageError
-from syncline.strategy.grammar import Part, nearest, read_part, read_words
+from syncline.registry import names
+from syncline.strategy.grammar import Part, nearest, read_list, read_part, read_value, read_words
 from syncline.strategy.parts import write
 from syncline.strategy.presets import preset_of
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO
 from syncline.sync import Averages, exchanges_gradients
-from syncline.tuning import candidates as algorithms
 from syncline.tuning import codec_choice, schedule_choice
-from syncline.tuning import is_wanted as algorithm_is_wanted
+from syncline.tuning.algorithm_choice import candidates as algorithms
+from syncline.tuning.algorithm_choice import is_wanted as algorithm_is_wanted
+from syncline.workloads import load
 
-from .cluster import Cluster
 from .collectives import check_plan
 from .iterations import simulate
-from .models import Model
-from .settings import OURS, Habits, Iteration, Setting, lay_out, setting_of
+from .networks import load_network
+from .settings import OURS, Habits, Iteration, Model, Setting, lay_out, model_of, setting_of
 
 _PEERS: Mapping[str, Mapping[str, str]] = {"ddp": {"bucket": "25MiB", "hook": "none", "codec": "none"}}
 
@@ -211,3 +213,74 @@ def _with_schedule(asked: Asked, setting: Setting, model: Model) -> Settled:
         raise UsageError("no schedule that might be chosen can lay out this model")
     enough_s = min(seconds for _, seconds in found) * (1 + schedule_choice.MARGIN)
     return next(one for one, seconds in found if seconds <= enough_s)
+
+
+SHORT = ("alexnet", "googlenet", "resnet50")
+"""Networks whose replay a bare name means."""
+
+
+_MOST_COUNTS = 10_000
+"""Numbers of workers that dots may stand for."""
+
+
+def question(
+    workload: str,
+    networks: Sequence[str],
+    workers: Sequence[int],
+    strategies: Sequence[str],
+    per_node: int | None = None,
+    price: float | None = None,
+    epoch_images: int | None = None,
+) -> Question:
+    """The question that texts ask; raises UsageError, naming the nearest, for what does not exist."""
+    asked, clusters = tuple(all_asked(strategies)), tuple(load_network(text) for text in networks)
+    plain = workload.strip().partition("(")[0]
+    loaded = load(f"replay:{workload.strip()}" if plain in SHORT else _known(workload))
+    for count in workers:
+        if count > 0:
+            loaded.speed.check(count)
+    return Question(
+        loaded.name,
+        model_of(loaded),
+        clusters,
+        tuple(sorted(workers)),
+        asked,
+        per_node,
+        price,
+        epoch_images,
+    )
+
+
+def worker_counts(texts: Sequence[str]) -> list[int]:
+    """The numbers of a list such as ``2,4,8,...,512``, whose dots go on as the two numbers before them.
+
+    Raises UsageError for what is no number, and for dots that do not come to the number behind them.
+    """
+    items, found = read_list(texts), list[int]()
+    for at, item in enumerate(items):
+        if item != "...":
+            found.append(read_value(item, int, "--workers"))
+            continue
+        if at < 2 or at + 1 == len(items):
+            raise UsageError(f"--workers: dots stand between numbers, as in 2,4,8,...,512, got {','.join(items)}")
+        last, (before, now) = read_value(items[at + 1], int, "--workers"), found[-2:]
+        times = now // before if before > 0 and now % before == 0 and now > before else 0
+        while now < last and now > before:
+            before, now = now, now * times if times else 2 * now - before
+            found.append(now)
+            if len(found) > _MOST_COUNTS:
+                raise UsageError(f"--workers: {','.join(items)} are more than {_MOST_COUNTS:,} numbers: ask for fewer")
+        if found.pop() != last:
+            raise UsageError(f"--workers: {','.join(items)} does not come to {last}")
+    return found
+
+
+def _known(workload: str) -> str:
+    """A workload's text, unless it is near to a short name that is meant."""
+    name = workload.partition(":")[0].partition("(")[0].strip()
+    if name not in names("workloads"):
+        raise UsageError(
+            f"unknown workload {workload!r}{nearest(name, (*SHORT, *names('workloads'))) or '.'} There are"
+            f" {', '.join(SHORT)}, replay:NETWORK and trace:FILE.csv, which `syncline record` writes"
+        )
+    return workload

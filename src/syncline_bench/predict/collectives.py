@@ -1,15 +1,21 @@
 """Collectives alone: what algorithms take on a network, by their plans or, where these are too large, by formulas.
 
-Owns what may be asked, which of the two answers, and the interval. Does not know how results are shown.
+Owns what may be asked, which of the two answers, and the interval.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from syncline import registry
+from syncline.costs.cluster import Cluster, End, Switch
+from syncline.costs.formulas import FORMULAS, Size, closed_s, formula_of, has_formula
+from syncline.costs.plans import ProcessPlacement, plan_time
 from syncline.errors import UsageError
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
@@ -18,12 +24,10 @@ from syncline.strategy.parts import bind, build, roles_of, write
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO
 
+from ..report import prediction_table
+from ..report.files import STANDARD_OUTPUT, result_paths
 from ..report.prediction_rows import CollectivePrediction, CollectiveRow
-from .closed import FORMULAS, Size, closed_s, formula_of, has_formula
-from .cluster import Cluster, End
-from .loads import Placement
-from .plan_times import plan_time
-from .topology import Switch
+from .networks import load_network
 
 _QUICK, _MOST = 1_000_000, 10_000_000
 """Messages of a plan that is timed though a formula is known, and of any that is."""
@@ -39,7 +43,7 @@ class Asked:
     text: str
     part: Part | None
     size: Size
-    placement: Placement
+    placement: ProcessPlacement
 
     @property
     def formula(self) -> str:
@@ -95,7 +99,7 @@ def asked_of(text: str, workers: int, cluster: Cluster, per_node: int | None = N
     per_host = min(workers, per_node or cluster.per_host)
     plans = registry.names("algorithms")
     if part.name in FORMULAS and part.name not in plans and not part.args:
-        return Asked(part.name, None, Size(workers, per_host), Placement(Group(workers), per_host))
+        return Asked(part.name, None, Size(workers, per_host), ProcessPlacement(Group(workers), per_host))
     if part.name not in plans:
         known = sorted({*plans, *FORMULAS})
         raise UsageError(
@@ -107,7 +111,7 @@ def asked_of(text: str, workers: int, cluster: Cluster, per_node: int | None = N
     nodes = tuple(worker // per_host for worker in range(workers)) if per_host > 1 else ()
     group = Group(workers, 0 if roles is None else roles.servers, nodes)
     size = Size(workers, per_host, 1 if roles is None else roles.owners)
-    return Asked(write("algorithms", part), part, size, Placement(group, per_host))
+    return Asked(write("algorithms", part), part, size, ProcessPlacement(group, per_host))
 
 
 def answered_by(asked: Asked, cluster: Cluster) -> str:
@@ -135,7 +139,7 @@ def check_plan(strategy: Strategy, cluster: Cluster, workers: int, per_host: int
         part = Part("ring" if per_host in (1, workers) else "hierarchical")
     roles = roles_of(part)
     size = Size(workers, per_host, 1 if roles is None else roles.owners)
-    asked = Asked(write("algorithms", part), part, size, Placement(Group(workers), per_host))
+    asked = Asked(write("algorithms", part), part, size, ProcessPlacement(Group(workers), per_host))
     messages = asked.messages
     if workers <= _MOST_WORKERS if messages is None else messages <= _MOST:
         return
@@ -196,3 +200,26 @@ def _notes(asked: Sequence[Asked], cluster: Cluster) -> list[str]:
     if cluster.gamma_s_per_byte == 0:
         notes.append("Adding takes no time on this network: gamma is 0.")
     return notes
+
+
+def collectives(
+    texts: Sequence[str],
+    sizes: Sequence[int],
+    workers: Sequence[int],
+    network: str,
+    *,
+    origin: Mapping[str, Any],
+    per_node: int | None = None,
+    json_path: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Predict collectives, print the table and write the file; raises UsageError before anything is computed.
+
+    ``origin`` says in the file where, when and with which code it was made.
+    """
+    (target,) = result_paths({"--json": json_path})
+    console = console or Console(stderr=target == STANDARD_OUTPUT)
+    result = replace(predict_collectives(texts, sizes, workers, load_network(network), per_node), **origin)
+    if target is not None:
+        result.save(target)
+    console.print(prediction_table.render(result, console.width))

@@ -1,31 +1,75 @@
-"""Networks by name, from a file, or written out: where a cluster's constants come from.
+"""Networks by name, from a file, or written out: their constants, and what predictions are off by.
 
-Owns the ready-made files in ``networks/``, the format of such files, the short form ``alpha=45us,beta=1.2ns``, and
-LogGP's constants, which stand for those of a link wherever these may be given. Does not know what other constants are
-called or mean (``cluster``).
+Owns the ready-made files in ``networks/``, the format of such files, the short form ``alpha=45us,beta=1.2ns``, LogGP's
+constants, which stand for those of a link wherever these may be given, and the files in ``measured/``. Does not know
+what other constants are called or mean (``costs.cluster``).
 
-A file is JSON: ``name``, ``about``, ``source`` and ``date``, if need be ``topology``, ``ports_per_host``, ``per_host``,
-``cores`` and ``one_machine``, and ``constants``, each by its name with ``value``, ``low``, ``high``, ``measured`` and
-``source``. Values are seconds, as numbers or with a unit.
+A network's file is JSON: ``name``, ``about``, ``source`` and ``date``, if need be ``topology``, ``ports_per_host``,
+``per_host``, ``cores`` and ``one_machine``, and ``constants``, each by its name with ``value``, ``low``, ``high``,
+``measured`` and ``source``. Values are seconds, as numbers or with a unit.
+
+A file in ``measured/`` is named as its network and has predictions beside measurements that nothing was fitted on:
+``source``, ``date``, ``fitted`` (on what the constants were) and ``rows``, each with ``workload``, ``strategy``,
+``workers``, ``measured_s`` and ``predicted_s``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from syncline.costs.cluster import Cluster, Constant, loggp, topology_of
 from syncline.errors import DataError, UsageError
 from syncline.nouns import Rate, Seconds
 from syncline.strategy.grammar import nearest, read_list, read_value
 
-from .cluster import Cluster, Constant
-from .links import loggp
-from .topology import topology_of
+USUAL = 0.9
+"""The share of measurements that an interval is to hold."""
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """How far predictions are from measurements, as shares of these: in the mean, at worst, and ``usual`` for most."""
+
+    network: str
+    count: int
+    mean: float
+    worst: float
+    usual: float
+    source: str = ""
+    date: str = ""
+    fitted: str = ""
+
+
+def holdout_of(network: str) -> Holdout | None:
+    """The error on a network; None where it was never measured. Raises DataError for a file that says nothing."""
+    path = resources.files(__package__) / "measured" / f"{network}.json"
+    if "/" in network or not path.is_file():
+        return None
+    return parse_holdout(path.read_text(encoding="utf-8"), network)
+
+
+def parse_holdout(text: str, network: str) -> Holdout | None:
+    """The error that the text of a file tells; None where it has no rows."""
+    try:
+        data = json.loads(text)
+        pairs = [(float(row["predicted_s"]), float(row["measured_s"])) for row in data["rows"]]
+        texts = {name: str(data.get(name, "")) for name in ("source", "date", "fitted")}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise DataError(f"the measurements of {network} are none: {error!r}") from None
+    if not pairs:
+        return None
+    errors = np.array([abs(predicted / measured - 1) for predicted, measured in pairs])
+    usual = float(np.quantile(errors, USUAL))
+    return Holdout(network, len(errors), float(errors.mean()), float(errors.max()), usual, **texts)
+
 
 _LOGGP = ("L", "o", "g", "G")
 _SHORT = {name: f"between.{name}" for name in ("alpha", "beta", "flight", *_LOGGP)}

@@ -1,101 +1,34 @@
 """Predictions as rows: a workload under strategies, on numbers of workers of networks, each with its interval.
 
-Owns the question, every refusal of bad input, and the order of things. Does not know how anything is simulated
-(``iterations``), varied (``vary``) or shown.
+Owns the order of things, and what a reader has to know beside rows: where scaling ends, which strategy wins where, what
+is assumed, and what a prediction cannot depend on although it was varied. Does not know how anything is simulated
+(``iterations``) or varied (``vary``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from syncline.errors import UsageError
-from syncline.registry import names
-from syncline.strategy.grammar import nearest, read_list, read_value
+from rich.console import Console
+
+from syncline.costs.cluster import Cluster, Switch
+from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
-from syncline.workloads import load
+from syncline.strategy.words import NONE
 
+from ..report import forecast_table
+from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from ..report.forecast_rows import Predicted, Prediction, Stated
-from .asked import Asked, Question, Settled, all_asked, settled
-from .cluster import Cluster
-from .exchanges import Exchanges
-from .holdout import Holdout, holdout_of
+from .asked import Asked, Question, Settled, question, settled, worker_counts
 from .iterations import simulate
-from .models import Model, model_of
-from .networks import load_network
-from .remarks import remarks
-from .scaling import break_even, knees, winners
-from .settings import Habits, Setting, codec_costs, lay_out, setting_of
-from .vary import Varied
-
-SHORT = ("alexnet", "googlenet", "resnet50")
-"""Networks whose replay a bare name means."""
-
-_MOST_COUNTS = 10_000
-"""Numbers of workers that dots may stand for."""
-
-
-def question(
-    workload: str,
-    networks: Sequence[str],
-    workers: Sequence[int],
-    strategies: Sequence[str],
-    per_node: int | None = None,
-    price: float | None = None,
-    epoch_images: int | None = None,
-) -> Question:
-    """The question that texts ask; raises UsageError, naming the nearest, for what does not exist."""
-    asked, clusters = tuple(all_asked(strategies)), tuple(load_network(text) for text in networks)
-    plain = workload.strip().partition("(")[0]
-    loaded = load(f"replay:{workload.strip()}" if plain in SHORT else _known(workload))
-    for count in workers:
-        if count > 0:
-            loaded.speed.check(count)
-    return Question(
-        loaded.name,
-        model_of(loaded),
-        clusters,
-        tuple(sorted(workers)),
-        asked,
-        per_node,
-        price,
-        epoch_images,
-    )
-
-
-def worker_counts(texts: Sequence[str]) -> list[int]:
-    """The numbers of a list such as ``2,4,8,...,512``, whose dots go on as the two numbers before them.
-
-    Raises UsageError for what is no number, and for dots that do not come to the number behind them.
-    """
-    items, found = read_list(texts), list[int]()
-    for at, item in enumerate(items):
-        if item != "...":
-            found.append(read_value(item, int, "--workers"))
-            continue
-        if at < 2 or at + 1 == len(items):
-            raise UsageError(f"--workers: dots stand between numbers, as in 2,4,8,...,512, got {','.join(items)}")
-        last, (before, now) = read_value(items[at + 1], int, "--workers"), found[-2:]
-        times = now // before if before > 0 and now % before == 0 and now > before else 0
-        while now < last and now > before:
-            before, now = now, now * times if times else 2 * now - before
-            found.append(now)
-            if len(found) > _MOST_COUNTS:
-                raise UsageError(f"--workers: {','.join(items)} are more than {_MOST_COUNTS:,} numbers: ask for fewer")
-        if found.pop() != last:
-            raise UsageError(f"--workers: {','.join(items)} does not come to {last}")
-    return found
-
-
-def _known(workload: str) -> str:
-    """A workload's text, unless it is near to a short name that is meant."""
-    name = workload.partition(":")[0].partition("(")[0].strip()
-    if name not in names("workloads"):
-        raise UsageError(
-            f"unknown workload {workload!r}{nearest(name, (*SHORT, *names('workloads'))) or '.'} There are"
-            f" {', '.join(SHORT)}, replay:NETWORK and trace:FILE.csv, which `syncline record` writes"
-        )
-    return workload
+from .networks import USUAL, Holdout, holdout_of
+from .settings import Exchanges, Habits, Model, Setting, codec_costs, lay_out, setting_of
+from .vary import SHARED, Found, Varied, break_even, unranged
 
 
 def predict(asked: Question) -> Prediction:
@@ -188,3 +121,181 @@ def _all_stated(clusters: Sequence[Cluster]) -> tuple[Stated, ...]:
         for cluster in clusters
         for name, one in cluster.constants.items()
     )
+
+
+KNEE = 1.5
+"""Throughput of twice the workers: one more doubling that brings less than this many times brings too little."""
+
+
+def knees(rows: Sequence[Predicted]) -> Found:
+    """By network and strategy: the workers from which a doubling brings less than ``KNEE`` times the throughput.
+
+    Between numbers that are no doubling of each other the same exponent counts. ``workers`` is None where there is no
+    such number among those asked for.
+    """
+    found = []
+    for (network, requested), its in _by(rows, lambda row: (row.network, row.requested)):
+        ordered = sorted(its, key=lambda row: row.workers)
+        if len(ordered) < 2:
+            continue
+        at = None
+        for here, there in pairwise(ordered):
+            doublings = math.log2(there.workers / here.workers)
+            if there.images_per_s < here.images_per_s * KNEE**doublings:
+                at = here.workers
+                break
+        found.append({"network": network, "strategy": requested, "workers": at})
+    return tuple(found)
+
+
+def winners(rows: Sequence[Predicted]) -> Found:
+    """By network and number of workers: the fastest strategy, and whether its interval ends before all others begin."""
+    found = []
+    for (network, workers), its in _by(rows, lambda row: (row.network, row.workers)):
+        best, *others = sorted(its, key=lambda row: row.iteration_s)
+        if others:
+            clear = all(best.high_s < other.low_s for other in others)
+            found.append({"network": network, "workers": workers, "strategy": best.requested, "clear": clear})
+    return tuple(found)
+
+
+def _by(
+    rows: Sequence[Predicted], key: Callable[[Predicted], tuple[str, object]]
+) -> list[tuple[tuple[str, object], list[Predicted]]]:
+    order = list(dict.fromkeys(key(row) for row in rows))
+    return [(one, [row for row in rows if key(row) == one]) for one in order]
+
+
+NOTHING = 0.001
+"""The share of an iteration below which a change of it is none."""
+
+
+Cases = Sequence[tuple[Predicted, Varied]]
+
+
+def remarks(asked: Question, cases: Cases, held_out: Sequence[Holdout | None]) -> list[str]:
+    """All of them, those on what was varied in vain first."""
+    found = [*_alike_networks(asked, cases), *_alike_strategies(cases)]
+    for cluster, holdout in zip(asked.clusters, held_out, strict=True):
+        its = [(row, varied) for row, varied in cases if row.network == cluster.name]
+        found += _in_vain(cluster, its)
+        found += _hosts(asked, cluster, its)
+        found += _assumed(cluster, its)
+        found.append(_error(cluster, holdout))
+    return found
+
+
+def _alike_networks(asked: Question, cases: Cases) -> Iterator[str]:
+    names = [cluster.name for cluster in asked.clusters]
+    for at, first in enumerate(names):
+        for second in names[at + 1 :]:
+            if _times(cases, "network", first) == _times(cases, "network", second):
+                yield f"{first} and {second} are predicted alike: nothing here depends on what they differ by."
+
+
+def _alike_strategies(cases: Cases) -> Iterator[str]:
+    names = list(dict.fromkeys(row.requested for row, _ in cases))
+    for at, first in enumerate(names):
+        for second in names[at + 1 :]:
+            if _times(cases, "requested", first) == _times(cases, "requested", second):
+                yield f"{first} and {second} are predicted alike: the model knows no difference between them here."
+
+
+def _times(cases: Cases, what: str, name: str) -> list[str]:
+    return [f"{row.iteration_s:.9g}" for row, _ in cases if getattr(row, what) == name]
+
+
+def _in_vain(cluster: Cluster, cases: Cases) -> Iterator[str]:
+    """Constants that were given, or a topology, on which nothing depends."""
+    given = [name for name, one in cluster.constants.items() if one.source == "given" and one.value > 0]
+    idle = [name for name in given if not any(_matters(varied, name) for _, varied in cases)]
+    if idle:
+        yield (
+            f"{cluster.name}: no row depends on {', '.join(idle)}: twice as much changes no iteration by"
+            f" {100 * NOTHING:g} %."
+        )
+    if not isinstance(cluster.topology, Switch) and not any(
+        varied.would_save_s.get(SHARED, 0.0) > NOTHING * row.iteration_s for row, varied in cases
+    ):
+        yield f"{cluster.name}: no row depends on the topology {cluster.topology}: ports are busier than its links."
+
+
+def _matters(varied: Varied, name: str) -> bool:
+    cluster, nominal_s = varied.setting.cluster, varied.nominal.iteration_s
+    if not varied.uses(name):
+        return False
+    twice = cluster.replaced({name: 2 * cluster.constants[name].value})
+    return abs(varied.seconds(twice) - nominal_s) > NOTHING * nominal_s
+
+
+def _hosts(asked: Question, cluster: Cluster, cases: Cases) -> Iterator[str]:
+    if cluster.inside is None and any(row.per_node > 1 for row, _ in cases):
+        yield (
+            f"{cluster.name} has no constants of links inside hosts: ranks of one host are predicted to talk over its"
+            " port, as if they were on others; give inside.alpha and inside.beta."
+        )
+    if asked.per_node is None and cluster.per_host > 1:
+        yield f"{cluster.name} has {cluster.per_host} workers on each host, unless --per-node says otherwise."
+
+
+def _assumed(cluster: Cluster, cases: Cases) -> Iterator[str]:
+    codecs = {varied.setting.strategy.codec for _, varied in cases} - {NONE}
+    free = sorted(text for codec in codecs if (text := write("codecs", codec)) not in cluster.codecs)
+    if free:
+        yield (
+            f"{cluster.name} does not say what {', '.join(free)} cost: encoding and decoding are assumed to take no"
+            " time, so these rows are the least they can be; `syncline bench-codecs` measures them."
+        )
+    if not cluster.constants.get("update"):
+        yield f"{cluster.name} does not say what an update costs: it is assumed to take no time."
+    assumed = [name for name, one in cluster.constants.items() if not one.measured and one.source != "given"]
+    if assumed:
+        yield f"{cluster.name}: assumed and not measured: {', '.join(assumed)}."
+    if bare := unranged(cluster):
+        yield f"{cluster.name}: intervals know nothing of what {', '.join(bare)} may be: no range is known."
+
+
+def _error(cluster: Cluster, holdout: Holdout | None) -> str:
+    if holdout is None:
+        return (
+            f"{cluster.name}: no measurements of this network to hold the model against; intervals have the"
+            " constants' ranges only."
+        )
+    fitted = f"; constants were fitted on {holdout.fitted}" if holdout.fitted else ""
+    return (
+        f"{cluster.name}: on {holdout.count} measurements that nothing was fitted on the model is off by"
+        f" {100 * holdout.mean:.1f} % in the mean and {100 * holdout.worst:.1f} % at worst ({holdout.source},"
+        f" {holdout.date}{fitted}); intervals are wider by the {100 * holdout.usual:.1f} % that {100 * USUAL:g} % of"
+        " them keep to."
+    )
+
+
+def workload(
+    text: str,
+    networks: Sequence[str],
+    workers: Sequence[str],
+    strategies: Sequence[str],
+    *,
+    origin: Mapping[str, Any],
+    per_node: int | None = None,
+    price: float | None = None,
+    epoch_images: int | None = None,
+    json_path: Path | None = None,
+    report_path: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Predict a workload, print the table and write the files; raises UsageError before anything is simulated.
+
+    ``origin`` says in the files where, when and with which code they were made.
+    """
+    target, page = result_paths({"--json": json_path, "--report": report_path})
+    asked = question(text, networks, worker_counts(workers), strategies, per_node, price, epoch_images)
+    console = console or Console(stderr=STANDARD_OUTPUT in (target, page))
+    found = replace(predict(asked), **origin)
+    if target is not None:
+        found.save(target)
+    if page is not None:
+        from ..report import forecast_page
+
+        replace_text(page, forecast_page.render(found))
+    console.print(forecast_table.render(found, console.width))

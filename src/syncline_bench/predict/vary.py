@@ -1,4 +1,4 @@
-"""What a prediction owes to which constant: its interval, and what would save how much of it.
+"""What a prediction owes to which constant: its interval, what would save how much of it, and where a codec pays.
 
 Owns simulations with other constants. Does not know rows, or what is shown of them.
 
@@ -19,16 +19,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from syncline.costs.worker import Batches
+from syncline.costs.cluster import Cluster, Switch
+from syncline.costs.iteration import Batches
 from syncline.strategy.parts import write
+from syncline.strategy.words import NONE
 
 from ..report import units
-from .cluster import Cluster
+from .asked import Asked, Question, settled
 from .iterations import simulate
-from .models import Model
-from .settings import OURS, Habits, Iteration, Setting
-from .topology import Switch
+from .settings import OURS, Habits, Iteration, Model, Setting
 
 TIE = 0.05
 """Resources that save as much as the best but for this share of it are bottlenecks as well."""
@@ -191,3 +192,68 @@ def unranged(cluster: Cluster) -> list[str]:
         for name, one in cluster.constants.items()
         if not one.measured and one.source != "given" and one.value > 0 and one.range[0] == one.range[1]
     ]
+
+
+_SLOWEST, _FASTEST = 1e6, 1e13
+"""Speeds of links, in bit/s, that stand for everywhere and nowhere."""
+
+_STEPS = 14
+
+Found = tuple[Mapping[str, Any], ...]
+
+
+def break_even(asked: Question) -> Found:
+    """For each strategy with a codec: below which speed of links it beats the same strategy without, in bit/s.
+
+    On the most workers, by bisection over ``between.beta``. ``below_bit_per_s`` is None where ``where`` says
+    "everywhere" or "nowhere".
+    """
+    found = []
+    for cluster in asked.clusters:
+        for one in asked.asked:
+            if one.strategy.codec == NONE or max(asked.workers) < 2:
+                continue
+            dense = replace(one, strategy=replace(one.strategy, codec=NONE))
+            below = _equal_at(asked, one, dense, cluster)
+            where = {0.0: "nowhere", math.inf: "everywhere"}.get(below, "below")
+            speed = below if where == "below" else None
+            found.append(
+                {"network": cluster.name, "strategy": one.name, "where": where, "below_bit_per_s": speed,
+                 "workers": max(asked.workers)}
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _equal_at(asked: Question, coded: Asked, dense: Asked, cluster: Cluster) -> float:
+    """The speed in bit/s at which both are as fast; 0 where the codec never is faster, infinity where always.
+
+    Each keeps what a run would choose for it on the network as it is.
+    """
+    workers = max(asked.workers)
+    runs = [settled(one, cluster, workers, asked.per_node, asked.model).setting for one in (coded, dense)]
+
+    def pays(bit_per_s: float) -> bool:
+        at = with_links_of(cluster, bit_per_s)
+        with_codec, without = (
+            simulate(replace(run, cluster=at), asked.model, coded.habits).iteration_s for run in runs
+        )
+        return with_codec < without * (1 - 1e-9)
+
+    if not pays(_SLOWEST):
+        return 0.0
+    if pays(_FASTEST):
+        return math.inf
+    low, high = _SLOWEST, _FASTEST
+    for _ in range(_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return math.sqrt(low * high)
+
+
+def with_links_of(cluster: Cluster, bit_per_s: float) -> Cluster:
+    """The cluster with links of that speed; those of larger messages are as much faster or slower."""
+    names = [name for name in cluster.constants if name.startswith("between.") and name.endswith(".beta")]
+    base_s = cluster.constants["between.beta"].value
+    if base_s == 0:
+        return cluster.replaced(dict.fromkeys(names, 8 / bit_per_s))
+    return cluster.replaced({name: cluster.constants[name].value / base_s * 8 / bit_per_s for name in names})

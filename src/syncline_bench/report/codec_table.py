@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from syncline.costs.compression import ANY_LINK_BIT_PER_S
+from syncline.tuning.codec_times import ANY_LINK_BIT_PER_S
 
 from . import units
 from .breaking import broken

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from syncline.costs.cluster import Cluster
 from syncline.schedules import Cost
 from syncline.strategy.strategy import Strategy
 
-from ..predict import models
-from ..predict.cluster import Cluster
+from ..predict import settings
+from ..predict.fabric import shared_s
 from ..predict.iterations import simulate
 from ..predict.networks import load_network
 from ..predict.settings import setting_of
-from ..predict.sharing import shared_s
 from ..report.units import significant
 from .blocks import Chapter, Compared, Figures, Grid, deviation_text, share
 from .nets import lasting, replayed
@@ -61,7 +61,7 @@ def absent(title: str, folder: Path | None, names: tuple[str, ...]) -> Chapter |
 
 
 def images_per_s(
-    strategy: str, cluster: Cluster, nodes: int, model: models.Model, measured: Cost | None = None
+    strategy: str, cluster: Cluster, nodes: int, model: settings.Model, measured: Cost | None = None
 ) -> float:
     """Of all nodes, in a system that waits for each exchange; ``measured`` is what one takes."""
     setting = replace(setting_of(Strategy.parse(strategy), cluster, nodes), measured=measured)
@@ -71,7 +71,7 @@ def images_per_s(
 class Cases:
     """The nine measured cases of a network, and what the simulator gives for them in several ways."""
 
-    def __init__(self, measured: Sequence[Throughput], model: models.Model) -> None:
+    def __init__(self, measured: Sequence[Throughput], model: settings.Model) -> None:
         self.several = [case for case in measured if case.nodes > 1]
         self._model = model
         self.ways: dict[str, list[float]] = {}

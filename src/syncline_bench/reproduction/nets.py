@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from syncline.workloads import Trace, load
 
-from ..predict import models
+from ..predict import settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,17 +40,17 @@ _FORWARD_SHARE = 1 / 3
 
 
 @lru_cache
-def replayed(name: str, pipeline: str = "") -> models.Model:
+def replayed(name: str, pipeline: str = "") -> settings.Model:
     """A network in the times of ``replay``, on one GPU; ``pipeline`` says how batches come."""
-    return models.model_of(load(f"replay:{name}({pipeline})" if pipeline else f"replay:{name}"))
+    return settings.model_of(load(f"replay:{name}({pipeline})" if pipeline else f"replay:{name}"))
 
 
-def fed(name: str, prefetch: int) -> models.Model:
+def fed(name: str, prefetch: int) -> settings.Model:
     """A network in the times of ``replay`` with loading and copies, so many batches prepared ahead."""
     return replayed(name, f"{_PIPELINES[name]}, prefetch={prefetch}")
 
 
-def lasting(model: models.Model, batch: int, seconds: float) -> models.Model:
+def lasting(model: settings.Model, batch: int, seconds: float) -> settings.Model:
     """A model whose two passes over so many samples take so long."""
     factor = seconds / model.computing_s
     parts = tuple(
@@ -64,7 +64,7 @@ def lasting(model: models.Model, batch: int, seconds: float) -> models.Model:
 
 
 @lru_cache
-def on_p100(name: str) -> models.Model:
+def on_p100(name: str) -> settings.Model:
     """ResNet-50, VGG-16 or VGG-19 in the times of a P100; VGG-19 at the operations per second of VGG-16."""
     if name == "resnet50":
         return lasting(replayed(name), _P100_BATCH, _P100_BATCH / P100_IMAGES_PER_S[name])
@@ -92,12 +92,12 @@ _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Convolutions of each stage (Simonyan, Zisserman, ICLR 2015)."""
 
 
-def _vgg(depth: int, seconds: float) -> models.Model:
+def _vgg(depth: int, seconds: float) -> settings.Model:
     from syncline.workloads.models.flops import trace_of
 
     times = seconds * _FORWARD_SHARE, seconds * (1 - _FORWARD_SHARE)
     trace = trace_of(f"vgg{depth}", lambda: _vgg_module(depth), (3, 224, 224), _P100_BATCH, *times)
-    return models.traced(f"vgg{depth}", trace, _P100_BATCH)
+    return settings.traced(f"vgg{depth}", trace, _P100_BATCH)
 
 
 def _vgg_module(depth: int) -> nn.Module:

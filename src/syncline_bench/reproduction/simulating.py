@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from syncline.costs import plans
+from syncline.costs.cluster import Cluster
 from syncline.nouns import Group
 from syncline.plans.plan import COPY, REDUCE, Plan
 from syncline.strategy.strategy import Strategy
 
-from ..predict import loads, models, settings
-from ..predict.cluster import Cluster
+from ..predict import settings
 from ..predict.iterations import simulate
 from ..predict.settings import Habits, setting_of
 
@@ -30,12 +31,12 @@ FLAT_AND_TREE, TREE = "flat in, tree out", "tree in, tree out"
 def collective_s(algorithm: str, nbytes: float, workers: int, cluster: Cluster, per_host: int = 1) -> float:
     """Seconds of a collective by itself: an architecture's plan, or one of a server's two ways."""
     plan, placement = _plan(algorithm, workers, per_host)
-    load = loads.plan_load(cluster, placement, plan, nbytes)
+    load = plans.plan_load(cluster, placement, plan, nbytes)
     return load.passing_s + load.added_bytes * cluster.gamma_s_per_byte
 
 
 @lru_cache(maxsize=128)
-def _plan(algorithm: str, workers: int, per_host: int) -> tuple[Plan, loads.Placement]:
+def _plan(algorithm: str, workers: int, per_host: int) -> tuple[Plan, plans.ProcessPlacement]:
     if algorithm == TREE:
         return _plan("tree", workers, per_host)
     if algorithm == FLAT_AND_TREE:
@@ -43,10 +44,10 @@ def _plan(algorithm: str, workers: int, per_host: int) -> tuple[Plan, loads.Plac
     strategy = Strategy.parse(algorithm)
     nodes = tuple(worker // per_host for worker in range(workers)) if per_host > 1 else ()
     group = Group(workers, strategy.servers, nodes)
-    return strategy.plan(group), loads.Placement(group, per_host)
+    return strategy.plan(group), plans.ProcessPlacement(group, per_host)
 
 
-def _flat_and_tree(workers: int) -> tuple[Plan, loads.Placement]:
+def _flat_and_tree(workers: int) -> tuple[Plan, plans.ProcessPlacement]:
     """Rank 0 takes what all others send it one by one, and broadcasts along a tree."""
     tree, placement = _plan("tree", workers, 1)
     gathers = [(0, rank, 0, 0, tree.chunks, REDUCE) for rank in range(1, workers)]
@@ -56,12 +57,17 @@ def _flat_and_tree(workers: int) -> tuple[Plan, loads.Placement]:
 
 
 def iteration(
-    text: str, cluster: Cluster, workers: int, model: models.Model, habits: Habits = THEIRS, per_host: int | None = None
+    text: str,
+    cluster: Cluster,
+    workers: int,
+    model: settings.Model,
+    habits: Habits = THEIRS,
+    per_host: int | None = None,
 ) -> settings.Iteration:
     """An iteration of a model under a strategy."""
     return simulate(setting_of(Strategy.parse(text), cluster, workers, per_host), model, habits)
 
 
-def efficiency(text: str, cluster: Cluster, workers: int, model: models.Model, habits: Habits = THEIRS) -> float:
+def efficiency(text: str, cluster: Cluster, workers: int, model: settings.Model, habits: Habits = THEIRS) -> float:
     """Images per second against those of as many workers that exchange nothing."""
     return model.computing_s / iteration(text, cluster, workers, model, habits).iteration_s

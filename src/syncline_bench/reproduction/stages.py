@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from syncline.costs.cluster import Cluster
 from syncline.strategy.presets import PRESETS
 
-from ..predict.cluster import Cluster
 from ..predict.networks import load_network
 from ..report.units import milliseconds, significant
 from .blocks import Chapter, Grid, share

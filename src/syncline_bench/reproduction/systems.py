@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..predict import models
-from ..predict.cluster import Cluster
+from syncline.costs.cluster import Cluster
+
+from ..predict import settings
 from ..predict.networks import inline, load_network
 from .blocks import Chapter, Compared, Figures, Held, Uncompared, gain, share, times
 from .nets import TITLES, on_p100, replayed
@@ -30,7 +31,7 @@ class Best:
     rate_gbit: float
 
 
-def most_gain(strategy: str, baseline: str, workers: int, model: models.Model) -> Best:
+def most_gain(strategy: str, baseline: str, workers: int, model: settings.Model) -> Best:
     """Of images per second, over links of 1 to 32 Gbit/s."""
     found = []
     for rate in _RATES_GBIT:

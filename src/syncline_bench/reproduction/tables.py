@@ -14,14 +14,14 @@ from typing import TypeVar
 
 import numpy as np
 
+from syncline.costs.cluster import Floats
 from syncline.errors import DataError
 from syncline.nouns import Spec
 from syncline.schedules import Cost
 from syncline.workloads import Trace
 from syncline.workloads._trace import TracedLayer
 
-from ..predict import models
-from ..predict.links import Floats
+from ..predict import settings
 
 LAYERS = "bcaffe_googlenet_k80_layers.csv"
 THROUGHPUTS = "bcaffe_measured_throughput.csv"
@@ -64,7 +64,7 @@ def _read(path: Path, read: Callable[[dict[str, str]], T]) -> list[T]:
     return found
 
 
-def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> models.Model:
+def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> settings.Model:
     """The logged layers of GoogLeNet; what an iteration takes beyond them counts as forward, spread evenly.
 
     A layer's weight and bias repeat its time, which counts once.
@@ -88,7 +88,7 @@ def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> models.Mod
         )
         for number, (elements, seconds) in enumerate(layers)
     )
-    return models.traced("googlenet on a K80", Trace("googlenet on a K80", found), batch)
+    return settings.traced("googlenet on a K80", Trace("googlenet on a K80", found), batch)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..predict.cluster import Cluster
+from syncline.costs.cluster import Cluster
+
 from ..predict.networks import load_network
 from ..report.units import milliseconds, significant
 from .blocks import Chapter, Compared, Figures, Grid, times

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..predict.cluster import Cluster
+from syncline.costs.cluster import Cluster
+
 from ..predict.networks import inline
 from .blocks import Chapter, Compared, Figures, Grid, gain, share
 from .nets import lasting, replayed

@@ -25,7 +25,7 @@ from syncline.strategy.grammar import Part, read_part
 from syncline.strategy.parts import bind, build, write
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO, NONE, kind_of
-from syncline.tuning import candidates as distinct_algorithms
+from syncline.tuning.algorithm_choice import candidates as distinct_algorithms
 
 BUCKETS = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "25MiB", "64MiB")
 SLICES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB")

@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from syncline.costs.cluster import Cluster
 from syncline.errors import UsageError
 from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO, WORDS, kind_of
 
-from ..predict import models
+from ..predict import settings
 from ..predict.asked import Settled, asked_of, settled
-from ..predict.cluster import Cluster
 from ..predict.iterations import simulate
-from ..predict.scaling import with_links_of
 from ..predict.settings import Setting
+from ..predict.vary import with_links_of
 from ..report import units
 
 _FASTEST, _BISECTIONS = 1e12, 9
@@ -35,7 +35,7 @@ class Foresight:
 
     def __init__(
         self,
-        model: models.Model | None,
+        model: settings.Model | None,
         clusters: Mapping[str, Cluster],
         workers: int,
         clock: Callable[[], float] = time.monotonic,

@@ -23,6 +23,7 @@ from typing import cast
 from rich.console import Console
 
 from syncline import registry
+from syncline.costs.cluster import Cluster
 from syncline.errors import DataError, SynclineError, UsageError
 from syncline.nouns import Layer
 from syncline.searchers import Searcher
@@ -34,8 +35,7 @@ from ..calibration.request import request_of
 from ..cases import Case, Comparison, comparison_of, console_beside
 from ..frameworks import DEFAULT, framework_of
 from ..machine import provenance
-from ..predict import models
-from ..predict.cluster import Cluster
+from ..predict import settings
 from ..predict.networks import load_network, parse_network, to_json
 from ..progress import Display
 from ..report import tuning_table, units
@@ -371,16 +371,16 @@ class Course:
             longest_s = max(longest_s, self._clock() - now)
             display.say(f"network by transport={transport} measured in {self._clock() - now:.1f} s")
 
-    def _model(self, layers: Sequence[Layer]) -> models.Model | None:
+    def _model(self, layers: Sequence[Layer]) -> settings.Model | None:
         """What predictions are about: a replayed trace, or the layers as the first run has timed them."""
         workload = self._request.workload
         if workload.trace is not None:
-            return models.model_of(workload)
+            return settings.model_of(workload)
         if not layers:
             return None
         rows = tuple(TracedLayer(each.spec.name, (each.spec,), each.forward_s, each.backward_s) for each in layers)
         batch = self._request.case.batch // self._request.case.workers
-        return models.traced(workload.name, Trace(workload.name, rows), batch, speed=workload.speed)
+        return settings.traced(workload.name, Trace(workload.name, rows), batch, speed=workload.speed)
 
     def _offer(self, layers: Sequence[Layer]) -> Offer:
         request = self._request

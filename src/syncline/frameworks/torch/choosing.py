@@ -30,7 +30,7 @@ from dataclasses import replace
 
 import torch
 
-from ...costs.network import LinearCost
+from ...costs.plans import LinearCost
 from ...errors import UsageError
 from ...nouns import Layer
 from ...session.communicator import has_phases, planned
@@ -38,8 +38,7 @@ from ...session.layout import Lay, Layout
 from ...session.tickets import STEP, Ticket
 from ...strategy.strategy import Strategy
 from ...training.exchange import REPLACES
-from ...tuning.schedule_choice import candidates, choose_schedule, with_measuring_buckets, worth_a_trial
-from ...tuning.trials import Trials
+from ...tuning.schedule_choice import Trials, candidates, choose_schedule, with_measuring_buckets, worth_a_trial
 from .compiled import is_compiled
 from .deferred import updates_alone
 from .optimizer import defer_steps, end_deferred_steps

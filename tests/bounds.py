@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from syncline_bench.predict.cluster import Cluster
+from syncline.costs.cluster import Cluster
 
 LEAST: Mapping[str, Callable[[int], float]] = {
     "allreduce": lambda workers: 2 * (workers - 1) / workers,

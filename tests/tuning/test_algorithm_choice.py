@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline import registry, tuning
+from syncline import registry
 from syncline.algorithms.tree import tree
 from syncline.errors import UsageError
 from syncline.nouns import Group
@@ -17,7 +17,8 @@ from syncline.plans.plan import Plan
 from syncline.session.session import Session
 from syncline.strategy.choice import choose
 from syncline.strategy.strategy import Strategy
-from syncline.tuning.measuring import HOPELESS, SIZES, Course, Measuring, plan_course
+from syncline.tuning import algorithm_choice
+from syncline.tuning.algorithm_choice import HOPELESS, SIZES, Course, Measuring, plan_course
 
 seconds = st.floats(1e-6, 100.0)
 
@@ -51,9 +52,9 @@ def test_slow_links_stop_the_measuring_of_large_arrays() -> None:
 def test_schedules_are_tried_among_plans_of_one_order_where_these_are_not_slower() -> None:
     def worth(workers: int, **times_s: float) -> list[str]:
         plans = {name: registry.get("algorithms", name).target(Group(workers)) for name in times_s}
-        return list(tuning._worth_trials({name: [1e-6, seconds] for name, seconds in times_s.items()}, plans))
+        return list(algorithm_choice._worth_trials({name: [1e-6, seconds] for name, seconds in times_s.items()}, plans))
 
-    near, far = 1 + tuning.SLOWER / 2, 1 + 2 * tuning.SLOWER
+    near, far = 1 + algorithm_choice.SLOWER / 2, 1 + 2 * algorithm_choice.SLOWER
     assert worth(4, ring=1.0, tree=9.0, halving_doubling=near) == ["halving_doubling", "tree"]
     assert worth(4, ring=1.0, tree=9.0, halving_doubling=far) == []
     assert worth(4, ring=1.0, direct=2.0) == []
@@ -63,7 +64,7 @@ def test_schedules_are_tried_among_plans_of_one_order_where_these_are_not_slower
 def test_candidates_differ_and_the_choice_by_topology_comes_first() -> None:
     def names(workers: int, strategy: str = "transport=shm", nodes: tuple[int, ...] = (), hosts: int = 1) -> list[str]:
         group = Group(workers, nodes=nodes)
-        return list(tuning.candidates(Strategy.parse(strategy).resolve(group, hosts=hosts), group))
+        return list(algorithm_choice.candidates(Strategy.parse(strategy).resolve(group, hosts=hosts), group))
 
     # Two workers make a ring, halves and two levels of the same messages.
     assert names(2) == ["direct", "tree", "recursive_doubling"]
@@ -85,7 +86,7 @@ def test_of_equal_plans_the_one_that_comes_with_syncline_stays(monkeypatch: pyte
     for name, target in (("a", same), ("star", same), ("b", broken)):
         registry.register("algorithms", name, goal="allreduce")(target)
     group = Group(4)
-    found = list(tuning.candidates(Strategy.parse("transport=tcp").resolve(group), group))
+    found = list(algorithm_choice.candidates(Strategy.parse("transport=tcp").resolve(group), group))
     assert "tree" in found
     assert not {"a", "star", "b"} & set(found)
 
@@ -93,22 +94,22 @@ def test_of_equal_plans_the_one_that_comes_with_syncline_stays(monkeypatch: pyte
 def test_the_variable_is_held_to_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     auto, ring = Strategy(), Strategy.parse("ring")
     resolved = auto.resolve(Group(2))
-    monkeypatch.delenv(tuning.VARIABLE)
-    assert tuning.mode() == "on"
-    assert tuning.is_wanted(auto, resolved, 2)
-    assert not tuning.is_wanted(auto, resolved, 1)
-    assert not tuning.is_wanted(ring, ring.resolve(Group(2)), 2)
-    monkeypatch.setenv(tuning.VARIABLE, "off")
-    assert not tuning.is_wanted(auto, resolved, 2)
-    monkeypatch.setenv(tuning.VARIABLE, "sometimes")
+    monkeypatch.delenv(algorithm_choice.VARIABLE)
+    assert algorithm_choice.mode() == "on"
+    assert algorithm_choice.is_wanted(auto, resolved, 2)
+    assert not algorithm_choice.is_wanted(auto, resolved, 1)
+    assert not algorithm_choice.is_wanted(ring, ring.resolve(Group(2)), 2)
+    monkeypatch.setenv(algorithm_choice.VARIABLE, "off")
+    assert not algorithm_choice.is_wanted(auto, resolved, 2)
+    monkeypatch.setenv(algorithm_choice.VARIABLE, "sometimes")
     with pytest.raises(UsageError, match="choose on, fresh, off"):
-        tuning.mode()
+        algorithm_choice.mode()
 
 
 @pytest.mark.parametrize("budget_s", [0.0, 0.05])
 def test_all_workers_measure_the_same_and_then_run_what_was_chosen(group: Any, budget_s: float) -> None:
     def body(session: Session) -> Any:
-        plans = tuning.candidates(session.strategy, session.group)
+        plans = algorithm_choice.candidates(session.strategy, session.group)
         times = Measuring(session, plans, budget_s).times()
         assert all(len(found) == len(SIZES) and min(found) > 0 for found in times.values())
         session.run_by(choose(SIZES, dict.fromkeys(times, [1.0] * 4) | {"tree": [0.5, 0.5, 2.0, 2.0]}))

@@ -7,9 +7,8 @@ import math
 
 import pytest
 
+from syncline.costs.cluster import Cluster, Constant, loggp
 from syncline.errors import DataError, UsageError
-from syncline_bench.predict.cluster import Cluster, Constant
-from syncline_bench.predict.links import loggp
 from syncline_bench.predict.networks import load_network, network_names, parse_network, to_json
 
 TWO = {"between.alpha": Constant(1e-5), "between.beta": Constant(1e-9)}

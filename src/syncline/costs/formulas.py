@@ -1,7 +1,7 @@
 """Closed formulas of collectives: what they take on a cluster of any size, at once.
 
-Owns the formulas. They hold for one switch, and for as many messages at once as the ports carry
-one by one; plans are held to them (``plan_times``), and they stand in where a plan would be too large to be timed.
+They hold for one switch, and for as many messages at once as the ports carry one by one. The times of plans (``plans``)
+are held to them, and they stand in where a plan would be too large to be timed.
 
 Theory. Of N ranks with an array of n bytes, a s per message, b s per byte, g s per byte reduced, lg = ceil(log2 N):
 
@@ -28,10 +28,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from syncline.errors import UsageError
-
-from .cluster import Cluster
-from .topology import Switch
+from ..errors import UsageError
+from .cluster import Cluster, Switch
 
 
 class Sent(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.costs.virtual import Chains, Clock, Operations, Resource, Share, Stage
+from syncline.costs.clock import Chains, Clock, Operations, Resource, Share, Stage
 from syncline.engine.step import BucketPhase, Submit
 
 

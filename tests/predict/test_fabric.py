@@ -1,4 +1,4 @@
-"""Plans carried out message by message: their formulas, who goes first, and what the quick model says of them."""
+"""Messages that share ports: fair rates, plans message by message, and the quick model beside them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,61 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.costs.virtual import Clock
+from one_by_one import PlanRuns, simulate_one_by_one
+from syncline.costs.clock import Clock
+from syncline.costs.cluster import Cluster
+from syncline.costs.plans import ProcessPlacement
 from syncline.engine.step import BucketPhase, Submit
-from syncline.errors import UsageError
 from syncline.nouns import Group, Spec
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import Trace
 from syncline.workloads._trace import TracedLayer
-from syncline_bench.predict.cluster import Cluster
+from syncline_bench.predict.fabric import Fabric, max_min_rates, shared_s
 from syncline_bench.predict.iterations import simulate
-from syncline_bench.predict.loads import Placement
-from syncline_bench.predict.messages import Fabric, PlanRuns
-from syncline_bench.predict.models import traced
 from syncline_bench.predict.networks import inline
-from syncline_bench.predict.settings import Habits, setting_of
+from syncline_bench.predict.settings import Habits, setting_of, traced
+
+FLOWS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), min_size=1, max_size=6)
+CAPACITIES = st.lists(st.floats(0.1, 10), min_size=5, max_size=5)
+
+
+@given(FLOWS, CAPACITIES)
+def test_every_flow_has_a_full_link_on_which_none_gets_more(flows, capacities):
+    rates = max_min_rates(flows, dict(enumerate(capacities)))
+    load = [sum(rate for rate, links in zip(rates, flows, strict=True) if link in links) for link in range(5)]
+    for link, capacity in enumerate(capacities):
+        assert load[link] <= capacity * (1 + 1e-9)
+    for rate, links in zip(rates, flows, strict=True):
+        assert any(
+            load[link] >= capacities[link] * (1 - 1e-9)
+            and all(rate >= other * (1 - 1e-9) for other, used in zip(rates, flows, strict=True) if link in used)
+            for link in links
+        )
+
+
+def test_a_flow_through_no_link_is_not_held_up():
+    assert max_min_rates([[], ["a"]], {"a": 2.0}) == [float("inf"), 2.0]
+
+
+@given(st.integers(1, 20), st.floats(0.01, 10))
+def test_equal_exchanges_take_as_many_times_as_long(count, alone):
+    assert shared_s([alone] * count) == pytest.approx([count * alone] * count)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6))
+def test_exchanges_end_as_the_fair_rates_say(alone):
+    """Let time pass from end to end, each exchange at the rate that it gets among those that are left."""
+    left, ends, now = dict(enumerate(alone)), {}, 0.0
+    while left:
+        rates = dict(zip(left, max_min_rates([["link"]] * len(left), {"link": 1.0}), strict=True))
+        step = min(rest / rates[which] for which, rest in left.items())
+        now += step
+        left = {which: rest - step * rates[which] for which, rest in left.items()}
+        for which in [which for which, rest in left.items() if rest <= 1e-12]:
+            ends[which] = now
+            del left[which]
+    assert shared_s(alone) == pytest.approx([ends[which] for which in range(len(alone))])
+
 
 ALPHA, BETA, GAMMA = 5e-5, 1e-9, 5e-10
 NETWORK = inline(f"between.alpha={ALPHA}s,between.beta={BETA}s,gamma={GAMMA}s")
@@ -34,7 +75,7 @@ def seconds(text: str, workers: int, nbytes: float, cluster: Cluster = NETWORK, 
     strategy = Strategy.parse(text)
     group = Group(workers, strategy.servers)
     plan, clock, ends = strategy.plan(group), Clock(), [0.0] * operations
-    runs = PlanRuns(clock, cluster, Placement(group), lambda _: plan, lambda _: nbytes)
+    runs = PlanRuns(clock, cluster, ProcessPlacement(group), lambda _: plan, lambda _: nbytes)
 
     def over(number: int) -> None:
         ends[number] = clock.now_s
@@ -85,7 +126,7 @@ def test_no_plan_beats_the_lower_bounds_and_ports_send_what_the_plan_says(
 
 def test_messages_share_a_port_fairly_and_urgent_ones_interrupt() -> None:
     clock, ends = Clock(), dict.fromkeys("abc", 0.0)
-    fabric = Fabric(clock, inline("between.alpha=0s,between.beta=1s"), Placement(Group(3)))
+    fabric = Fabric(clock, inline("between.alpha=0s,between.beta=1s"), ProcessPlacement(Group(3)))
 
     def over(name: str) -> None:
         ends[name] = clock.now_s
@@ -128,7 +169,7 @@ def test_iterations_of_the_quick_model_are_within_two_percent_of_those_message_b
 ) -> None:
     setting = setting_of(Strategy.parse(text), NETWORK, workers)
     habits = Habits(tickets=False)
-    quick, exact = (simulate(setting, MODEL, habits, exact=exact).iteration_s for exact in (False, True))
+    quick, exact = (of(setting, MODEL, habits).iteration_s for of in (simulate, simulate_one_by_one))
     assert quick == pytest.approx(exact, rel=0.02)
 
 
@@ -137,11 +178,5 @@ def test_iterations_of_the_quick_model_are_within_two_percent_of_those_message_b
 def test_ports_that_a_step_leaves_alone_serve_other_exchanges(text: str, workers: int) -> None:
     setting = setting_of(Strategy.parse(f"{text} schedule=wait_free"), NETWORK, workers)
     habits = Habits(tickets=False)
-    quick, exact = (simulate(setting, MODEL, habits, exact=exact).iteration_s for exact in (False, True))
+    quick, exact = (of(setting, MODEL, habits).iteration_s for of in (simulate, simulate_one_by_one))
     assert quick == pytest.approx(exact, rel=0.08)
-
-
-def test_what_is_not_gradients_alone_is_refused_message_by_message() -> None:
-    setting = setting_of(Strategy.parse("direct codec=int8"), NETWORK, 2)
-    with pytest.raises(UsageError, match="message by message"):
-        simulate(setting, MODEL, exact=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from bounds import lower_bound_s
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bounds import lower_bound_s
+from syncline.costs.formulas import FORMULAS, Size, closed_s, formula_of, has_formula
 from syncline.errors import UsageError
-from syncline_bench.predict.closed import FORMULAS, Size, closed_s, formula_of, has_formula
 from syncline_bench.predict.networks import load_network
 
 TAIHULIGHT = load_network("taihulight")

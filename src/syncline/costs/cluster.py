@@ -1,0 +1,473 @@
+"""A cluster as numbers: links, adding, processors, codecs, topology; each number with its range and where it is from.
+
+Owns how long a message occupies a port, which links inside the network messages share, what constants are called, and
+copies with other ones. Does not know files (``predict.networks``) or times of anything that runs on it.
+
+**Links.** A message of n bytes occupies the sender's and the receiver's port for a + n b seconds (Hockney, "The
+communication challenge for MPP", Parallel Computing 1994), with constants of their own for each range of sizes, since
+libraries change protocols. It is there ``flight_s`` after that, during which both ports serve others. LogGP
+(Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) is the same with other words: sender and receiver spend o each, a
+port begins a message max(o, g) + (n-1) G after the one before it, and a message of n bytes alone takes
+o + (n-1) G + L + o. So a port is busy for max(o, g) + (n-1) G, and the flight is what is left: L + 2 o - max(o, g).
+
+**Topologies.** A shared link's capacity is relative to one port: a link of capacity 1 carries what one port does.
+Links are numbered from 0 and go one way.
+
+* ``switch``: nothing is shared but ports.
+* ``fat_tree``: hosts hang at leaves; what goes from leaf to leaf goes up one link and down another, each with the ports
+  of its leaf divided by the oversubscription (Leiserson, "Fat-trees", IEEE Trans. Computers 1985). Equal-cost paths are
+  taken to be used evenly, which hashing only does on average.
+* ``ring``: neighbours are joined by a link each way; messages take the shorter way, upwards where both are as short.
+* ``torus``: rings in every dimension; messages go along the first dimension first, then the second and so on (Dally,
+  Seitz, "Deadlock-free message routing", IEEE Trans. Computers 1987). Hosts next in number are neighbours in the last.
+
+**Constants.** Each has a dotted name: what varies one constant, all of them or none goes by names and knows no cluster.
+
+    between.alpha  between.beta  between.flight    a message, a byte, the flight: between hosts
+    inside.alpha   inside.beta   inside.flight     the same inside a host; without them all messages go between
+    between.from_65536.alpha  ....beta             of messages of that many bytes and more
+    gamma                                          a byte added to another
+    message  byte_cpu                              processor time of a message, and of a byte sent or received
+    bucket                                         of a bucket and operation, in the thread that moves messages
+    tensor  iteration                              of a gradient, and of an iteration, in the thread that trains
+    update  copy                                   a byte of weights updated, of anything copied
+    codecs.CODEC.encode  codecs.CODEC.decode       a byte of gradient, CODEC being the codec's text
+
+Seconds per message, or per byte, throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from ..strategy.grammar import nearest, read_part, read_value
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What messages of ``from_bytes`` and more take: ``busy_s``, and ``per_byte_s`` times the bytes."""
+
+    from_bytes: float
+    busy_s: float
+    per_byte_s: float
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A full-duplex link between two ports; ``pieces`` ascend by size and begin at 0.
+
+    Raises UsageError for pieces that do not, and for numbers that are negative or not finite.
+    """
+
+    pieces: tuple[Piece, ...]
+    flight_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = [self.flight_s, *(number for piece in self.pieces for number in (piece.busy_s, piece.per_byte_s))]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise UsageError(f"the seconds of a link are finite and not negative, got {self}")
+        starts = [piece.from_bytes for piece in self.pieces]
+        if not starts or starts[0] != 0 or any(low >= high for low, high in pairwise(starts)):
+            raise UsageError(f"the pieces of a link begin at 0 bytes and ascend, got {starts}: sort them")
+
+    @classmethod
+    def linear(cls, alpha_s: float, beta_s_per_byte: float, flight_s: float = 0.0) -> LinkCost:
+        """Alpha seconds for each message and beta for each byte, of every size."""
+        return cls((Piece(0, alpha_s, beta_s_per_byte),), flight_s)
+
+    @overload
+    def busy_s(self, nbytes: float) -> float: ...
+    @overload
+    def busy_s(self, nbytes: Floats) -> Floats: ...
+    def busy_s(self, nbytes: float | Floats) -> float | Floats:
+        """Seconds that a message of so many bytes occupies a port; of an array, those of each."""
+        if isinstance(nbytes, np.ndarray):
+            fixed_s, per_byte_s = self.constants(nbytes)
+            return fixed_s + nbytes * per_byte_s
+        found_piece = self.piece(nbytes)
+        return found_piece.busy_s + nbytes * found_piece.per_byte_s
+
+    @overload
+    def bytes_s(self, nbytes: float) -> float: ...
+    @overload
+    def bytes_s(self, nbytes: Floats) -> Floats: ...
+    def bytes_s(self, nbytes: float | Floats) -> float | Floats:
+        """The part of ``busy_s`` that is the bytes', which gets longer where a link is shared."""
+        if isinstance(nbytes, np.ndarray):
+            return nbytes * self.constants(nbytes)[1]
+        return nbytes * self.piece(nbytes).per_byte_s
+
+    def constants(self, nbytes: Floats) -> tuple[Floats, Floats]:
+        """Of messages of these sizes the seconds of each, and those of a byte of each."""
+        starts, fixed_s, per_byte_s = self._columns
+        piece = np.searchsorted(starts, nbytes, side="right") - 1
+        return fixed_s[piece], per_byte_s[piece]
+
+    def piece(self, nbytes: float) -> Piece:
+        """The piece that messages of a size belong to."""
+        return next(piece for piece in reversed(self.pieces) if piece.from_bytes <= nbytes)
+
+    @cached_property
+    def _columns(self) -> tuple[Floats, Floats, Floats]:
+        rows = np.array([(piece.from_bytes, piece.busy_s, piece.per_byte_s) for piece in self.pieces], np.float64)
+        return rows[:, 0], rows[:, 1], rows[:, 2]
+
+
+def loggp(latency_s: float, overhead_s: float, gap_s: float, gap_s_per_byte: float) -> LinkCost:
+    """The link of LogGP's L, o, g and G.
+
+    Raises UsageError where a byte takes longer than a message's overhead, or a gap longer than a message's flight.
+    """
+    busy_s = max(overhead_s, gap_s) - gap_s_per_byte
+    flight_s = latency_s + 2 * overhead_s - max(overhead_s, gap_s)
+    if busy_s < 0 or flight_s < 0:
+        raise UsageError(
+            f"LogGP with L={latency_s:g}, o={overhead_s:g}, g={gap_s:g}, G={gap_s_per_byte:g} needs G <= max(o, g) and"
+            " max(o, g) <= L + 2o"
+        )
+    return LinkCost.linear(busy_s, gap_s_per_byte, flight_s)
+
+
+def piecewise(rows: Sequence[tuple[float, float, float]], flight_s: float = 0.0) -> LinkCost:
+    """A link from rows (from bytes, seconds per message, seconds per byte), in any order."""
+    return LinkCost(tuple(Piece(*row) for row in sorted(rows)), flight_s)
+
+
+Ints = NDArray[np.int64]
+
+
+class Topology(Protocol):
+    """Which shared links messages use."""
+
+    def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:
+        """Of messages between hosts, one array entry each, every use of a link: which message, and which link.
+
+        ``hosts`` is how many there are. Cost: linear in the uses.
+        """
+        ...
+
+    def capacity(self, link: int) -> float:
+        """What a link carries, relative to one port."""
+        ...
+
+
+def route(topology: Topology, src: int, dst: int, hosts: int) -> tuple[int, ...]:
+    """The links that one message between two hosts uses, in the order of its way."""
+    _, links = topology.crossings(np.array([src]), np.array([dst]), hosts)
+    return tuple(links.tolist())
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One switch that carries whatever its ports do."""
+
+    def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:  # noqa: ARG002
+        """None."""
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def capacity(self, link: int) -> float:
+        """There is no link."""
+        raise UsageError(f"a switch has no shared link {link}")
+
+    def __str__(self) -> str:
+        return "switch"
+
+
+@dataclass(frozen=True)
+class FatTree:
+    """Two levels: leaves of so many hosts, joined by links that are ``oversubscription`` times too thin for all."""
+
+    hosts_per_leaf: int
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.hosts_per_leaf < 1 or not (math.isfinite(self.oversubscription) and self.oversubscription > 0):
+            raise UsageError(f"{self}: a leaf has at least one host, and the oversubscription is a number above 0")
+
+    def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:  # noqa: ARG002
+        """Up from the sender's leaf (2 leaf) and down to the receiver's (2 leaf + 1), where they differ."""
+        up, down = src // self.hosts_per_leaf, dst // self.hosts_per_leaf
+        away = np.flatnonzero(up != down)
+        links = np.stack([2 * up[away], 2 * down[away] + 1], axis=1)
+        return np.repeat(away, 2), links.reshape(-1)
+
+    def capacity(self, link: int) -> float:  # noqa: ARG002
+        """That of the leaf's ports, thinned."""
+        return self.hosts_per_leaf / self.oversubscription
+
+    def __str__(self) -> str:
+        return f"fat_tree(hosts_per_leaf={self.hosts_per_leaf}, oversubscription={self.oversubscription:g})"
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Rings in every dimension; without ``dims`` one ring of all hosts."""
+
+    dims: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.dims):
+            raise UsageError(f"{self}: a dimension has at least one host")
+
+    def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:
+        """Dimension by dimension the links to the next host, upwards or downwards."""
+        dims = self.dims or (hosts,)
+        if math.prod(dims) < hosts:
+            raise UsageError(f"{self} has {math.prod(dims)} hosts, and {hosts} are needed: give larger dimensions")
+        message, link = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        at, stride = src.copy(), math.prod(dims)
+        for axis, size in enumerate(dims):
+            stride //= size
+            now, goal = at // stride % size, dst // stride % size
+            up = (goal - now) % size
+            downwards = 2 * up > size
+            steps = np.where(downwards, size - up, up)
+            which = np.repeat(np.arange(len(src)), steps)
+            done = np.arange(len(which)) - np.repeat(np.cumsum(steps) - steps, steps)
+            back = downwards[which]
+            place = (now[which] + np.where(back, -done, done)) % size
+            host = at[which] + (place - now[which]) * stride
+            message.append(which)
+            link.append((host * len(dims) + axis) * 2 + back)
+            at += (goal - now) * stride
+        order = np.argsort(np.concatenate(message), kind="stable")
+        return np.concatenate(message)[order], np.concatenate(link)[order]
+
+    def capacity(self, link: int) -> float:  # noqa: ARG002
+        """That of a port."""
+        return 1.0
+
+    def __str__(self) -> str:
+        return f"torus(dims={'x'.join(map(str, self.dims))})" if self.dims else "ring"
+
+
+def topology_of(text: str) -> Topology:
+    """The topology that a text names; raises UsageError, naming the nearest, for one that does not exist."""
+    part = read_part(text)
+    given = dict(part.args)
+    makers: dict[str, tuple[Callable[..., Topology], dict[str, Callable[[str, str], Any]]]] = {
+        "switch": (Switch, {}),
+        "fat_tree": (FatTree, {"hosts_per_leaf": _count, "oversubscription": _number}),
+        "ring": (Torus, {}),
+        "torus": (Torus, {"dims": _dims}),
+    }
+    if part.name not in makers:
+        raise UsageError(f"unknown topology {text!r}: choose one of {', '.join(makers)}{nearest(part.name, makers)}")
+    make, readers = makers[part.name]
+    unknown = [name for name in given if name not in readers]
+    missing = [name for name in readers if name not in given and name != "oversubscription"]
+    if unknown or missing:
+        takes = ", ".join(f"{name}=" for name in readers) or "nothing"
+        raise UsageError(f"topology {text!r}: {part.name} takes {takes}")
+    return make(**{name: readers[name](str(value), f"{name} of {part.name}") for name, value in given.items()})
+
+
+def _count(text: str, what: str) -> int:
+    found: int = read_value(text, int, what)
+    return found
+
+
+def _number(text: str, what: str) -> float:
+    found: float = read_value(text, float, what)
+    return found
+
+
+def _dims(text: str, what: str) -> tuple[int, ...]:
+    return tuple(_count(size, what) for size in text.split("x"))
+
+
+_PLAIN = ("gamma", "message", "byte_cpu", "bucket", "tensor", "iteration", "update", "copy")
+_NAMES = (*(f"{end}.{what}" for end in ("between", "inside") for what in ("alpha", "beta", "flight")), *_PLAIN)
+_PIECE = re.compile(r"(between|inside)\.(?:from_(\d+)\.)?(alpha|beta)")
+_CODEC = re.compile(r"codecs\.(.+)\.(encode|decode)")
+
+End = Literal["low", "high"]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number of seconds, the range in which it may be expected, and where it comes from.
+
+    ``measured`` tells a measurement from an assumption. Without a range it is exact.
+    Raises UsageError for numbers that are negative or not finite, and for a range without the value.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    measured: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for number in (self.value, *self.range):
+            if not (math.isfinite(number) and number >= 0):
+                raise UsageError(f"a constant is a finite number of seconds and not negative, got {number!r}")
+        if not self.range[0] <= self.value <= self.range[1]:
+            raise UsageError(f"a constant lies in its range, got {self.value!r} and {self.range}")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the greatest that may be expected."""
+        return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
+
+    def at(self, end: End) -> Constant:
+        """The constant at one end of its range, exactly."""
+        return Constant(self.range[end == "high"], measured=self.measured, source=self.source)
+
+
+class CodecCosts(NamedTuple):
+    """Seconds per byte of gradient that a codec takes."""
+
+    encode_s_per_byte: float
+    decode_s_per_byte: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, their links and what computing costs on them; ``constants`` by their names, see the file's head.
+
+    ``ports_per_host`` ports serve all ranks of a host; ``per_host`` is how many ranks a host has unless somebody says
+    otherwise. ``cores`` are shared by the ranks of a host, or of all hosts where these are namespaces of one machine
+    (``one_machine``); None: there are enough. ``ready_made`` clusters are those of the library under their names: what
+    was measured of one says nothing of a file that is called the same. Raises UsageError for constants that are
+    unknown, or that are missing.
+    """
+
+    name: str
+    constants: Mapping[str, Constant] = field(hash=False)
+    about: str = ""
+    source: str = ""
+    date: str = ""
+    topology: Topology = field(default_factory=Switch)
+    ports_per_host: int = 1
+    per_host: int = 1
+    cores: int | None = None
+    one_machine: bool = False
+    ready_made: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for key in self.constants:
+            if key not in _NAMES and not _PIECE.fullmatch(key) and not _CODEC.fullmatch(key):
+                known = ", ".join(_NAMES)
+                raise UsageError(
+                    f"network {self.name}: unknown constant {key!r}{nearest(key, _NAMES)}; there are {known},"
+                    " between.from_BYTES.alpha and codecs.CODEC.encode"
+                )
+        for key in ("between.alpha", "between.beta"):
+            if key not in self.constants:
+                raise UsageError(f"network {self.name}: {key} is missing: seconds per message, and per byte")
+        for what in ("ports_per_host", "per_host"):
+            if getattr(self, what) < 1:
+                raise UsageError(f"network {self.name}: {what} is at least 1, got {getattr(self, what)}")
+        if self.cores is not None and self.cores < 1:
+            raise UsageError(f"network {self.name}: hosts have at least one core, got {self.cores}")
+        # Their own checks: pieces begin at 0, alpha and beta come together.
+        self.between, self.inside, self.codecs  # noqa: B018
+
+    @cached_property
+    def between(self) -> LinkCost:
+        """The link between two hosts."""
+        found = self._link("between")
+        assert found is not None  # alpha and beta are there
+        return found
+
+    @cached_property
+    def inside(self) -> LinkCost | None:
+        """The link between two ranks of one host; None: they talk as ranks of different hosts do."""
+        return self._link("inside")
+
+    @cached_property
+    def codecs(self) -> Mapping[str, CodecCosts]:
+        """What codecs cost, by their text."""
+        matches = [match for key in self.constants if (match := _CODEC.fullmatch(key))]
+        found = {}
+        for text in dict.fromkeys(match[1] for match in matches):
+            keys = [f"codecs.{text}.{what}" for what in ("encode", "decode")]
+            if missing := [key for key in keys if key not in self.constants]:
+                raise UsageError(f"network {self.name}: {missing[0]} is missing: a codec has encode and decode")
+            found[text] = CodecCosts(*(self._seconds(key) for key in keys))
+        return found
+
+    @property
+    def gamma_s_per_byte(self) -> float:
+        """Adding a byte to another."""
+        return self._seconds("gamma")
+
+    @property
+    def message_s(self) -> float:
+        """Processor time of sending or receiving a message."""
+        return self._seconds("message")
+
+    @property
+    def byte_cpu_s(self) -> float:
+        """Processor time of a byte sent or received."""
+        return self._seconds("byte_cpu")
+
+    @property
+    def bucket_s(self) -> float:
+        """Processor time of a bucket and operation, in the thread that moves messages."""
+        return self._seconds("bucket")
+
+    @property
+    def tensor_s(self) -> float:
+        """Processor time of a gradient in the thread that trains: what hooks take, and waiting for the interpreter."""
+        return self._seconds("tensor")
+
+    @property
+    def iteration_s(self) -> float:
+        """Processor time of an iteration in the thread that trains."""
+        return self._seconds("iteration")
+
+    @property
+    def update_s_per_byte(self) -> float:
+        """Updating a byte of weights."""
+        return self._seconds("update")
+
+    @property
+    def copy_s_per_byte(self) -> float:
+        """Copying a byte."""
+        return self._seconds("copy")
+
+    def replaced(self, values: Mapping[str, float]) -> Cluster:
+        """The cluster with other values, which are exact and not measured; they may be constants that it lacked."""
+        given = {name: Constant(value, source="given") for name, value in values.items()}
+        return replace(self, constants={**self.constants, **given})
+
+    def at(self, end: End) -> Cluster:
+        """The cluster with every constant at one end of its range: the fastest, or the slowest, to be expected."""
+        return replace(self, constants={name: constant.at(end) for name, constant in self.constants.items()})
+
+    def _seconds(self, name: str) -> float:
+        constant = self.constants.get(name)
+        return 0.0 if constant is None else constant.value
+
+    def _link(self, end: str) -> LinkCost | None:
+        pieces: dict[int, dict[str, float]] = {}
+        for key, constant in self.constants.items():
+            match = _PIECE.fullmatch(key)
+            if match is not None and match[1] == end:
+                numbers = pieces.setdefault(int(match[2] or 0), {})
+                if match[3] in numbers:
+                    raise UsageError(f"network {self.name}: {key} is given under another name, too: leave one out")
+                numbers[match[3]] = constant.value
+        if not pieces:
+            if f"{end}.flight" in self.constants:
+                raise UsageError(f"network {self.name}: {end}.flight needs {end}.alpha and {end}.beta beside it")
+            return None
+        for start, numbers in pieces.items():
+            if len(numbers) < 2:
+                raise UsageError(f"network {self.name}: {end} from {start} bytes needs alpha and beta, has {numbers}")
+        rows = [(start, numbers["alpha"], numbers["beta"]) for start, numbers in pieces.items()]
+        return piecewise(rows, self._seconds(f"{end}.flight"))

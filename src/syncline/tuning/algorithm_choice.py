@@ -1,0 +1,347 @@
+"""``architecture=auto``: which algorithm runs at which size, measured by all workers together when a run starts.
+
+Every decision is made by rank 0 and told to all, for two ranks that run different plans would wait for each other
+forever; only what all ranks have, and have alike, is chosen from. ``cache`` keeps the table for the next run on the
+same machines. ``SYNCLINE_TUNING`` is ``on`` (measure once per set of machines), ``fresh`` (measure anew) or ``off``
+(the choice by topology alone, ``Strategy.resolve``); all ranks need the same.
+
+Measuring takes about a second, on the engine that will run the algorithms. Three short runs of a ring's halves give
+alpha, beta and gamma (``costs.plans``). Algorithms that the model finds hopeless at all sizes are never run. From small
+to large sizes, each of the others then runs in turn a number of times that the remaining budget allows; its time is the
+median over repetitions of the slowest rank's. Before a size is measured, each algorithm's time there is foreseen: the
+model's ratio between the two sizes, applied to what was measured at the smaller one. Algorithms that are foreseen far
+behind are not run; where the budget does not suffice for two candidates, as with large arrays on slow links, what was
+foreseen stands for the measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import registry
+from ..compression.reducers.ways import way_of
+from ..costs.plans import Network, fit_ring, plan_s
+from ..errors import PlanError, UsageError
+from ..nouns import Group
+from ..plans.check import check
+from ..plans.messages import Program, compile_program
+from ..plans.plan import Plan
+from ..plans.sums import order_of_additions
+from ..session.session import Session
+from ..strategy.choice import Choice, choose
+from ..strategy.strategy import SAME_BITS, Strategy
+from ..strategy.words import AUTO
+from . import cache
+
+Decision = TypeVar("Decision")
+
+SIZES = (1 << 10, 64 << 10, 1 << 20, 8 << 20)
+"""Bytes at which algorithms are measured."""
+
+BUDGET_S = 1.0
+HOPELESS = 3.0
+"""How many times slower than the best an algorithm is foreseen that is not run."""
+
+_PROBE_BYTES = (1 << 10, 16 << 10, 256 << 10)
+_PROBE_S = 0.02
+_BATCH_S = 0.5e-3
+"""Small arrays are exchanged several times for one time: about this long."""
+
+_MOST_CALLS = 16
+_MOST_ROUNDS = 9
+_LEAST_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is run at one size: ``rounds`` times ``calls`` exchanges by each of ``names``, none when that is empty."""
+
+    names: tuple[str, ...]
+    calls: int = 1
+    rounds: int = 1
+
+
+def plan_course(foreseen_s: Mapping[str, float], remaining_s: float, sizes_left: int, meeting_s: float = 0.0) -> Course:
+    """How to spend the budget at the next of ``sizes_left`` sizes, given what one exchange is foreseen to take.
+
+    Candidates are dropped from the slowest on until two rounds fit into what remains. Before each time is taken the
+    ranks meet, for ``meeting_s``, and exchange once, which brings them closer together; with long exchanges one for all
+    rounds suffices.
+    """
+    best = min(foreseen_s.values())
+    names = [name for name in foreseen_s if foreseen_s[name] <= HOPELESS * best]
+    calls = min(_MOST_CALLS, max(1, int(_BATCH_S / best)))
+
+    def cost_s(rounds: int) -> float:
+        exchanges = rounds * (calls + 1) if calls > 1 else rounds + 1
+        return exchanges * sum(foreseen_s[name] for name in names) + rounds * len(names) * meeting_s
+
+    while len(names) > 1 and cost_s(_LEAST_ROUNDS) > remaining_s:
+        names.remove(max(names, key=foreseen_s.__getitem__))
+    if len(names) < 2:
+        return Course(())
+    rounds = _MOST_ROUNDS
+    while rounds > _LEAST_ROUNDS and cost_s(rounds) > remaining_s / sizes_left:
+        rounds -= 1
+    return Course(tuple(names), calls, rounds)
+
+
+class Measuring:
+    """One start's measurements; made and used by all workers together."""
+
+    def __init__(self, session: Session, plans: Mapping[str, Plan], budget_s: float = BUDGET_S) -> None:
+        self._session = session
+        self._plans = plans
+        self._budget_s = budget_s
+        # Where a training run has its buckets. Zeros stay zeros, however often they are added.
+        self._array: NDArray[np.float32] = session.engine.allocate(SIZES[-1], np.dtype(np.float32))
+
+    def times(self) -> dict[str, list[float]]:
+        """Seconds at each of SIZES, measured or foreseen, of every algorithm that was not hopeless from the start.
+
+        Algorithms keep the order of the plans. On ranks other than 0 they may differ in the last bits.
+        """
+        network, meeting_s = self._probe()
+        began = time.perf_counter()
+        model = {name: [plan_s(plan, size, network) for size in SIZES] for name, plan in self._plans.items()}
+        hopeful = self._agree(_hopeful(model))
+        model = {name: model[name] for name in hopeful}
+        programs = {name: compile_program(self._plans[name], self._session.rank) for name in model}
+        times_s: dict[str, list[float]] = {name: [] for name in model}
+        for position, nbytes in enumerate(SIZES):
+            foreseen = {
+                name: found[-1] * model[name][position] / model[name][position - 1] if found else model[name][position]
+                for name, found in times_s.items()
+            }
+            left = self._budget_s - (time.perf_counter() - began)
+            course = Course(**self._agree(asdict(plan_course(foreseen, left, len(SIZES) - position, meeting_s))))
+            found = self._run([programs[name] for name in course.names], nbytes, course.calls, course.rounds)
+            foreseen.update(zip(course.names, found, strict=True))
+            for name, seconds in foreseen.items():
+                times_s[name].append(seconds)
+        return times_s
+
+    def _probe(self) -> tuple[Network, float]:
+        """Alpha, beta and gamma by a ring's halves, at the largest size that is quick enough; seconds of a meeting."""
+        group, rank = Group(self._session.world_size), self._session.rank
+        gather, scatter = (
+            compile_program(registry.get("algorithms", name).target(group), rank)
+            for name in ("all_gather", "reduce_scatter")
+        )
+        self._run([gather, scatter], _PROBE_BYTES[0], 1, 1)  # first uses load code and map memory
+        small = _PROBE_BYTES[0], self._run([gather], _PROBE_BYTES[0], 4, 3)[0]
+        middle = _PROBE_BYTES[1], self._run([gather], _PROBE_BYTES[1], 1, 3)[0]
+        fits = middle[1] * _PROBE_BYTES[2] / _PROBE_BYTES[1] <= _PROBE_S
+        size = self._agree(_PROBE_BYTES[2 if fits else 1])
+        large, reduced = self._run([gather, scatter], size, 1, 3)
+        return fit_ring(group.workers, small, (size, large), (size, reduced)), small[1]
+
+    def _run(self, programs: Sequence[Program], nbytes: int, calls: int, rounds: int) -> list[float]:
+        """Seconds of one exchange by each program: median over rounds of the slowest rank's mean over calls."""
+        if not programs:
+            return []
+        array, run = self._array[: nbytes // self._array.itemsize], self._session.run
+        own = np.empty((rounds, len(programs)))
+        for number in range(rounds):
+            for shift in range(len(programs)):
+                place = (number + shift) % len(programs)
+                program = programs[place]
+                if number == 0 or calls > 1:
+                    run(program, array, "tuning")
+                self._session.barrier()
+                begun = time.perf_counter()
+                for _ in range(calls):
+                    run(program, array, "tuning")
+                own[number, place] = (time.perf_counter() - begun) / calls
+        every = [np.frombuffer(data).reshape(own.shape) for data in self._session.gather(own.tobytes())]
+        found: list[float] = np.median(np.max(every, axis=0), axis=0).tolist()
+        return found
+
+    def _agree(self, mine: Decision) -> Decision:
+        """Rank 0's decision, whatever this rank would have decided."""
+        told: Decision = json.loads(self._session.tell_all(json.dumps(mine).encode()))
+        return told
+
+
+def _hopeful(model: Mapping[str, Sequence[float]]) -> list[str]:
+    """The algorithms that the model finds less than hopeless at one size at least."""
+    best = [min(column) for column in zip(*model.values(), strict=True)]
+    return [
+        name
+        for name, times_s in model.items()
+        if any(seconds <= HOPELESS * least for seconds, least in zip(times_s, best, strict=True))
+    ]
+
+
+log = logging.getLogger("syncline")
+
+VARIABLE = "SYNCLINE_TUNING"
+_MODES = ("on", "fresh", "off")
+
+
+def mode() -> str:
+    """What ``SYNCLINE_TUNING`` says; raises UsageError for anything but on, fresh or off."""
+    found = os.environ.get(VARIABLE) or "on"
+    if found not in _MODES:
+        raise UsageError(f"{VARIABLE}={found!r}: choose {', '.join(_MODES)}")
+    return found
+
+
+def is_wanted(asked: Strategy, resolved: Strategy, workers: int) -> bool:
+    """Whether there is something to choose by measuring: for ``auto``, among plans, between workers."""
+    if way_of(resolved.codec_object()).carrier is not None:
+        return False  # no plan carries such payloads
+    return asked.architecture == AUTO and workers > 1 and resolved.collective is None and mode() != "off"
+
+
+def tune(session: Session) -> None:
+    """Give the session its table of algorithms; all workers call it together, before anything else.
+
+    Takes a few small collectives when rank 0 has the table of an earlier run, else about a second.
+    """
+    with session.engine.uncounted():  # starting is no communication of the training
+        plans = _common(session, _plans(session.strategy, session.group))
+        kept = _kept(session, plans) if session.rank == 0 and mode() != "fresh" else None
+        table = json.loads(session.tell_all(json.dumps([] if kept is None else kept.table).encode()))
+        choice = Choice.read(table) if table else _measure(session, plans)
+    session.run_by(choice)
+    log.info("rank %d: architecture=auto runs %s", session.rank, choice)
+
+
+SLOWER = 0.03
+"""How much longer large arrays may take where schedules are tried, since trials win a few percent of an iteration."""
+
+_ONE_PASS_BYTES = 1 << 20
+"""Arrays in shared memory from this size on: nothing moves less than one pass, whatever a noisy moment measured."""
+
+
+def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
+    """The plans to choose from by name, no two the same; the choice by topology comes first.
+
+    ``strategy`` is resolved. Algorithms that need arguments, or have servers, are left out.
+    """
+    plans = _plans(strategy, group)
+    return {name: plans[name] for name in _distinct(plans)}
+
+
+def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
+    """Every allreduce that can be planned: topology's choice, then what comes with Syncline, plainer names first."""
+    entries = [
+        entry
+        for entry in registry.entries("algorithms")
+        if entry.capabilities.get("goal") == "allreduce" and "roles" not in entry.capabilities
+    ]
+    named = strategy.architecture.name
+    entries.sort(key=lambda entry: (entry.name != named, not entry.own, len(entry.name), entry.name))
+    found = {
+        entry.name: _plan(entry, group) for entry in entries if not any(each.required for each in entry.parameters)
+    }
+    return {name: plan for name, plan in found.items() if plan is not None}
+
+
+def of_one_order(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Those that add in one order wherever an element lies: which of them runs, in whatever buckets, changes no bit.
+
+    Of several such orders that of halving-doubling, which sends a ring's bytes; empty where nothing has one.
+    """
+    orders = {name: found for name, plan in plans.items() if (found := order_of_additions(plan)) is not None}
+    if not orders:
+        return {}
+    first = SAME_BITS if SAME_BITS in orders else next(iter(orders))
+    names = sorted(orders, key=lambda name: name != first)
+    return {name: plans[name] for name in names if orders[name] == orders[first]}
+
+
+def _plan(entry: registry.Entry, group: Group) -> Plan | None:
+    """The plan of an algorithm, None where it has none for that group.
+
+    Nobody asked for those of other packages: they are proved before they may be chosen, and a fault leaves them out.
+    """
+    try:
+        plan: Plan = entry.target(group)
+    except UsageError:
+        return None
+    except Exception as error:
+        if entry.own:
+            raise
+        log.warning("architecture=auto leaves out %s: %s: %s", entry.name, type(error).__name__, error)
+        return None
+    if not entry.own:
+        try:
+            check(plan)
+        except PlanError as error:
+            log.warning("architecture=auto leaves out %s: its plan is wrong: %s", entry.name, error)
+            return None
+    return plan
+
+
+def _distinct(plans: Mapping[str, Plan]) -> list[str]:
+    """Of plans of the same transfers, in whatever order they are listed, the first: two levels on a node are a ring."""
+    first: dict[tuple[int, bytes], str] = {}
+    for name, plan in plans.items():
+        rows = plan.rows
+        first.setdefault((plan.chunks, rows[np.lexsort(rows.T[::-1])].tobytes()), name)
+    return list(first.values())
+
+
+def _common(session: Session, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """The distinct plans that all ranks have, and have alike, in rank 0's order: hosts differ in what is installed."""
+    mine = json.dumps({name: plan.digest for name, plan in plans.items()}).encode()
+    first, *others = (json.loads(told) for told in session.gather(mine))
+    common = dict(first)
+    for rank, theirs in enumerate(others, 1):
+        for name in [name for name in common if theirs.get(name) != common[name]]:
+            del common[name]
+            if session.rank == 0:
+                why = "has another algorithm of that name, or one that lists its transfers in another order"
+                log.warning(
+                    "architecture=auto leaves out %s: %s %s",
+                    name,
+                    session.name(rank),
+                    why if name in theirs else "does not have it",
+                )
+    return {name: plans[name] for name in _distinct({name: plans[name] for name in common})}
+
+
+def _kept(session: Session, plans: Mapping[str, Plan]) -> Choice | None:
+    """The table of an earlier run, when it names nothing else than can run here."""
+    kept = cache.read(_key(session, plans))
+    return kept if kept is not None and kept.names <= plans.keys() else None
+
+
+def _measure(session: Session, plans: Mapping[str, Plan]) -> Choice:
+    times_s = Measuring(session, plans).times()
+    if session.strategy.budget_s and (alike := _worth_trials(times_s, plans)):
+        choice = choose(SIZES, alike)
+    else:
+        choice = choose(SIZES, times_s)
+        if session.strategy.transport.name == "shm":
+            choice = choice.until(_ONE_PASS_BYTES, next(iter(times_s)))
+    table = session.tell_all(json.dumps(choice.table).encode())  # rank 0's, whatever others would round to
+    if session.rank == 0:
+        cache.write(_key(session, plans), choice, SIZES, times_s)
+    return Choice.read(json.loads(table))
+
+
+def _worth_trials(times_s: Mapping[str, list[float]], plans: Mapping[str, Plan]) -> dict[str, list[float]]:
+    """The times of plans of one order; none where large arrays take clearly longer by these than by others."""
+    alike = {name: times_s[name] for name in of_one_order(plans) if name in times_s}
+    if not alike or min(found[-1] for found in alike.values()) > (1 + SLOWER) * min(t[-1] for t in times_s.values()):
+        return {}
+    return alike
+
+
+def _key(session: Session, plans: Mapping[str, Plan]) -> str:
+    assert session.roll is not None
+    places = [(member.host, member.machine, member.cores) for member in session.roll.members]
+    digests = {name: plan.digest for name, plan in plans.items()}
+    return cache.key_of(str(session.strategy.transport), places, digests, tries=session.strategy.budget_s > 0)
