@@ -34,7 +34,7 @@ def save(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     """
     _rest(prepared, "syncline.state_dict()")
     for made in prepared:
-        if made.client is not None and not made.client.together:
+        if made.client is not None and not made.client.owned.together:
             made.client.consolidate()  # so that no rank waits for a step of a model that only exists here
     all_workers, *groups = _by_session(session, prepared)
     found = _saved(*all_workers)

@@ -15,14 +15,15 @@ from syncline.engine.driver import LIMIT_S
 from syncline.engine.trace import Observer
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.serving.records import State
-from syncline.serving.server import serve
 from syncline.serving.shard import Groups, Holding
-from syncline.serving.traffic import Model
-from syncline.serving.worker import Worker, attach
 from syncline.session.layout import Layout
 from syncline.session.member import Member, Membership
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
+from syncline.training.exchange import BucketExchange
+from syncline.training.memory import Blocks, InPlace
+from syncline.training.model import Framework, TrainedModel
+from syncline.training.owners import OwnedModel, serve_model
 
 Array = NDArray[np.float64]
 
@@ -89,14 +90,11 @@ class Training:
         layers = [Layer(Spec(f"tensor {number}", (size,), "float64")) for number, size in enumerate(sizes)]
         parts = [Slice(number, 0, size) for number, size in enumerate(sizes)]
         buckets = [Bucket((parts[0], parts[1]), "float64"), Bucket((parts[2],), "float64")]
-        self.gradients, self.weights = (
-            [session.engine.allocate(bucket.nbytes, np.dtype(np.float64)) for bucket in buckets] for _ in range(2)
-        )
+        self.blocks = [Blocks(layers, buckets, session.engine.allocate) for _ in range(2)]
+        self.gradients, self.weights = (blocks.arrays for blocks in self.blocks)
         for array in self.weights:
             array[:] = 1
-        compression = session.compression(layers, buckets, self.gradients)
-        layout = Layout(tuple(layers), tuple(buckets), (0.0,) * len(buckets))
-        self.model = Model(layout, self.gradients, self.weights, compression)
+        self.layout = Layout(tuple(layers), tuple(buckets), (0.0,) * len(buckets))
         self.owner: Sgd | None = None
         self.applied: Callable[[int], None] = lambda _: None
 
@@ -104,26 +102,32 @@ class Training:
         self.owner = Sgd(holdings, applied=self.applied)
         return self.owner
 
-    def start(self) -> Worker | None:
+    def start(self) -> OwnedModel | None:
         """This process's worker; on a server, None once all is over."""
+        gradients, weights = self.blocks
         if not self.session.is_worker:
-            serve(self.session, self.model, self.build, [])
+            serve_model(self.session, self.layout, gradients, weights, self.build)
             return None
-        return attach(self.session, self.model, self.build, [])
+        exchange = BucketExchange(self.session, 0, self.layout, [gradients], InPlace(self.session.engine))
+        return OwnedModel(exchange, TrainedModel(self.session, exchange, len(SIZES), Framework()), weights, self.build)
 
-    def push(self, worker: Worker, step: int) -> None:
+    def push(self, worker: OwnedModel, step: int) -> None:
         mine = gradient_of(self.session.rank, step)
         self.gradients[0][:], self.gradients[1][:] = np.resize(mine[:-1], self.gradients[0].size), mine[-1:]
         self.session.engine.wait(*[worker.start(bucket) for bucket in range(2)])
 
-    def pull(self, worker: Worker) -> Array:
+    def tell(self, worker: OwnedModel, groups: Groups) -> None:
+        worker.begin(groups)
+        worker.owners.told()
+
+    def pull(self, worker: OwnedModel) -> Array:
         self.session.engine.wait(*[worker.pull(bucket) for bucket in range(2)])
         return np.concatenate(self.weights)
 
-    def step(self, worker: Worker, step: int, rate: float = LR, **values: Any) -> Array:
+    def step(self, worker: OwnedModel, step: int, rate: float = LR, **values: Any) -> Array:
         """Push, have applied with these values of the optimizer, pull; the weights."""
         self.push(worker, step)
-        worker.step([{"lr": rate, **values}])
+        self.tell(worker, [{"lr": rate, **values}])
         return self.pull(worker)
 
     def owned(self, version: int = -1) -> Array:

@@ -43,7 +43,7 @@ def train(session: Session) -> Any:
         weights = training.step(worker, step)
         seen.append((weights, list(worker.owners._versions)))
     if worker is not None:
-        session.engine.wait(*worker.consolidate())
+        worker.consolidate()
         seen.append((np.concatenate(training.weights), list(worker.owners._versions)))
     session.shutdown()
     return training, seen
@@ -118,12 +118,12 @@ def took_in(on: Run, strategy: str, first: int) -> list[list[Any]]:
 
         training.build = noting  # type: ignore[method-assign]
         worker = training.start()
-        if worker is not None and first and training.model.compression is not None:
-            training.model.compression.resume_at(first)
+        if worker is not None and first and worker.exchange.compression is not None:
+            worker.exchange.compression.resume_at(first)
             worker.resume(first, [])
         for step in range(2 if worker else 0):
             training.push(worker, step)
-            worker.step([{"lr": 0.0}])
+            training.tell(worker, [{"lr": 0.0}])
             training.pull(worker)
         session.shutdown()
         return seen
@@ -186,7 +186,7 @@ def test_momenta_of_each_worker_add_up_to_that_of_one(on: Run, place: str, momen
         worker = training.start()
         seen = [training.step(worker, step, **values) for step in range(STEPS if worker else 0)]
         if worker is not None:
-            session.engine.wait(*worker.consolidate())
+            worker.consolidate()
         session.shutdown()
         return [*seen, np.concatenate(training.weights)]
 
@@ -324,11 +324,12 @@ def wrong(how: str, session: Session) -> None:
             worker.steps = 0
         if session.rank == 1 and how in ("no groups", "no rate"):
             training.push(worker, step)
-            worker.step([] if how == "no groups" else [{"lr": "none"}])
+            training.tell(worker, [] if how == "no groups" else [{"lr": "none"}])
         elif session.rank == 1 and how in ("scale", "descent", "weight"):
             training.push(worker, step)
             worker.scale = {"scale": 1e300, "descent": -1.0}.get(how, 1.0)
-            worker.step([{"lr": 0.1}], weight=1e300 if how == "weight" else 1.0)
+            worker.trained.weight = 1e300 if how == "weight" else 1.0
+            training.tell(worker, [{"lr": 0.1}])
         else:
             training.step(worker, step)
 

@@ -85,7 +85,7 @@ def test_all_have_the_same_when_they_have_consolidated(on: Run, place: str, mode
         for begin, end in ((0, steps), (99, steps), (steps[session.rank], more)):
             for step in range(begin, end[session.rank]):
                 training.step(worker, step)
-            session.engine.wait(*worker.consolidate())
+            worker.consolidate()
             seen.append((np.concatenate(training.weights), worker.steps))
         found = figures(session)[0]
         session.shutdown()
@@ -108,7 +108,7 @@ def test_who_has_left_is_not_waited_for_when_the_others_consolidate(on: Run) -> 
         for step in range(1 + session.rank):
             training.step(worker, step)
         if session.rank > 0:
-            session.engine.wait(*worker.consolidate())
+            worker.consolidate()
         weights = np.concatenate(training.weights)
         session.shutdown()
         return weights
@@ -162,9 +162,9 @@ def test_what_owners_send_at_a_meeting_goes_behind_what_they_sent_before(
             return None
         for step in range(2):
             training.step(worker, step)
-        session.engine.wait(*worker.consolidate())
+        worker.consolidate()
         training.step(worker, 2)
-        session.engine.wait(*worker.consolidate())
+        worker.consolidate()
         weights = np.concatenate(training.weights)
         session.shutdown()
         return weights
@@ -193,9 +193,9 @@ def test_late_gradients_are_compensated(on: Run) -> None:
             training.push(worker, 0)
             assert gone.wait(LIMIT_S)
             worker.scale = scale
-            worker.step([{"lr": LR}])
+            training.tell(worker, [{"lr": LR}])
             training.pull(worker)
-        session.engine.wait(*worker.consolidate())
+        worker.consolidate()
         weights = np.concatenate(training.weights)
         session.shutdown()
         return weights
@@ -252,10 +252,10 @@ def test_a_run_in_the_order_of_its_log_gives_the_same_bits(run_on: Run, place: s
             training.gradients[0][:], training.gradients[1][:] = gradient[:-1], gradient[-1:]
             assert worker is not None
             session.engine.wait(*[worker.start(bucket) for bucket in range(2)])
-            worker.step([{"lr": LR, "momentum": factor, "nesterov": False}])
+            training.tell(worker, [{"lr": LR, "momentum": factor, "nesterov": False}])
             training.pull(worker)
         if worker is not None:
-            session.engine.wait(*worker.consolidate())
+            worker.consolidate()
         session.shutdown()
         return np.concatenate(training.weights), training
 

@@ -37,7 +37,7 @@ def where(request: pytest.FixtureRequest, listener: Listener) -> Where:
 def good_peer(listener: Listener, where: Where, source: int = 1, purpose: str = "data") -> None:
     """A peer gets in and bytes pass both ways, at whatever time this is asked."""
     with dial(where, RUN, SECRET, source, 0, purpose, LIMIT_S) as there:
-        here = listener.take(source, purpose, LIMIT_S)
+        here = listener.take([source], purpose, LIMIT_S).get(source)
         assert here is not None
         with here:
             there.sendall(b"ping")
@@ -57,11 +57,11 @@ def test_connections_are_told_apart_by_peer_and_purpose(listener: Listener, wher
     for (peer, purpose), there in zip(calls, ends, strict=True):
         with there:
             there.sendall(f"{peer} {purpose}".encode())
-            here = listener.take(peer, purpose, LIMIT_S)
+            here = listener.take([peer], purpose, LIMIT_S).get(peer)
             assert here is not None
             with here:
                 assert here.recv(100).decode() == f"{peer} {purpose}"
-    assert listener.take(1, "data", 0) is None
+    assert listener.take([1], "data", 0).get(1) is None
 
 
 def test_bytes_right_behind_the_proof_belong_to_the_connection(listener: Listener, where: Where) -> None:
@@ -71,7 +71,7 @@ def test_bytes_right_behind_the_proof_belong_to_the_connection(listener: Listene
         sock.sendall(said.raw)
         proof = handshake.check_answer(SECRET, said, sock.recv(handshake.ANSWER_BYTES, socket.MSG_WAITALL))
         sock.sendall(proof + b"and more")
-        here = listener.take(1, "data", LIMIT_S)
+        here = listener.take([1], "data", LIMIT_S).get(1)
         assert here is not None
         with here:
             assert here.recv(100) == b"and more"
@@ -166,7 +166,7 @@ def test_a_dialler_that_does_not_know_the_secret_but_goes_on_is_refused(listener
     with knock(where) as liar:
         liar.sendall(handshake.hello(RUN, 1, 0, "data").raw + b"\1" * handshake.MAC_BYTES)
         assert len(drain(liar)) <= handshake.ANSWER_BYTES  # no welcome
-    assert listener.take(1, "data", 0) is None
+    assert listener.take([1], "data", 0).get(1) is None
     good_peer(listener, where)
 
 
@@ -193,11 +193,11 @@ def test_a_port_where_nobody_listens_does_not_answer_itself() -> None:
 
 
 def test_several_peers_are_taken_at_once(listener: Listener, where: Where) -> None:
-    assert listener.take_some({1, 2, 3}, "data", 0.0) == {}
+    assert listener.take({1, 2, 3}, "data", 0.0) == {}
     ends = [dial(where, RUN, SECRET, peer, 0, "data", LIMIT_S) for peer in (1, 3)]
     found: dict[int, socket.socket] = {}
     while len(found) < 2:
-        some = listener.take_some({1, 2, 3}, "data", LIMIT_S)
+        some = listener.take({1, 2, 3}, "data", LIMIT_S)
         assert some
         found |= some
     assert sorted(found) == [1, 3]
@@ -209,7 +209,7 @@ def test_a_second_connection_for_the_same_is_refused(listener: Listener, where: 
     with dial(where, RUN, SECRET, 1, 0, "data", LIMIT_S) as first:
         with pytest.raises((HandshakeError, ConnectionError)):
             dial(where, RUN, SECRET, 1, 0, "data", LIMIT_S)
-        here = listener.take(1, "data", LIMIT_S)
+        here = listener.take([1], "data", LIMIT_S).get(1)
         assert here is not None
         with here:
             first.sendall(b"still here")

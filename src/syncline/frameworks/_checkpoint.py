@@ -18,10 +18,10 @@ from ..errors import UsageError
 from ..nouns import Slice, Spec, numpy_dtype
 from ..serving.records import Elements, Record, State, pack, states_of, unpack
 from ..serving.shard import WEIGHTS
-from ..serving.worker import Worker
 from ..session.layout import reading_state
 from ..session.session import Session
 from ..strategy.choice import Choice
+from ..training.owners import OwnedModel
 from ..training.weights import WeightExchange
 from ._flat import FlatModel
 from ._weights import Array, Weights
@@ -33,9 +33,9 @@ _MODEL = "this state is of another model"
 def save(model: FlatModel) -> dict[str, Any]:
     """The state of a run; all workers call it, between two steps."""
     model.check_between("state_dict()")
-    session, worker = model.session, model.worker
+    session, owned = model.session, model.owned
     specs = model.specs
-    if worker is not None:
+    if owned is not None:
         session.consolidates[model.key]()  # the newest weights, where workers do not go in step
     weights, kept = read(specs, model.weights)
     found = basic(specs, weights, kept) | {
@@ -44,11 +44,11 @@ def save(model: FlatModel) -> dict[str, Any]:
         "world_size": session.world_size,
         "steps": model.steps,
     }
-    if worker is not None:
-        states = states_of(worker.owners.state(), [_whole(number, spec) for number, spec in enumerate(specs)])
+    if owned is not None:
+        states = states_of(owned.owners.ask("state"), [_whole(number, spec) for number, spec in enumerate(specs)])
         found["optimizer"] = _by_name(specs, states)
-        if worker.keeps:
-            found["owners"] = basic(specs, *_of_records(specs, worker.weights()))["weights"]
+        if owned.keeps:
+            found["owners"] = basic(specs, *_of_records(specs, owned.weights()))["weights"]
         session.barrier()  # nobody goes on before all have asked
     found |= model.exchange.saved()
     if model.averaging is not None:
@@ -67,9 +67,9 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
     """
     with reading_state():
         model.check_between("load_state_dict()")
-        session, worker = model.session, model.worker
+        session, owned = model.session, model.owned
         before = session.as_here(state["strategy"])
-        if before != str(session.strategy) and worker is None and session.resume_codec(before):
+        if before != str(session.strategy) and owned is None and session.resume_codec(before):
             model.exchange.compress()
         if before != str(session.strategy):
             raise UsageError(
@@ -90,10 +90,10 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
             lost = state.get("codec") is None and compression.keeps
             compression.warn_of_loss(str(session.strategy), lost, 3)
         model.take_weights(arrays)
-        if worker is None:
+        if owned is None:
             model.weights.keep(states)
         else:
-            _load_owners(model, worker, state, arrays, states)
+            _load_owners(model, owned, state, arrays, states)
         if model.averaging is not None:
             _load_agreed(model.averaging, state)
 
@@ -108,11 +108,11 @@ def _load_agreed(averaging: WeightExchange, state: Mapping[str, Any]) -> None:
 
 
 def _load_owners(
-    model: FlatModel, worker: Worker, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]
+    model: FlatModel, owned: OwnedModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]
 ) -> None:
     """Let the owners go on from there."""
     records = _of_weights(weights)
-    worker.load(_of_states(weights, kept))
+    owned.load(_of_states(weights, kept))
     theirs = state.get("owners")
     if theirs is not None:
         told, _ = _checked(model.specs, {"weights": theirs, "optimizer": {}})
@@ -121,12 +121,11 @@ def _load_owners(
         digest = 0
         for flat in weights:
             digest = zlib.crc32(flat.view(np.uint8), digest)
-        worker.change(records, digest or 1)
-        if model.exchange.compression is not None or worker.keeps:
-            worker.resume(model.steps, theirs or [])
+        owned.change(records, digest or 1)
+        if model.exchange.compression is not None or owned.keeps:
+            owned.resume(model.steps, theirs or [])
     else:
-        worker.resume(model.steps, theirs or records)
-        model.session.consolidates[model.key]()
+        owned.resume(model.steps, theirs or records)
 
 
 # What all runs keep, one worker's too.

@@ -7,28 +7,26 @@ owners of the weights (``serving``). Where workers train by themselves it is wei
 
 No framework is known here, and none of its objects: ``Weights`` is all that one has to do. Weights stay where the
 framework has them; copies in the transport's memory are made only where others hold the weights, or all agree on them.
-Which gradients have come is ``_gradients``', how buckets travel and what a step does ``training``'s, what a server does
-``_served``'s.
+Which gradients have come is ``_gradients``', how buckets travel, what a step does, and what owners do, ``training``'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from ..engine.order import When
 from ..engine.step import Apply
 from ..engine.trace import Span, begin
 from ..errors import GradientError, UsageError
 from ..nouns import Spec
 from ..serving.shard import Build
-from ..serving.traffic import Model
-from ..serving.worker import Worker, attach
 from ..session.session import Session
 from ..sync import Averages
 from ..training.exchange import BucketExchange, storages_of
 from ..training.memory import Blocks, InPlace, agree_on_model, copy_from_rank_0
 from ..training.model import Framework, TrainedModel
+from ..training.owners import OwnedModel, add_up, serve_model
 from ..training.weights import WeightExchange
 from ._gradients import Coming
 from ._weights import Array, HeldWeights, Weights
@@ -40,7 +38,7 @@ Kind = Literal["exchanged", "own", "averaged"]
 class FlatModel:
     """One worker's part in the training of a model; ``owner`` is for ``Session.enter_model``.
 
-    All processes make one at the same place, or call ``serve_model``. They begin with rank 0's weights. ``rule`` says
+    All processes make one at the same place, or call ``serve_flat``. They begin with rank 0's weights. ``rule`` says
     what the optimizer is, in words that have to be the same on all: at first, and in every step whose gradients all
     exchange where each updates its own weights.
     """
@@ -68,7 +66,7 @@ class FlatModel:
         self._mode = self.exchange.mode
         self.trained = TrainedModel(session, self.exchange, len(self.specs), Framework(apply=self._apply))
         self.held: Blocks | None = None  # the weights as they travel, where they do
-        self.worker: Worker | None = None
+        self.owned: OwnedModel | None = None
         if held_or_agreed:
             self.held = Blocks(layout.layers, layout.buckets, session.engine.allocate)
             self.held.take(self.gradients)
@@ -77,9 +75,8 @@ class FlatModel:
             self.averaging = WeightExchange(session, self.key, self._mode, memory, follows=True)
             self.trained.weights, self.exchange.program = self.averaging, self.averaging.program
         elif self.held is not None:
-            arrays = self.gradients.arrays
-            model = Model(layout, arrays, self.held.arrays, self.exchange.compression, self.key)
-            self.worker = self.exchange.owners = attach(session, model, build, [])
+            self.owned = OwnedModel(self.exchange, self.trained, self.held, build)
+            self.owned.taken = partial(weights.write, self.held.flat)
         self._alone = False  # the present step is the worker's own
         self.gone = False  # another has the weights
         self._backward: Span | None = None
@@ -158,7 +155,7 @@ class FlatModel:
         self.session.check_usable()
         self._check_not_gone()
         due = self.trained.machine.due
-        if self.worker is not None and not due:
+        if self.owned is not None and not due:
             raise self.fault(
                 f"sync={self.session.strategy.sync.name} exchanges nothing in step {self.steps}, and the owners"
                 " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
@@ -194,8 +191,8 @@ class FlatModel:
         """The weights become the new ones."""
         if self._alone:
             self._step_alone()
-        elif self.worker is not None:
-            self._step_by_owners(self.worker)
+        elif self.owned is not None:
+            self.owned.step(self.weights.values())
         else:
             self.trained.do(self.trained.machine.stepped())
         if self.exchange.schedule.apply == "layer":  # nobody shows when a weight is read first, so all are waited for
@@ -230,15 +227,6 @@ class FlatModel:
         else:
             self.coming.begin()
 
-    def _step_by_owners(self, worker: Worker) -> None:
-        """The update is made by the owners, bucket by bucket as pushes come, and the weights are pulled behind it."""
-        assert self.held is not None
-        worker.step(self.weights.values())
-        pulls = [worker.pull(i, When(priority=priority)) for i, priority in enumerate(self.layout.priorities)]
-        self.trained.do(self.trained.machine.stepped())
-        self.session.engine.wait(*pulls)
-        self.weights.write(self.held.flat)
-
     def _step_alone(self) -> None:
         """A step of the worker's own, and what the workers exchange after it."""
         self.trained.made_alone()
@@ -247,7 +235,7 @@ class FlatModel:
 
     def _apply(self, action: Apply) -> None:  # noqa: ARG002
         """All buckets of a step: what engines do that wait at the end of backward."""
-        if self.worker is None:  # owners have
+        if self.owned is None:  # owners have
             self.weights.update(self.gradients.flat)
 
     # Between steps.
@@ -271,7 +259,7 @@ class FlatModel:
 
         Raises UsageError where owners hold them, who know of no other.
         """
-        if self.worker is not None:
+        if self.owned is not None:
             raise UsageError(
                 f"owners of the weights hold {self.specs[0].name!r} as it was prepared first: prepare these arrays"
                 " once, or use ring or another allreduce"
@@ -291,14 +279,27 @@ class FlatModel:
     def _consolidate(self) -> None:
         """Have the owners' newest weights, or what becomes of those that workers have trained by themselves."""
         self.check_between("consolidate()")
-        if self.worker is not None and self.held is not None and (pulls := self.worker.consolidate()):
-            self.session.engine.wait(*pulls)
-            self.weights.write(self.held.flat)
+        if self.owned is not None:
+            self.owned.consolidate()
         self.trained.consolidate()
 
     def fault(self, text: str) -> GradientError:
         """As ``Session.fault``."""
         return self.session.fault(text)
+
+
+def serve_flat(
+    session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object, rule: str = ""
+) -> None:
+    """A server's part until all workers have left: it owns weights, or adds gradients up."""
+    layout = agree_on_model(session, session.enter_model(owner), specs, rule)
+    gradients, held = (Blocks(layout.layers, layout.buckets, session.engine.allocate) for _ in range(2))
+    weights.read(held.flat)
+    copy_from_rank_0(session, held.arrays)
+    if session.strategy.server_holds_weights:
+        serve_model(session, layout, gradients, held, build)
+    else:
+        add_up(session, layout, gradients)
 
 
 def flat_models(session: Session) -> list[FlatModel]:

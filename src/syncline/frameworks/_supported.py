@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import UsageError
+from ..serving.owner import PushGroups, check_kept
 from ..serving.shard import Groups
-from ..serving.shares import PushGroups, check_kept
 from ..session.session import Session
 from ..strategy.strategy import Strategy
 from ..sync import Agrees, Averages, momentum_of

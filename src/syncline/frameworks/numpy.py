@@ -27,10 +27,9 @@ from ..serving.shard import Groups, Holding
 from ..session.session import Session
 from . import Handed
 from ._checkpoint import load, load_alone, save, save_alone
-from ._flat import FlatModel, flat_models
+from ._flat import FlatModel, flat_models, serve_flat
 from ._gradients import fits, unfit
 from ._memory import check_writable, floating_array, host_array, overlapping
-from ._served import serve_model
 from ._supported import check_mode, check_options, check_schedule, warn_of_plain_steps
 from ._weights import Array, OnHoldings
 
@@ -446,7 +445,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
         made = Shared(session, weights)
         return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))
     words = described(rule, values=session.strategy.sync_mode().merges)
-    serve_model(session, weights.specs, weights, partial(Sliced, rule), weights.footprint, words)
+    serve_flat(session, weights.specs, weights, partial(Sliced, rule), weights.footprint, words)
     return None
 
 

@@ -1,13 +1,11 @@
-"""Where the processes of a run meet: this machine's addresses, and how the others come to know that of rank 0.
+"""Where the processes of a run meet: this machine's addresses, and how rank 0 tells the others its own.
 
-Where the launcher has given ranks but no address, as ``mpirun`` does, MPI knows the way to all of them: rank 0 takes a
-port and tells the others over MPI, with a secret made for the run. Without mpi4py, processes of one host meet at a port
-that follows from the job's name.
+Under ``mpirun`` ranks are known but no address: rank 0 takes a port and broadcasts it over MPI, with a secret made for
+the run. Without mpi4py, processes of one host meet at a port derived from the job's name.
 
-Where the launcher's agent serves a store of torch's (torchrun's TCPStore), or a process group was given one, rank 0
-tells in it where to meet, and a key that guards against accidents. A store cannot prove who wrote a value, and its
-calls do not always keep a time limit: one that does not answer holds its caller for ever. So they are made in a thread
-that is given up on. That loads torch, which torchrun, or the group, has brought.
+Where there is a store of torch's (torchrun's TCPStore, or that of a process group), rank 0 writes there where to meet,
+and a key that guards against accidents. A store cannot prove who wrote a value, and its calls do not always keep a time
+limit, so they run in a thread that is given up on.
 """
 
 from __future__ import annotations

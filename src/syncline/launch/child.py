@@ -1,18 +1,13 @@
-"""A process and its launcher: how one starts the other, watches it by a descriptor, and neither is left alone.
+"""A process and its launcher: how the launcher starts and watches it, and how it ends when the launcher is gone.
 
-Owns what Linux needs for that. Does not know why a process is started or ended: ``local`` does.
+A child has a session of its own and gets no Ctrl-C from the terminal: every signal comes from the launcher, once. The
+kernel kills it when the launcher dies, even by SIGKILL (prctl(2), PR_SET_PDEATHSIG). A stub in the new process asks for
+that and then becomes the command; unlike code between fork and exec this is safe in a launcher with threads. The kernel
+watches the *thread* that started the process, so that thread has to stay. An ended child stays a zombie until
+``close``: its number, that of its process group, cannot be reused, and a signal never hits a stranger.
 
-A process of its own session gets no Ctrl-C from the terminal, so every signal comes from the launcher, once. The
-kernel kills it when the launcher dies, even by SIGKILL (prctl(2), PR_SET_PDEATHSIG). The request for that has to come
-from the new process: a stub asks for it and then becomes the command. Unlike code between fork and exec it is safe in a
-launcher with threads. The kernel watches the *thread* that started the process, which therefore has to stay.
-
-An ended process is left as a zombie until ``close``: its number, which is that of its process group, cannot be given to
-another one meanwhile, so that a signal to the group never hits a stranger.
-
-A process of another launcher, or one that is started by something that stands in between, such as a shell script, finds
-its launcher itself and waits for its end (``end_with_launcher``), by a descriptor of the whole process (pidfd_open(2)):
-it would train on for nobody.
+``end_with_launcher`` covers other launchers, and a shell script in between: the process finds its launcher among its
+ancestors and waits for its end by a descriptor (pidfd_open(2)).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Making sessions: between the processes of a run, and between threads of one process.
+"""Makes the session of a process: rendezvous, connections, transport, watcher, engine.
 
-Between processes: the meeting, proved connections among all pairs, the transport that the strategy asks for, and the
-watcher over the control connections. Between threads there is nothing to prove or to watch.
+The processes meet, prove and connect all pairs, and begin to watch the control connections. The transport is the one
+that the strategy names. A world of one worker needs none of this.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +28,6 @@ from ..timeline import folder
 from ..timeline.recording import SessionSpans
 from ..transports import Place, Transport
 from ..transports._auto import Auto
-from ..transports.inproc import Hub
 from ..tuning import algorithm_choice, codec_choice, schedule_choice
 from ..version import __version__
 from ..wire import listener, meeting_sockets, watch
@@ -50,44 +49,14 @@ _BESIDE = 256
 """What the script, its framework and the start itself may have open."""
 
 
-def in_process(
-    strategy: str, workers: int, observers: Sequence[Observer | None] = (), nodes: tuple[int, ...] = ()
-) -> list[Session]:
-    """Sessions of a whole group between the threads of this process: workers first, then servers. For tests.
-
-    ``observers`` are those of the first ones, ``nodes`` the hosts that the workers are to be on.
-    """
-    asked = Strategy.parse(strategy)
-    check_asked(asked)
-    chosen = asked.resolve(Group(workers, nodes=nodes), inproc=True)
-    group = Group(workers, chosen.servers, nodes)
-    told = [*observers, *[None] * group.processes][: group.processes]
-    if group.processes == 1:
-        return [_session(asked, chosen, Member(group, 0, None, observer=told[0]))]
-    hub = Hub(group.processes)
-    sessions = [
-        _session(asked, chosen, Member(group, index, hub.transport(index), observer=observer))
-        for index, observer in enumerate(told)
-    ]
-    for session in sessions:
-        session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
-        session.ending.neighbours = [other.ending for other in sessions if other is not session]
-    return sessions
-
-
 def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
     """A session of one worker, who exchanges nothing with anybody."""
     group = Group(1)
     observer = None if recording is None else recording.file
-    session = _session(strategy, strategy.resolve(group), Member(group, 0, None, observer=observer))
+    member = Membership(Member(group, 0, None, observer=observer))
+    session = Session(strategy.resolve(group), member, left_open=strategy.architecture == AUTO)
     if recording is not None:
         recording.attach(session)
-    return session
-
-
-def _session(asked: Strategy, chosen: Strategy, process: Member) -> Session:
-    session = Session(chosen, Membership(process))
-    session.left_open = asked.architecture == AUTO
     return session
 
 
@@ -225,7 +194,7 @@ def _begin(
                 observer=observer,
             )
             unowned.pop_all()  # the end of the process closes it
-        session = _session(asked, formed.strategy, process)
+        session = Session(formed.strategy, Membership(process), left_open=asked.architecture == AUTO)
         with _ending(session):
             ending = process.ending
             ending.watcher = Watcher(

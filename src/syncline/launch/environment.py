@@ -1,14 +1,11 @@
-"""Who started this process, and as which of how many: read from environment variables, before anything is connected.
+"""Which launcher started this process, and its place in the run: read from environment variables before any connection.
 
-Owns the names of the variables that launchers set. Each launcher has one recogniser in ``RECOGNISERS``; a further one
-is added there. Does not connect, measure or guess: what is missing or contradicts itself is a UsageError that names
-the variable.
+Owns the names of launchers' variables: one recogniser each, in ``RECOGNISERS``. A variable that is missing or
+contradicts another is a UsageError that names it. ``rank`` and ``world`` count processes: workers, then servers.
 
-``rank`` and ``world`` count processes: workers first, servers of their own after them. What scripts read of their
-place, in the variables that torch.distributed reads, counts workers only, since scripts share out their data by it. A
-server, which runs the script up to ``prepare``, sees the place of the last worker, on its own host if there is one, as
-``syncline.rank()`` says there. ``syncline run`` sets the variables so from the start; other launchers count all
-processes, until ``init`` knows better (``Variables``).
+RANK, WORLD_SIZE and their kin, as scripts and torch.distributed read them, count workers only, since scripts share out
+data by them. A server, which runs the script up to ``prepare``, sees the place of the last worker, on its own host if
+there is one. ``syncline run`` sets them so; under other launchers ``init`` does (``Variables``).
 """
 
 from __future__ import annotations

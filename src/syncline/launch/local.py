@@ -1,22 +1,15 @@
 """All processes of a run on this machine: started together, ended together.
 
-Owns the order of an ending. When a process fails, the others get a grace in which they find out and print their own
-error, then SIGTERM, then SIGKILL; the status of the whole is that of the first to fail. An interrupt is passed on and
-followed by SIGKILL soon after. Does not know what the processes do.
+When a process fails, the others get a grace period to print their own error, then SIGTERM, then SIGKILL; the exit
+status is that of the first to fail. An interrupt is passed on, and SIGKILL follows soon. One loop in the caller's
+thread serves the descriptors of processes, outputs and signals.
 
-The processes find each other at a meeting that rank 0 serves. Its listening socket is opened here and handed to
-rank 0, so that no other process can take the port in between. A second port (MASTER_PORT) is kept free for a store
-that the command opens itself, as torch.distributed does. Everything runs in the caller's thread: one loop over the
-descriptors of processes, outputs and signals.
+Rank 0 inherits the listening socket of the rendezvous, so that no other process can take the port in between. A second
+port (MASTER_PORT) is kept free for a store that the command opens itself, as torch.distributed does. A server finds a
+sentence in its place, or torch's process groups would wait for it for ever.
 
-What scripts read of ranks and world sizes (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE) counts workers only, or they
-would leave the servers' shares of the data to nobody. A server, which runs the script up to a certain point, sees the
-place of the last worker, on its host if there is one, so that it finds data and devices as a worker does. It has no
-place in process groups of the script's own: where these look for a port it has a sentence that says so, or they would
-wait for it for ever.
-
-A process starts on this machine as it is unless its ``Placement`` says otherwise. What a placement is made of, for
-instance a command that enters another network namespace, is not known here. What ranks report is in ``wire.reports``.
+A process starts on this machine as it is unless its ``Placement`` says otherwise, such as a command that enters another
+network namespace. What ranks report is in ``wire.reports``.
 """
 
 from __future__ import annotations

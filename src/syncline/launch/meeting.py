@@ -1,8 +1,8 @@
-"""Where this process meets the others of its run, start after start: the place, the secret, the addresses.
+"""This process's way to the rendezvous of its run, start after start: the place, the secret, the connection.
 
-Owns what differs between launchers. Rank 0 serves the meeting (``wire.meeting_sockets``) for as long as a start
-takes: at the address that all were told (``env://``, ``srun``, ``syncline run``, arguments), at one that it tells over
-MPI, or at one that it tells in a store of torch's. The port is free again when a start has ended.
+Owns what differs between launchers. Rank 0 serves the meeting (``wire.meeting_sockets``) while a start takes: at the
+address that all know (``env://``, ``srun``, ``syncline run``, arguments), or at one that it tells over MPI or in a
+store of torch's. The port is free again afterwards.
 """
 
 from __future__ import annotations

@@ -1,45 +1,50 @@
 """The owner's side: it takes gradients in, applies updates, and lets the workers have the new weights.
 
-``Owner`` does what the protocol's state machine decides, wherever the owner is: ``Moves`` is how pushes, weights and
-answers travel there. Knows no messages: a ``server`` is asked by them, and ``owners`` are on workers whose pushes are
-merged, where everybody comes to the same call.
+``Owner`` does what the protocol's state machine decides, wherever the owner is. Knows no messages: a ``server`` is
+asked by them, and ``owners`` are on workers whose pushes are merged, where everybody comes to the same call.
+
+A push by itself counts by the share of its worker's weight among those of all workers (``Shares``). It says its own
+weight, as a number of samples; nobody meets to compare them. An owner takes the latest that it knows of every worker,
+and of who has not pushed yet that it weighs as much as the one that does. So equal workers count alike from the first
+push on, and of unequal ones a round adds up to the mean over all samples that one worker would take, as soon as the
+owner has heard of all. A share multiplies the gradient, not the rate: what an optimizer keeps (momentum, moments) is of
+gradients. ``PushGroups`` says with which values of the optimizer's groups it is applied.
+
+``Compensation`` moves gradients that are late to the weights that there are now. A worker's gradient g is one on the
+weights w that it was sent; meanwhile others have made w' of them. The gradient there is g + H (w' - w) to the first
+order, and the elements of g g stand in for the Hessian H: Zheng et al., "Asynchronous stochastic gradient descent with
+delay compensation", ICML 2017. Cost: a copy of what is owned for every worker, and one pass over gradients and both
+weights, in blocks that stay in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from ..engine.trace import begin
 from ..errors import ProtocolError, SynclineError, UsageError
+from ..kernels.cpu import BLOCK_BYTES
+from ..session.layout import REPLACING
 from ..session.session import Session
-from ..sync import application_of, backup_of, momentum_of
-from .compensation import Compensation
+from ..sync import Momentum, SyncMode, alone, application_of, backup_of, momentum_of
 from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
-from .records import Record
-from .shard import Build, Holding, Shard
-from .shares import PushGroups, Shares
-from .updating import Update
+from .records import Array, Record, pack, unpack
+from .shard import Build, Groups, Holding, Shard
+from .traffic import Pushes
+
+MOST_WEIGHT = 1e18
+"""Of a push; what is more makes sums overflow."""
 
 
-class Moves(Protocol):
-    """What moves between an owner and its workers."""
-
-    def settle(self, worker: int) -> None:
-        """Return when the push of that worker, or of ``ALL``, lies in the gradients, and nothing reads the weights."""
-        ...
+class Answers(Protocol):
+    """How an owner answers its workers."""
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
         """Tell these workers the squared norm of the gradients here."""
-        ...
-
-    def add(self, worker: int, bucket: int, scale: float) -> None:
-        """Add what that worker has pushed of a bucket, or of ``ALL``, times ``scale``, to the next update of all."""
-        ...
-
-    def update(self, worker: int, bucket: int, update: Update) -> None:
-        """Have what that worker, or ``ALL``, has pushed of a bucket, or of all, updated as soon as it is there."""
         ...
 
     def release(self, released: Release) -> None:
@@ -55,8 +60,10 @@ class Owner:
     the weights on which each worker's last push was computed, of the bucket with most.
     """
 
-    def __init__(self, session: Session, shard: Shard, moves: Moves, buckets: Sequence[int] = (ALL,)) -> None:
-        self._session, self.shard, self._moves = session, shard, moves
+    def __init__(
+        self, session: Session, shard: Shard, pushes: Pushes, answers: Answers, buckets: Sequence[int] = (ALL,)
+    ) -> None:
+        self._session, self.shard, self.pushes, self._answers = session, shard, pushes, answers
         mode = session.strategy.sync_mode()
         self.ledger = Ledger(session.group.workers, mode, buckets, session.called)
         self._adds, self._shares = backup_of(mode) > 0, Shares(session.group.workers)
@@ -65,38 +72,37 @@ class Owner:
         self.lags = [0] * session.group.workers
         factor = application_of(mode).compensate
         self._compensation = Compensation(shard.holdings, session.group.workers, factor) if factor else None
+        self._leaving: tuple[bytes, bytes | None] = b"", None  # state and weights on their way to other owners
 
     def handle(self, request: Request) -> None:
         """Take a worker's message; raises MismatchError for one that is not its next, or differs from the others'."""
-        moves = self._moves
+        pushes, answers = self.pushes, self._answers
         for action in self.ledger.handle(request):
             if isinstance(action, Measure):
-                moves.settle(action.worker)
-                moves.tell_norm(action.workers, self.shard.squared_norm())
+                pushes.settle(action.worker)
+                answers.tell_norm(action.workers, self.shard.squared_norm())
             elif isinstance(action, Add):
                 self.lags[action.worker] = max(self.lags[action.worker], action.lag)
                 times = self._shares.of(action.worker, action.values["weight"])
                 if times and not action.values["skip"]:
-                    moves.add(action.worker, action.bucket, action.values["scale"] * times)
+                    pushes.add(action.worker, action.bucket, action.values["scale"] * times)
             elif isinstance(action, Apply):
                 self.version += 1
                 if action.worker != ALL:
                     self.lags[action.worker] = max(self.lags[action.worker], action.lag)
-                moves.update(action.worker, action.bucket, partial(self._update, action))
+                pushes.update(action.worker, action.bucket, partial(self._update, action))
             elif isinstance(action, Release):
                 if self._compensation is not None:
                     self._compensation.note(action.workers, action.bucket)
-                moves.release(action)
+                answers.release(action)
 
     def _update(self, action: Apply, bucket: int) -> None:
         """One update, which is observed."""
-        observer, of = (
-            self._session.observer,
-            "" if action.worker == ALL else f" of {self._session.called(action.worker)}'s push",
-        )
+        observer = self._session.observer
         if observer is None:
             self._apply(action, bucket)
             return
+        of = "" if action.worker == ALL else f" of {self._session.called(action.worker)}'s push"
         of += "" if bucket == ALL else f", bucket {bucket}"
         label, version, clock = f"update of the weights{of}", action.version, action.clock
         span = begin(observer, "update", label, step=version, peer=action.worker, key=clock)
@@ -127,6 +133,31 @@ class Owner:
                 rank=-1 if action.worker == ALL else self._session.member.number(action.worker),
             ) from error
 
+    # Where another layout takes the place of this one (``session.layout``), slices have other owners.
+
+    def move_out(self, keeps: bool) -> None:
+        """The model's memory is about to be laid out anew: take what is owned out of it.
+
+        ``keeps``: the owners' weights may say more than those that all know.
+        """
+        self._leaving = pack(self.shard.state()), pack(self.shard.weights()) if keeps else None
+
+    def move_in(self, holdings: Sequence[Holding]) -> None:
+        """It has been, and this process owns these slices now; all owners call it together."""
+        mine = {held.slice.tensor for held in holdings}
+        (state, weights), self._leaving = self._leaving, (b"", None)
+        learnt = [one for one in self._shared(state) if one.slice.tensor in mine]
+        self.shard = Shard(holdings, self.shard.build, learnt, apart=self.shard.apart)
+        if weights is not None:
+            self.shard.load_weights(one for one in self._shared(weights) if one.slice.tensor in mine)
+
+    def _shared(self, data: bytes) -> Iterator[Record]:
+        session, roles = self._session, self._session.strategy.roles
+        assert roles is not None
+        owners = roles.places(session.group)
+        for process, told in zip(owners, session.everyone.share(owners, data, REPLACING), strict=True):
+            yield from unpack(told, session.name(process), session.member.number(process))
+
 
 def shard_of(
     session: Session, holdings: Sequence[Holding], build: Build, learnt: Sequence[Record], *, apart: bool
@@ -143,3 +174,113 @@ def _by_bucket(session: Session) -> bool:
     """
     strategy = session.strategy
     return strategy.sync_mode().merges or strategy.schedule_object().apply == "layer"
+
+
+class Shares:
+    """What one owner knows of the weights of so many workers."""
+
+    def __init__(self, workers: int) -> None:
+        self._weights: list[float | None] = [None] * workers
+
+    def of(self, worker: int, weight: float) -> float:
+        """What to multiply that worker's gradient by, of ``weight``: 1 where all weigh alike, 0 for nothing."""
+        self._weights[worker] = weight
+        total = sum(weight if known is None else known for known in self._weights)
+        return weight * len(self._weights) / total if total else 0.0
+
+
+class PushGroups:
+    """With which values one of so many workers' pushes is applied, under a mode of that name."""
+
+    def __init__(self, mode: SyncMode, workers: int, sync: str) -> None:
+        self._workers, self._sync = workers, sync
+        self._shares = alone(mode) and application_of(mode).rate == "shared"
+        self._looks_ahead = momentum_of(mode) == "dana"
+
+    def __call__(self, groups: Groups) -> Groups:
+        """The groups as they are then; raises UsageError for those with which that cannot be."""
+        if self._shares:
+            groups = shared_rate(groups, self._workers, self._sync)
+        return looking_ahead(groups, self._sync) if self._looks_ahead else groups
+
+
+def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
+    """The groups with a share of their learning rates, so that a push of each worker moves as far as one of all.
+
+    Raises UsageError for a group that has none.
+    """
+    shared = []
+    for number, group in enumerate(groups):
+        rate = group.get("lr")
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+            raise UsageError(
+                f"sync={sync} applies every worker's push with the learning rate divided by the number of workers, and"
+                f" the optimizer's group {number} has no number as 'lr': use {sync}(rate=own), and set what the"
+                " optimizer goes by for so many times as many updates"
+            )
+        shared.append({**group, "lr": rate / workers})
+    return shared
+
+
+def looking_ahead(groups: Groups, sync: str) -> Groups:
+    """The groups with Nesterov's momentum; raises UsageError for a group that has no such thing."""
+    for number, group in enumerate(groups):
+        if "nesterov" not in group or not group.get("momentum") or group.get("dampening"):
+            raise UsageError(
+                f"sync={sync}(momentum=dana) looks ahead by Nesterov's momentum, for which the optimizer's group"
+                f" {number} has to have 'nesterov', 'momentum' above 0 and no 'dampening', as those of torch.optim.SGD:"
+                f" use {sync}(momentum=own), which keeps whatever an optimizer keeps for every worker"
+            )
+    return [{**group, "nesterov": True} for group in groups]
+
+
+def check_kept(momentum: Momentum, sync: str, optimizer: str, keeps: bool) -> None:
+    """Raise UsageError where an optimizer of that name, which ``keeps`` something or not, has nothing of the kind."""
+    if momentum != "shared" and not keeps:
+        raise UsageError(
+            f"sync={sync}(momentum={momentum}) keeps for every worker what the optimizer learns, and {optimizer}, as it"
+            " is set, learns nothing from one step for the next: give it momentum, or leave momentum= out"
+        )
+
+
+class Compensation:
+    """What an owner has sent to each of so many workers; ``factor`` is the lambda of the paper."""
+
+    def __init__(self, holdings: Sequence[Holding], workers: int, factor: float) -> None:
+        self._holdings, self._factor = holdings, factor
+        self._sent = [[_told(held).copy() for held in holdings] for _ in range(workers)]
+
+    def note(self, workers: Iterable[int], bucket: int) -> None:
+        """These are sent the weights of a bucket, or of ``ALL``, as they are now."""
+        for worker in workers:
+            for sent, held in self._of(worker, bucket):
+                np.copyto(sent, _told(held))
+
+    def correct(self, worker: int, bucket: int, scale: float) -> None:
+        """Compensate a worker's gradients, which lie in the holdings and will be multiplied by ``scale``."""
+        for sent, held in self._of(worker, bucket):
+            compensate(held.gradient, held.weights, sent, self._factor * scale)
+
+    def _of(self, worker: int, bucket: int) -> Iterator[tuple[Array, Holding]]:
+        for sent, held in zip(self._sent[worker], self._holdings, strict=True):
+            if bucket in (ALL, held.bucket):
+                yield sent, held
+
+
+def _told(held: Holding) -> Array:
+    return held.weights if held.sent is None else held.sent
+
+
+def compensate(gradient: Array, now: Array, then: Array, factor: float) -> None:
+    """``gradient += factor * gradient**2 * (now - then)``, all of one type and size; in place."""
+    step = max(1, BLOCK_BYTES // gradient.itemsize)
+    room = np.empty(min(step, gradient.size), gradient.dtype)
+    times = gradient.dtype.type(factor)
+    for start in range(0, gradient.size, step):
+        block = gradient[start : start + step]
+        change = room[: block.size]
+        np.subtract(now[start : start + step], then[start : start + step], out=change)
+        change *= block
+        change *= block
+        change *= times
+        block += change

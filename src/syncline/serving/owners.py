@@ -16,15 +16,14 @@ from ..engine.order import Work
 from ..errors import UsageError
 from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting
+from .merged import Updating
 from .messages import ANSWERS, nonsense, read_message, receive_body, send_body
 from .owner import Owner
 from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
-from .relaying import Leaving
 from .server import REPLY_BYTES, REQUEST_BYTES, check_values
-from .shard import Holding, Shard, Values
-from .traffic import Traffic
-from .updating import Update, Updating
+from .shard import Shard, StepValues, Told
+from .traffic import Traffic, Update
 
 NOTHING: Mapping[str, type] = {}
 
@@ -44,7 +43,7 @@ class Owners(Protocol):
         """The squared norm of all averaged gradients of step ``clock``."""
         ...
 
-    def tell(self, clock: int, values: Values, changed: int = 0) -> None:
+    def tell(self, clock: int, values: StepValues, changed: int = 0) -> None:
         """Have the update of step ``clock`` applied, whose gradients are under way, or will be.
 
         ``values`` are what it needs of a worker. ``changed`` tells the changes of weights before it from others; it has
@@ -75,28 +74,17 @@ class Owners(Protocol):
         """What is done when this process has updated what it owns of a bucket, behind its push."""
         ...
 
-    def advanced(self) -> list[Record]:
-        """The group values that the optimizer itself has changed, from all owners (``Shard.advanced``)."""
-        ...
-
-    def state(self) -> list[Record]:
-        """The optimizer's state from all owners."""
-        ...
-
-    def kept(self) -> list[Record] | None:
-        """The state of what this process owns itself, None when that is nothing; asks nobody."""
-        ...
-
-    def held(self) -> Sequence[Holding]:
+    @property
+    def shard(self) -> Shard | None:
         """What this process owns itself, where the gradients of all are summed in its own."""
+        ...
+
+    def ask(self, what: Told) -> list[Record]:
+        """What ``Shard.told`` says, from all owners; under a codec their weights know more than the workers'."""
         ...
 
     def load(self, records: list[Record]) -> None:
         """Replace the optimizer's state at all owners."""
-        ...
-
-    def weights(self) -> list[Record]:
-        """The weights of all owners, which under a codec know more than the workers'."""
         ...
 
     def replace(self, weights: list[Record]) -> None:
@@ -125,15 +113,14 @@ class LocalOwners:
     answers_one = False
 
     def __init__(self, session: Session, shard: Shard | None, buckets: int) -> None:
-        self._session, self._shard = session, shard
-        self._owner = None if shard is None else Owner(session, shard, self)
+        self._session = session
+        self._owner = None if shard is None else Owner(session, shard, self, self)
         self._updating = self._updating_of(buckets)
         self._pushes: dict[int, Work] = {}  # the last ones
         self._open: Callable[[], None] = _nothing  # lets the updates of the step begin that has been told
         self._known: Sequence[Work] = ()  # done when it is known that all tell the same
-        self._telling: tuple[Meeting, Values] | None = None  # what they tell, while that is not known
+        self._telling: tuple[Meeting, StepValues] | None = None  # what they tell, while that is not known
         self._squared = 0.0
-        self._leaving: Leaving | None = None
         roles = session.strategy.roles
         assert roles is not None
         self.count = roles.owners
@@ -147,7 +134,7 @@ class LocalOwners:
         self._take("norm", clock, {})
         return sum(float(part) for part in self._session.gather(repr(self._squared).encode()))
 
-    def tell(self, clock: int, values: Values, changed: int = 0) -> None:
+    def tell(self, clock: int, values: StepValues, changed: int = 0) -> None:
         """All ranks must bring the same values; owners then update their slices."""
         said = json.dumps([clock, values, changed], sort_keys=True)
         meeting = self._session.meet(COMMIT, zlib.crc32(said.encode()))
@@ -192,9 +179,9 @@ class LocalOwners:
                 self._owner.handle(Request(kind, worker, clock, values))
 
     def _updating_of(self, buckets: int) -> Updating | None:
-        return None if self._shard is None else Updating(self._session.engine, buckets, self._shard.apart)
+        return None if self.shard is None else Updating(self._session.engine, buckets, self.shard.apart)
 
-    # As ``Moves``: what all have come for is there, and each worker goes on and pulls by itself.
+    # As ``Pushes`` and ``Answers``: what all have come for is there, and each worker goes on and pulls by itself.
 
     def settle(self, worker: int) -> None:  # noqa: ARG002
         """The last step has waited for its pulls."""
@@ -220,35 +207,26 @@ class LocalOwners:
         """They go in step."""
         return clock, call
 
-    def advanced(self) -> list[Record]:
+    @property
+    def shard(self) -> Shard | None:
+        """This rank's."""
+        return None if self._owner is None else self._owner.shard
+
+    def ask(self, what: Told) -> list[Record]:
         """Collective."""
-        return self._gathered([] if self._shard is None else self._shard.advanced())
-
-    def state(self) -> list[Record]:
-        """Collective."""
-        return self._gathered([] if self._shard is None else self._shard.state())
-
-    def held(self) -> Sequence[Holding]:
-        """This rank's shard's."""
-        return () if self._shard is None else self._shard.holdings
-
-    def kept(self) -> list[Record] | None:
-        """This rank's shard's."""
-        return None if self._shard is None else self._shard.state()
+        parts = self._session.gather(pack([] if self.shard is None else self.shard.told(what)))
+        name, number = self._session.name, self._session.member.number
+        return [record for rank, part in enumerate(parts) for record in unpack(part, name(rank), number(rank))]
 
     def load(self, records: list[Record]) -> None:
         """Collective in effect: every owner keeps what it owns."""
-        if self._shard is not None:
-            self._shard.load(records)
-
-    def weights(self) -> list[Record]:
-        """Collective."""
-        return self._gathered([] if self._shard is None else self._shard.weights())
+        if self.shard is not None:
+            self.shard.load(records)
 
     def replace(self, weights: list[Record]) -> None:
         """Every owner keeps what it owns."""
-        if self._shard is not None:
-            self._shard.load_weights(weights)
+        if self.shard is not None:
+            self.shard.load_weights(weights)
 
     def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
         """Every owner keeps what it owns."""
@@ -256,25 +234,21 @@ class LocalOwners:
 
     def move_out(self, keeps: bool) -> None:
         """Its slices are on their way from now on."""
-        self._leaving = None if self._shard is None else Leaving(self._session, self._shard, keeps)
+        if self._owner is not None:
+            self._owner.move_out(keeps)
 
     def move_in(self, traffic: Traffic, buckets: int) -> None:
         """From the other owners."""
-        if self._leaving is not None and self._owner is not None:
-            self._shard = self._owner.shard = self._leaving.arrive(traffic.holdings() or [])
-            self._leaving = None
+        if self._owner is not None:
+            self._owner.move_in(traffic.holdings() or [])
         self._updating, self._pushes = self._updating_of(buckets), {}
-
-    def _gathered(self, records: list[Record]) -> list[Record]:
-        parts = self._session.gather(pack(records))
-        name, number = self._session.name, self._session.member.number
-        return [record for rank, part in enumerate(parts) for record in unpack(part, name(rank), number(rank))]
 
 
 class RemoteOwners:
     """Whoever owns slices is asked by messages: server processes, or threads beside workers, of this one too."""
 
     answers_one = True
+    shard = None  # what others push does not lie in the gradients of this worker
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -298,7 +272,7 @@ class RemoteOwners:
             found += float(reply["squared"])
         return found
 
-    def tell(self, clock: int, values: Values, changed: int = 0) -> None:
+    def tell(self, clock: int, values: StepValues, changed: int = 0) -> None:
         """Every server answers once it knows what all workers tell, or where each is an update by itself, has made it.
 
         It may be asked for something else behind that.
@@ -345,29 +319,17 @@ class RemoteOwners:
     def _each(self) -> list[dict[str, int]]:
         return [{"version": version} for version in self._versions]
 
-    def advanced(self) -> list[Record]:
-        """Any worker may ask, alone."""
-        return self._fetch("advanced")
-
-    def state(self) -> list[Record]:
-        """Any worker may ask, alone."""
-        return self._fetch("state")
-
-    def held(self) -> Sequence[Holding]:
-        """Nothing: what others push does not lie in the gradients of this worker."""
-        return ()
-
-    def kept(self) -> None:
-        """Nothing."""
-        return
+    def ask(self, what: Told) -> list[Record]:
+        """Any worker may, alone."""
+        found: list[Record] = []
+        for server, reply in zip(self._servers, self._ask({"kind": what}, {"size": int}), strict=True):
+            body = receive_body(self._session, server, reply["size"], f"the owner's {what}", ANSWERS)
+            found += unpack(body, self._session.name(server), self._session.member.number(server))
+        return found
 
     def load(self, records: list[Record]) -> None:
         """Any worker may load, alone; the last one counts."""
         self._put({"kind": "load"}, records)
-
-    def weights(self) -> list[Record]:
-        """Any worker may ask, alone."""
-        return self._fetch("weights")
 
     def replace(self, weights: list[Record]) -> None:
         """Rank 0 tells the servers; nothing is applied before it has, and the others have, pushed."""
@@ -385,13 +347,6 @@ class RemoteOwners:
 
     def move_in(self, traffic: Traffic, buckets: int) -> None:
         """The servers know."""
-
-    def _fetch(self, kind: str) -> list[Record]:
-        found: list[Record] = []
-        for server, reply in zip(self._servers, self._ask({"kind": kind}, {"size": int}), strict=True):
-            body = receive_body(self._session, server, reply["size"], f"the owner's {kind}", ANSWERS)
-            found += unpack(body, self._session.name(server), self._session.member.number(server))
-        return found
 
     def leave(self, over: Work | None) -> None:
         """Tell all owners that this worker asks no more; one that serves itself goes on until no worker does."""

@@ -1,7 +1,10 @@
-"""A server: an owner that is asked by messages until the workers leave.
+"""A server, until the workers leave: an owner that is asked by messages, or one that only adds gradients up.
 
-It is a process that does nothing else, or, where every push is an update by itself, a thread of a worker
+An owner is a process that does nothing else, or, where every push is an update by itself, a thread of a worker
 (``serve_beside``). It takes up whichever message is complete, its gradients included, in no order of workers.
+``Summing`` takes part in the workers' exchange of gradients, and holds no weights.
+
+A server has posted its part in the next push, and that it hears of another layout (``session.layout``).
 """
 
 from __future__ import annotations
@@ -9,24 +12,26 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..engine.order import Work
-from ..session.communicator import Heard
+from ..compression.compression import Compression
+from ..engine.order import CodedOrder, Order, Work
+from ..errors import ProtocolError
+from ..nouns import Bucket
+from ..plans.messages import Program
+from ..session.communicator import Heard, compiled
 from ..session.layout import LABEL, REPLACING, Layout, Passed, Recompressing, copy_weights, hear_layout
 from ..session.session import Session
+from .merged import Coded, Planned, coded_posts, planned_posts
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
-from .owner import Owner, shard_of
+from .owner import MOST_WEIGHT, Owner, shard_of
 from .protocol import ALL, Release, Request
-from .records import Record, pack, unpack
-from .relaying import Lay, Leaving, Relay
+from .records import Array, Record, pack, unpack
 from .shard import Build, Shard
-from .shares import MOST_WEIGHT
+from .single import Single
 from .traffic import Model, Traffic
-from .updating import Update
-from .ways import traffic_of
 
 REQUEST_BYTES = 1 << 20
 """The longest request of a worker: the values of its parameter groups."""
@@ -56,6 +61,24 @@ _OF_STEPS = ("norm", "push", "shadow")
 """Requests behind the gradients of a step."""
 
 
+Lay = Callable[[Sequence[Bucket]], tuple[Sequence[Array], Sequence[Array]]]
+"""Cuts a model's memory into other buckets: their gradients and their weights."""
+
+
+class Relay(NamedTuple):
+    """A model, and how its memory is cut anew."""
+
+    model: Model
+    lay: Lay
+
+
+def traffic_of(session: Session, model: Model) -> Traffic:
+    """How a model's gradients and weights travel between workers and owners, as the sync mode and the codec say."""
+    if not session.strategy.sync_mode().merges:
+        return Single(session, model)
+    return Planned(session, model) if model.compression is None else Coded(session, model, model.compression)
+
+
 @dataclass
 class _Standing:
     """Of a worker that waits: the parts that it has been sent, its staleness, and since when it waits."""
@@ -72,11 +95,11 @@ class Server:
     """
 
     def __init__(self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None) -> None:
-        self._session, self._shard, self._traffic, self._relay = session, shard, traffic, relay
+        self._session, self._traffic, self._relay = session, traffic, relay
         self._exchanges = traffic.exchanges(shard.apart)
         self._merges = session.strategy.sync_mode().merges
         self._parts = range(traffic.buckets) if shard.apart and not self._merges else (ALL,)
-        self._owner = Owner(session, shard, self, self._parts)
+        self._owner = Owner(session, shard, self._exchanges, self, self._parts)
         self._begun: dict[int, set[int]] = {}  # worker -> the parts of its step that it has pushed, where not yet all
         self._standing = [_Standing() for _ in range(session.group.workers)]
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
@@ -149,24 +172,12 @@ class Server:
         left = self._gone | self._session.member.left_already()
         return left.issuperset(range(self._session.group.workers))
 
-    # As ``Moves``.
-
-    def settle(self, worker: int) -> None:
-        """As the traffic does."""
-        self._exchanges.settle(worker)
+    # As ``Answers``.
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
         """They have asked for it."""
         for worker in workers:
             self._reply(worker, {"squared": squared})
-
-    def add(self, worker: int, bucket: int, scale: float) -> None:
-        """As the traffic does."""
-        self._exchanges.add(worker, bucket, scale)
-
-    def update(self, worker: int, bucket: int, update: Update) -> None:
-        """As the traffic does."""
-        self._exchanges.update(worker, bucket, update)
 
     def release(self, released: Release) -> None:
         """Send the weights and, with the last of them, answer what workers have asked, and how they stand."""
@@ -218,7 +229,7 @@ class Server:
         return late
 
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
-        kind = message["kind"]
+        kind, shard = message["kind"], self._owner.shard
         if kind in _OF_STEPS or kind == "meet":
             self._standing[worker].since = time.perf_counter()
             values = {"call": message["call"]} if kind == "meet" else message.get("values", {})
@@ -227,8 +238,7 @@ class Server:
         if kind != "load":  # which alone does not touch the weights
             self._exchanges.rest()
         if kind in ("advanced", "state", "weights"):
-            told = {"advanced": self._shard.advanced, "state": self._shard.state, "weights": self._shard.weights}
-            body = pack(told[kind]())
+            body = pack(shard.told(kind))
             self._reply(worker, {"size": len(body)})
             send_body(self._session, worker, body, f"the owner's {kind}", ANSWERS)
             return
@@ -236,7 +246,7 @@ class Server:
         if kind == "replace" and not self._merges:
             raise nonsense(self._session, worker, f"a {kind}", "workers change no weights where each pushes by itself")
         if kind == "load":
-            self._shard.load(records)
+            shard.load(records)
         else:
             self._take_weights(worker, kind, records)
         if kind == "resume":
@@ -248,7 +258,7 @@ class Server:
         try:
             if kind == "replace":
                 self._traffic.know(records)
-            self._shard.load_weights(records)
+            self._owner.shard.load_weights(records)
         except ValueError as error:
             raise nonsense(self._session, worker, f"the body of a {kind}", str(error)) from error
 
@@ -271,7 +281,7 @@ class Server:
     def _begin_anew(self, layout: Layout, passed: Passed, relay: Relay) -> None:
         session, model = self._session, relay.model
         compression = Recompressing(session, model.compression)
-        leaving = Leaving(session, self._shard, self._traffic.keeps)
+        self._owner.move_out(self._traffic.keeps)
         session.everyone.meet(REPLACING)
         self._exchanges.settle(ALL)
         self._exchanges.close()
@@ -280,8 +290,8 @@ class Server:
         coded = compression.on(layout.buckets, gradients, passed)
         self._relay = Relay(Model(layout, gradients, weights, coded, model.first_key), relay.lay)
         self._traffic = traffic_of(session, self._relay.model)
-        self._shard = self._owner.shard = leaving.arrive(self._traffic.holdings() or [])
-        self._exchanges = self._traffic.exchanges(self._shard.apart)
+        self._owner.move_in(self._traffic.holdings() or [])
+        self._exchanges = self._owner.pushes = self._traffic.exchanges(self._owner.shard.apart)
 
     def _listen(self, worker: int) -> Work:
         return self._session.recv(worker, f"a request of {self._session.called(worker)}", REQUEST_BYTES, tolerant=True)
@@ -293,7 +303,7 @@ class Server:
 
 
 def check_values(session: Session, worker: int, label: str, values: Mapping[str, Any]) -> None:
-    """Raise ProtocolError unless these are what an update needs of a worker (``Values``), from another process."""
+    """Raise ProtocolError unless these are what an update needs of a worker (``StepValues``), from another process."""
     check_fields(session, worker, label, values, {"groups": list, "scale": float, "skip": bool, "weight": float})
     if not 0 <= values["weight"] <= MOST_WEIGHT:
         raise nonsense(session, worker, label, f"its weight is {values['weight']!r:.100}")
@@ -308,19 +318,18 @@ def serve(
     model: Model,
     build: Build,
     learnt: Sequence[Record],
-    lay: Lay | None = None,
+    lay: Lay,
     *,
-    apart: bool = False,
+    apart: bool,
 ) -> None:
     """Own a part of that model's weights, with what the optimizer has ``learnt`` before, until the workers leave.
 
-    ``lay`` lays the model's memory out anew; without it the layout stays as it is. ``apart`` is for ``Shard``.
+    ``lay`` lays the model's memory out anew. ``apart`` is for ``Shard``.
     """
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()
     if holdings is not None:
-        merges = session.strategy.sync_mode().merges
-        relay = Relay(model, lay) if lay is not None and merges else None
+        relay = Relay(model, lay) if session.strategy.sync_mode().merges else None
         Server(session, shard_of(session, holdings, build, learnt, apart=apart), traffic, relay).serve()
 
 
@@ -341,3 +350,72 @@ def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
 
     threading.Thread(target=run, name="syncline-owner", daemon=True).start()
     return over
+
+
+class Summing:
+    """The part of a server that holds no weights in the exchanges of one model.
+
+    ``lay`` cuts the memory of the ``gradients`` anew.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        layout: Layout,
+        gradients: Sequence[Array],
+        compression: Compression | None,
+        lay: Callable[[Sequence[Bucket]], Sequence[Array]],
+    ) -> None:
+        self._session, self._layout, self._gradients, self._lay = session, layout, gradients, lay
+        self._compression = compression
+        self._program: Program = compiled(session.strategy.plan(session.group), session.index)
+        self._posted: list[Work] = []
+        self._exchanges = 0  # in this layout, the posted one included
+        self._post()
+        self._heard = session.everyone.listen(LABEL)
+
+    def serve(self) -> None:
+        """Return when every worker has left; raises the fault when there is one."""
+        engine, left = self._session.engine, self._session.ending.workers_left
+        while not engine.over(left):
+            coming = [work for work in self._posted if not work.done][:1]
+            if not coming and self._owns:
+                self._post()
+                continue
+            engine.wait_any([*coming, self._heard.work], until=left)
+            if self._heard.work.done:
+                self._replace(self._heard)
+
+    @property
+    def _owns(self) -> bool:
+        """False where a codec leaves nothing of the model to this server: what it posts is done at once."""
+        return self._compression is None or self._compression.owns
+
+    def _post(self) -> None:
+        session, self._exchanges = self._session, self._exchanges + 1
+        if self._compression is None:
+            orders: Sequence[Order | CodedOrder] = planned_posts(self._program, self._gradients)
+        else:
+            orders = coded_posts(session, self._compression)
+        self._posted = [session.engine.start(order) for order in orders]
+
+    def _replace(self, heard: Heard) -> None:
+        """As ``session.layout`` has it."""
+        session, engine = self._session, self._session.engine
+        layout, passed = hear_layout(session, self._layout.layers, heard)
+        if passed.exchanges > self._exchanges and self._owns:
+            raise ProtocolError(f"{LABEL}: {session.name(0)} tells of {passed.exchanges} exchanges", rank=0)
+        if passed.exchanges == self._exchanges and self._owns:  # the workers have this one behind them
+            engine.wait(*self._posted)
+            self._post()
+        anew = passed.anew or not layout.travels_like(self._layout)
+        compression = Recompressing(session, self._compression if anew else None)
+        session.everyone.meet(REPLACING)
+        if anew:
+            engine.wait(*self._posted)
+            self._gradients = self._lay(layout.buckets)
+            self._compression = compression.on(layout.buckets, self._gradients, passed)
+            self._exchanges = 0
+            self._post()
+        self._layout = layout
+        self._heard = session.everyone.listen(LABEL)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,9 @@ from ..engine.order import When, Work
 from ..session.layout import Layout
 from .records import Array, Record
 from .shard import Holding
-from .updating import Update
+
+Update = Callable[[int], None]
+"""Updates a bucket, or ``ALL``, with the values of one step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +33,8 @@ class Model:
     first_key: int = 0
 
 
-class Exchanges(Protocol):
-    """An owner's part in pushes and pulls. ``worker`` is ``ALL`` where the pushes of all workers are one."""
-
-    def coming(self, worker: int) -> Sequence[Work]:
-        """What has to be done before anything is done for what a worker says of its gradients, by bucket if at all."""
-        ...
+class Pushes(Protocol):
+    """What an owner is pushed. ``worker`` is ``ALL`` where the pushes of all workers are one."""
 
     def settle(self, worker: int) -> None:
         """Return when the push of that worker lies in the gradients, and nothing under way reads the weights."""
@@ -48,6 +46,14 @@ class Exchanges(Protocol):
 
     def update(self, worker: int, bucket: int, update: Update) -> None:
         """Have what that worker has pushed of a bucket, or of ``ALL``, updated, now or as soon as it is there."""
+        ...
+
+
+class Exchanges(Pushes, Protocol):
+    """An owner's part in pushes and pulls."""
+
+    def coming(self, worker: int) -> Sequence[Work]:
+        """What has to be done before anything is done for what a worker says of its gradients, by bucket if at all."""
         ...
 
     def release(self, workers: Sequence[int], bucket: int) -> None:

@@ -1,13 +1,11 @@
-"""A group of workers and its collectives. There may be several in one process, overlapping; all workers is one of them.
+"""A group of workers and its collectives. A process may be in several, overlapping; all workers are one of them.
 
-The registry's algorithms plan for ranks 0, 1, ...; ``among`` puts the numbers of processes in their place. A process's
-part in a plan is compiled once, since every call of a collective asks for it. What servers are told too goes another
-way (``Everyone``).
+A communicator has its own ranks, from 0, its own keys, which tell its messages apart, and plans between its ranks only,
+so several run at the same time, each used by one thread at a time. Every collective begins with an exchange of tickets
+(``tickets``). In a group of one every collective is the identity. Arrays are averaged, whatever framework they are of.
 
-Every collective begins with an exchange of tickets (``tickets``). A communicator has ranks of its own, from 0, keys of
-its own, which tell its messages from those of others, and plans between its ranks only, so that several run at the same
-time in one process, each used by one thread at a time. In a group of one every collective is the identity. Nothing here
-knows frameworks: what is averaged are arrays.
+Algorithms plan for ranks 0, 1, ...; ``among`` puts process numbers in their place. Compiled plans are cached. Servers
+take part in ``Everyone`` only.
 """
 
 from __future__ import annotations

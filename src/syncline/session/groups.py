@@ -1,8 +1,7 @@
-"""Groups of workers as scripts hold them: what ``syncline.new_group`` gives, on the ranks that are in one and others.
+"""Groups of workers as scripts hold them: what ``syncline.new_group`` returns, on members and all other ranks.
 
-A group is a session of its own (``Session.within``) over the connections of the run. Its number, from which its keys
-follow, is agreed on by all workers, or by its own ranks alone where these make it without the others; both are the
-communicator's. What stands here is who may use a group, and until when.
+A group is a session (``Session.within``) with a number that all workers, or its own ranks, agree on (``tickets``). This
+file owns who may use it, and until when.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
 """How a model's tensors travel: its layers, and the buckets that hold slices of them.
 
-The schedule makes the buckets, on rank 0, which tells all others, servers too: a schedule of somebody else's may go by
-the order of a set, a clock, or times that each rank has measured, and ranks whose buckets differ would add up what does
-not belong together. What it has made is checked before it is told.
+Rank 0's schedule makes the buckets, and rank 0 tells all processes, servers too: a schedule may depend on a clock, the
+order of a set, or times measured by each rank, and ranks with different buckets would add up what does not belong
+together. The result is checked before it is sent.
 
-A layout may take the place of another between two steps: when layers have been timed, or as a checkpoint says. Workers
-and servers come to that together. Memory stays as it is, since a script may hold on to any of it: buckets have to lie
-in the order of tensors that there is. Where the schedule itself is chosen by measuring, a layout says which one it is
-of, and why.
+A layout may replace another between two steps: when layers have been timed, or when a checkpoint says so. Memory stays
+as it is, since a script may hold references to it, so buckets have to follow the existing order of tensors. Where the
+schedule is chosen by measuring, a layout says which one it is of, and why.
 
     1. workers show tickets: all have come for it; rank 0 tells everyone the layout (``decide_layout``)
-    2. all processes meet: behind this nobody begins anything in the old layout
-    3. servers, which had posted the pushes of a next step, get one that is none, in the old layout; nobody looks at it
+    2. all processes meet: after this nobody begins anything in the old layout
+    3. servers, which had posted the pushes of a next step, get an empty one in the old layout, which is ignored
     4. every process cuts its memory anew, in which tensors stay where they are
-    5. servers that hold weights get those that the workers have: each knew its own slices only
-    6. owners give each other what they hold, since elements have other owners then, and the ranks of a host, where
-       these compress for it, what they have kept back
+    5. servers that hold weights get those of the workers: each knew its own slices only
+    6. owners exchange what they hold, since elements change owners, and the ranks of a host, where they compress for
+       it, their residuals
 
-That costs a push and a broadcast where there are servers, and each owner's memory once to every other owner: for a few
-times in a run.
+That costs a push and a broadcast where there are servers, and each owner's memory once to every other owner.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""This process in a run: its engine, how it calls the others, its end, and the groups that it is a member of.
+"""A process in a run: its engine, its end, and its membership in groups.
 
-One process is one ``Member``, whatever groups it communicates in. Made where a run begins, ended where it ends. Without
-a transport there is nobody to talk to: a world of one worker needs neither connections nor threads.
+``Member`` is the process, one for all groups, made and ended with the run. Without a transport it is a world of one.
+``Membership`` is the process as one of the run's processes, or of a group of them.
 
-``Ending`` owns what the watcher's news mean here: a connection that closes is a failure unless its peer had said
-goodbye, a fault in the progress thread becomes the error that names the first culprit, and what goes wrong in this
-process is told to all. It does not know the engine or any operation. Who failed first is found by ``wire.watch``;
-between the threads of one process there is no watcher, and goodbyes go to the neighbours.
+``Ending`` interprets the watcher's news: a closed connection is a failure unless its peer said goodbye, a fault in the
+progress thread becomes the error that names the first culprit, and a fault of this process is told to all. Between
+threads of one process there is no watcher: goodbyes go to the neighbours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An exception that ends the script: printed so that it can be read among those of other ranks, and told to them.
-
-What one rank has said no other repeats (``wire.reports``).
-"""
+"""An exception that ends the script: printed once among all ranks (``wire.reports``), and told to the other ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A training run as one of its processes sees it: the strategy, what it runs for which bucket, and models.
+"""A training run as one of its processes sees it: the strategy, what runs for each bucket, and the models.
 
-A session is the communicator of all workers (``communicator``), beside whom there may be servers. It knows nothing of
-frameworks: it averages arrays. A group of workers with models of its own is a session too, over the same process.
-``Stats`` is what it tells of itself: totals, what was chosen for it, and how its steps went beside those of the others.
+A session is the communicator of all workers, beside whom there may be servers. A group of workers with models of its
+own is a session too, over the same process. ``launch.connecting`` makes the run's, ``Session.within`` that of a group.
+``Stats`` are its totals, what was chosen, and how this worker's steps went beside the others'.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ class Session(Communicator):
     Used by one thread at a time; an owner of weights beside the training sends and receives messages of its own.
     """
 
-    def __init__(self, strategy: Strategy, member: Membership, number: int = 0) -> None:
+    def __init__(self, strategy: Strategy, member: Membership, number: int = 0, *, left_open: bool = False) -> None:
         super().__init__(member, range(member.group.workers), self._allreduce_in, number)
         self.strategy = strategy
         self.group = member.group
         self.everyone = Everyone(member, member.group)
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
-        self.left_open = False
+        self.left_open = left_open
         """Whether the run was begun with ``architecture=auto``: what it is depends on who takes part."""
         self.chooses_schedule = False
         """Whether schedules are chosen by measuring, of each model its own."""
@@ -135,9 +135,9 @@ class Session(Communicator):
         ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``SCOPES``). What runs
         is what this session runs, in a smaller group.
         """
-        made = Session(self.strategy, Membership(self.member.process, ranks, number), number)
+        member = Membership(self.member.process, ranks, number)
+        made = Session(self.strategy, member, number, left_open=self.left_open)
         made.choice, made.chose_codec, made.reason = self.choice, self.chose_codec, self.reason
-        made.left_open = self.left_open
         made.chooses_schedule = self.chooses_schedule and len(ranks) > 1
         made.family = self.family
         made.family.append(made)

@@ -1,18 +1,16 @@
-"""What every collective call of a group has: a ticket that workers show each other, keys, and the threads that call.
+"""What every collective of a group needs: tickets that workers show each other, keys, numbers, and calling threads.
 
-A ticket says which call this is, its number, what must agree, and the weight of the worker's batch. Workers that do
-different things at the same point therefore get an error that names them, instead of a hang or wrong numbers. Tickets
-travel as one table of a row per worker, behind whose ticket there may be room for what the worker brings along.
+A ticket has the kind of call, its number, what must agree, and the weight of the worker's batch. Workers that call
+different things at the same point get an error that names them, instead of a hang or wrong numbers. Tickets travel as a
+table, a row per worker, with room behind each for what the worker brings along.
 
-Keys tell the messages of exchanges in flight apart: which are whose, and which is that of the next call. The lowest are
-those of models' buckets, then those of what all processes tell each other and of models' weights; above them each
-communicator has a block of its own for its calls. A group of workers with models of its own is a run in small: all of
-its keys are put into a block above these (``engine.scope``).
+Keys tell the messages of exchanges in flight apart. The lowest are those of models' buckets, then those of messages
+among all processes and of models' weights; above them each communicator has a block for its calls. All keys of a group
+with models of its own lie in a block above these (``engine.scope``).
 
-Keys follow from a communicator's number. Each process counts the communicators that it is in. A new number is larger
-than all that the ranks of the group have used, so that groups which share a process have different ones, and others may
-have the same. Either all ranks make a group together, and find out who makes another one, or its own ranks do without
-the others. Threads of a process make groups one after the other.
+Keys follow from a communicator's number, which is larger than all that its ranks have used: groups that share a process
+have different numbers, others may have the same. Either all ranks make a group together, and find out who makes another
+one, or its ranks do without the others. Threads of a process make groups one after the other.
 """
 
 from __future__ import annotations

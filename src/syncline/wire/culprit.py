@@ -1,18 +1,15 @@
-"""Who holds everybody up when nothing moves: found by asking one process after the other for whom it waits.
+"""Who is at fault in a stall: follows the wait-for graph by asking one process after the other for whom it waits.
 
-Whom a process waits for may itself wait for another one: all workers wait for a server, which waits for the worker that
-has not sent its gradients; in a ring everybody waits for a neighbour. So whoever blames somebody first follows the
-wait-for graph, with the edges as each process tells them (Chandy, Misra, Haas, "Distributed Deadlock Detection", 1983).
-Its end is the culprit: a process that waits for nobody, because it has not come to the operation. One that does not
-answer ends the search too. Where all wait for each other, the last one is named, and who waits there for whom in what.
+The process that one waits for may itself wait: all workers for a server, the server for the worker that has not sent
+its gradients. The search follows the edges as each process tells them (Chandy, Misra, Haas, "Distributed Deadlock
+Detection", 1983). The culprit is its end: a process that waits for nobody, or does not answer. In a cycle it is the
+last process, and the error shows the cycle.
 
-The answers of one search are of different moments, and one that is busy, or was stopped a moment ago, may not have read
-yet what lies before it: it says that it waits for nobody, and is innocent. So a search counts if a second one finds the
-same, and each process asked has begun and ended a look for messages in between and not moved. Then all answers are true
-at once, at any moment between the two (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
+The answers of one search are of different moments: a busy process may not have read yet what lies before it. A search
+therefore counts only if a second one finds the same, and each process has looked for messages in between and not moved.
+Then all answers hold at one moment (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
 
-Owns the search and how an answer is written. Knows no socket, thread or clock: ``watch`` carries the answers, the
-engine's ``motion`` says when to search.
+Pure: ``watch`` carries the answers, the engine's ``motion`` says when to search.
 """
 
 from __future__ import annotations

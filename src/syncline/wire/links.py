@@ -1,22 +1,16 @@
 """Framed, non-blocking stream connections to peers, TCP or UNIX, and the event loop that drives them.
 
-A frame is a header of 24 bytes (kind in 8 bits, size of the body in 56, tag, argument) and a body. Outgoing frames
-wait in a heap: the smallest priority goes first, equal ones in order; what has been handed to the kernel is finished
-first. Once frames differ in priority, what the kernel may hold unsent is bounded, or urgency would be lost in its
-buffers. Incoming bytes are read scattered, without copies of large bodies: the rest of a body goes straight where its
-owner wants it, what follows into a small buffer.
+A frame is a header of 24 bytes (kind in 8 bits, size of the body in 56, tag, argument) and a body. Outgoing frames wait
+in a heap: the smallest priority first, equal ones in order; a frame that has begun is finished first. Once priorities
+differ, the kernel's unsent queue is bounded, or urgency would be lost in it. The rest of a large body is read straight
+to its destination, what follows into a small buffer. A size that was received never allocates memory.
 
-The loop knows which sockets are ready, has a bell for other threads, and notices the end of connections. Where links
-are TCP sockets its turns are compiled code (``kernels.streams``): each link writes into its ``row`` (``kernels.rows``)
-what is to be moved of a large body. A turn moves it without the interpreter lock, and comes back for what only Python
-knows.
+The loop knows which sockets are ready, has a bell for other threads, and notices the end of connections. Over TCP its
+turns are compiled code (``kernels.streams``): each link writes into its ``row`` (``kernels.rows``) what is to move of a
+large body, and a turn moves it without the interpreter lock.
 
-Neither knows what kinds of frames mean; the owner of a link says where a body goes and is told when it is complete.
-UNIX links carry file descriptors beside frames, one for a frame, which its owner takes when the frame is complete.
-
-A size that came is never memory: a body goes where the owner says, or is read and forgotten.
-
-Used from one thread; only ``Loop.wake`` may be called from others.
+The owner of a link knows what kinds mean, says where a body goes, and is told when it is complete. UNIX links carry
+file descriptors, one beside a frame. Used from one thread; others may only call ``Loop.wake``.
 """
 
 from __future__ import annotations

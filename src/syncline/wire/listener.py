@@ -1,15 +1,11 @@
-"""How the processes of a run connect: open doors, calls there that prove themselves, and connections in pairs.
+"""Listening and connecting: accepts callers that prove themselves, dials, and connects all pairs of a group.
 
-``Doors`` accepts callers that prove themselves, refuses and logs strangers, and hands the others on. One thread holds
-all handshakes at once, each with a time limit, and reads no byte more than the handshake has: a stranger who connects
-and says nothing, or half of it, keeps nobody waiting. Of too many unfinished handshakes the oldest is dropped. What the
-callers come for is for whoever opens the doors. Nor can whoever knocks fill the log. The first refusals are logged in
-full. After them one line follows whenever their number has doubled, with the latest one as an example, and one at the
-end: a million strangers make some twenty lines more.
+``Doors`` is a thread over listening sockets. It holds all handshakes at once, each with a time limit, and reads no byte
+beyond the handshake, so a silent stranger delays nobody. Of too many handshakes it drops the oldest. It logs the first
+refusals in full, then one line whenever their number has doubled: a million strangers make some twenty lines.
 
-A ``Listener`` is one process's doors while a group forms: TCP on one interface only, and an abstract UNIX socket for
-processes that share this network namespace. They close when the group is complete. Processes that have met
-(``meeting``) know all others: of each pair the higher index dials (``connect``).
+A ``Listener`` is a process's doors while a group forms: TCP on one interface, and an abstract UNIX socket for processes
+of this network namespace. Of each pair the higher index dials (``connect``).
 """
 
 from __future__ import annotations
@@ -341,11 +337,7 @@ class Listener:
             len(os.sched_getaffinity(0)),
         )
 
-    def take(self, peer: int, purpose: str, timeout: float) -> socket.socket | None:
-        """The connection that ``peer`` opened for ``purpose``; None when it has not come within ``timeout``."""
-        return self.take_some((peer,), purpose, timeout).get(peer)
-
-    def take_some(self, peers: Collection[int], purpose: str, timeout: float) -> dict[int, socket.socket]:
+    def take(self, peers: Collection[int], purpose: str, timeout: float) -> dict[int, socket.socket]:
         """The connections that any of ``peers`` have opened for ``purpose``; waits up to ``timeout`` for one."""
 
         def there() -> list[int]:
@@ -480,7 +472,7 @@ def connect(
             found[peer] = _dial(roll, peer, purpose, peer in near, deadline, check)
         waiting = set(range(roll.index + 1, len(roll.members)))
         while waiting:
-            found |= listener.take_some(waiting, purpose, _LOOK_S)
+            found |= listener.take(waiting, purpose, _LOOK_S)
             waiting -= found.keys()
             check()
             if waiting and time.monotonic() > deadline:

@@ -1,26 +1,21 @@
-"""The meeting as a state machine: who has come, who may say what, and when it is over. No sockets, threads or clocks.
-
-A process describes itself by its record (``Member``), which is checked field by field, since its text may say anything;
-all of them are the ``Roll``.
+"""The rendezvous protocol as a state machine, and the records that it exchanges. No sockets, threads or clocks.
 
 Processes that have proved that they hold the run's secret meet at process 0:
 
-    meeting -> process r    welcome             the key that connections are proved with, where the run has no secret
-    process r -> meeting    record              who it is: first, and once
-    meeting -> process r    roll                the records of all, once all have come
+    meeting -> process r    welcome             the key that connections are proved with, if the run has no secret
+    process r -> meeting    record              who it is (``Member``): first, and once
+    meeting -> process r    roll                the records of all (``Roll``), once all have come
     process r -> meeting    set, get, add       notes that a message library's processes leave for each other;
-    meeting -> process r    value or nothing    every one is answered before the next is read
+    meeting -> process r    value or nothing    each is answered before the next is read
     process r -> meeting    through             its connections stand
     meeting -> process r    over                all are through
 
-and at any time ``fault``: a process cannot join, and why, or, from the meeting, why this run does not start. The first
-fault is the one that all read, those too that come later. ``late`` asks the meeting to say who is missing, because the
-process's time is over.
+and at any time ``fault``: a process cannot join, or, from the meeting, the run does not start. All processes read the
+first fault, also those that come later. ``late`` asks the meeting who is missing, because a process's time is over.
 
-A frame is a kind (1 byte), a length (4 bytes) and as many bytes. Nobody is believed more than they have proved: every
-kind has a greatest length, which is checked before anything is kept; a process says who it is in its own place only,
-and what it says to all is said in its name; what it may leave in notes is bounded, and its own. One that breaks these
-rules ends the start for all, and is named.
+A frame is a kind (1 byte), a length (4 bytes) and as many bytes. Each kind has a greatest length, checked before
+anything is kept; a record is checked field by field. A process speaks for its own rank only, and its notes are bounded
+and its own. A process that breaks a rule ends the start for all, and is named.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The meeting over sockets: rank 0 serves it, and every process has a connection there until all are through.
+"""The rendezvous over sockets: the server in rank 0, and the client in every process.
 
-What is said is ``meeting``'s to decide; here are sockets and the limits of time. The server has the doors, one
-connection per process that has proved itself, and a thread that turns them. Nobody is waited for: what a process does
-not read stays in its own queue, and it is not listened to meanwhile, so that it can make the meeting keep no more than
-the roll, a note and a fault. The doors are closed before any process is told that all are through.
-
-A client says who it is, hears who all are, and leaves when all are through. Every wait of its has a limit, whatever the
-meeting does; when it is over the meeting is asked once more who is missing.
+``meeting`` decides what is said. The server waits for nobody: what a process does not read stays in its queue, and the
+server does not read from it meanwhile, so a process can make it keep no more than the roll, a note and a fault. The
+doors close before any process learns that all are through. Every wait of the client has a limit; after it the client
+asks once more who is missing.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""What a run's processes report: to the launcher who is there and who failed first, to the user each sentence once.
+"""What ranks report: to their launcher who is present and who failed first, to the user each sentence once.
 
-A user's mistake is found by every rank at once, and every rank hears of it from the others. Ranks of one local launcher
-share memory, which they inherit as a descriptor; the environment tells them its number and their own. Elsewhere each
-process knows what it has said itself. In the memory there are
+Every rank finds a user's mistake at once, and hears of it from the others. Ranks of one local launcher share memory,
+which they inherit as a descriptor. It has
 
-* the first culprit: in which order processes end tells nothing of that, since a rank that fails may need longer for its
-  end than those that hear of it;
-* what has been said;
-* a byte per rank, whether it is in the middle of a run. A process that ends with status 0 says that it was done. One
-  that calls ``os._exit(0)`` in the middle of a run, or is ended so by a library, says the same, and when it was the
-  last one nobody else can tell. A script that never joins is judged by its status alone.
+* the first culprit: the order in which processes end does not tell it, since the failing rank may end last;
+* the sentences printed so far;
+* a byte per rank that is set between ``join`` and ``leave``. A process that calls ``os._exit(0)`` in the middle of a
+  run ends with status 0, and this byte alone shows the failure. A script that never joins is judged by its status.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """A slow line in user space: sockets and an event loop that keep to a ``Shape``, on one machine, without root.
 
-What goes out of a process, over all its connections together, keeps to the rate, and so does what comes in: as through
-one full-duplex port. Every byte that has come in is held for the delay before its link sees it, so that a round trip
-takes twice the delay longer. Connections share a port fairly: the most urgent frame first, equal ones in turns.
+All that a process sends, over all connections together, keeps to the rate, and so does all that it receives: one
+full-duplex port. Each received byte is held for the delay, so a round trip takes twice the delay longer. Connections
+share the port fairly: the most urgent frame first, equal ones in turns. The rate counts the bytes in the sockets: on
+Ethernet a TCP payload of 1448 bytes takes 1538. Cost: one more copy of what arrives, and a wake-up per millisecond
+while the port is busy.
 
-The rate counts the bytes in the sockets. On Ethernet a TCP payload of 1448 bytes takes 1538 on the wire: compare with a
-port of rate x 1538/1448. Cost: one more copy of what arrives, and a wake-up per millisecond while the port is busy.
-
-Theory. A pacer is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990; the same as a token bucket with a debt): it
-remembers when all that has passed would have gone through at the rate. Something may pass as long as that time lies
-less than a quantum ahead. Who wakes late catches up, to a limit, so that a coarse timer does not cost rate; who had
-nothing to send has no credit, so that a burst after a pause is no longer than a quantum. In any interval of t seconds
-at most ``rate * t + burst_bytes`` pass. ``Shape``, ``Pacer`` and ``DelayLine`` are arithmetic: no I/O, no clock.
+A pacer is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990; a token bucket with a debt): it remembers when all that
+has passed would have gone through at the rate, and lets more pass while that time is less than a quantum ahead. A late
+wake-up is made up for, to a limit; a pause gives no credit. At most ``rate * t + burst_bytes`` pass in t seconds.
+``Shape``, ``Pacer`` and ``DelayLine`` are arithmetic, without I/O or clock.
 """
 
 from __future__ import annotations

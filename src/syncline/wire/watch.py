@@ -1,26 +1,20 @@
-"""The watcher: one control connection per pair of processes and a thread that notices who fails first.
+"""The failure detector: one control connection per pair of processes, and a thread that finds who failed first.
 
 * A peer that dies closes its control connection without a goodbye: it is the culprit.
-* A peer of this machine and network namespace that is stopped (SIGSTOP) is seen in /proc. From all others heartbeats
-  are expected (``Beats``): they stay away when the peer is stopped, when its machine hangs, and when the link to it is
-  dead, also where both ends see each other's pids (network namespaces, containers with the host's pids). Seen is
-  what lasts longer than the liveness limit, at the next look, which comes once a second or four times within the limit.
-  A busy interpreter is never taken for a dead one.
-* Whoever finds a culprit, or raises itself, tells everyone: an abort message carries the *first* culprit, so nobody
-  blames a neighbour that merely left because of it.
-* Whoever finds that nothing moves asks for whom the others wait (``culprit``), more than once. The answer is given
-  here, whatever the other threads do.
+* A stopped peer (SIGSTOP) of this machine and network namespace shows in /proc. All others send ``Heartbeats``, which
+  stay away when the peer is stopped, its machine hangs or the link is dead. A peer counts as lost after the liveness
+  limit, at the next look: once a second, or four times within the limit. A busy interpreter is never taken for dead.
+* A process that finds a culprit, or fails itself, tells everyone. The abort message carries the *first* culprit, so
+  that nobody blames a neighbour that left because of it.
+* A process in a stall asks the others for whom they wait (``culprit``). The watcher answers, whatever the script does.
 
-Heartbeats come from compiled code in a thread of this process, without the interpreter lock. A thread of Python cannot
-send them: a call that holds the lock for longer than the liveness limit, as some extensions do, would look like death.
-The kernel cannot either: keepalive probes are answered for a process that is stopped. So they stop when the process is
-stopped or gone, when its machine hangs and when the link is dead, and at no other time. A connection has one writer at
-a time. Whoever has something to say ends the beats first: an object of ``Beats`` never begins again. After a goodbye,
-or the news of a failure, nobody asks for beats. After a question or an answer others still do: the watcher shows itself
-that it lives, and once its words are all sent it leaves that to new beats.
+Compiled code sends the heartbeats, without the interpreter lock: a call that holds the lock for longer than the limit
+would look like death. Keepalive probes of the kernel would not do, since it answers them for a stopped process. A
+connection has one writer at a time, so a message ends the heartbeats first. After a goodbye or an abort nobody needs
+them. After a question or an answer the watcher sends them itself until its message is out, and then starts new ones.
 
-The error is printed at once. If the user's thread has not come back to Syncline within ``GRACE_S``, for instance
-because it sits in a data loader that waits for a dead process, the process ends.
+The error is printed at once. If the user's thread has not returned to Syncline within ``GRACE_S``, for instance from a
+data loader that waits for a dead process, the process ends.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ START_S = 5.0
 """How long ``start`` waits for its thread, which needs the interpreter lock until it runs compiled code."""
 
 
-class Beats:
+class Heartbeats:
     """Sends ``frame`` over every connection once per ``period_s``, from ``start`` until ``end``."""
 
     def __init__(self, socks: Mapping[int, socket.socket], frame: bytes, period_s: float) -> None:
@@ -73,7 +67,7 @@ class Beats:
             self._poll.ctypes.data,
             max(1, int(period_s * 1000)),
         )
-        self._thread = threading.Thread(target=beat, args=arguments, name="syncline-beats", daemon=True)
+        self._thread = threading.Thread(target=beat, args=arguments, name="syncline-heartbeats", daemon=True)
         self._ended = False
 
     def start(self) -> None:
@@ -304,8 +298,8 @@ class Watcher:
                 self._beats.start()
             return True
 
-    def _new_beats(self) -> Beats:
-        return Beats(self._far, _FRAME.pack(_HEARTBEAT, 0), self._tick_s)
+    def _new_beats(self) -> Heartbeats:
+        return Heartbeats(self._far, _FRAME.pack(_HEARTBEAT, 0), self._tick_s)
 
     def _push(self, peer: int, sock: socket.socket) -> None:
         """Send what is unsent, as much as is taken now: the rest goes before the next word."""

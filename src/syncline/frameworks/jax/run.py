@@ -27,8 +27,7 @@ from ...session.session import Session
 from ...sync import Averages
 from .._checkpoint import load, load_alone, save, save_alone
 from .._computations import KINDS, ends_run, tensors_of_calls
-from .._flat import FlatModel
-from .._served import serve_model
+from .._flat import FlatModel, serve_flat
 from .._supported import check_average, check_mode, check_schedule, warn_of_plain_steps
 from .._weights import Array
 from .calls import PUT, TAKE, TOKEN, Buckets, Call, calls, invoke, invoke_code, shared, unseen, wait_for_steps
@@ -111,7 +110,7 @@ class Run:
             return fresh(self.number, self._inner(params))
         mine = self._weights.now
         if not session.is_worker:
-            serve_model(session, self._specs, self._weights, build, self)
+            serve_flat(session, self._specs, self._weights, build, self)
             return None
         self._model = model = FlatModel(session, self._specs, self._weights, build, self)
         if not all(

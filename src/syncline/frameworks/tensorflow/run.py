@@ -29,8 +29,7 @@ from ...serving.shard import Build
 from ...session.session import Session
 from ...sync import Averages, exchanges_gradients
 from .._computations import KINDS, keep_state, tensors_of_calls
-from .._flat import FlatModel
-from .._served import serve_model
+from .._flat import FlatModel, serve_flat
 from .._supported import check_mode, check_schedule
 from .._weights import Array
 from .variables import VariableWeights, resource
@@ -191,7 +190,7 @@ class Run:
         """
         check_mode(self.session.strategy, self.weights.values(), self._optimizer, keeps)
         if not self.session.is_worker:
-            serve_model(self.session, self.specs, self.weights, build, owner)
+            serve_flat(self.session, self.specs, self.weights, build, owner)
             return False
         self.model = FlatModel(self.session, self.specs, self.weights, build, owner)
         self._matching.fault, self._matching.check_usable = self.model.fault, self.session.check_usable

@@ -99,7 +99,7 @@ class Served:
         whole = self._whole(fetch=False)
         whole.load_state_dict(dict(state))
         _take_values(self, whole)
-        self._client.worker.load(records_of(whole, self._client.parameters))
+        self._client.owned.load(records_of(whole, self._client.parameters))
 
     def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
         """Refused: what is served is fixed in ``prepare``."""
@@ -116,7 +116,7 @@ class Served:
         """A plain optimizer of the user's class over the same parameters, with the owners' state."""
         whole = _plain_like(self)
         if fetch:
-            state = whole_state(self._client.worker.owners.state(), self._client.parameters)
+            state = whole_state(self._client.owned.owners.ask("state"), self._client.parameters)
             whole.state.update(_in_order(state, self.param_groups))
         return whole
 
@@ -173,15 +173,16 @@ def give_back(optimizer: Any, fetch: bool) -> None:
     client = getattr(optimizer, "_client", None)
     if client is None:
         return
-    if fetch and client.worker.owners.answers_one:
+    if fetch and client.owned.owners.answers_one:
         with contextlib.suppress(SynclineError):  # the end reports it; the state is then as if nobody had asked
             _restore(optimizer, optimizer._whole().state)
             return
-    pieces, kept = client.worker.owners.kept(), client.keeps_state
+    shard, kept = client.owned.owners.shard, client.keeps_state
+    pieces = None if shard is None or not kept else shard.state()
     _restore(optimizer, {})
     if kept:
         del optimizer.state
-        optimizer._pieces, optimizer._owners = pieces, client.worker.owners.count
+        optimizer._pieces, optimizer._owners = pieces, client.owned.owners.count
         optimizer._parameters = client.parameters
         optimizer._hidden = vars(optimizer).pop("step", None)
         mix_in(optimizer, Parted)

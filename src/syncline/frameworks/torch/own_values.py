@@ -76,6 +76,8 @@ class OwnValues:
         """Give the optimizer what its owners have told; raises UsageError where they tell different things."""
         found: dict[tuple[int, str], Any] = {}
         self._told[-1].update(self._sent)
+        if not records:
+            return
         for record in records:
             at = record.slice.tensor, record.key
             if found.setdefault(at, record.value) != record.value:
@@ -131,7 +133,11 @@ def values_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def group_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The values of an optimizer's groups without their tensors, as JSON can say them."""
-    return [{key: plain(key, value) for key, value in group.items() if key != "params"} for group in groups]
+    found = []
+    for group in groups:
+        values = {key: value for key, value in group.items() if key != "params"}
+        found.append({key: value if type(value) in _SCALARS else plain(key, value) for key, value in values.items()})
+    return found
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

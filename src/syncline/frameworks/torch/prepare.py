@@ -24,16 +24,12 @@ import numpy as np
 import torch
 
 from ...errors import MismatchError, SynclineError, UsageError
-from ...nouns import Bucket
 from ...serving.records import pack, unpack
-from ...serving.server import serve
-from ...serving.summing import Summing
-from ...serving.traffic import Model
-from ...serving.worker import attach as attach_to_owners
 from ...session.layout import decide_layout
 from ...session.session import MODEL_KEYS, Session
 from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
 from ...sync import Averages
+from ...training.owners import OwnedModel, add_up, serve_model
 from .averaging import Averaging
 from .choosing import Choosing
 from .deferred import updates_alone
@@ -44,10 +40,10 @@ from .own_values import OwnValues, group_values, name_of
 from .passes import TrainedReplica
 from .pulling import pull_by_layer
 from .replica import Forms
-from .served import Client, model_of
+from .served import Client
 from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
-from .storage import Array, Storage, distinct, layers_of, pack_bytes, unpack_bytes
+from .storage import Storage, distinct, layers_of, pack_bytes, unpack_bytes
 from .supported import (
     check_averaging,
     check_by_itself,
@@ -250,11 +246,10 @@ def _attach_served(
     vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
     build = partial(SlicedOptimizer, plain, parameters, probed.own)
-    worker = attach_to_owners(session, model_of(replica, weights), build, learnt, apart=updates_alone(optimizer))
-    replica.exchange.owners = worker
+    owned = OwnedModel(replica.exchange, replica.trained, weights, build, learnt, apart=updates_alone(optimizer))
     together = session.strategy.sync_mode().merges and not by_layer
     own = OwnValues(optimizer, probed.own) if together else None
-    client = Client(replica, weights, worker, keeps_state=probed.keeps_state, own=own)
+    client = Client(replica, weights, owned, keeps_state=probed.keeps_state, own=own)
     if by_layer:
         pull_by_layer(replica, optimizer, client, weights)
     take_over(optimizer, client)
@@ -271,25 +266,14 @@ def _refuse_local_step(replica: TrainedReplica) -> None:
 def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | None, probed: Probed) -> None:
     layout = decide_layout(session, layers_of(named))
     gradients = Storage(named, layout.buckets, session.engine.allocate)
-    compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
     if optimizer is None or not session.strategy.server_holds_weights:
-        Summing(session, layout, gradients.arrays, compression, partial(_lay_out, gradients)).serve()
+        add_up(session, layout, gradients)
         return
     weights = Storage(named, layout.buckets, session.engine.allocate)
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)
-    arrays = Model(layout, gradients.arrays, weights.arrays, compression)
     build, learnt = partial(SlicedOptimizer, optimizer, parameters, probed.own), records_of(optimizer, parameters)
-
-    def lay(buckets: Sequence[Bucket]) -> tuple[Sequence[Array], Sequence[Array]]:
-        return _lay_out(gradients, buckets), _lay_out(weights, buckets)
-
-    serve(session, arrays, build, learnt, lay, apart=updates_alone(optimizer))
-
-
-def _lay_out(storage: Storage, buckets: Sequence[Bucket]) -> Sequence[Array]:
-    storage.cut(buckets)
-    return storage.arrays
+    serve_model(session, layout, gradients, weights, build, learnt, apart=updates_alone(optimizer))
 
 
 def _copy_optimizer(
@@ -417,7 +401,7 @@ def shadow_until_all_joined(replica: TrainedReplica, client: Client | None = Non
     optimizer's state is the affair of whoever listens (``Listeners.joined``), or that of the owners, with whom
     ``client`` deals. Where every push is an update by itself nobody needs a shadow.
     """
-    if client is not None and not client.together:
+    if client is not None and not client.owned.together:
         client.join()
         return
     session = replica.session

@@ -18,7 +18,6 @@ import logging
 import torch
 
 from ...engine.step import Apply
-from ...serving.worker import PushThenPull
 from .optimizer import watch_zero_grad
 from .overlap import Crossing, Owed
 from .own_values import group_values
@@ -89,6 +88,6 @@ def pull_by_layer(replica: TrainedReplica, optimizer: torch.optim.Optimizer, cli
     """Let the steps of a model end in the next iteration, each layer waiting for its own weights."""
     crossing = Pulling(replica, optimizer, client, weights)
     replica.crossing = client.crossing = crossing
-    replica.exchange.owners = PushThenPull(client.worker)
+    client.owned.by_layer = True
     replica.listeners.begin = lambda: client.begin(group_values(optimizer.param_groups))
     watch_zero_grad(crossing)

@@ -1,6 +1,6 @@
 """A model whose weights others hold: what pushes and pulls need of PyTorch, and what they forbid.
 
-``serving.worker`` has the step. Here the new weights are written straight into the parameters, which lie in contiguous
+``training.owners`` has the step. Here the new weights are written straight into the parameters, which lie in contiguous
 storage like the gradients, and what the owners would not see is found. The user's side of it, the optimizer object, is
 in ``optimizer``.
 
@@ -19,17 +19,14 @@ from typing import Protocol
 
 import torch
 
-from ...engine.order import Work
-from ...engine.step import Action
 from ...errors import GradientError, UsageError
 from ...nouns import Slice
 from ...serving.protocol import JOIN
 from ...serving.records import Record
 from ...serving.shard import WEIGHTS, Groups
-from ...serving.traffic import Model
-from ...serving.worker import Worker
 from ...session.tickets import Meeting
 from ...sync import backup_of
+from ...training.owners import OwnedModel
 from .own_values import OwnValues
 from .passes import TrainedReplica
 from .shard import as_elements, in_memory_order, whole_state
@@ -58,18 +55,18 @@ class Overlap(Protocol):
 
 
 class Client:
-    """A worker's model, its gradients pushed by ``replica`` and its weights pulled into ``weights``."""
+    """A worker's model: ``replica`` has its gradients, and ``owned`` pulls its weights into ``weights``."""
 
     def __init__(
         self,
         replica: TrainedReplica,
         weights: Storage,
-        worker: Worker,
+        owned: OwnedModel,
         *,
         keeps_state: bool = True,
         own: OwnValues | None = None,
     ) -> None:
-        self.replica, self.worker = replica, worker
+        self.replica, self.owned = replica, owned
         self._own = own
         self.keeps_state = keeps_state  # whether the optimizer has any
         self.parameters = [parameter for _, parameter in replica.named]
@@ -83,8 +80,6 @@ class Client:
         self._looked = False  # what the gradients hold is remembered, as somebody may change it
         self._scaler_looks = False  # a GradScaler has them, between ``share_overflow`` and ``step``
         self._unscaled = False  # the next update divides by a GradScaler's scale
-        self.together = replica.session.strategy.sync_mode().merges
-        """Whether workers come to every step together."""
         self._remember_weights()
         self._left = False  # what the last exchange has left in the gradients may still be there
         self._left_versions: dict[int, int] = {}  # of the gradients that it may be in, when that was known last
@@ -95,7 +90,7 @@ class Client:
         replica.listeners.second_backward = self._refuse_second_backward
         replica.listeners.exchanged = self._remember
         replica.listeners.loaded = self._note_loaded
-        replica.exchange.on_replacing = self._prepare_to_lay_out
+        replica.exchange.on_replacing, owned.taken = self._prepare_to_lay_out, self._taken
 
     crossing: Overlap | None = None
     """Where steps end in the next iteration."""
@@ -104,7 +99,7 @@ class Client:
         """The first gradient of a step has come: tell the owners the values that it is to be made with."""
         self._pulled.remember_mirror()  # all that was pulled is in the parameters
         self._tell_changed()
-        self.worker.begin(groups, weight=self.replica.trained.weight)
+        self.owned.begin(groups)
         self._begun = groups
         self._remember_weights()
 
@@ -140,7 +135,7 @@ class Client:
         self._check_pushed()
         if scale != 1.0:
             self.unscale(scale)
-        return self.worker.clip(max_norm)
+        return self.owned.clip(max_norm)
 
     def share_overflow(self) -> None:
         """A GradScaler is about to look whether this worker's gradients overflow: it shall see those of all workers.
@@ -156,7 +151,7 @@ class Client:
                 " schedule=fixed, or ps(update=worker)"
             )
         self._check_pushed()
-        if self.together and self.worker.overflown():  # else a push is skipped by itself
+        if self.owned.together and self.owned.overflown():  # else a push is skipped by itself
             view = next(view for view in self.replica.storage.views if view.numel())
             view.view(-1)[:1].fill_(math.inf)
             self._pushed.remember()
@@ -166,7 +161,7 @@ class Client:
     def unscale(self, scale: float) -> None:
         """Have the next update's gradients divided by ``scale``, unless ``clip`` has already."""
         if not self._unscaled:
-            self.worker.scale *= 1.0 / scale
+            self.owned.scale *= 1.0 / scale
             self._unscaled = True
 
     def step(self, groups: Groups, *, skip: bool = False) -> None:
@@ -184,8 +179,7 @@ class Client:
             return
         self._tell_changed()
         told = groups if self._own is None else self._own.to_send(groups)
-        self.worker.step(told, skip=skip, weight=self.replica.trained.weight)
-        self._take_up(self._start_pulls(), self.replica.trained.machine.stepped)
+        self.owned.step(told, skip=skip)
         self._learn_own(skip)
         self.replica.exchanged = False
         if self.replica.exchange.replaces:
@@ -198,11 +192,10 @@ class Client:
         Whether the step is over.
         """
         self._left = False  # those that add to what was left see that this rank's does not count any more
-        if not self.worker.shadow(kind, teller):
-            return False
-        self._take_up(self._start_pulls())
-        self._learn_own()
-        return True
+        over = self.owned.shadow(kind, teller)
+        if over:
+            self._learn_own()
+        return over
 
     def _learn_own(self, skipped: bool = False) -> None:
         """Have the values of groups that the optimizer has changed itself, which owners of the weights know.
@@ -211,44 +204,30 @@ class Client:
         """
         if self._own is not None:
             # All workers may have to ask together.
-            found = self.worker.owners.advanced() if self._own.advance else []
+            found = self.owned.owners.ask("advanced") if self._own.advance else []
             if not skipped:
                 self._own.take(found)
 
-    def _start_pulls(self) -> list[Work]:
-        return [
-            self.replica.exchange.pull(number, self.worker.pull, priority)
-            for number, priority in enumerate(self.replica.exchange.layout.priorities)
-        ]
-
-    def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
-        """Wait until the parameters have what is pulled of all buckets."""
-        numbers = range(len(pulls))
-        if self.crossing is None:
-            pulls = [
-                self._staging.up(self._weights.pair(number), pulls[number], pulls[number].label) for number in numbers
-            ]
-        self.replica.session.engine.wait(*pulls)
+    def _taken(self) -> None:
+        """The weights of all buckets have come."""
         if self.crossing is not None:
-            for number in numbers:
+            for number in range(len(self._weights.arrays)):
                 self._weights.bring_up(number)
-        self.replica.trained.do(stepped())
-        self._staging.join()
         self._remember_weights()
 
     def consolidate(self, call: str = "consolidate()") -> None:
         """Have the owners' newest weights, as all workers then do; those that have not left call it between steps."""
         self.settle("syncline.consolidate()")
-        if self.together:
+        if self.owned.together:
             return
         self._check_between("syncline.consolidate()")
         self._tell_changed()
-        self._take_up(self.worker.consolidate(call))
+        self.owned.consolidate(call)
 
     def join(self) -> None:
         """Take part in what others do between their steps, until no worker has batches any more."""
-        self.worker.met = ""
-        while self.worker.met != JOIN:
+        self.owned.met = ""
+        while self.owned.met != JOIN:
             self.consolidate(JOIN)
 
     def _check_between(self, what: str) -> None:
@@ -279,16 +258,16 @@ class Client:
     @property
     def keeps(self) -> bool:
         """True when the owners' weights may say more than the workers', which a checkpoint then needs."""
-        return self.worker.keeps
+        return self.owned.keeps
 
     def owners_weights(self) -> dict[str, torch.Tensor]:
         """The weights as the owners have them, by name; all workers call it."""
         self.settle("syncline.state_dict()")
         self._tell_changed()
-        if not self.together and self.replica.exchange.compression is None:
+        if not self.owned.together and self.replica.exchange.compression is None:
             self.consolidate("state_dict()")  # what the workers have then says all
             return {name: parameter.detach().cpu().clone() for name, parameter in self.replica.named}
-        whole = whole_state(self.worker.weights(), self.parameters)
+        whole = whole_state(self.owned.weights(), self.parameters)
         return {
             name: whole[parameter][WEIGHTS].cpu() if parameter in whole else parameter.detach()  # without elements
             for name, parameter in self.replica.named
@@ -300,7 +279,7 @@ class Client:
         Raises UsageError for those of another model.
         """
         self.settle("syncline.load_state_dict()")
-        if self.together or not weights:
+        if self.owned.together or not weights:
             self._tell_changed()  # weights that were loaded now; what the owners know beside them comes after
         records = []
         for index, (name, parameter) in enumerate(self.replica.named if weights else ()):
@@ -308,11 +287,9 @@ class Client:
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
                 raise UsageError(f"the owners' weights in this state do not have {name!r} as this model has it")
             records.append(_whole(index, in_memory_order(found, parameter)))
-        if not self.together:
+        if not self.owned.together:
             self._check_between("syncline.load_state_dict()")
-        self.worker.resume(step, records)
-        if not self.together:
-            self._take_up(self.worker.consolidate("load_state_dict()"))
+        self.owned.resume(step, records)
 
     def _prepare_to_lay_out(self) -> Callable[[], None]:
         """Other buckets are about to take the place of these: the servers shall know what was changed before."""
@@ -325,10 +302,7 @@ class Client:
         return self._lay_out
 
     def _lay_out(self) -> None:
-        replica, weights = self.replica, self._weights
-        self.worker.move_out()
-        weights.cut(replica.exchange.layout.buckets)
-        self.worker.move_in(model_of(replica, weights))
+        self.owned.lay_out()
         if self._own is not None:
             self._own.forget()
 
@@ -341,7 +315,7 @@ class Client:
         if self.crossing is not None:
             return  # who looks waits first
         if self._changes_gradients(meeting):
-            self.replica.session.engine.wait(*self.worker.pushes)
+            self.replica.session.engine.wait(*self.owned.pushes)
         self._pushed.remember()
 
     def remember_gradients(self) -> None:
@@ -353,7 +327,7 @@ class Client:
         """Whether the exchange itself writes to what the script sees of its gradients."""
         if self._staging.device is not None:  # what is pushed are copies
             return False
-        if not self.together and self.replica.exchange.compression is None:  # what is pushed is only read
+        if not self.owned.together and self.replica.exchange.compression is None:  # what is pushed is only read
             return False
         session = self.replica.session
         if not session.group.servers:
@@ -389,7 +363,7 @@ class Client:
         left, views = self._left_over(), replica.storage.views
         if self.crossing is None and replica.exchange.compression is None:
             self._left = False
-            if self.together:  # else each adds up its own
+            if self.owned.together:  # else each adds up its own
                 self._count_again(left)
         self._left_versions = {index: views[index]._version for index in left}
 
@@ -403,11 +377,13 @@ class Client:
             for index in left:
                 replica.storage.views[index].mul_(factor)
             return
-        mine = [(held.gradient, held.gradient * held.gradient.dtype.type(factor)) for held in self.worker.owners.held()]
+        shard = self.owned.owners.shard
+        mine = [] if shard is None else [held.gradient for held in shard.holdings]
+        kept = [gradient * gradient.dtype.type(factor) for gradient in mine]
         for index in left:
             replica.storage.views[index].zero_()
-        for gradient, kept in mine:
-            gradient[...] = kept
+        for gradient, values in zip(mine, kept, strict=True):
+            gradient[...] = values
 
     def _share(self, meeting: Meeting | None) -> float:
         """How much this rank's gradients count in an exchange, on the average 1."""
@@ -431,7 +407,7 @@ class Client:
                 left.remove(first)
         if not left:
             self._counted = None  # zeroed between the forward pass and this one
-        if self._left and (self.together or self.replica.exchange.compression is not None):
+        if self._left and (self.owned.together or self.replica.exchange.compression is not None):
             self._left = False
             if left:
                 plain = self.crossing is None and self.replica.exchange.compression is None
@@ -477,7 +453,7 @@ class Client:
         if not found:
             return
         whole = self._loaded and len(found) == len(self.parameters)
-        if self.keeps and self.together and not whole and self.worker.steps:
+        if self.keeps and self.owned.together and not whole and self.owned.steps:
             raise self.replica.fault(
                 f"the weights {self.replica.named[found[0]][0]!r} were changed on this worker since the last step. With"
                 " the codec their owners know more of them than the workers, which would be lost: load a state_dict"
@@ -486,7 +462,7 @@ class Client:
         self._bring_home(found)
         self._remember_weights()
         records = [_whole(index, self._weights.flat_of(index)) for index in found]
-        self.worker.change(records, zlib.crc32(self._pulled.digest(found)) or 1)
+        self.owned.change(records, zlib.crc32(self._pulled.digest(found)) or 1)
 
     def _changed_weights(self) -> list[int]:
         """Numbers of parameters."""
@@ -530,12 +506,6 @@ class Client:
             "a second backward() before step(): the parameter server has the first one's gradients already; wrap all"
             " but the last in `with syncline.no_sync():`, or set model.require_backward_grad_sync = False for them"
         )
-
-
-def model_of(replica: TrainedReplica, weights: Storage) -> Model:
-    """A model as its owners see it, the way it is laid out now."""
-    exchange = replica.exchange
-    return Model(exchange.layout, replica.storage.arrays, weights.arrays, exchange.compression, exchange.key)
 
 
 def _whole(index: int, values: torch.Tensor) -> Record:

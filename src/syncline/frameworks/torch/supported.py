@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ...codecs import Codec, Sparse, codec_of
 from ...errors import UsageError
 from ...nouns import Spec
+from ...serving.owner import PushGroups, check_kept
 from ...serving.shard import Groups
-from ...serving.shares import PushGroups, check_kept
 from ...session.session import Session
 from ...strategy.parts import write
 from ...strategy.strategy import Strategy

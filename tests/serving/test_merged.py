@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from syncline.engine.order import Work
+from syncline.serving.merged import Updating
 from syncline.serving.protocol import ALL
-from syncline.serving.updating import Updating
 
 
 class Turning:

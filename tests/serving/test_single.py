@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.serving.carriers import rooms
+from syncline.serving.single import rooms
 
 
 @given(

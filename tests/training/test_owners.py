@@ -14,12 +14,13 @@ from syncline.engine.order import When
 from syncline.errors import MismatchError, ProtocolError
 from syncline.nouns import Bucket, Layer, Slice, Spec
 from syncline.serving.records import Elements, Record, State, states_of
-from syncline.serving.server import serve
 from syncline.serving.shard import Groups, Holding
-from syncline.serving.traffic import Model
-from syncline.serving.worker import Worker, attach
 from syncline.session.layout import Layout
 from syncline.session.session import Session
+from syncline.training.exchange import BucketExchange
+from syncline.training.memory import Blocks, InPlace
+from syncline.training.model import Framework, TrainedModel
+from syncline.training.owners import OwnedModel, serve_model
 
 Array = NDArray[Any]
 
@@ -72,21 +73,21 @@ class Training:
         layers = [Layer(Spec(f"tensor {number}", (size,), name)) for number, size in enumerate(SIZES)]
         parts = [Slice(number, 0, size) for number, size in enumerate(SIZES)]
         self.buckets = [Bucket((parts[0], parts[1]), name), Bucket((parts[2],), name)]
-        self.gradients, self.weights = (
-            [session.engine.allocate(bucket.nbytes, np.dtype(self.dtype)) for bucket in self.buckets] for _ in range(2)
-        )
+        self.blocks = [Blocks(layers, self.buckets, session.engine.allocate) for _ in range(2)]
+        self.gradients, self.weights = (blocks.arrays for blocks in self.blocks)
         for array in self.weights:
             array[:] = 1
-        self.compression = session.compression(layers, self.buckets, self.gradients)
-        layout = Layout(tuple(layers), tuple(self.buckets), (0.0,) * len(self.buckets))
-        self.model = Model(layout, self.gradients, self.weights, self.compression)
+        self.layout = Layout(tuple(layers), tuple(self.buckets), (0.0,) * len(self.buckets))
 
-    def start(self, apart: bool = False) -> Worker | None:
+    def start(self, apart: bool = False) -> OwnedModel | None:
         """This process's worker; on a server, None once all is over."""
-        if not self.session.is_worker:
-            serve(self.session, self.model, Momentum, self.learnt, apart=apart)
+        session, layout, (gradients, weights) = self.session, self.layout, self.blocks
+        if not session.is_worker:
+            serve_model(session, layout, gradients, weights, Momentum, self.learnt, apart=apart)
             return None
-        return attach(self.session, self.model, Momentum, self.learnt, apart=apart)
+        exchange = BucketExchange(session, 0, layout, [gradients], InPlace(session.engine))
+        trained = TrainedModel(session, exchange, len(SIZES), Framework())
+        return OwnedModel(exchange, trained, weights, Momentum, self.learnt, apart=apart)
 
     def compute(self, number: int) -> None:
         """The gradients of a step."""
@@ -94,14 +95,15 @@ class Training:
         for bucket, array in enumerate(self.gradients):
             array[:] = mine[: array.size] if bucket == 0 else mine[-array.size :]
 
-    def step(self, worker: Worker, number: int, max_norm: float | None = None) -> None:
+    def step(self, worker: OwnedModel, number: int, max_norm: float | None = None) -> None:
         """Push, have applied, pull."""
         session = self.session
         self.compute(number)
         session.engine.wait(*[worker.start(bucket) for bucket in range(len(self.buckets))])
         if max_norm is not None:
             worker.clip(max_norm)
-        worker.step([{"lr": 0.25}])
+        worker.begin([{"lr": 0.25}])
+        worker.owners.told()
         session.engine.wait(*[worker.pull(bucket) for bucket in range(len(self.buckets))])
 
 
@@ -137,7 +139,7 @@ def test_owners_do_what_one_process_does(group: Any, place: str, max_norm: float
             return None
         for number in range(4):
             training.step(worker, number, max_norm)
-        return np.concatenate(training.weights), worker.owners.state()
+        return np.concatenate(training.weights), worker.owners.ask("state")
 
     weights, momentum = alone(range(4), max_norm, np.float64)
     for found, state in group(place, WORKERS, body)[:WORKERS]:
@@ -168,7 +170,7 @@ def test_a_bucket_comes_back_while_others_have_not_gone(group: Any, place: str, 
                 if told == 1 and turn == 0:
                     worker.begin([{"lr": 0.25}])
                 session.engine.wait(worker.pull(bucket, When(priority=bucket)))
-        return np.concatenate(training.weights), worker.owners.state()
+        return np.concatenate(training.weights), worker.owners.ask("state")
 
     weights, momentum = alone(range(4))
     for found, state in group(place, WORKERS, body)[:WORKERS]:
@@ -184,7 +186,8 @@ def test_an_optimizer_of_which_nobody_knows_waits_for_all_pushes(group: Any) -> 
             return None
         training.compute(0)
         worker.start(0)
-        worker.step([{"lr": 0.25}])
+        worker.begin([{"lr": 0.25}])
+        worker.owners.told()
         first = worker.pull(0)
         session.barrier()
         early = first.done
@@ -226,7 +229,7 @@ def test_a_run_goes_on_with_other_owners(group: Any, place: str) -> None:
             return None
         for number in range(2):
             training.step(worker, number)
-        return np.concatenate(training.weights), worker.owners.state()
+        return np.concatenate(training.weights), worker.owners.ask("state")
 
     weights, learnt = group("ps(servers=1)", WORKERS, first)[0]
 

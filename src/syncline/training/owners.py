@@ -1,0 +1,293 @@
+"""A model whose weights others own: what its worker asks of the owners, and what a server does, in every framework.
+
+During backward the gradients are pushed bucket by bucket. ``OwnedModel.step`` says so, with the optimizer's group
+values (learning rate and so on); the owners of each slice apply the real update, and the new weights are pulled and
+taken up. Where weights come by layer, the owners are told the values at the first gradient of a step, and each bucket
+is pulled as it is pushed. Between two steps workers may meet (``consolidate``) and leave.
+
+Does not know what a script has changed meanwhile, which is the framework's affair, nor how the owners are told, which
+is that of ``serving.owners``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ..engine.order import NOW, When, Work
+from ..engine.step import Action
+from ..errors import UsageError
+from ..nouns import Bucket
+from ..serving.owner import PushGroups, shard_of
+from ..serving.owners import LocalOwners, Owners, RemoteOwners
+from ..serving.records import Record
+from ..serving.server import Summing, serve, serve_beside, traffic_of
+from ..serving.shard import Build, Groups, StepValues
+from ..serving.traffic import Model, Traffic
+from ..session.communicator import Array
+from ..session.layout import Layout, copy_weights
+from ..session.session import Session
+from .exchange import BucketExchange
+from .memory import Stored
+from .model import TrainedModel
+
+
+class OwnedModel:
+    """The model of ``trained``, its gradients pushed by ``exchange`` and its weights pulled into ``weights``.
+
+    Owns a part of the weights itself where the strategy says so, which an optimizer updates that ``build`` makes.
+    ``learnt`` is what the optimizer knows already; of owners that are no workers, rank 0 tells them. ``apart`` is for
+    ``Shard``. All workers make it together.
+    """
+
+    def __init__(
+        self,
+        exchange: BucketExchange,
+        trained: TrainedModel,
+        weights: Stored,
+        build: Build,
+        learnt: Sequence[Record] = (),
+        *,
+        apart: bool = False,
+    ) -> None:
+        self.exchange, self.trained, self._weights = exchange, trained, weights
+        self._session = session = exchange.session
+        mode = session.strategy.sync_mode()
+        self.together = mode.merges
+        """Whether workers come to every step together."""
+        self._traffic = traffic_of(session, self._model())
+        self.owners = _owners(session, self._traffic, build, list(learnt), apart)
+        self.scale = 1.0
+        """What the next update's gradients are multiplied by."""
+        self._squared: float | None = None  # the squared norm of the gradients that have been pushed, once asked for
+        self.steps = 0
+        """The clock of this session's protocol; a resumed run begins at 0 again."""
+        self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
+        self.met = ""
+        """The call at which all workers have met last, where they go at their own pace."""
+        self._applied = None if self.together else PushGroups(mode, 1, session.strategy.sync.name)
+        self._pushes: dict[int, Work] = {}
+        self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
+        self.taken: Callable[[], None] = _nothing
+        """What a framework does when the weights of all buckets have come."""
+        exchange.owners = self
+
+    by_layer = False
+    """Whether each bucket is pulled as it is pushed, and taken up when a layer needs it."""
+
+    # One step.
+
+    def start(self, bucket: int, when: When = NOW) -> Work:
+        """Push a bucket whose gradients are complete; the work is that of its pull where this follows at once."""
+        work = self._pushes[bucket] = self._traffic.push(bucket, when)
+        self._pushed[bucket] = self.owners.updated(bucket, work)
+        return self.pull(bucket, When(priority=when.priority)) if self.by_layer else work
+
+    def clip(self, max_norm: float) -> float:
+        """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
+        norm: float = self.scale * self._squared_norm() ** 0.5
+        self.scale *= 1.0 if norm + 1e-6 <= max_norm else max_norm / (norm + 1e-6)  # NaN stays, as in PyTorch
+        return norm
+
+    def overflown(self) -> bool:
+        """Whether anything in the pushed gradients of all workers is not finite; all of them ask."""
+        return not math.isfinite(self._squared_norm())
+
+    def _squared_norm(self) -> float:
+        if self._squared is None:
+            self._squared = self.owners.squared_norm(self.steps + 1)
+        return self._squared
+
+    def begin(self, groups: Groups, *, skip: bool = False) -> None:
+        """Have the gradients of a step applied, or dropped, that begins, or that has been pushed; returns at once.
+
+        Where workers do not agree on it, the owners are told what they count beside those of others.
+        """
+        scale, self.scale, self._squared = self.scale, 1.0, None
+        changed, self._unsaid = self._unsaid, 0
+        self.steps += 1
+        weight = 1.0
+        if self._applied is not None:
+            self._applied(groups)  # which owners do: here it says what is wrong
+            weight = self.trained.weight
+        self.owners.tell(self.steps, StepValues(groups=groups, scale=scale, skip=skip, weight=weight), changed)
+
+    def step(self, groups: Groups, *, skip: bool = False) -> None:
+        """Have the pushed gradients applied, or dropped, and take the new weights up, which come while others go."""
+        self.begin(groups, skip=skip)
+        self.owners.told()
+        self._take_up(self._pulls(), self.trained.machine.stepped)
+
+    def shadow(self, kind: int, teller: int) -> bool:
+        """Take part, without batches, in what workers do who show tickets of ``kind``; whether the step is over.
+
+        ``teller`` is one of them. The step's gradients have been pushed, zeros here.
+        """
+        pulls = self.owners.shadow(kind, self.steps + 1, teller)
+        self.steps += pulls
+        if pulls:
+            self._take_up(self._pulls())
+        return pulls
+
+    def pull(self, number: int, when: When = NOW) -> Work:
+        """Start the pull of a bucket's new weights, behind its push, if there is one, and ``begin``."""
+        return self._traffic.pull(number, when._replace(gate=self._pushed.pop(number, None)))
+
+    @property
+    def pushes(self) -> list[Work]:
+        """The last one of each bucket."""
+        return list(self._pushes.values())
+
+    def _pulls(self) -> list[Work]:
+        priorities = self.exchange.layout.priorities
+        return [self.exchange.pull(number, self.pull, priority) for number, priority in enumerate(priorities)]
+
+    def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
+        """Wait until the weights have what is pulled of all buckets."""
+        staging, pair = self.exchange.staging, self._weights.pair
+        if staging.device is not None and not self.by_layer:
+            pulls = [staging.up(pair(number), pull, pull.label) for number, pull in enumerate(pulls)]
+        self._session.engine.wait(*pulls)
+        self.trained.do(stepped())
+        if staging.device is not None:
+            staging.join()
+        self.taken()
+
+    # Between steps.
+
+    def consolidate(self, call: str = "consolidate()") -> None:
+        """Wait until all workers that have not left do so, and have what all then have.
+
+        Nothing where workers go in step: they have it. ``met`` is then at which ``call`` all have met.
+        """
+        if not self.together:
+            self._take_up(self._meet(call))
+
+    def _meet(self, call: str) -> list[Work]:
+        """The pulls of what all have who meet; none where they go in step."""
+        if self.together:
+            return []
+        self.steps, self.met = self.owners.meet(self.steps, call)
+        return [self.pull(number) for number in range(self._traffic.buckets)]
+
+    @property
+    def keeps(self) -> bool:
+        """True when the owners' weights may say more than the workers', which a checkpoint then needs."""
+        return self._traffic.keeps
+
+    def weights(self) -> list[Record]:
+        """The weights as the owners have them, with what the script has changed; all workers call it."""
+        if self.together:
+            self._session.barrier()
+            return self.owners.ask("weights")
+        self._session.engine.wait(*self._meet("state_dict()"))
+        found = self.owners.ask("weights")
+        self._session.engine.wait(*self._meet("state_dict()"))  # nobody goes on before all have asked
+        return found
+
+    def change(self, weights: list[Record], number: int) -> None:
+        """Give the owners weights that the script has changed; the next step tells by ``number`` which.
+
+        Raises UsageError where workers do not come to a step together, so that no one could say whose weights count.
+        """
+        if not self.together:
+            raise UsageError(
+                f"the weights were changed on this worker, and under sync={self._session.strategy.sync.name} owners go"
+                " on with theirs: change weights, or load them, before syncline.prepare()"
+            )
+        self.owners.replace(weights)
+        self._unsaid = (self._unsaid + number) & 0xFFFFFFFF
+
+    def load(self, records: list[Record]) -> None:
+        """Replace the optimizer's state at all owners; all workers call it."""
+        if self.together:
+            self.owners.load(records)
+            return
+        self._session.barrier()
+        if self._session.rank == 0:
+            self.owners.load(records)
+        self._session.barrier()  # nobody pushes before all owners have it
+
+    def resume(self, step: int, weights: list[Record]) -> None:
+        """Have the owners go on from that step with their own weights, where there are any; all workers call it.
+
+        Where workers do not go in step, they have these then.
+        """
+        self._session.engine.wait(*self._meet("load_state_dict()"))
+        self.owners.resume(step, weights)
+        self.consolidate("load_state_dict()")
+
+    def lay_out(self) -> None:
+        """Go on with the buckets that the exchange has now, whose gradients are cut already; all workers call it."""
+        self.owners.move_out(self.keeps)
+        self._weights.cut(self.exchange.layout.buckets)
+        model = self._model()
+        copy_weights(self._session, model.weights)
+        self._pushes = {}
+        self._traffic = traffic_of(self._session, model)
+        self.owners.move_in(self._traffic, len(model.layout.buckets))
+
+    def _model(self) -> Model:
+        """As its owners see it, the way it is laid out now."""
+        exchange = self.exchange
+        gradients, weights = exchange.storages[0].arrays, self._weights.arrays
+        return Model(exchange.layout, gradients, weights, exchange.compression, exchange.key)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Record], apart: bool) -> Owners:
+    """Whoever owns the weights, this worker among them where the strategy says so."""
+    together = session.strategy.sync_mode().merges
+    if session.group.servers:
+        remote = RemoteOwners(session)
+        if learnt and session.rank == 0:  # as the weights, also where a server's script has not loaded it, or another
+            remote.load(learnt)
+        if not together:
+            session.barrier()  # before it has, nothing may be applied
+            session.member.process.before_end.append(partial(remote.leave, None))
+        return remote
+    holdings = traffic.holdings()
+    shard = None if holdings is None else shard_of(session, holdings, build, learnt, apart=apart)
+    if together:
+        return LocalOwners(session, shard, traffic.buckets)
+    remote = RemoteOwners(session)
+    over = None if shard is None else serve_beside(session, shard, traffic)
+    session.member.process.before_end.append(partial(remote.leave, over))
+    return remote
+
+
+def serve_model(
+    session: Session,
+    layout: Layout,
+    gradients: Stored,
+    weights: Stored,
+    build: Build,
+    learnt: Sequence[Record] = (),
+    *,
+    apart: bool = False,
+) -> None:
+    """A server's part in a model whose weights it owns, or some of them, until all workers have left.
+
+    ``learnt`` and ``apart`` are as for ``OwnedModel``.
+    """
+    compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
+
+    def lay(buckets: Sequence[Bucket]) -> tuple[Sequence[Array], Sequence[Array]]:
+        return _cut(gradients, buckets), _cut(weights, buckets)
+
+    serve(session, Model(layout, gradients.arrays, weights.arrays, compression), build, learnt, lay, apart=apart)
+
+
+def add_up(session: Session, layout: Layout, gradients: Stored) -> None:
+    """A server's part in a model whose gradients it adds up, until all workers have left."""
+    compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
+    Summing(session, layout, gradients.arrays, compression, partial(_cut, gradients)).serve()
+
+
+def _cut(stored: Stored, buckets: Sequence[Bucket]) -> Sequence[Array]:
+    stored.cut(buckets)
+    return stored.arrays
