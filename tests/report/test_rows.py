@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from syncline.session.stats import Stats
+from syncline.session.session import Stats
 
 from syncline.errors import DataError
 from syncline_bench.report.rows import Point, Result, Row
