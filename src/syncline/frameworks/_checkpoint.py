@@ -37,18 +37,14 @@ def save(model: FlatModel) -> dict[str, Any]:
     specs = model.specs
     if owned is not None:
         session.consolidates[model.key]()  # the newest weights, where workers do not go in step
-    weights, kept = read(specs, model.weights)
-    found = basic(specs, weights, kept) | {
-        "strategy": str(session.strategy),
-        "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
-        "world_size": session.world_size,
-        "steps": model.steps,
-    }
+    weights, kept = _read(specs, model.weights)
+    found = _of_every_run(session, specs, weights, kept, model.steps)
+    if session.choice is not None:
+        found["algorithms"] = [list(row) for row in session.choice.table]
     if owned is not None:
-        states = states_of(owned.owners.ask("state"), [_whole(number, spec) for number, spec in enumerate(specs)])
-        found["optimizer"] = _by_name(specs, states)
+        found["optimizer"] = _by_name(specs, _states(specs, owned.owners.ask("state")))
         if owned.keeps:
-            found["owners"] = basic(specs, *_of_records(specs, owned.weights()))["weights"]
+            found["owners"] = _basic(specs, *_of_records(specs, owned.weights()))["weights"]
         session.barrier()  # nobody goes on before all have asked
     found |= model.exchange.saved()
     if model.averaging is not None:
@@ -56,7 +52,7 @@ def save(model: FlatModel) -> dict[str, Any]:
         each = session.gather(pack([*_of_weights(weights), *_of_states(weights, kept, _STATE)]))
         name, number = session.name, session.member.number
         own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
-        found["ranks"] = [basic(specs, *one) for one in own]
+        found["ranks"] = [_basic(specs, *one) for one in own]
     return found
 
 
@@ -99,7 +95,7 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
 
 
 def _load_agreed(averaging: WeightExchange, state: Mapping[str, Any]) -> None:
-    """Where one worker has trained nothing was agreed on: the weights are what all begin with."""
+    """A state of one worker has no agreed weights: all begin with its weights."""
     averaging.forget()
     averaging.follows = True
     if "agreed" in state:
@@ -110,7 +106,7 @@ def _load_agreed(averaging: WeightExchange, state: Mapping[str, Any]) -> None:
 def _load_owners(
     model: FlatModel, owned: OwnedModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]
 ) -> None:
-    """Let the owners go on from there."""
+    """Give owners their weights and what their optimizers keep."""
     records = _of_weights(weights)
     owned.load(_of_states(weights, kept))
     theirs = state.get("owners")
@@ -131,25 +127,13 @@ def _load_owners(
 # What all runs keep, one worker's too.
 
 
-def read(specs: Sequence[Spec], weights: Weights) -> tuple[list[Array], list[State]]:
-    """Copies of a framework's weights, flat, and what its optimizer keeps."""
-    flat = [np.empty(spec.elements, numpy_dtype(spec.dtype)) for spec in specs]
-    weights.read(flat)
-    return flat, weights.kept()
-
-
 def save_alone(session: Session, specs: Sequence[Spec], weights: Weights, steps: int) -> dict[str, Any]:
     """The state of one worker that trains by itself, as several would have it."""
-    return basic(specs, *read(specs, weights)) | {
-        "strategy": str(session.strategy),
-        "algorithms": [],
-        "world_size": 1,
-        "steps": steps,
-    }
+    return _of_every_run(session, specs, *_read(specs, weights), steps)
 
 
 def load_alone(specs: Sequence[Spec], weights: Weights, state: Mapping[str, Any]) -> int:
-    """The other way round; the number of steps. Nothing of a codec: one worker sends nothing."""
+    """Load a state into one worker; returns the number of steps. It ignores the state of codecs."""
     with reading_state():
         arrays, states = checked(specs, state, 0, 1)
         weights.write(arrays)
@@ -157,7 +141,25 @@ def load_alone(specs: Sequence[Spec], weights: Weights, state: Mapping[str, Any]
         return int(state["steps"])
 
 
-def basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State]) -> dict[str, Any]:
+def _read(specs: Sequence[Spec], weights: Weights) -> tuple[list[Array], list[State]]:
+    """Copies of a framework's weights, flat, and what its optimizer keeps."""
+    flat = [np.empty(spec.elements, numpy_dtype(spec.dtype)) for spec in specs]
+    weights.read(flat)
+    return flat, weights.kept()
+
+
+def _of_every_run(
+    session: Session, specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State], steps: int
+) -> dict[str, Any]:
+    return _basic(specs, weights, kept) | {
+        "strategy": str(session.strategy),
+        "algorithms": [],
+        "world_size": session.world_size,
+        "steps": steps,
+    }
+
+
+def _basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State]) -> dict[str, Any]:
     """The part of a state that has weights and what the optimizer keeps."""
     shaped = {spec.name: flat.reshape(spec.shape) for spec, flat in zip(specs, weights, strict=True)}
     return {"weights": shaped, "optimizer": _by_name(specs, kept)}
@@ -168,7 +170,7 @@ def checked(
 ) -> tuple[list[Array], list[State]]:
     """Weights, flat, and what the optimizer keeps, for a worker; raises UsageError for those of another model.
 
-    Where workers had weights of their own it is this one's, or where there were more or fewer, the mean of all.
+    Where workers had weights of their own, worker ``rank`` has its own, or the mean where their number was another.
     """
     ranks = state.get("ranks") or [state]
     each = [_checked(specs, one) for one in ranks]
@@ -197,7 +199,7 @@ def _checked(specs: Sequence[Spec], state: Mapping[str, Any]) -> tuple[list[Arra
 
 
 def _mean(states: Sequence[State]) -> State:
-    """What workers' optimizers keep of a tensor, as one: the mean of arrays of numbers, of all else the first's."""
+    """The mean of what workers' optimizers keep of a tensor; what has no mean is the first worker's."""
     found: State = dict(states[0])
     for key, value in states[0].items():
         others = [state.get(key) for state in states]
@@ -210,12 +212,13 @@ def _mean(states: Sequence[State]) -> State:
     return found
 
 
-def _whole(number: int, spec: Spec) -> Slice:
-    return Slice(number, 0, spec.elements)
+def _states(specs: Sequence[Spec], records: Sequence[Record]) -> list[State]:
+    """Records of any slices, by tensor."""
+    return states_of(records, [Slice(number, 0, spec.elements) for number, spec in enumerate(specs)])
 
 
 def _by_name(specs: Sequence[Spec], states: Sequence[State]) -> dict[str, dict[str, Any]]:
-    """As arrays in memory of their own."""
+    """Copies of what the optimizer keeps, by tensor and key."""
     return {
         spec.name: {key: v.array.copy() if isinstance(v, Elements) else v for key, v in state.items()}
         for spec, state in zip(specs, states, strict=True)
@@ -235,11 +238,10 @@ def _of_states(weights: Sequence[Array], kept: Sequence[State], before: str = ""
 
 
 def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[Array], list[State]]:
-    """The other way round."""
+    """Weights, flat, and what optimizers keep, of the records of a worker or of owners."""
     weights: list[Array] = []
     kept: list[State] = []
-    states = states_of(records, [_whole(number, spec) for number, spec in enumerate(specs)])
-    for spec, state in zip(specs, states, strict=True):
+    for spec, state in zip(specs, _states(specs, records), strict=True):
         found = state.pop(WEIGHTS, None)  # which tensors without elements do not have
         weights.append(found.array if isinstance(found, Elements) else np.empty(0, numpy_dtype(spec.dtype)))
         kept.append({key.removeprefix(_STATE): value for key, value in state.items()})

@@ -44,7 +44,7 @@ def keep_state() -> None:
 
 
 def tensors_of_calls(layout: Layout) -> list[list[int]]:
-    """The tensors that each call of a step is given: a bucket's that have not gone with one before it."""
+    """The tensors of each call of a step: those of a bucket that no earlier call was given."""
     found: list[list[int]] = []
     gone: set[int] = set()
     for bucket in layout.buckets:
@@ -64,7 +64,7 @@ class WeightsOfCall:
         """What the present step makes of them, where the worker has made it by itself."""
 
     def forget(self) -> None:
-        """What the call was given is its caller's again."""
+        """Let go of the arrays: the call has ended."""
         self.now = self.after = []
 
     def read(self, into: Sequence[Array]) -> None:
@@ -73,17 +73,17 @@ class WeightsOfCall:
             np.copyto(flat.reshape(array.shape), array)
 
     def write(self, values: Sequence[Array]) -> None:
-        """The call hands them back."""
+        """Keep what the call will hand back."""
         self.now = values
 
     def update(self, gradients: Sequence[Array]) -> None:  # noqa: ARG002 - the computation has updated them, or will
-        """Only of a worker's own step something is known here."""
+        """Take the weights after a worker's own step; other updates happen in the computation."""
         if self.after:
             self.now, self.after = self.after, []
 
 
 def ends_run(session: Session, error: AnyError) -> AnyError:
-    """The error, once all processes know of it."""
+    """Tell all processes of the error, which ends the run, and return it."""
     session.fail(error)
     return error
 

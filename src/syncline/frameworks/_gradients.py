@@ -39,7 +39,7 @@ class GradientPlace:
         self._share, self._address = ctypes.c_double.from_buffer(self._words, 32), ctypes.addressof(self._words)
 
     def put(self, gradient: Array, share: float) -> None:
-        """Let it be a gradient of this shape times ``share``."""
+        """Write a gradient of this shape times ``share`` here."""
         flags = gradient.flags
         if self._held and gradient.dtype == self._type and flags.c_contiguous and flags.aligned:
             self._words[2], self._share.value = gradient.ctypes.data, share
@@ -59,33 +59,33 @@ class Coming:
 
     @property
     def begun(self) -> bool:
-        """Whether the present step has."""
+        """Whether the present step has begun."""
         return self._left is not None
 
     def begin(self) -> None:
-        """A step begins, or one anew whose pass was given up."""
+        """Begin a step, or begin it again after a pass that the script gave up."""
         self._left = dict.fromkeys(range(len(self.names)))
 
     def end(self) -> None:
-        """The step is made, or none has begun."""
+        """End the step."""
         self._left = None
 
     def came(self, tensor: int) -> None:
-        """One has, for the first time in this step."""
+        """Note the first gradient of a tensor in this step."""
         assert self._left is not None
         del self._left[tensor]
 
     def all_came(self) -> None:
-        """Nothing is waited for in this step any more, whose gradients stay with the framework."""
+        """Wait for no gradient of this step: they stay with the framework."""
         self._left = {}
 
     def fits(self, tensor: int, gradient: Array) -> bool:
-        """Whether this is a gradient of that tensor, and one that is waited for."""
+        """Whether this is a gradient of that tensor that the step still waits for."""
         place, left = self.places[tensor].array, self._left
         return gradient.shape == place.shape and fits(gradient, place) and left is not None and tensor in left
 
     def wrong(self, tensor: int, gradient: Array, step: int) -> str:
-        """Why not."""
+        """Why ``fits`` says no."""
         name = self.names[tensor]
         if self._left is None or tensor not in self._left:
             return (
@@ -101,13 +101,13 @@ class Coming:
         return list(range(len(self.names)) if self._left is None else self._left)
 
     def names_of_missing(self) -> str:
-        """For messages."""
+        """The names of missing gradients, for errors."""
         found = [repr(self.names[tensor]) for tensor in self.missing]
         return ", ".join(found if len(found) <= _NAMED else [*found[:_NAMED], f"{len(found) - _NAMED} more"])
 
 
 def fits(gradient: Array, place: Array) -> bool:
-    """Whether these are real numbers of any type, or of the very one."""
+    """Whether the gradient has real numbers, or the very type of its place."""
     return gradient.dtype.kind in "fiu" or gradient.dtype == place.dtype
 
 

@@ -107,12 +107,12 @@ class Rule:
             setattr(self, one.name, one.default)
 
     def update(self, weights: Array, gradient: Array, state: States) -> None:
-        """As the function does."""
+        """By the function."""
         self._function(weights, gradient, state, **vars(self))
 
 
 def rule_of(optimizer: object) -> Update:
-    """What a script gives as its optimizer; raises UsageError for what is none."""
+    """A script's optimizer, or a rule of its function; raises UsageError for anything else."""
     if callable(getattr(optimizer, "update", None)):
         return optimizer  # type: ignore[return-value]
     if callable(optimizer):
@@ -124,7 +124,7 @@ def rule_of(optimizer: object) -> Update:
 
 
 def name_of(optimizer: Update) -> str:
-    """For messages."""
+    """The name of the update, for errors."""
     return _called(optimizer._function) if isinstance(optimizer, Rule) else f"{type(optimizer).__name__}.update"
 
 
@@ -209,16 +209,16 @@ class Sliced(OnHoldings):
             self._optimizer.update(held.weights, gradient, state)
 
     def state(self) -> list[State]:
-        """What it keeps."""
+        """The states of the rule."""
         return [said(state) for state in self._states]
 
     def load(self, states: Sequence[State]) -> None:
-        """The other way round."""
+        """Replaces them."""
         self._states = [heard(state) for state in states]
 
 
 def said(state: States) -> State:
-    """What a rule keeps of an array, as owners tell it; raises UsageError for what is no array or plain value."""
+    """A rule's state of an array as owners send it; raises UsageError for what is no array or plain value."""
     found: State = {}
     for key, value in state.items():
         if isinstance(value, np.ndarray):
@@ -236,7 +236,7 @@ def said(state: States) -> State:
 
 
 def heard(state: State) -> States:
-    """The other way round, in memory of its own."""
+    """The state as the rule takes it, in memory of its own."""
     return {key: value.array.copy() if isinstance(value, Elements) else value for key, value in state.items()}
 
 
@@ -258,7 +258,7 @@ class ArrayWeights:
 
     @property
     def specs(self) -> list[Spec]:
-        """What there is to train."""
+        """The specs of the weights."""
         return [Spec(name, array.shape, str(array.dtype)) for name, array in self.arrays.items()]
 
     def read(self, into: Sequence[Array]) -> None:
@@ -267,12 +267,12 @@ class ArrayWeights:
             np.copyto(flat.reshape(array.shape), array)
 
     def write(self, values: Sequence[Array]) -> None:
-        """Where they are."""
+        """Into the arrays where they are."""
         for array, flat in zip(self.arrays.values(), values, strict=True):
             np.copyto(array, flat.reshape(array.shape))
 
     def update(self, gradients: Sequence[Array]) -> None:
-        """Where they are; those that are not contiguous in a copy."""
+        """In place; arrays that are not contiguous by way of a copy."""
         update = self.optimizer.update
         for array, flat, gradient, state in zip(self.arrays.values(), self._flat, gradients, self.states, strict=True):
             if flat is not None:
@@ -390,7 +390,7 @@ class Alone(Wrapped):
         self._weights.update(self._flat)
 
     def drop(self) -> None:
-        """They have gone nowhere."""
+        """No gradient has gone anywhere."""
         self._given.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class Alone(Wrapped):
         return save_alone(self._session, self._weights.specs, self._weights, self._steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing of a codec."""
+        """Ignores the state of codecs."""
         self._steps = load_alone(self._weights.specs, self._weights, state)
         self._given.clear()
 
@@ -462,7 +462,7 @@ def _arrays_of(model: Any) -> dict[str, Array]:
 
 
 def _let_go(session: Session, weights: ArrayWeights) -> None:
-    """End what has been prepared of the same memory, in this session or another one; what comes has its keys again."""
+    """Let go of models of the same memory, in any session; the new one has their keys again."""
     mine = list(weights.arrays.values())
     for made in flat_models(session):
         theirs = made.weights

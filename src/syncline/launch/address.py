@@ -39,10 +39,10 @@ T = TypeVar("T")
 def find_address(
     environment: Environment, interface: str | None, timeout: float
 ) -> tuple[Environment, socket.socket | None]:
-    """The environment with an address, and what keeps its port, for as long as it is open, from being given to others.
+    """The environment with an address, and a socket that reserves its port while open.
 
-    Called by all processes alike; ``interface`` is the one that rank 0 shall use. Raises UsageError when there is no
-    way to meet, GroupError after ``timeout`` seconds.
+    All processes call it; ``interface`` is rank 0's. Raises UsageError if there is no way to meet, GroupError after
+    ``timeout`` seconds.
     """
     if environment.address or environment.world == 1:
         return environment, None
@@ -233,10 +233,7 @@ def _address_towards(probe: socket.socket, end: tuple[Any, ...]) -> str:
 
 
 def own_address() -> str:
-    """An address of this machine that other machines may reach: its name's, or its first interface's.
-
-    Raises GroupError when it has none but the loopback's.
-    """
+    """An address of this machine that others may reach: its name's, or its first interface's; else GroupError."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET, socket.SOCK_STREAM)
         addresses = [str(end[0]) for *_, end in found if not str(end[0]).startswith("127.")]

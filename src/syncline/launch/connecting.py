@@ -72,10 +72,9 @@ def connect_session(
     limit_s: float = LIMIT_S,
     recording: SessionSpans | None = None,
 ) -> Session:
-    """Join the processes of a run: meeting, connections, watcher, engine.
+    """Join the processes that meet at ``point`` under the name ``run``: workers, then the strategy's servers.
 
-    The processes that meet at ``point`` under the name ``run`` are workers first, then the strategy's servers.
-    ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. Where the strategy leaves the architecture
+    ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. If the strategy leaves the architecture
     open, the workers measure what to run at which size (``tuning``). A ``recording`` goes on until the session ends.
     """
     check_asked(strategy)
@@ -227,7 +226,7 @@ def _tune(session: Session, asked: Strategy) -> None:
 
 @contextmanager
 def _ending(session: Session) -> Iterator[None]:
-    """A rank that fails inside ends the session for all."""
+    """An error inside ends the session for all."""
     try:
         yield
     except BaseException as error:
@@ -273,10 +272,10 @@ def _with_crowds(world: int) -> int:
 
 
 def make_room(world: int) -> None:
-    """Raise this process's limit to what a group of ``world`` needs; UsageError where the system does not allow it.
+    """Raise the limit of open descriptors to what a group of ``world`` needs; UsageError if the system refuses.
 
-    Systems begin with 1024 for the sake of select(2), and let processes ask for more. It is raised further, as far as
-    the system allows, so that a crowd of strangers leaves room for the group.
+    Systems begin with 1024 for the sake of select(2). The limit is raised further where possible, so that a crowd of
+    strangers leaves room for the group.
     """
     needed, most = (_EACH + _MEETING) * world + _BESIDE, _with_crowds(world)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

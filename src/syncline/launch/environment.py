@@ -37,14 +37,13 @@ _COUNTING_ALL = ("torchrun", "variables")
 
 @dataclass(frozen=True)
 class Environment:
-    """A process's place in its run; raises UsageError when the numbers contradict each other.
+    """A process's place in its run; raises UsageError if the numbers contradict each other.
 
-    ``address`` and ``port`` say where rank 0 serves the meeting, an empty address that the launcher has said nothing of
-    it (``address`` finds one), and with ``agent_store`` where the launcher's agent serves torch's store, in which rank
-    0 tells; ``store`` is one that this process has already. ``meeting_fd`` is the listening socket that the launcher
-    opened for rank 0. ``restart`` counts how often
-    the launcher has started the run again. ``secret`` is what the run's processes share, ``servers`` and ``strategy``
-    what the launcher was told, both None when it was not.
+    ``address`` and ``port`` say where rank 0 serves the meeting; the address is empty if the launcher gives none. With
+    ``agent_store`` rank 0 tells it in torch's store there, or in ``store``, which this process has already.
+    ``meeting_fd`` is the listening socket that the launcher opened for rank 0, ``restart`` the number of restarts of
+    the run. ``secret`` is shared by the run's processes; ``servers`` and ``strategy`` are None unless the launcher was
+    told.
     """
 
     launcher: str
@@ -97,10 +96,10 @@ def recognise(
     world_size: int | None = None,
     address: str | None = None,
 ) -> Environment:
-    """This process's place: as the arguments say, else as its launcher says, else alone (world 1).
+    """This process's place: from the arguments, else from its launcher, else alone (world 1).
 
-    Who starts processes without a launcher gives ``rank``, ``world_size`` and ``address`` (``host:port`` of rank 0).
-    Raises UsageError naming the argument or variable that is missing, wrong, or in contradiction to the others.
+    Without a launcher, give ``rank``, ``world_size`` and ``address`` (``host:port`` of rank 0). Raises UsageError
+    naming the argument or variable that is missing, wrong, or in contradiction to others.
     """
     variables = os.environ if environ is None else environ
     if rank is not None or world_size is not None or address is not None:
@@ -160,10 +159,9 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _syncline(environ: Environ) -> Environment | None:
-    """``syncline run``: which process this is, and the socket on which rank 0 is to serve the meeting.
+    """``syncline run``: which process this is, and the socket on which rank 0 serves the meeting.
 
-    RANK and WORLD_SIZE are the workers', for the script. The meeting has a port of its own, so that a program may open
-    a store on MASTER_PORT, as torch.distributed does.
+    RANK and WORLD_SIZE count workers, for the script. MASTER_PORT stays free for a store of the script's own.
     """
     if "SYNCLINE_LAUNCHER" not in environ:
         return None

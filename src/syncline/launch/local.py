@@ -70,10 +70,9 @@ def _bind_loopback(port: int) -> socket.socket:
 class Placement:
     """Where a process is started; by default on this machine as it is.
 
-    Processes with the same ``host`` count as local to each other. ``prefix`` stands before the command and runs it
-    there; it must become the command (exec), not start it, so that signals arrive. ``env`` is added to the process's
-    environment. ``bind`` makes a socket like ``bind_here`` on that host, on a port of it (0 for a free one), at the
-    address where the others reach it; only that of rank 0 is called.
+    Processes of one ``host`` are local to each other. ``prefix`` stands before the command and must become it (exec),
+    so that signals arrive. ``env`` is added to the environment. ``bind`` makes a socket like ``bind_here`` on that
+    host, at the address where others reach it; only rank 0's is called.
     """
 
     host: str = ""
@@ -93,9 +92,9 @@ Placing = Callable[[int], Placement]
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended: ``status`` as shells count; ``told`` when the launcher had told it to.
+    """How one process ended: ``status`` as shells count; ``told`` if the launcher had told it to.
 
-    ``vanished`` is one that ended with status 0 in the middle of a run, which counts as 1.
+    ``vanished``: it ended with status 0 in the middle of a run, which counts as 1.
     """
 
     rank: int
@@ -125,10 +124,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit status, and its processes' endings in the order in which they happened.
-
-    ``culprit`` is the rank that failed first, and why, where the processes have told that.
-    """
+    """How a run ended: exit status, endings in order, and the rank that failed first with its reason, if known."""
 
     status: int
     endings: tuple[Ending, ...]
@@ -154,12 +150,11 @@ class Outcome:
 class LocalRun:
     """The processes of one run, as a context: they start on entry, and none is left on exit.
 
-    ``command`` is run ``processes`` times, the last ``servers`` being servers. ``env`` is added to the environment,
-    ``pass_fds`` are inherited by all. With ``on_output`` what they print is passed to it line by line from inside
-    ``poll`` and ``wait``, else it passes through. ``place`` says where each rank is started. A command that itself
-    starts the ranks, as mpirun does, is run with ``processes=1, ranked=False``: it gets no rank, world size or store.
-    After an interrupt processes have ``stop_s`` seconds, and ranks ``LEFT_S`` at most if the context is left before
-    they have ended.
+    ``command`` runs ``processes`` times; the last ``servers`` are servers. ``env`` is added to the environment, all
+    inherit ``pass_fds``. ``poll`` and ``wait`` pass output to ``on_output`` line by line, else it passes through.
+    ``place`` says where each rank starts. A command that starts ranks itself, such as mpirun, runs with ``processes=1,
+    ranked=False`` and gets no rank, world size or store. After an interrupt processes have ``stop_s`` seconds, ranks at
+    most ``LEFT_S`` if the context is left first.
     """
 
     def __init__(
@@ -255,9 +250,9 @@ class LocalRun:
         return outcome
 
     def stop(self, number: int, status: int | None = None) -> None:
-        """End the run: pass the signal on, then SIGKILL; a second call kills at once. Signal handlers may call it.
+        """Pass a signal on, then SIGKILL; a second call kills at once. Returns at once; for signal handlers too.
 
-        ``status`` is the run's exit status, 128 + signal unless given. Returns at once; ``wait`` sees it through.
+        ``status`` is the run's exit status, 128 + signal unless given.
         """
         self._requests.append((number, 128 + number if status is None else status))
         os.eventfd_write(self._bell, 1)
@@ -408,7 +403,7 @@ def launch(
 ) -> Outcome:
     """Run a command as a group of processes to its end; arguments as for LocalRun.
 
-    In the main thread SIGINT, SIGTERM and SIGHUP end the run at once instead of the caller.
+    In the main thread SIGINT, SIGTERM and SIGHUP end the run instead of the caller.
     """
     started = LocalRun(
         command, processes, servers=servers, env=env, on_output=on_output, stop_s=stop_s, place=place, ranked=ranked

@@ -73,10 +73,10 @@ class MeetingPoint:
 
     @contextmanager
     def join(self, run: str, secret: str | bytes | None, interface: str | None, timeout: float) -> Iterator[Joined]:
-        """Come to the meeting of ``run``; what ends the block with an error ends it on every rank, with that text.
+        """Come to the meeting of ``run``; an error inside the block ends the start on every rank, with its text.
 
-        ``secret`` and ``interface`` are those of ``syncline.init``. Raises GroupError when rank 0 cannot be reached
-        within ``timeout`` seconds, UsageError when there is no way to meet.
+        ``secret`` and ``interface`` are those of ``syncline.init``. Raises GroupError if rank 0 cannot be reached
+        within ``timeout`` seconds, UsageError if there is no way to meet.
         """
         deadline = time.monotonic() + timeout
         if self._environment is None:

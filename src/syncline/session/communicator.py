@@ -103,10 +103,10 @@ def among(plan: Plan, ranks: tuple[int, ...]) -> Plan:
 
 
 class Communicator:
-    """The workers with the process numbers ``ranks``, in this order, one of which this process may be.
+    """The workers with the process numbers ``ranks``, in this order; this process may be one of them.
 
-    ``plan`` gives the plan of an allreduce of so many bytes in a group, or what the message library does instead.
-    ``number`` is the same on all of them, and of no other communicator of theirs: keys follow from it.
+    ``plan`` returns the plan of an allreduce of so many bytes in a group, or the message library's own collective.
+    ``number``, the same on all of them, belongs to no other communicator of theirs: keys follow from it.
     """
 
     def __init__(self, member: Membership, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
@@ -143,10 +143,10 @@ class Communicator:
         return self.member.name(self.ranks[rank])
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of some of these ranks, None on the others; all of them call it with the same ranks.
+        """A communicator of some of these ranks, None on the others; all call it with the same ranks.
 
-        What it runs is what this one runs, in a smaller group. Raises UsageError where the message library's own
-        collective takes the place of a plan, and for more communicators than have keys.
+        It runs what this one runs. Raises UsageError if the message library's own collective takes the place of a plan,
+        and for more communicators than have keys.
         """
         chosen = self.chosen(ranks)
         number = self.numbers.agree_on_group(chosen)
@@ -157,8 +157,8 @@ class Communicator:
     def found(self, ranks: Sequence[int], name: str, timeout: float | None = None) -> Communicator:
         """A communicator of some of these ranks, this one among them, that make it without the others.
 
-        All of them call it with the same ranks and ``name``, and overlapping groups in one order. PeerTimeout names
-        those that have not come within ``timeout`` seconds. Otherwise as ``split``.
+        They call it with the same ranks and ``name``, overlapping groups in one order. PeerTimeout names those that
+        have not come within ``timeout`` seconds.
         """
         chosen = self.chosen(ranks)
         number = self.numbers.agree_within(chosen, name, timeout)
@@ -188,9 +188,8 @@ class Communicator:
     ) -> Meeting:
         """Start showing tickets to all workers; ``announce`` as in ``When``.
 
-        Each may bring along bytes, up to the ``room`` that all give for it at every call that could meet this one.
-        Those who come ``signed`` for one call bring as many bytes: where ranks see each other's signs there is no more
-        room than that.
+        Each may bring bytes along, up to ``room``, which all give alike at every call that could meet this one. Those
+        who come ``signed`` bring equally many: where ranks see each other's signs there is no other room.
         """
         mine, key = self.come(kind, argument, weight, flags)
         program = self._program("direct_all_gather")
@@ -267,10 +266,7 @@ class Communicator:
         return late
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until all workers are here; PeerTimeout names those that are not within ``timeout`` seconds.
-
-        Servers, for which nobody waits, pass.
-        """
+        """Wait until all workers are here; PeerTimeout names the missing after ``timeout`` seconds. Servers pass."""
         if self.is_worker:
             with self.callers.inside():
                 self.agree(BARRIER, timeout=timeout)
@@ -349,9 +345,9 @@ class Communicator:
         return compiled(among(found, self.ranks), self.index) if isinstance(found, Plan) else found
 
     def phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
-        """This process's part in one half of an allreduce of ``nbytes``, after or before which rank r has part r.
+        """This process's part in one half of an allreduce of ``nbytes``; rank r has part r in between.
 
-        Where the algorithm of the allreduce has no such halves, a ring takes its place.
+        A ring takes the place of an algorithm without halves.
         """
         found = self._plan(self._group, nbytes)
         if isinstance(found, Plan) and has_phases(found):

@@ -16,10 +16,9 @@ from .session import Session
 
 
 class WorkerGroup:
-    """Some workers of a run, in ascending order; the same value on all workers, also on those that are not in it.
+    """Some workers of a run, by their ``ranks`` in it, ascending; the same value on all workers.
 
-    ``ranks`` are theirs in the run. Collectives and models that are given the group are theirs alone; a worker that is
-    not in it gets an error that says so.
+    Collectives and models that are given the group are theirs alone; a worker outside gets an error that says so.
     """
 
     def __init__(self, world: Session, ranks: Sequence[int], number: int) -> None:
@@ -59,11 +58,11 @@ class WorkerGroup:
         return self._world is world
 
     def end(self) -> None:
-        """End it, on all of its ranks, which wait for each other; elsewhere nothing happens.
+        """End it: its ranks wait for each other; elsewhere nothing happens.
 
-        A group of the same ranks that is made later may then take up its number. Raises UsageError where models were
-        prepared in it, or samplers made that share a pool: they hold on to it until ``syncline.shutdown()``; and
-        while another thread is in a call of it.
+        A later group of the same ranks may reuse its number. Raises UsageError if models, or samplers that share a
+        pool, were made with it, which hold it until ``syncline.shutdown()``, and while another thread is in a call of
+        it.
         """
         if self._session is None or self._ended:
             self._ended = True
@@ -86,10 +85,10 @@ class WorkerGroup:
 
 
 def new_group(world: Session, ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup:
-    """A group of these ranks, whose order does not matter; all workers call it with the same, in one order.
+    """A group of these ranks, in any order; all workers call it with the same ones.
 
-    MismatchError names workers that call it with others, or do something else; PeerTimeout those that have not come
-    within ``timeout`` seconds. UsageError for ranks that are none, and for more groups of a process than there may be.
+    MismatchError names workers that call something else, PeerTimeout those that have not come within ``timeout``
+    seconds. UsageError for ranks that do not exist, and for too many groups of a process.
     """
     chosen = world.chosen(sorted(map(operator.index, ranks)))
     return _numbered(world, chosen, world.numbers.agree_on_group(chosen, timeout))

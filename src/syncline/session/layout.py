@@ -59,10 +59,10 @@ BUCKETS = MODEL_KEYS // 4
 
 @dataclass(frozen=True)
 class Layout:
-    """The layers of a model in forward order, and the buckets in the order in which they go, with their priorities.
+    """The layers of a model in forward order, and the buckets in the order of exchange, with their priorities.
 
-    ``schedule`` is the text of the one that was chosen by measuring, for the ``reason`` given in words, where exchanges
-    took what ``cost`` says; it is empty where they are of the strategy's own. A ``trial`` is to be followed by another.
+    If measuring has chosen the schedule, ``schedule`` is its text, ``reason`` says why, and ``cost`` is what exchanges
+    took. After a ``trial`` comes another layout.
     """
 
     layers: tuple[Layer, ...]
@@ -100,7 +100,8 @@ class Layout:
 class Passed(NamedTuple):
     """What servers cannot count: the exchanges of the present layout, and the codec's steps.
 
-    ``anew`` says that all begin anew even where tensors travel as before: steps do not follow those that were counted.
+    ``anew`` says that all begin anew, even if tensors travel as before: the steps do not follow those that were
+    counted.
     """
 
     exchanges: int = 0
@@ -156,13 +157,12 @@ def decide_layout(
     before: Layout | None = None,
     fits: Callable[[Sequence[Bucket]], None] = lambda _: None,
 ) -> Layout:
-    """The layout that rank 0's schedule makes of ``layers``, or has chosen before, on all processes, which all call it.
+    """The layout that rank 0's schedule makes of ``layers``, or has ``chosen``, on all processes, which all call it.
 
-    ``choose`` makes one of those that it is offered, where the strategy leaves the schedule open. It, ``cost``, the
-    layers' times and ``chosen`` count on rank 0; ``passed`` is for servers. Raises UsageError on all of them where a
-    schedule has made something else than every element of every tensor in one bucket of its type, or failed. Where a
-    layout is there ``before`` it stays, with a warning, if that happens or if ``fits`` raises UsageError for the
-    buckets: a run that trains well is not ended for better ones.
+    ``choose`` picks one of those it is offered, if the strategy leaves the schedule open. It, ``cost``, the layers'
+    times and ``chosen`` count on rank 0; ``passed`` is for servers. Raises UsageError on all processes for a schedule
+    that fails, or does not put every element into one bucket of its type. A layout ``before`` stays in that case, or if
+    ``fits`` raises UsageError for the buckets, with a warning: a run that trains well goes on.
     """
     told = {}
     if session.index == 0:
@@ -212,10 +212,9 @@ def _count(value: Any) -> int:
 
 
 def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
-    """A layout of these layers of what ``plain`` gave, with its times.
+    """A layout of these layers from what ``plain`` returned, with its times.
 
-    Raises UsageError for one of other layers; ValueError, TypeError, KeyError or OverflowError for what no layout has
-    given.
+    Raises UsageError for one of other layers; ValueError, TypeError, KeyError or OverflowError for anything else.
     """
     buckets = tuple(
         Bucket(tuple(Slice(*map(_count, part)) for part in slices), str(dtype)) for dtype, slices in told["buckets"]
@@ -343,9 +342,9 @@ def agree_on_layout(
     before: Layout,
     fits: Callable[[Sequence[Bucket]], None],
 ) -> Layout:
-    """The workers' part up to the point where everyone knows the layout; arguments as for ``decide_layout``.
+    """The workers' part until all processes know the layout; arguments as for ``decide_layout``.
 
-    ``choose`` is told, too, whether any worker ``objects`` to schedules that cross iterations.
+    ``choose`` is also told whether any worker ``objects`` to schedules that cross iterations.
     """
     text = "" if chosen is None else json.dumps(chosen.plain(), sort_keys=True)
     tickets = session.agree(LAYOUT, zlib.crc32(f"{first_key} {text}".encode()), flags=int(objects))

@@ -36,10 +36,7 @@ OWN_THREADS = "syncline-"
 
 
 class Ending:
-    """The end of process ``index`` and of its peers; ``name`` is how messages call a process.
-
-    ``watcher`` and ``neighbours`` are set once the group stands.
-    """
+    """The end of process ``index`` and its peers. ``watcher`` and ``neighbours`` are set once the group stands."""
 
     def __init__(self, group: Group, index: int, name: Callable[[int], str]) -> None:
         self.watcher: Watcher | None = None
@@ -54,10 +51,7 @@ class Ending:
         self._all_left = threading.Event()
 
     def begin(self) -> None:
-        """The user's thread has come to the end: what is raised from here on is for the end to tell.
-
-        Parts of the end may fail and be passed over, as nobody is left to raise to; the run has failed all the same.
-        """
+        """The user's thread has come to the end: what fails from here on is no error that it sees."""
         self._begun = True
 
     # News of peers.
@@ -181,10 +175,7 @@ class Ending:
 
 
 class Member:
-    """Process ``index`` of ``group``, which counts workers first and servers of their own after them.
-
-    An ``observer`` is told all that begins and ends in it.
-    """
+    """Process ``index`` of ``group``, which counts workers, then servers. ``observer`` is told all begins and ends."""
 
     def __init__(
         self,
@@ -289,7 +280,7 @@ class Member:
             engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
 
     def shutdown(self) -> Exception | None:
-        """End this process's part: finish what is under way, say goodbye, free everything. May be called again.
+        """Finish what is under way, say goodbye, free everything. May be called again.
 
         Returns the failure that ended the run, if no call has raised it and this process did not cause it.
         """

@@ -45,10 +45,10 @@ def end_failed(error: Exception) -> NoReturn:
 
 
 def end_quickly() -> None:
-    """Spare the end of this interpreter the search for garbage, after a failure, when launchers and others wait for it.
+    """After a failure, spare this interpreter the search for garbage at its end, for which others wait.
 
-    With TensorFlow it takes more than a second of a core, and most of a minute where every rank of a busy machine ends
-    at once. What is in files' buffers is written: garbage would have written that.
+    With TensorFlow it takes a second of a core, and most of a minute where all ranks of a busy machine end at once.
+    Files' buffers are written, as collecting garbage would have done.
     """
     for one in gc.get_objects():
         if type(one) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):

@@ -46,16 +46,14 @@ class Stats:
     """Totals since the start of the session.
 
     ``blocked_s`` is the time the training thread was blocked in Syncline; bytes are per peer process, counted at the
-    transport with all headers; ``strategy`` is what really runs, ``transport`` what carries this process's messages
-    (``shm+tcp`` where some peers are on its host and others are not). Under ``architecture=auto`` that was measured,
-    ``algorithms`` gives what runs from which size in bytes on; it is empty where the strategy names the algorithm.
-    ``exchange`` says in words how gradients become one average, ``reason`` why ``codec=auto`` took its codec, or why
-    nothing is compressed, and why ``schedule=auto`` took its schedule, which may change between two steps.
+    transport with all headers. ``strategy`` is what runs, ``transport`` what carries this process's messages
+    (``shm+tcp`` with peers on this host and others). If ``architecture=auto`` was measured, ``algorithms`` maps sizes
+    in bytes to what runs from there on. ``exchange`` says how gradients become one average; ``reason`` why
+    ``codec=auto`` and ``schedule=auto`` chose what they did, or why nothing is compressed.
 
-    How this worker was coordinated with the others: ``staleness`` counts its steps by how many clocks it was ahead of
-    the slowest worker when they began; ``version_lag`` counts its pushes by how many updates the owners had made to the
-    weights since those on which they were computed; ``waited_s`` is the time that it was held up before steps, by the
-    rank that it waited for.
+    ``staleness`` counts this worker's steps by how many clocks it was ahead of the slowest when they began;
+    ``version_lag`` its pushes by how many updates the owners had made since the weights of the push; ``waited_s`` is
+    the time it was held up before steps, by the rank it waited for.
     """
 
     strategy: str
@@ -98,7 +96,7 @@ class Coordination:
 
 
 class Session(Communicator):
-    """This process's place in a run, or in a group of its workers. Those of runs are made in ``launch.connecting``.
+    """This process's place in a run, or in a group of its workers.
 
     Used by one thread at a time; an owner of weights beside the training sends and receives messages of its own.
     """
@@ -130,10 +128,9 @@ class Session(Communicator):
         self._unfit = ""
 
     def within(self, ranks: Sequence[int], number: int) -> Session:
-        """The session of some workers of the run, this one among them: models and collectives are theirs alone.
+        """The session of some workers of the run, this one among them, which runs what this session runs.
 
-        ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``SCOPES``). What runs
-        is what this session runs, in a smaller group.
+        ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``SCOPES``).
         """
         member = Membership(self.member.process, ranks, number)
         made = Session(self.strategy, member, number, left_open=self.left_open)
@@ -168,9 +165,9 @@ class Session(Communicator):
             )
 
     def as_here(self, strategy: str) -> str:
-        """The strategy of a run before with this one's transport, and architecture too where that was left open.
+        """The strategy of an earlier run with this one's transport, and architecture where that was left open.
 
-        Neither is what is computed: both are chosen by who takes part, and where.
+        Neither changes what is computed: they follow from who takes part, and where.
         """
         before = replace(Strategy.parse(strategy), transport=self.strategy.transport)
         if self.left_open and not before.server_holds_weights:
@@ -263,10 +260,7 @@ class Session(Communicator):
         return self.strategy.plan(self.group)
 
     def bucket_phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
-        """This process's part in one of the two phases of a bucket's exchange.
-
-        Where the algorithm is chosen by size, and the choice has no phases, a ring takes its place.
-        """
+        """This process's part in one phase of a bucket's exchange; in a ring's where the chosen plan has none."""
         plan = self.bucket_plan(nbytes)
         if self.choice is not None and not has_phases(plan):
             plan = planned("ring", self.group)
@@ -324,10 +318,7 @@ class Session(Communicator):
 
     @property
     def adds_in_one_order(self) -> bool:
-        """Whether every algorithm that may run adds in one order wherever an element lies: no bucket changes a bit.
-
-        What a message library does has no plan that says so.
-        """
+        """Whether all algorithms that may run add in one order wherever an element lies: no bucket changes a bit."""
         if self.strategy.collective is not None:
             return False
         if self.choice is None:
@@ -337,19 +328,16 @@ class Session(Communicator):
         return len(orders) == 1 and None not in orders
 
     def resume_with(self, choice: Choice) -> None:
-        """Choose as a run before did; all workers call it, and a worker with another table is named.
-
-        Nothing happens where the table is the same already.
-        """
+        """Choose algorithms as an earlier run did; all workers call it, and one with another table is named."""
         if choice != self.choice:
             self.agree(TABLE, zlib.crc32(str(choice.table).encode()))
             self.run_by(choice)
             self.compare_plans()
 
     def resume_codec(self, text: str) -> bool:
-        """Run the strategy that a run before had chosen under ``codec=auto``; False where nothing was left open.
+        """Run the strategy that an earlier run chose under ``codec=auto``; False if nothing was left open.
 
-        All workers call it; one that resumes from another text is named.
+        All workers call it; one with another text is named.
         """
         before = Strategy.parse(text)
         if not self.chose_codec or replace(before, codec=NONE) != replace(
@@ -362,10 +350,9 @@ class Session(Communicator):
         return True
 
     def compare_plans(self) -> None:
-        """Raise MismatchError where a worker has another plan of an algorithm that is not Syncline's own.
+        """Raise MismatchError if a worker has another plan of an algorithm that is not Syncline's own.
 
-        All workers call it with the same strategy. Ranks that list the same transfers in another order would count
-        messages differently, and add up what does not belong together.
+        All workers call it. Ranks that list transfers in different orders would add up what does not belong together.
         """
         if self._unfit:
             return
@@ -383,10 +370,9 @@ class Session(Communicator):
                     )
 
     def enter_model(self, model: object) -> int:
-        """The first key for the buckets of one more model; all processes enter the same ones in the same order.
+        """The first key for the buckets of a model, new or known; all processes enter models in one order.
 
-        A model that comes again has the same key again. Raises UsageError for too many, and for more than server
-        processes serve.
+        Raises UsageError for too many, and for more than server processes serve.
         """
         merges = self.strategy.sync_mode().merges
         who = "server processes" if merges else f"owners of weights under sync={self.strategy.sync.name}"
@@ -411,10 +397,9 @@ class Session(Communicator):
         return (number or 0) * MODEL_KEYS
 
     def _number_for_all(self, known: int | None) -> int:
-        """The number of a model that is entered: its own, or the first that is free on all workers, who call it.
+        """The number of a model: its own, or the first that is free on all workers, who all call it.
 
-        Some may have let go of a model that others still have. Where only some know the model, the comparison of
-        models that follows names them.
+        Some may have let go of a model that others still have. If only some know a model, comparing models names them.
         """
         most = BUCKET_KEYS // MODEL_KEYS
         free = [i for i in range(most) if i >= len(self._models) or self._models[i] is None or i in self._left]
@@ -431,10 +416,7 @@ class Session(Communicator):
         return min(common)
 
     def leave_model(self, first_key: int) -> None:
-        """A model is trained, or goes on in another group: others may have its keys from now on.
-
-        A model that comes back finds them where none has them. Raises UsageError where owners serve it.
-        """
+        """A model is trained, or goes on in another group: its keys are free. UsageError if owners serve it."""
         if self.group.servers or not self.strategy.sync_mode().merges:
             raise UsageError(
                 "the owners of the weights serve this model until the run ends: call syncline.shutdown(), and"

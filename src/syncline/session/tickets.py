@@ -42,10 +42,7 @@ assert CALL_KEYS + COMMUNICATORS * CALLS_IN_FLIGHT <= 8 * BUCKET_KEYS
 
 
 class CallKeys:
-    """The keys of the calls of communicator ``number``: each in its turn, and then the first again.
-
-    ``wait`` is given the work that still holds one, which needs nothing of the script that waits.
-    """
+    """The keys of the calls of communicator ``number``, in turn; ``wait`` waits for a work that still holds one."""
 
     def __init__(self, number: int, wait: Callable[[Work], None]) -> None:
         self._wait = wait
@@ -187,9 +184,9 @@ def fingerprint(array: NDArray[Any], extra: int) -> int:
 
 
 def making(ranks: Sequence[int], number: int, free: int) -> int:
-    """The flags of a ticket for making a group: the least new number here, and one that may be used again, or 0.
+    """The flags of a ticket for making a group: the least new number here, and one to use again, or 0.
 
-    The ranks are there for messages, where they are few enough.
+    The ranks are there for messages, if they are few.
     """
     named = sum(1 << rank for rank in ranks) if max(ranks) < _NAMED_RANKS else 0
     return named << _RANKS_AT | free << _NUMBER_BITS | number
@@ -212,10 +209,7 @@ def step_of(ticket: Ticket) -> int:
 
 
 def ticket_table(world: int, rank: int, mine: Ticket, room: int = 0) -> NDArray[np.uint8]:
-    """A table for the tickets of ``world`` workers with the own one filled in.
-
-    uint8, one row per worker: TICKET_BYTES, and ``room`` bytes for what each brings along.
-    """
+    """A table (uint8) with the own ticket filled in: a row per worker of TICKET_BYTES and ``room`` bytes."""
     table = np.zeros((world, TICKET_BYTES + room), np.uint8)
     _TICKET.pack_into(table[rank], 0, *mine)
     return table
@@ -227,9 +221,9 @@ def read_tickets(table: NDArray[np.uint8]) -> tuple[Ticket, ...]:
 
 
 class Meeting:
-    """A ticket exchange under way, to which this worker has come with ``mine``; it is alone where ``work`` is None.
+    """A ticket exchange under way, at which this worker shows ``mine``; alone if ``work`` is None.
 
-    ``tickets`` raises MismatchError unless all workers came for the same. Several threads may ask.
+    ``tickets`` raises MismatchError unless all came for the same. Several threads may ask.
     """
 
     def __init__(
@@ -260,9 +254,9 @@ class Meeting:
         return found
 
     def share(self) -> float:
-        """How much this worker counts in a step, on the average 1, once the work is done.
+        """How much this worker counts in a step, on average 1, once the work is done.
 
-        Who has no batches left counts nothing, but in an exchange of weights as much as it shows.
+        A worker without batches counts nothing, except in an exchange of weights.
         """
         if self._share is not None:
             return self._share
@@ -285,10 +279,10 @@ class Meeting:
 
 
 class Callers:
-    """The threads in the calls of one group; ``titled`` makes a message say of which.
+    """The threads in the calls of one group; ``titled`` adds the group's name to a message.
 
-    No call is begun in a group that is being ended. Who begins one says so before it looks whether it may, and who ends
-    the group the other way round: one of the two sees the other.
+    No call begins in a group that is being ended. A caller first registers and then looks; the thread that ends the
+    group first marks it and then looks: one of the two sees the other.
     """
 
     def __init__(self, titled: Callable[[str], str]) -> None:
@@ -318,10 +312,7 @@ class Callers:
             self._inside.remove(thread)
 
     def close(self) -> bool:
-        """Let no other thread begin a call from now on.
-
-        False, and nothing changes, where another thread is in a call, or has closed the group before.
-        """
+        """Let no other thread begin a call. False, without effect, if one is in a call or has closed the group."""
         with self._closing:
             if self._closed_by is None:
                 self._closed_by = threading.get_ident()
@@ -343,9 +334,9 @@ _FOUNDING_MESSAGES = 7 << 61
 
 
 class Numbers:
-    """What the workers with the process numbers ``ranks`` agree on their groups' numbers by.
+    """How the workers with the process numbers ``ranks`` agree on their groups' numbers.
 
-    ``agree`` has all of them meet for one call, ``late`` is the error for processes that have not come in time.
+    ``agree`` has all of them meet for one call, ``late`` makes the error for processes that have not come in time.
     """
 
     def __init__(
@@ -358,10 +349,10 @@ class Numbers:
         self._member, self._ranks, self._agree, self._late = member, ranks, agree, late
 
     def agree_on_group(self, chosen: tuple[int, ...], timeout: float | None = None) -> int:
-        """The number of a group of these ranks, which all ranks make, at the same point of their scripts.
+        """The number of a group of these ranks, which all ranks make at the same point of their scripts.
 
-        No rank of the group has used it, unless it was that of a group of the same ranks which all of them have given
-        back (``give_back``). MismatchError names ranks that make another group, PeerTimeout those that do not come.
+        No rank of the group has used it, except for a group of the same ranks that all of them have given back.
+        MismatchError names ranks that make another group, PeerTimeout those that do not come.
         """
         member = self._member
         try:
@@ -389,9 +380,9 @@ class Numbers:
     def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
         """The number of a group that these ranks make without the others.
 
-        All of them call it with the same ranks and ``name``, and overlapping groups in one order. PeerTimeout names
-        those that have not come within ``timeout`` seconds. A number is used again that all of them have given back
-        behind as many calls: then what each has told the others of it has come, and nothing of it is left.
+        They call it with the same ranks and ``name``, overlapping groups in one order. PeerTimeout names those that
+        have not come within ``timeout`` seconds. A number is reused if all have given it back after equally many calls:
+        then all messages of the old group have arrived.
         """
         member, label = self._member, f"making the group {name}"
         free = member.process.given_back.get(self._processes(chosen), [])
@@ -422,10 +413,7 @@ class Numbers:
         return number
 
     def give_back(self, ranks: Iterable[int], number: int, calls: int = 0) -> None:
-        """Nothing is under way here any more in the group of these ranks of that number, and nothing will be.
-
-        ``calls`` is how many were made in it, where its ranks have not met since.
-        """
+        """Nothing is under way any more in the group of these ranks; ``calls`` were made since its ranks met."""
         self._member.process.given_back.setdefault(self._processes(ranks), []).append((number, calls))
 
     def _processes(self, ranks: Iterable[int]) -> tuple[int, ...]:

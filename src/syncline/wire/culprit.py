@@ -38,10 +38,10 @@ ANSWER_BYTES = range(_COUNTS.size, _COUNTS.size + _ENTRIES * (_ENTRY.size + _LAB
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process says of itself: for whom it waits, and what tells two answers apart.
+    """For whom a process waits.
 
-    ``moves`` counts what has come, gone or begun in it, ``looks`` its looks for more that have ended in vain; -1 where
-    it has nothing to look for.
+    ``moves`` counts what has arrived, gone or begun in it, ``looks`` its looks for messages that have ended in vain, -1
+    if it has nothing to look for: they tell two answers apart.
     """
 
     waits: Waits
@@ -49,10 +49,7 @@ class Answer:
     looks: int = -1
 
     def still(self, before: Answer) -> bool:
-        """Whether nothing has moved since it gave the answer ``before``, and it has looked since.
-
-        One look more may be the one that it was in when it was asked; it has looked once two have ended.
-        """
+        """Whether nothing has moved since the answer ``before``, and a whole look was in between: two have ended."""
         same = (self.waits, self.moves) == (before.waits, before.moves)
         looked = before.looks >= 0 and self.looks >= before.looks + ANEW
         return same and (looked or self.looks == before.looks == -1)
@@ -82,9 +79,9 @@ class Found:
 
 
 def find_culprit(me: int, waits: Waits, ask: Callable[[int], Answer | None]) -> Found:
-    """Follow from ``me``, which waits for ``waits``, who waits for whom; nobody is to blame when that is nobody.
+    """Follow the waits from ``me``, which waits for ``waits``; no culprit if that is nobody.
 
-    ``ask`` says what a process answers, None when it does not. Each is asked once at most.
+    ``ask`` returns a process's answer, None if it gives none. Each is asked at most once.
     """
     answers: dict[int, Answer | None] = {}
     last: tuple[int, str] | None = None

@@ -413,7 +413,7 @@ def moved_bytes(links: Collection[Link]) -> int:
 class Loop:
     """Drives links; ``on_lost(peer)`` is called once for each that ends.
 
-    ``turn`` and ``write`` raise ProtocolError when a peer breaks the protocol; its link has then ended.
+    ``turn`` and ``write`` raise ProtocolError for a peer that breaks the protocol, whose link has then ended.
     """
 
     def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None]) -> None:
@@ -482,10 +482,7 @@ class Loop:
         return not self.waiting and not self._writing
 
     def turn(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for something to do, and do it.
-
-        What is left when an error is raised is done in the next turn: compiled code may have read all that had come.
-        """
+        """Wait up to ``timeout`` seconds for something to do, and do it. After an error the next turn does the rest."""
         ready = self._ready
         if not ready:
             if self._compiled is None:

@@ -101,10 +101,7 @@ class Refusals:
 
 
 def open_door(address: str, port: int = 0, world: int = 1) -> socket.socket:
-    """A TCP socket that listens at an address of this machine; raises OSError.
-
-    ``world`` is the number of processes that may call at once.
-    """
+    """A TCP socket that listens on an address of this machine, for ``world`` calls at once; raises OSError."""
     door = bind_here(address, port, again=bool(port))  # connections of an earlier start may still be closing there
     return _listening(door, world)
 
@@ -118,10 +115,10 @@ def open_unix_door(name: str, world: int = 1) -> socket.socket:
 
 
 def bind_here(address: str = "127.0.0.1", port: int = 0, *, again: bool = True) -> socket.socket:
-    """A TCP socket on a port of this machine, by default a free one, bound and not listening.
+    """A TCP socket bound to a port of this machine, by default a free one, and not listening.
 
-    While it is open the port is given to nobody who asks for a free one; who names it and sets SO_REUSEADDR may listen
-    on it, as this one may where it was others' ``again``.
+    While it is open the kernel does not give the port to anyone that asks for a free one; a socket with SO_REUSEADDR
+    can still listen on it. ``again`` sets that for this socket.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     with _closing_after_errors(sock):
@@ -377,11 +374,10 @@ def dial(
     timeout: float,
     check: Callable[[], None] = lambda: None,
 ) -> socket.socket:
-    """Connect to a listener and prove ourselves.
+    """Connect to a listener and prove ourselves; ``check`` is called meanwhile and may end it by raising.
 
-    ``where`` is an address and port, or the name of an abstract UNIX socket. A name is tried at each of its addresses.
-    ``check`` is called meanwhile, and ends the call when it raises. Raises OSError when nobody is there, HandshakeError
-    when the other end hangs up, and SecretError when it proves to hold another secret, or none.
+    ``where`` is an address and port, or the name of an abstract UNIX socket. All addresses of a name are tried. Raises
+    OSError if nothing listens, HandshakeError if the other end hangs up, SecretError if it has another secret or none.
     """
     deadline = time.monotonic() + timeout
     hello = partial(handshake.hello, run, source, target, purpose)
@@ -436,10 +432,7 @@ def _dial_end(
 
 
 def read_exactly(sock: socket.socket, nbytes: int, deadline: float, check: Callable[[], None] = lambda: None) -> bytes:
-    """Read that many bytes before ``deadline`` (time.monotonic); raises HandshakeError when they do not come.
-
-    ``check`` is called now and then.
-    """
+    """Read that many bytes before ``deadline`` (time.monotonic), else raise HandshakeError; calls ``check`` between."""
     found = b""
     while len(found) < nbytes:
         left = deadline - time.monotonic()
@@ -460,10 +453,10 @@ def read_exactly(sock: socket.socket, nbytes: int, deadline: float, check: Calla
 def connect(
     roll: Roll, listener: Listener, purpose: str, near: Collection[int], deadline: float, check: Callable[[], None]
 ) -> dict[int, socket.socket]:
-    """One proved connection to every other process, for one purpose; raises GroupError naming who is missing.
+    """One proved connection to every other process, for one purpose; raises GroupError naming the missing.
 
-    Those to the processes in ``near``, which are of this host, are UNIX sockets; all ranks must choose alike.
-    ``deadline`` is a time of time.monotonic. ``check`` raises when another process has found a fault.
+    Those to ``near``, processes of this host, are UNIX sockets; all ranks must choose alike. ``deadline`` is a time of
+    time.monotonic. ``check`` raises if another process has found a fault.
     """
     begun = time.monotonic()
     found: dict[int, socket.socket] = {}

@@ -33,11 +33,11 @@ from .reports import in_bytes
 
 @dataclass(frozen=True)
 class Member:
-    """One process of the group, as it describes itself in the roll call.
+    """One process of the group, as it describes itself.
 
-    ``index`` counts workers first, then servers; ``world`` is the number of processes it believes in. ``machine`` is
-    equal for processes that can reach each other's memory, ``pid_space`` for those that see each other's pids.
-    ``terms`` is what all must agree on (version, strategy). ``cores`` is how many the process may use.
+    ``index`` counts workers, then servers; ``world`` is the number of processes it believes in. ``machine`` is equal
+    for processes that can share memory, ``pid_space`` for those that see each other's pids. All must agree on ``terms``
+    (version, strategy). ``cores`` is how many the process may use.
     """
 
     index: int
@@ -296,10 +296,10 @@ class _Caller:
 
 @dataclass
 class Meeting:
-    """A run's meeting of ``world`` processes; callers are told apart by numbers of their connections.
+    """A run's meeting of ``world`` processes; callers are the numbers of their connections.
 
-    ``key`` is given to all that come, where there is no secret to prove connections with. ``hint`` says where a
-    rank was expected (`` (node 1)``).
+    ``key`` is given to all that come, to prove connections with where there is no secret. ``hint`` says where a rank
+    was expected (`` (node 1)``).
     """
 
     world: int

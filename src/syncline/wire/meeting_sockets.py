@@ -105,10 +105,10 @@ class MeetingServer:
         return here
 
     def close(self, stay_s: float = 0.0) -> None:
-        """End: at once after a good end, after a fault when those that were told of it have read it; does not wait.
+        """End, without waiting: at once after a good end, after a fault when those that were told have read it.
 
-        After a fault it goes on for up to ``stay_s``, for processes that have not come yet; it ends as soon as none is
-        missing. May be called again, with a shorter time.
+        After a fault the server stays up to ``stay_s`` for processes that are still to come. May be called again, with
+        a shorter time.
         """
         self._stay_until = time.monotonic() + stay_s
         self._closing = True
@@ -253,9 +253,9 @@ class MeetingServer:
 
 
 class MeetingClient:
-    """A connection to the meeting, proved already; ``where`` is the meeting's place, for messages.
+    """A proved connection to the meeting at ``where`` (for messages). One thread calls at a time.
 
-    ``set``, ``get`` and ``add`` are the notes of message libraries (``transports.Store``). One thread calls at a time.
+    ``set``, ``get`` and ``add`` are the notes of message libraries (``transports.Store``).
     """
 
     def __init__(self, sock: socket.socket, where: str, world: int) -> None:
@@ -274,9 +274,9 @@ class MeetingClient:
         return self._expect(Kind.WELCOME)[1]
 
     def call_roll(self, me: Member, run: str, secret: bytes) -> Roll:
-        """Say who this process is and wait for all others; raises RollCallError when they disagree or do not come.
+        """Send this process's record and wait for all others'; raises RollCallError if they disagree or stay away.
 
-        ``secret`` is what the processes of the roll prove to each other, and ``run`` its name.
+        ``secret`` is what the processes prove to each other, ``run`` the run's name.
         """
         self._send(frame(Kind.RECORD, me.to_text().encode()))
         return Roll(me.index, read_roll(self._expect(Kind.ROLL)[1], me.world), run, secret)

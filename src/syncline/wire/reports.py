@@ -102,10 +102,7 @@ def _note(state: bytes) -> None:
 
 
 def blame(rank: int, name: str, reason: str, *, own: bool) -> None:
-    """Note for the launcher that a process has failed first, and why; ``own`` where that is this process.
-
-    Under ``syncline run`` the first note of all ranks stays.
-    """
+    """Note for the launcher that a process failed first, and why; ``own`` if it is this one. The first note stays."""
     text = in_bytes(reason)[:_REASON_BYTES]
     with _locked() as fd:
         if fd is not None and not _CULPRIT.unpack(os.pread(fd, _CULPRIT.size, 0))[0]:
@@ -115,9 +112,9 @@ def blame(rank: int, name: str, reason: str, *, own: bool) -> None:
 
 
 def _tell_torchrun(text: str, own: bool) -> None:
-    """Leave the error where torchrun reads it, unless the script has left one itself (torch's ``@record``).
+    """Leave the error where torchrun reads it, unless the script has (torch's ``@record``).
 
-    It calls the earliest error of all ranks the root cause, in whole seconds.
+    torchrun calls the earliest error of all ranks the root cause, in whole seconds.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
@@ -154,10 +151,7 @@ def first_time(sentence: str) -> bool:
 
 
 def _inherited() -> tuple[int, int] | None:
-    """The descriptor of the memory that the launcher has made, and this rank's number.
-
-    None else: a process may have the variable but not the descriptor, and another file in its place.
-    """
+    """The descriptor of the launcher's memory and this rank's number; None if there is none, or another file."""
     number, _, rank = os.environ.get(VARIABLE, "").partition(":")
     if not (number.isdecimal() and rank.isdecimal()):
         return None

@@ -56,10 +56,7 @@ _TURN_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """A line's ``rate`` in bits per second (None: as fast as it is) and its one-way ``delay`` in seconds.
-
-    Raises UsageError for values that no line has.
-    """
+    """A line's ``rate`` in bits per second (None: unlimited) and one-way ``delay``; UsageError for impossible ones."""
 
     rate: Rate | None = None
     delay: Seconds = NO_DELAY

@@ -122,12 +122,12 @@ FAILED_STATUS = 1
 
 
 def sees(one: Member, other: Member) -> bool:
-    """Whether /proc shows a process all that can befall another one: no link between them could fail."""
+    """Whether /proc shows one process all that can happen to another: no link between them can fail."""
     return (one.machine, one.pid_space) == (other.machine, other.pid_space)
 
 
 def prepare(roll: Roll) -> None:
-    """Load what watching this group needs; before the connections stand, for then peers begin to judge by the beats."""
+    """Load what watching this group needs, before connections stand and peers begin to expect heartbeats."""
     if not all(sees(roll.members[roll.index], member) for member in roll.members):
         importlib.import_module("syncline.kernels.beats")
 
@@ -135,8 +135,8 @@ def prepare(roll: Roll) -> None:
 class Watcher:
     """Watches all peers from its own thread until closed.
 
-    ``on_failure`` is called once, in that thread, with the error that names the first culprit; ``on_left`` with the
-    index of a peer that said goodbye. ``answer`` says, in that thread, for whom this process waits.
+    That thread calls ``on_failure`` once, with the error that names the first culprit, ``on_left`` with the index of a
+    peer that said goodbye, and ``answer`` for whom this process waits.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="syncline-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch: apart from construction, so that whoever hears of a failure knows this watcher already."""
+        """Begin to watch: after construction, so that ``on_failure`` finds this watcher in its place."""
         if self._beats is not None:
             self._beats.start()
         self._thread.start()
@@ -236,8 +236,8 @@ class Watcher:
     def close(self) -> None:
         """End the thread and close the connections.
 
-        What peers have said is read to the end for a moment: closing before would reset the connection, and the peer
-        could lose the goodbye.
+        First what peers have said is read for a moment: closing would reset the connection, and a peer could lose the
+        goodbye.
         """
         if self._closing:
             return

@@ -25,7 +25,7 @@ __all__ = ["Run", "SynclineState", "adapt", "broadcast", "run_of", "transformati
 
 
 def transformation(session: Session, optimizer: Any, leave: Callable[[], Any]) -> Any:
-    """One of optax's, of gradients that are this worker's; ``leave`` ends a server that has served."""
+    """A transformation of optax that exchanges this worker's gradients; ``leave`` ends a server that has served."""
     if optimizer is not None and not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}: give a transformation of optax, as optax.adam(1e-3)"

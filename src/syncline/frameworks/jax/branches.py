@@ -30,7 +30,7 @@ Refuse = Callable[[str], NoReturn]
 
 @dataclass(frozen=True)
 class _Exchange(effects.Effect):  # type: ignore[misc]
-    """Of the run of this number; ``refuse`` is for the one who raises."""
+    """An exchange of run ``run``; ``refuse`` raises the error."""
 
     run: int
     refuse: Refuse = field(compare=False, repr=False)
@@ -60,7 +60,7 @@ class _ByPlace(type):
 
 
 class _Allowed(metaclass=_ByPlace):
-    """The kind of effects, as JAX asks for it, that may be where they are."""
+    """The type of effects that may be where they are: JAX asks by ``isinstance``."""
 
 
 effects.control_flow_allowed_effects.add_type(_Allowed)
@@ -74,7 +74,7 @@ mlir.register_lowering(_watched, lambda _, *values, **__: values)
 
 
 def watched(run: int, refuse: Refuse, values: Sequence[Any]) -> list[Any]:
-    """The values, which an exchange of the run ``run`` is to take: traced where it must not be, ``refuse`` raises."""
+    """The values that an exchange of run ``run`` takes; ``refuse`` raises where JAX traces it in a wrong place."""
     return list(_watched.bind(*values, effect=_Exchange(run, refuse), seen=False))
 
 

@@ -88,7 +88,7 @@ class _ErrorArguments(ctypes.Structure):
 
 
 class Calls:
-    """All that this process has, by numbers; they stay, since a compiled computation may be called at any time."""
+    """All calls of this process, by numbers; they stay, since a script may call a compiled computation at any time."""
 
     def __init__(self) -> None:
         self.known: list[Call] = []
@@ -118,15 +118,15 @@ calls = Calls()
 
 
 def invoke(call: Call, *arguments: Any) -> list[Any]:
-    """Have a computation that is being traced call."""
+    """Put a call into the computation that JAX traces."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call.results]
     return invoke_code(_NAME, call.number, arguments, results)
 
 
 def invoke_code(name: str, number: int, arguments: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The same of what was registered by a name, which is told the number.
+    """Put a call of the registered ``name`` into the computation, with a number.
 
-    Calls stay in the computation, in their order, as far as each is given what the one before it gives, and a result of
+    Calls stay in the computation, in their order, as long as each takes what the one before it gives, and a result of
     the computation needs the last one. To JAX they have no effects.
     """
     made = jax.ffi.ffi_call(name, list(results), has_side_effect=False)
@@ -138,7 +138,7 @@ def _described(given: Sequence[Any]) -> _Described:
 
 
 def _handle(frame: int) -> int | None:
-    """What XLA calls; an error of its own kind, with the text of the exception, or nothing."""
+    """XLA's entry into Python; returns an error of XLA's with the text of the exception, or None."""
     try:
         if extension := _word(frame + 8):
             _say_version(extension)
@@ -211,7 +211,7 @@ class Buckets:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, token: Array) -> None:
-        """A step begins: what the computation is handed."""
+        """Begin a step, and write the token that the computation hands on."""
         with self._telling:
             self._table[kernel.SHARE : kernel.SHARE + 1].view(np.float64)[0] = self._model.begin()
             self._table[kernel.DONE] = self._told = 0
@@ -221,14 +221,14 @@ class Buckets:
         token.view(np.int64)[:] = step, self._table.ctypes.data
 
     def finish(self) -> None:
-        """All have come; raises what has gone wrong on the way."""
+        """Hand over the last gradients; raises what has gone wrong on the way."""
         self._tell()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def _tell(self) -> None:
-        """Let the model know of what has come since."""
+        """Tell the model of gradients that have come since the last call."""
         with self._telling:
             while self._told < int(self._table[kernel.DONE]) and self._error is None:
                 tensors = self._starts[self._told]
@@ -240,7 +240,7 @@ class Buckets:
                     self._error = error
 
     def _listen(self) -> None:
-        """What the thread does, until the run is over."""
+        """The thread's loop, until the run is over."""
         table, bell = self._table, int(self._table[kernel.BELL])
         poll = select.poll()
         poll.register(bell, select.POLLIN)
@@ -300,7 +300,7 @@ class OnceForAll:
 
 
 def shared(function: Any, devices: int) -> Function:
-    """The function itself where one device calls it."""
+    """The function, for several devices where there are."""
     return function if devices == 1 else OnceForAll(function, devices)
 
 
@@ -308,7 +308,7 @@ def shared(function: Any, devices: int) -> Function:
 
 
 def unseen(session: Session, function: Callable[..., None]) -> Callable[..., None]:
-    """A call of a computation: what it raises reaches a thread of XLA's, and nobody else."""
+    """The function as a computation calls it: what it raises reaches a thread of XLA's, not the script."""
 
     def call(*arguments: Any) -> None:
         try:
@@ -321,16 +321,16 @@ def unseen(session: Session, function: Callable[..., None]) -> Callable[..., Non
 
 
 def wait_for_steps(session: Session) -> None:
-    """Before the end of a run: raises what went wrong in steps that the script has not waited for."""
+    """Wait before the end of a run; raises what went wrong in steps that the script has not waited for."""
     wait_for_computations()
     session.engine.check_error()
 
 
 def wait_for_computations() -> None:
-    """Return when what this thread has begun has ended, and all whose results are still there, rightly or not.
+    """Wait for all computations that this thread has begun, or whose results are still there, whether they fail or not.
 
-    What one thread begins on a CPU goes one behind the other on each device, and so does what it begins on several: a
-    small computation behind them waits for results that nobody has kept.
+    What one thread begins on a CPU runs in order on each device, and so does what it begins on several: a small
+    computation behind it waits for results that nobody has kept.
     """
     with jax.transfer_guard("allow"), suppress(Exception):
         for array in jax.live_arrays("cpu"):
@@ -347,6 +347,6 @@ def wait_for_computations() -> None:
 
 @cache
 def wait_at_exit() -> None:
-    """From now on the end of the interpreter waits too, but for that of forked children, which have no such threads."""
+    """Let the end of the interpreter wait too, but not that of forked children, which have no threads of XLA."""
     atexit.register(wait_for_computations)
     os.register_at_fork(after_in_child=lambda: atexit.unregister(wait_for_computations))

@@ -59,7 +59,7 @@ except (ImportError, AttributeError) as error:  # what it stands on is JAX's own
     )
 
     def watched(run: int, refuse: Callable[[str], NoReturn], values: Sequence[Any]) -> list[Any]:  # noqa: ARG001
-        """The values: nothing tells of the exchange."""
+        """The values: this JAX has no way to tell of the exchange."""
         return list(values)
 
 
@@ -74,7 +74,7 @@ _runs: WeakValueDictionary[int, Run] = WeakValueDictionary()
 
 
 class Run:
-    """``optimizer`` is what shall be done with the mean, or None where that is for the script's next transformation.
+    """The run of a transformation; without an ``optimizer`` the script's next transformation takes the mean.
 
     All processes of the session make it at the same place.
     """
@@ -135,7 +135,7 @@ class Run:
         self._ready = True
 
     def _builder(self, params: Any) -> partial[OptaxSlices]:
-        """What makes the optimizer of an owner here; raises UsageError for what several processes cannot train."""
+        """The maker of an owner's optimizer; raises UsageError for what several processes cannot train."""
         session, device = self._session, None
         if not session.alone:
             keeps = probe(self._optimizer, params) if self._held else True
@@ -161,7 +161,7 @@ class Run:
         return () if self._optimizer is None or self._held else self._optimizer.init(params)
 
     def _lay_out(self, model: FlatModel) -> None:
-        """The calls of a step, which begin with its number, or with what machine code hands on."""
+        """Make the calls of a step; each takes the step, or the token of machine code, first."""
         every, self._tensors = self._specs, tensors_of_calls(model.layout)
         self._buckets: Buckets | None = None
         if self._devices == 1:
@@ -239,7 +239,7 @@ class Run:
         return token[0], found
 
     def _by_kind(self, gradients: list[Any], state: SynclineState, params: Any, extra: Any) -> tuple[Any, Any]:
-        """What kind of step it is says the engine when the computation runs."""
+        """Branch by the kind of step, which the engine says when the computation runs."""
         asked, kind = invoke(self._ask, state.step)
 
         def exchanged() -> Any:
@@ -264,7 +264,7 @@ class Run:
         return jax.tree.unflatten(self._structure, leaves)
 
     def _checked(self, model: FlatModel, updates: Any) -> list[Any]:
-        """The gradients; where they are others than the parameters all ranks end with an error that names this one."""
+        """The gradients as a list; ends the run, and names this rank, where they do not fit the parameters."""
         found = named(updates)
         for pair in zip_longest(found, zip(self._names, self._specs, strict=True)):
             here, there = ("nothing" if one is None else _described(*one) for one in pair)
@@ -275,7 +275,7 @@ class Run:
     # What the calls do.
 
     def _at(self, arguments: Sequence[Array], results: Sequence[Array]) -> FlatModel:
-        """The model, which has to be at the step that the computation is at."""
+        """The model; ends the run where it is at another step than the computation."""
         step = int(arguments[0])
         results[0][...] = step
         return self._model_at(step)
@@ -338,7 +338,7 @@ class Run:
     # Between steps.
 
     def consolidate(self, params: Any) -> Any:
-        """The newest weights of all."""
+        """The newest parameters of all workers."""
         if self._model is None:
             return params
         self._take(params)
@@ -361,7 +361,7 @@ class Run:
         return found
 
     def load_state_dict(self, saved: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        """The other way round; parameters and state are those of a fresh start, for their shapes and places."""
+        """Load it; ``params`` and ``state`` of a fresh start give shapes and places."""
         self._take(params)
         self._weights.take_state(state)
         if self._model is None:
@@ -413,6 +413,6 @@ def _bits(array: Array) -> Array:
 
 
 def _described(name: str, leaf: Any) -> str:
-    """A leaf, or what was one, for messages."""
+    """A leaf or its Spec, for errors."""
     shape, kind = getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf).__name__)
     return f"{bare(name)} of shape {tuple(shape)} and type {kind}"

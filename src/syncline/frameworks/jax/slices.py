@@ -39,7 +39,7 @@ class OptaxSlices(OnHoldings):
         self._update = jax.jit(_updates(optimizer))
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """Of copies: what optax keeps may be what it was given."""
+        """Update copies: optax may keep the very arrays that it is given."""
         weights = [self._there(held.weights) for held in self._holdings]
         gradients = [self._there(held.gradient) for held in self._holdings]
         found, self._states = self._update(weights, gradients, self._states, scale, groups[0][RATE])
@@ -97,10 +97,10 @@ def probe(optimizer: Any, params: Any) -> bool:
 
 
 def outline(optimizer: Any, params: Any) -> tuple[str, list[float]]:
-    """What an optimizer keeps, and does to a small tree of this structure, by which processes can compare theirs.
+    """What an optimizer keeps, and how it updates a small tree of this structure: workers compare both.
 
-    A transformation of optax is functions that show nothing else of themselves. Of one that wants more than gradients
-    and parameters there are no numbers.
+    A transformation of optax is functions that show nothing else of themselves. There are no numbers of one that takes
+    more than gradients and parameters.
     """
     small = partial(_small, params, np.random.default_rng(0), 2, jnp.float32)
     whole = small()
@@ -133,7 +133,7 @@ def _agrees(optimizer: Any, params: Any) -> bool:
 
 
 def _small(tree: Any, draw: np.random.Generator, longest: int, dtype: Any) -> Any:
-    """Random numbers in the structure of a tree, whose dimensions are no longer than that."""
+    """Random numbers in the structure of a tree, in arrays of up to ``longest`` elements a dimension."""
     return jax.tree.map(lambda of: jnp.array(draw.standard_normal([min(n, longest) for n in of.shape]), dtype), tree)
 
 

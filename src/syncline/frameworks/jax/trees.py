@@ -34,7 +34,7 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def bare(name: str) -> str:
-    """A path as messages have it and trees are compared by, without the Variable of flax around an array."""
+    """A path without the Variable of flax around an array, for errors and comparisons."""
     return re.sub(r"(\.value|\.raw_value|\.get_value\(\))$", "", name) or "params"
 
 
@@ -78,12 +78,12 @@ def placed(value: Array, like: Any) -> Any:
 
 
 def devices_of(tree: Any) -> int:
-    """Of how many devices' memory the arrays of a tree are."""
+    """The number of devices that the arrays of a tree lie on."""
     return len({device for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for device in leaf.devices()})
 
 
 def specs_of(leaves: Sequence[tuple[str, Any]]) -> list[Spec]:
-    """What there is to train; raises UsageError for what is not."""
+    """The specs of the parameters; raises UsageError for what Syncline does not train."""
     if not leaves:
         raise UsageError("there are no parameters in this tree: give init() those of the model")
     for name, leaf in leaves:
@@ -97,7 +97,7 @@ def specs_of(leaves: Sequence[tuple[str, Any]]) -> list[Spec]:
 
 @contextmanager
 def told_to_all(session: Session) -> Iterator[None]:
-    """Whatever this process is refused inside, before it meets the others, ends the run for all, with its name."""
+    """Let a UsageError inside, before processes meet, end the run for all, with the name of this one."""
     try:
         yield
     except UsageError as error:
@@ -141,15 +141,15 @@ class TreeWeights(WeightsOfCall):
         return [{RATE: 1.0}]
 
     def kept(self) -> list[State]:
-        """What ``take_state`` was given."""
+        """What ``take_state`` has read."""
         return [dict(state) for state in self.states]
 
     def keep(self, states: Sequence[State]) -> None:
-        """For ``give_state``."""
+        """``give_state`` hands it out."""
         self.states = list(states)
 
     def take_state(self, state: Any) -> None:
-        """Have what a script's optimizer keeps, whose state this is."""
+        """Read what the script's optimizer keeps from its state."""
         self.states = [{} for _ in self._names]
         for name, leaf in _leaves(state):
             value = flat_elements(np.array(host(name, leaf)))
@@ -157,7 +157,7 @@ class TreeWeights(WeightsOfCall):
                 self.states[tensor][key] = value
 
     def give_state(self, like: Any, step: int, run: int) -> Any:
-        """The other way round, for a script whose state has this structure; raises UsageError for what is not there."""
+        """The state for a script, in the structure of ``like``; raises UsageError for a leaf that is not there."""
 
         def found(name: str, leaf: Any) -> Any:
             tensor, key = self._places(name, leaf)[0]
@@ -192,7 +192,7 @@ def state_of(state: Any) -> SynclineState:
 
 
 def given(like: Any, found: Any, step: int, run: int) -> Any:
-    """A state with new leaves, ``found`` by name and old leaf, and Syncline's own."""
+    """A state with new leaves, which ``found`` gives for a name and an old leaf, and Syncline's step and run."""
 
     def new(path: Any, one: Any) -> Any:
         if not _is_ours(one):

@@ -70,7 +70,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._path, self._epochs = Path(path), epochs
 
     def resume(self, model: Any) -> int:
-        """Go on from the file, where rank 0 has one; how many epochs have been made. All workers call it."""
+        """Load the file, where rank 0 has one; returns how many epochs are done. All workers call it."""
         made = prepared(model)
         data = self._path.read_bytes() if made.session.rank == 0 and self._path.exists() else b""
         data = made.session.gather(data)[0]
@@ -94,7 +94,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _to_bytes(state: Mapping[str, Any]) -> bytes:
-    """An archive; raises UsageError for what is neither array nor plain value."""
+    """A state as an archive; raises UsageError for what is neither array nor plain value."""
     arrays: list[Any] = []
     tree = json.dumps(_taken(state, arrays))
     file = io.BytesIO()
@@ -104,7 +104,7 @@ def _to_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def _from_bytes(data: bytes, name: object) -> dict[str, Any]:
-    """The other way round, from the file ``name``; raises UsageError for what is no such archive."""
+    """The state in the archive of file ``name``; raises UsageError for what is no such archive."""
     try:
         arrays = archived(data)
         found = _given(json.loads(str(arrays[_TREE])), arrays)

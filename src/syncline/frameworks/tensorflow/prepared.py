@@ -119,7 +119,7 @@ class Prepared:
             )
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """The other way round."""
+        """Load it."""
         names = names_of(self.untrained)
         if not {"untrained", "weights", "steps", "strategy"} <= set(saved):
             raise UsageError("this is no state that syncline.tensorflow.state_dict() gave: give that of a run before")
@@ -142,7 +142,7 @@ class Prepared:
             self._since, self._begun = self._made(), self.run.model.steps
 
     def let_go(self) -> None:
-        """Its variables are another one's from here on."""
+        """Give up the variables: another model has them now."""
         if self.run is not None:
             self.run.model.let_go()
 
@@ -190,7 +190,7 @@ def average(session: Session, model: Any, unused: Unused, leave: Callable[[], No
 
 
 def prepared(model: Any) -> Prepared:
-    """What was prepared of a model; raises UsageError where nothing was."""
+    """The prepared model; raises UsageError where the model was not prepared."""
     ids = {id(resource(one)) for one in trained(model)}
     for made in _known:
         if made.ids == ids:
@@ -215,7 +215,7 @@ def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffe
 
 
 def _guard(model: Any, run: Run, optimizer: Any) -> None:
-    """Let ``fit`` refuse what would train without the other ranks, and say what has failed, not that something has."""
+    """Let ``fit`` refuse steps without the other ranks, and raise the error that a call has raised."""
     original = type(model).make_train_function.__get__(model)
 
     def make_train_function(force: bool = False) -> Any:
@@ -279,7 +279,7 @@ def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _replace_apply(optimizer: Any, matching: Matching, use: Callable[[Apply, list[Any]], None]) -> None:
-    """Let the optimizer's ``apply`` be ``use``, which has what it did before, and the gradients of all variables."""
+    """Let the optimizer's ``apply`` call ``use`` with its original and the gradients of all variables."""
     original = type(optimizer).apply.__get__(optimizer)
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -291,7 +291,7 @@ def _replace_apply(optimizer: Any, matching: Matching, use: Callable[[Apply, lis
 
 
 def _exchange(run: Run, optimizer: Any, original: Apply, gradients: Sequence[Any]) -> None:
-    """Have the means, and then do what ``apply`` did before, or what owners of the weights leave."""
+    """Exchange gradients, and update with the means by the ``original``, or take the weights from their owners."""
     if run.held:
         rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float64)
         for variable, weights in zip(run.variables, run.exchange(gradients, rate), strict=True):
@@ -305,7 +305,7 @@ def _exchange(run: Run, optimizer: Any, original: Apply, gradients: Sequence[Any
 
 
 def _keeps_none(optimizer: Any, variables: Sequence[Any]) -> bool:
-    """Whether no variable becomes a gradient itself, whose memory it would keep: none of Keras' own optimizers does."""
+    """Whether the optimizer keeps no gradient's memory: Keras' own do not, unless a variable becomes one."""
     of_keras = all(type(one).__module__.startswith("keras.src.") for one in (optimizer, innermost(optimizer)))
     return of_keras and not any(getattr(one, "overwrite_with_gradient", False) for one in variables)
 

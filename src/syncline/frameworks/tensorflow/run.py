@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
@@ -57,7 +56,7 @@ class Matching:
         """Raises where the run of several workers is over."""
 
     def number(self, variable: Any) -> int:
-        """Which of the model's a variable is; raises where it is none of them."""
+        """The number of a variable in the model; raises where it is none of the model's."""
         found = self._numbers.get(id(variable))
         if found is None:
             raise self.fault(
@@ -67,7 +66,7 @@ class Matching:
         return found
 
     def matched(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients in the order of the model's variables; raises where they are others."""
+        """Gradients in the order of the model's variables; raises where they do not fit them."""
         self.check_usable()
         found: dict[int, Any] = {}
         for gradient, variable in zip(gradients, variables, strict=True):
@@ -88,7 +87,7 @@ class Matching:
         ]
 
     def _checked(self, number: int, gradient: Any) -> Any:
-        """Of embeddings, whose gradients are rows, the whole."""
+        """A dense gradient, also of embeddings, whose gradients are rows."""
         spec, dense = self.specs[number], tf.convert_to_tensor(gradient)
         if not dense.shape.is_compatible_with(spec.shape) or dense.dtype.name != spec.dtype:
             raise self.fault(
@@ -112,11 +111,11 @@ class Buffers:
         self.specs = [Spec("", tuple(one.shape), tf.as_dtype(one.dtype).name) for one in self.variables]
 
     def values(self) -> list[Any]:
-        """As they are at this point of a graph."""
+        """Their values at this point of a graph."""
         return [one.read_value() for one in self.variables]
 
     def assign(self, values: Sequence[Any]) -> None:
-        """The other way round."""
+        """Set the variables."""
         for variable, one in zip(self.variables, values, strict=True):
             variable.assign(one)
 
@@ -143,15 +142,6 @@ class Buffers:
             next(means).astype(one.dtype).reshape(one.shape) if one.dtype.kind == "f" else next(others)
             for one in arrays
         ]
-
-
-def moving(model: Any) -> list[Any]:
-    """The variables of a model that its steps change: of layers that are trained, those that are none to train."""
-    if not isinstance(model, keras.Layer):
-        return list(model.non_trainable_variables) if isinstance(model, tf.Module) else []
-    layers = [one for one in model._flatten_layers() if one.trainable]
-    own = {id(variable) for layer in layers for variable in layer._non_trainable_variables}
-    return [one for one in model.non_trainable_weights if id(one) in own]
 
 
 class Run:
@@ -184,7 +174,7 @@ class Run:
         check_schedule(session.strategy, "TensorFlow")
 
     def begin(self, build: Build, owner: object, *, keeps: bool) -> bool:
-        """Meet all processes; with rank 0's values on workers. False on a server, that has served.
+        """Meet all processes, and have rank 0's values; False on a server that has served.
 
         ``keeps`` says whether the optimizer keeps anything of elements, ``owner`` is for ``Session.enter_model``.
         """
@@ -218,7 +208,7 @@ class Run:
         self._pass_on([] if graph is None else _ends(graph.get_operations()[made:]))
 
     def train(self, gradients: Sequence[Any], update: Callable[[Sequence[Any]], None]) -> None:
-        """A step whose kind the engine says when it is made: ``update`` makes it with these, or with their means."""
+        """Make a step of the kind that the engine says at run time: ``update`` takes gradients, or their means."""
         self._check_compiler()
         with tf.control_dependencies(self._turn()):
             kind, begins = self._call(self._ask, [], [_KIND, _BEGINS])
@@ -319,7 +309,7 @@ class Run:
         return [*self._shaped(found, lent), *self._buffers.of_first(rest[told:])]
 
     def _check_unwritten(self, weights: Sequence[Array]) -> None:
-        """Owners would not see what a script has written, and what they send would undo it."""
+        """Refuse weights that the script has written: owners would not see them, and would undo them."""
         assert self.model.held is not None
         for spec, mine, theirs in zip(self.specs, weights, self.model.held.flat, strict=True):
             if not np.array_equal(mine.reshape(-1).view(np.uint8), theirs.view(np.uint8)):
@@ -358,7 +348,7 @@ def _order_of_all() -> Any:
 
 
 def _ends(operations: Sequence[Any]) -> list[Any]:
-    """Those that no other one of them waits for."""
+    """The operations that no other one of them waits for."""
     before = {one.op for of in operations for one in of.inputs} | {
         one for of in operations for one in of.control_inputs
     }
@@ -379,7 +369,7 @@ def aligned(array: Array) -> Array:
 
 
 def invoke(function: Callable[..., Sequence[Array]], arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
-    """Have the graph that is being made call a function of arrays; with what it gives, or what waits for it."""
+    """Put a call of a function of arrays into the graph; returns its results, or the operation where it has none."""
     if tf.executing_eagerly():
         return [tf.constant(one) for one in function(*map(np.asarray, arguments))]
     types = [tf.as_dtype(spec.dtype) for spec in results]

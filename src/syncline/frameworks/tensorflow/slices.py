@@ -39,7 +39,7 @@ class KerasSlices(OnHoldings):
         self._update = self._updated if beside else tf.function(self._updated, autograph=False)
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """In variables of its own, since TensorFlow's memory is not the transport's."""
+        """Update variables of its own, since TensorFlow's memory is not the transport's."""
         assign(self._optimizer.learning_rate, np.array(groups[0][RATE]))
         for held, variable in zip(self._holdings, self._variables, strict=True):
             assign(variable, held.weights)
@@ -57,7 +57,7 @@ class KerasSlices(OnHoldings):
         return self._slots.read()
 
     def load(self, states: Sequence[State]) -> None:
-        """What is not told stays as it is."""
+        """Variables that the states lack stay as they are."""
         self._slots.write(states)
 
 

@@ -86,7 +86,7 @@ def check_model(model: Any) -> None:
 
 
 def specs_of(variables: Sequence[Any]) -> list[Spec]:
-    """What there is to train; raises UsageError for what is not served."""
+    """The specs of the variables; raises UsageError for what Syncline does not train."""
     if not variables:
         raise UsageError("this model has no variables to train: give one whose layers are trainable, and built")
     found = []
@@ -128,7 +128,7 @@ def names_of(variables: Iterable[Any], parts: int = 2) -> list[str]:
 
 
 def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
-    """Let variables be worker ``root``'s; all workers call it with those of the same model."""
+    """Set variables to worker ``root``'s values; all workers call it with those of the same model."""
     for given in variables:
         array = value(given)
         broadcast_into(session, [array], root)
@@ -136,7 +136,7 @@ def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
 
 
 def broadcast(session: Session, given: Any, root: int) -> None:
-    """Let the variables of a model, an optimizer or a list be worker ``root``'s; raises MismatchError for others."""
+    """Set variables of a model, an optimizer or a list to worker ``root``'s; raises MismatchError for others."""
     if not 0 <= root < session.world_size:
         raise UsageError(
             f"broadcast() from rank {root} of {session.world_size}: give one of 0 to {session.world_size - 1}"
@@ -163,7 +163,7 @@ def _variables(model: Any, attribute: str) -> list[Any]:
 
 
 class Slots:
-    """Those of an optimizer that is built, for variables in the model's order."""
+    """What a built optimizer keeps, for variables in the model's order."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         order = {id(resource(one)): number for number, one in enumerate(innermost(optimizer)._trainable_variables)}
@@ -190,7 +190,7 @@ class Slots:
         return [{key: flat_elements(value(slot)) for key, slot in state.items()} for state in self._of]
 
     def write(self, states: Sequence[State]) -> None:
-        """The other way round; what is not told stays as it is."""
+        """Set the variables that the states have, and leave the others."""
         for mine, told in zip(self._of, states, strict=True):
             for key, slot in mine.items():
                 found = told.get(key)
@@ -229,7 +229,7 @@ class VariableWeights(WeightsOfCall):
         self.rate = 1.0
 
     def read(self, into: Sequence[Array]) -> None:
-        """Between steps those of the variables."""
+        """Between steps from the variables."""
         if self.within:
             super().read(into)
             return
@@ -253,6 +253,6 @@ class VariableWeights(WeightsOfCall):
         return [{} for _ in self._variables] if self.slots is None else self.slots.read()
 
     def keep(self, states: Sequence[State]) -> None:
-        """What is not told stays as it is."""
+        """Variables that the states lack stay as they are."""
         if self.slots is not None:
             self.slots.write(states)

@@ -28,7 +28,7 @@ from ...errors import SynclineError, UsageError
 from ...schedules import goes_ahead
 from ...serving.records import Record, pack, unpack
 from ...session.session import Session
-from .overlap import Crossing
+from .overlap import Crossing, watch_zero_grad
 from .own_values import group_values, plain_attributes
 from .passes import TrainedReplica
 from .served import Client
@@ -429,14 +429,3 @@ def end_deferred_steps(optimizer: Any) -> None:
     if hidden is not None:
         vars(optimizer).setdefault("step", hidden)  # unless the script has put something there meanwhile
     vars(crossing.model).pop("zero_grad", None)
-
-
-def watch_zero_grad(crossing: Crossing) -> None:
-    """The model's ``zero_grad``, if it is torch's own, looks at no gradient where it sets them to None."""
-    if type(crossing.model).zero_grad is torch.nn.Module.zero_grad:
-        crossing.model.zero_grad = partial(_zero_grad, crossing)  # type: ignore[method-assign]
-
-
-def _zero_grad(crossing: Crossing, set_to_none: bool = True) -> None:
-    model = crossing.model
-    crossing.zero_grad(partial(type(model).zero_grad, model, set_to_none), looks=not set_to_none)

@@ -435,6 +435,17 @@ class Crossing:
             del self._owed[action.step]
 
 
+def watch_zero_grad(crossing: Crossing) -> None:
+    """The model's ``zero_grad``, if it is torch's own, looks at no gradient where it sets them to None."""
+    if type(crossing.model).zero_grad is torch.nn.Module.zero_grad:
+        crossing.model.zero_grad = partial(_zero_grad, crossing)  # type: ignore[method-assign]
+
+
+def _zero_grad(crossing: Crossing, set_to_none: bool = True) -> None:
+    model = crossing.model
+    crossing.zero_grad(partial(type(model).zero_grad, model, set_to_none), looks=not set_to_none)
+
+
 @contextmanager
 def _untraced() -> Iterator[None]:
     """Inside, torch.jit.trace records nothing."""

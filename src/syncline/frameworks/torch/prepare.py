@@ -38,9 +38,8 @@ from .optimizer import defer_steps, end_deferred_steps, give_back, put_together,
 from .options import Named, Options, Selection
 from .own_values import OwnValues, group_values, name_of
 from .passes import TrainedReplica
-from .pulling import pull_by_layer
 from .replica import Forms
-from .served import Client
+from .served import Client, pull_by_layer
 from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
 from .staging import Copier
 from .storage import Storage, distinct, layers_of, pack_bytes, unpack_bytes
