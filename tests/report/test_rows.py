@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from syncline.session.session import Stats
 
 from syncline.errors import DataError
+from syncline.session.session import Stats
 from syncline_bench.report.rows import Point, Result, Row
 
 TOP_KEYS = {"machine", "cores", "versions", "commit", "workload", "rows"}
