@@ -17,9 +17,9 @@ from syncline.costs.plans import ProcessPlacement
 from syncline.engine.step import BucketPhase, Submit
 from syncline.plans.messages import Program, compile_program
 from syncline.plans.plan import Plan
-from syncline.predict.fabric import Fabric
-from syncline.predict.iterations import Together
-from syncline.predict.settings import Exchanges, Habits, Iteration, Model, Setting
+from syncline_bench.predict.fabric import Fabric
+from syncline_bench.predict.iterations import Together
+from syncline_bench.predict.settings import Exchanges, Habits, Iteration, Model, Setting
 
 
 def simulate_one_by_one(setting: Setting, model: Model, habits: Habits) -> Iteration:

@@ -14,21 +14,21 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cli import cli
 from syncline.compression.saved import as_bytes, from_bytes
 from syncline.errors import DataError, StrategyError, UsageError
-from syncline.predict.networks import parse_holdout, parse_network
-from syncline.report.accuracy_rows import AccuracyResult
-from syncline.report.bench_rows import BenchResult
-from syncline.report.codec_rows import CodecResult
-from syncline.report.forecast_rows import Prediction
-from syncline.report.gradient_rows import GradientResult
-from syncline.report.prediction_rows import CollectivePrediction
-from syncline.report.result_file import ResultFile
-from syncline.report.rows import Result
-from syncline.report.step_rows import StepResult
 from syncline.session.layout import reading_state
 from syncline.strategy.strategy import Strategy
+from syncline_bench.cli import cli
+from syncline_bench.predict.networks import parse_holdout, parse_network
+from syncline_bench.report.accuracy_rows import AccuracyResult
+from syncline_bench.report.bench_rows import BenchResult
+from syncline_bench.report.codec_rows import CodecResult
+from syncline_bench.report.forecast_rows import Prediction
+from syncline_bench.report.gradient_rows import GradientResult
+from syncline_bench.report.prediction_rows import CollectivePrediction
+from syncline_bench.report.result_file import ResultFile
+from syncline_bench.report.rows import Result
+from syncline_bench.report.step_rows import StepResult
 
 RESULTS: list[type[ResultFile]] = [
     AccuracyResult, BenchResult, CodecResult, CollectivePrediction, GradientResult, Prediction, Result, StepResult,

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from syncline import registry
-from syncline.bench.contenders import contender_of
-from syncline.cli import cli
 from syncline.codecs import Codec
 from syncline.errors import StrategyError, UsageError
 from syncline.nouns import Spec
-from syncline.report.rows import BASELINE
 from syncline.strategy.grammar import Part, read_part
 from syncline.strategy.parts import build
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import WORDS, vocabulary
 from syncline.tuning.codec_times import every_codec
+from syncline_bench.cli import cli
+from syncline_bench.contenders import contender_of
+from syncline_bench.report.rows import BASELINE
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for folder in (".", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md"))

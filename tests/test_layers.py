@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import syncline
+import syncline_bench
 
-ROOT = Path(next(iter(syncline.__path__)))
+ROOTS = {found.__name__: Path(next(iter(found.__path__))) for found in (syncline, syncline_bench)}
 
 # From the bottom up: packages, and the modules beside them. What stands in one row does not know each other; a row is
-# extended, or a new one put in between, with the package that is added.
+# extended, or a new one put in between, with the package that is added. The library knows nothing of the laboratory.
 ROWS = (
     ("errors", "version"),
     ("nouns", "kernels"),
@@ -26,53 +27,71 @@ ROWS = (
     ("costs",),
     ("session",),
     ("tuning", "serving", "timeline"),
-    ("launch", "testing", "workloads", "sampling", "training"),
-    ("frameworks", "report"),
-    ("predict",),
-    ("lab", "checkpoint", "optim", "process", "reproduction", "torch_backend"),
+    ("launch", "report", "testing", "workloads", "sampling", "training"),
+    ("frameworks",),
+    ("checkpoint", "optim", "process", "torch_backend"),
     ("api", "jax", "lightning", "tensorflow"),
     ("",),  # the package itself: the public names
-    ("bench",),
-    ("cli",),
-    ("__main__",),
 )
-ROW = {name: row for row, names in enumerate(ROWS) for name in names}
+LABORATORY = (
+    ("report",),
+    ("predict",),
+    ("lab", "reproduction"),
+    ("",),  # what measures: all that no other row names
+    ("cli",),
+)
+ROW = {
+    package: row
+    for row, packages in enumerate(
+        (
+            *(tuple(f"syncline.{name}" for name in names) for names in ROWS),
+            *(tuple(f"syncline_bench.{name}" for name in names) for names in LABORATORY),
+            ("syncline.__main__",),
+        )
+    )
+    for package in packages
+}
 
 
 def package_of(module: str) -> str:
-    """The entry of ROWS that a module (dotted, without the package's name) belongs to."""
-    return module.partition(".")[0]
+    """The key of ROW that a module belongs to, whether or not it is there."""
+    top, _, rest = module.partition(".")
+    name = f"{top}.{rest.partition('.')[0]}"
+    return name if name in ROW or top == "syncline" else f"{top}."
+
+
+def files() -> Iterator[Path]:
+    """All files of both."""
+    return (path for root in ROOTS.values() for path in sorted(root.rglob("*.py")))
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    """The dotted name of a file."""
+    (top,) = (name for name, root in ROOTS.items() if root in path.parents)
+    parts = (top, *path.relative_to(ROOTS[top]).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(path: Path, lazy: bool = True) -> Iterator[tuple[int, str]]:
-    """Every import of the package's own modules in a file, those for types, and ``lazy`` ones, included."""
+    """Every import of our own modules in a file, those for types, and ``lazy`` ones, included."""
     return ((line, target) for line, target, _ in imported_names(path, lazy))
 
 
 def imported_names(path: Path, lazy: bool = True) -> Iterator[tuple[int, str, str]]:
     """As ``imports``, with what is imported from the module, or its name where it is the module."""
-    package = path.relative_to(ROOT).parent.parts
+    module = tuple(module_of(path).split("."))
+    package = module if path.name == "__init__.py" else module[:-1]
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree) if lazy else at_the_top(tree.body):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                head, _, rest = alias.name.partition(".")
-                if head == "syncline":
-                    yield node.lineno, rest, alias.name
+                if alias.name.partition(".")[0] in ROOTS:
+                    yield node.lineno, alias.name, alias.name
         elif isinstance(node, ast.ImportFrom):
-            name = node.module or ""
-            if node.level == 0:
-                head, _, rest = name.partition(".")
-                if head != "syncline":
-                    continue
-                base: tuple[str, ...] = tuple(rest.split(".")) if rest else ()
-            else:
-                base = package[: len(package) - node.level + 1] + (tuple(name.split(".")) if name else ())
+            name = tuple((node.module or "").split(".")) if node.module else ()
+            base = package[: len(package) - node.level + 1] + name if node.level else name
+            if base[0] not in ROOTS:
+                continue
             for alias in node.names:
                 yield node.lineno, ".".join(resolve(base, alias.name)), alias.name
 
@@ -87,7 +106,7 @@ def at_the_top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def resolve(base: tuple[str, ...], name: str) -> tuple[str, ...]:
     """``from base import name`` means the module base.name if there is one, else something in base."""
-    target = ROOT.joinpath(*base, name)
+    target = ROOTS[base[0]].joinpath(*base[1:], name)
     if target.is_dir() or target.with_suffix(".py").is_file():
         return (*base, name)
     return base
@@ -96,10 +115,10 @@ def resolve(base: tuple[str, ...], name: str) -> tuple[str, ...]:
 def imports_of_all(lazy: bool = True) -> dict[str, dict[str, str]]:
     """For every module those that it imports, with the place of the import."""
     found: dict[str, dict[str, str]] = {}
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in files():
         known = found.setdefault(module_of(path), {})
         for line, target in imports(path, lazy):
-            known.setdefault(target, f"{path.relative_to(ROOT)}:{line}")
+            known.setdefault(target, f"{module_of(path)}:{line}")
     return found
 
 
@@ -113,16 +132,16 @@ def test_imports_point_down() -> None:
         for target, place in targets.items():
             other = package_of(target)
             # The package itself loads its public names lazily, which test_light_import holds.
-            if mine not in ("", other) and ROW.get(other, len(ROWS)) >= ROW[mine]:
-                faults.append(f"{place} imports {target or 'syncline'} from above or beside")
+            if mine not in ("syncline.", other) and ROW.get(other, len(ROW)) >= ROW[mine]:
+                faults.append(f"{place} imports {target} from above or beside")
     assert not faults, "\n".join(faults)
 
 
 def test_what_is_imported_is_there() -> None:
     """Also where nothing that is installed here would load it."""
-    there = {module_of(path) for path in ROOT.rglob("*.py")}
+    there = {module_of(path) for path in files()}
     faults = [
-        f"{place} imports {target}, which is no file of the package"
+        f"{place} imports {target}, which is no file"
         for targets in imports_of_all().values()
         for target, place in targets.items()
         if target not in there
@@ -133,9 +152,9 @@ def test_what_is_imported_is_there() -> None:
 def test_no_files_import_each_other_in_a_circle() -> None:
     """When they are imported, for types alone too. A package may hand on what its files define."""
     graph = {
-        module: {target for target in targets if target and not f"{target}.".startswith(f"{module}.")}
+        module: {target for target in targets if target != "syncline" and not f"{target}.".startswith(f"{module}.")}
         for module, targets in imports_of_all(lazy=False).items()
-        if module
+        if module != "syncline"
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -153,7 +172,7 @@ MEETINGS = {"Meeting"}
 def classes() -> dict[str, set[str]]:
     """For every name of public classes the modules that define one."""
     found: dict[str, set[str]] = {}
-    for path in ROOT.rglob("*.py"):
+    for path in files():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, set()).add(module_of(path))
@@ -164,7 +183,7 @@ def names_from_elsewhere() -> set[tuple[str, str]]:
     """The names that modules import from other packages, each with the module that it is imported from."""
     return {
         (target, name)
-        for path in ROOT.rglob("*.py")
+        for path in files()
         for _, target, name in imported_names(path)
         if package_of(target) != package_of(module_of(path))
     }
@@ -184,20 +203,22 @@ def test_names_of_classes_do_not_meet() -> None:
 def test_the_reader_of_imports_sees_all_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "sync"
     folder.mkdir()
-    (tmp_path / "errors.py").touch()
+    for file in (tmp_path / "errors.py", tmp_path / "__init__.py", folder / "__init__.py"):
+        file.touch()
     (folder / "modes.py").write_text(
-        "import os\nimport syncline.bench.train\nfrom syncline import errors\nfrom .. import errors\nfrom . import x\n"
+        "import os\nimport syncline_bench.train\nfrom syncline import errors\nfrom .. import errors\nfrom . import x\n"
         "def f():\n    from ..errors import SynclineError\n    from syncline.nouns import Layer\n    import syncline\n"
     )
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(ROOTS, "syncline", tmp_path)
     found = [target for _, target in sorted(imports(folder / "modes.py"))]
-    assert found == ["bench.train", "errors", "errors", "sync", "errors", "nouns", ""]
+    ours = ("errors", "errors", "sync", "errors", "nouns")
+    assert found == ["syncline_bench.train", *(f"syncline.{name}" for name in ours), "syncline"]
 
 
 def test_threads_of_our_own_are_known_by_their_names() -> None:
     """``session.ending`` tells the user's threads from them."""
-    for path in sorted(ROOT.rglob("*.py")):
-        if "testing" in path.parts or "bench" in path.parts:
+    for path in sorted(ROOTS["syncline"].rglob("*.py")):
+        if "testing" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("threading.Thread"):

@@ -46,13 +46,25 @@ def test_importing_the_package_loads_no_framework() -> None:
     assert not loaded & HEAVY
 
 
+def test_a_training_loads_nothing_of_the_laboratory() -> None:
+    """Nor what only the laboratory needs, to print tables and pages."""
+    loaded = loaded_by(
+        "import syncline, numpy as np\n"
+        "class Rule:\n    def update(self, weights, gradient, state): weights -= gradient\n"
+        "syncline.init('ring')\n"
+        "_, optimizer = syncline.prepare({'w': np.zeros(3, np.float32)}, Rule())\n"
+        "optimizer.step({'w': np.ones(3, np.float32)})\nsyncline.shutdown()"
+    )
+    assert not loaded & {"syncline_bench", "click", "rich", "matplotlib", "jinja2"}
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["run", "--help"], ["compare", "--help"], ["bench", "--help"]]
 )
 def test_asking_for_help_loads_not_even_numpy(arguments: list[str]) -> None:
     loaded = loaded_by(
         "import sys\n"
-        "from syncline.cli import cli\n"
+        "from syncline_bench.cli import cli\n"
         f"try: cli({arguments!r}, prog_name='syncline')\n"
         "except SystemExit as end: assert end.code == 0\n"
     )

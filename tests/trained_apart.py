@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from syncline.bench.frameworks import framework_of
+from syncline_bench.frameworks import framework_of
 
 TEST_IMAGES = 360
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "optax"}
@@ -29,7 +29,7 @@ def tell():
     Path(FOLDER, str(os.getpid())).write_text(" ".join(names))
 
 atexit.register(tell)
-from syncline.bench.train import main
+from syncline_bench.train import main
 main(sys.argv[1])
 """
 
@@ -38,7 +38,7 @@ STARTER = """
 import io, json, sys
 from pathlib import Path
 from rich.console import Console
-from syncline.bench import compare, processes
+from syncline_bench import compare, processes
 
 script, workers, strategies, paths, options = json.loads(sys.argv[1])
 paths = {name: Path(path) for name, path in paths.items()}
@@ -107,10 +107,10 @@ def check_rows(data: dict[str, Any], framework: str, version: str) -> None:
 STEPS = """
 import sys
 import numpy as np
-from syncline.bench.batches import batches
-from syncline.bench.frameworks import frameworks_of
-from syncline.bench.messages import Job
-from syncline.bench.sides import Alone
+from syncline_bench.batches import batches
+from syncline_bench.frameworks import frameworks_of
+from syncline_bench.messages import Job
+from syncline_bench.sides import Alone
 from syncline.workloads import load
 
 name, path = sys.argv[1:]

@@ -1,6 +1,6 @@
 """``python -m syncline``: the command line without an installed script."""
 
-from .cli import main
+from syncline_bench.cli import main
 
 if __name__ == "__main__":
     main()

@@ -46,8 +46,8 @@ KINDS = (
     "transports",
     "workloads",
 )
-_FOLDERS = {"frameworks": "bench.frameworks", "peers": "bench.peers"}
-"""The folders of kinds whose folder has another name."""
+_FOLDERS = {"frameworks": "syncline_bench.frameworks", "peers": "syncline_bench.peers"}
+"""Of kinds that the laboratory alone asks for: who trains in a comparison, and what is measured beside Syncline."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -82,8 +82,8 @@ class Entry:
 
     @property
     def own(self) -> bool:
-        """Whether the part belongs to Syncline and not to another package."""
-        return self.target.__module__.partition(".")[0] == __package__
+        """True for what comes with Syncline, False for what another package brings."""
+        return self.target.__module__.partition(".")[0] in (__package__, "syncline_bench")
 
     @property
     def summary(self) -> str:
@@ -158,7 +158,7 @@ def _load(kind: str) -> None:
     _loaded.add(kind)
     _entered.append([])  # keep the error of another package's part that failed while importing this kind
     try:
-        package = importlib.import_module(f"{__package__}.{_FOLDERS.get(kind, kind)}")
+        package = importlib.import_module(_FOLDERS.get(kind, f"{__package__}.{kind}"))
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from accuracies import Trained
 
-from syncline.bench import accuracy
+from syncline_bench import accuracy
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ import pytest
 from accuracies import CURVE, Trained, command, read
 
 from syncline import registry
-from syncline.bench import accuracy, compare, processes
-from syncline.bench.accuracy import strategy_of
-from syncline.bench.cases import comparison_of
-from syncline.bench.contenders import contender_of
 from syncline.strategy import presets
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import load
+from syncline_bench import accuracy, compare, processes
+from syncline_bench.accuracy import strategy_of
+from syncline_bench.cases import comparison_of
+from syncline_bench.contenders import contender_of
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from accuracies import Trained, command, read
 
-from syncline.bench import accuracy
-from syncline.bench.accuracy import strategy_of
-from syncline.report import accuracy_table
-from syncline.report.rows import Row
+from syncline_bench import accuracy
+from syncline_bench.accuracy import strategy_of
+from syncline_bench.report import accuracy_table
+from syncline_bench.report.rows import Row
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")

@@ -9,11 +9,11 @@ import pytest
 from accuracies import CURVE, result_of, run_of
 from rich.console import Console
 
-from syncline.bench import accuracy
-from syncline.bench.accuracy import strategy_of
 from syncline.errors import DataError
-from syncline.report import accuracy_table
-from syncline.report.accuracy_rows import AccuracyResult, AccuracyRun
+from syncline_bench import accuracy
+from syncline_bench.accuracy import strategy_of
+from syncline_bench.report import accuracy_table
+from syncline_bench.report.accuracy_rows import AccuracyResult, AccuracyRun
 
 
 def test_rows_are_medians_over_what_finished_beside_dense() -> None:

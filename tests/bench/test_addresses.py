@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.addresses import all_addresses
 from syncline.errors import GroupError
 from syncline.launch.environment import recognise
+from syncline_bench.addresses import all_addresses
 
 WORLD = 4
 

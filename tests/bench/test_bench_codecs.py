@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from syncline.bench.codecs import command, run
-from syncline.cli import cli
 from syncline.errors import DataError, UsageError
-from syncline.report import codec_table
-from syncline.report.codec_rows import CodecResult, CodecRow
 from syncline.tuning.codec_times import every_codec, variants
+from syncline_bench.cli import cli
+from syncline_bench.codecs import command, run
+from syncline_bench.report import codec_table
+from syncline_bench.report.codec_rows import CodecResult, CodecRow
 
 N = 40_000
 FIELDS = (

@@ -16,21 +16,21 @@ from rich.console import Console
 
 torch = pytest.importorskip("torch")
 
-from syncline.bench.collectives.start import RanksFailed  # noqa: E402
-from syncline.bench.gradients import command, iterations, request, run  # noqa: E402
-from syncline.bench.gradients.forms import FORMS, exchanges_only, forms_of  # noqa: E402
-from syncline.bench.gradients.iterations import Ground, iteration_of  # noqa: E402
-from syncline.bench.gradients.rank import STRATEGY, _Measurement, order_of  # noqa: E402
-from syncline.bench.gradients.request import DEFAULT_WORKLOADS, Model, Request, Work, model_of  # noqa: E402
-from syncline.cli import cli  # noqa: E402
 from syncline.launch.connecting import connect_session  # noqa: E402
 from syncline.launch.environment import recognise  # noqa: E402
 from syncline.launch.meeting import MeetingPoint  # noqa: E402
-from syncline.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
-from syncline.report.units import decimal_size  # noqa: E402
 from syncline.session.session import Session  # noqa: E402
 from syncline.strategy.strategy import Strategy  # noqa: E402
 from syncline.wire.listener import bind_here  # noqa: E402
+from syncline_bench.cli import cli  # noqa: E402
+from syncline_bench.collectives.start import RanksFailed  # noqa: E402
+from syncline_bench.gradients import command, iterations, request, run  # noqa: E402
+from syncline_bench.gradients.forms import FORMS, exchanges_only, forms_of  # noqa: E402
+from syncline_bench.gradients.iterations import Ground, iteration_of  # noqa: E402
+from syncline_bench.gradients.rank import STRATEGY, _Measurement, order_of  # noqa: E402
+from syncline_bench.gradients.request import DEFAULT_WORKLOADS, Model, Request, Work, model_of  # noqa: E402
+from syncline_bench.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
+from syncline_bench.report.units import decimal_size  # noqa: E402
 
 SHAPES = ((7, 3), (5,), (2, 3, 4), (1,), (300,))
 TOY = Model("toy", SHAPES)

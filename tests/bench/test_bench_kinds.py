@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from syncline.bench.collectives.kinds import COLLECTIVES, Collective, collective
 from syncline.errors import UsageError
+from syncline_bench.collectives.kinds import COLLECTIVES, Collective, collective
 
 Array = NDArray[np.float32]
 KINDS = list(COLLECTIVES.values())

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from syncline.bench.collectives import command, request, run, start
-from syncline.bench.collectives.kinds import COLLECTIVES
-from syncline.bench.collectives.start import Here, Ranks, RanksFailed
-from syncline.bench.collectives.work import Work
 from syncline.launch.mpi_library import MpiLibrary, find_library
+from syncline_bench.collectives import command, request, run, start
+from syncline_bench.collectives.kinds import COLLECTIVES
+from syncline_bench.collectives.start import Here, Ranks, RanksFailed
+from syncline_bench.collectives.work import Work
 
 MEASURE_MEMORY = run._Stage._measure_memory
 
@@ -107,7 +107,7 @@ def play(script: str, folder: Path, limit_s: float = 60.0, prologue: str | None 
 
 PROLOGUE = """
 import os, signal, sys
-from syncline.bench.collectives.meeting import Line
+from syncline_bench.collectives.meeting import Line
 rank = int(os.environ["RANK"])
 line = Line(sys.argv[2], rank, int(os.environ["WORLD_SIZE"]))
 """
@@ -201,7 +201,7 @@ def ranks_of(starter: int) -> list[int]:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{entry.name}/cmdline").read_bytes().split(b"\0")
                 # Not the stub that becomes a rank, and no launcher.
-                if words[1:3] == [b"-m", b"syncline.bench.collectives.rank"]:
+                if words[1:3] == [b"-m", b"syncline_bench.collectives.rank"]:
                     found.append(int(entry.name))
     return found
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from syncline import registry
-from syncline.bench.collectives import request as requests
-from syncline.bench.collectives.contenders import read_name
-from syncline.bench.collectives.kinds import COLLECTIVES
-from syncline.bench.collectives.request import missing, request_of
 from syncline.errors import StrategyError, UsageError
 from syncline.nouns import Rate
 from syncline.strategy.grammar import read_list
+from syncline_bench.collectives import request as requests
+from syncline_bench.collectives.contenders import read_name
+from syncline_bench.collectives.kinds import COLLECTIVES
+from syncline_bench.collectives.request import missing, request_of
 
 
 @pytest.fixture(autouse=True)

@@ -10,17 +10,17 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from syncline.bench.collectives import command, run
-from syncline.bench.collectives import request as requests
-from syncline.bench.collectives.display import Display
-from syncline.bench.collectives.request import Request, request_of
-from syncline.bench.collectives.start import RanksFailed
-from syncline.bench.collectives.work import TURNS, Work, turns_of
 from syncline.errors import UsageError
 from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
-from syncline.report.bench_rows import BenchResult, Measured
-from syncline.report.bench_table import title
+from syncline_bench.collectives import command, run
+from syncline_bench.collectives import request as requests
+from syncline_bench.collectives.display import Display
+from syncline_bench.collectives.request import Request, request_of
+from syncline_bench.collectives.start import RanksFailed
+from syncline_bench.collectives.work import TURNS, Work, turns_of
+from syncline_bench.report.bench_rows import BenchResult, Measured
+from syncline_bench.report.bench_table import title
 
 Play = Callable[[Work, dict[str, Any]], None]
 

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from syncline.bench.steps import command, run
-from syncline.bench.steps.loops import FRAMEWORKS, installed
-from syncline.cli import cli
-from syncline.report import step_table
-from syncline.report.step_rows import StepResult, StepRow
+from syncline_bench.cli import cli
+from syncline_bench.report import step_table
+from syncline_bench.report.step_rows import StepResult, StepRow
+from syncline_bench.steps import command, run
+from syncline_bench.steps.loops import FRAMEWORKS, installed
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.bench.bound import bound_s, bounded, link_bytes_per_s
 from syncline.nouns import Seconds, Spec
-from syncline.report.rows import Row
 from syncline.workloads import Pipeline, Speed
 from syncline.workloads._trace import Trace, TracedLayer
+from syncline_bench.bound import bound_s, bounded, link_bytes_per_s
+from syncline_bench.report.rows import Row
 
 
 def trace_of(elements: int, seconds: float) -> Trace:

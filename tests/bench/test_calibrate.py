@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from syncline.predict.networks import load_network
+from syncline_bench.predict.networks import load_network
 
 COMMAND = [sys.executable, "-m", "syncline", "calibrate", "--transport", "tcp", "--codecs", "none"]
 LIMIT_S = 120.0

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from syncline.bench.calibration.fits import Fit, Row, Samples, fit
-from syncline.bench.calibration.links import Timed, fit_link, fit_processor
-from syncline.bench.calibration.patterns import SIZES, cells_of
+from syncline_bench.calibration.fits import Fit, Row, Samples, fit
+from syncline_bench.calibration.links import Timed, fit_link, fit_processor
+from syncline_bench.calibration.patterns import SIZES, cells_of
 
 MOST_BYTES = 32 << 20
 START_S = 20e-6

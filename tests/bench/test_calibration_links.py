@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.calibration.links import Timed, fit_link, measure
-from syncline.bench.calibration.patterns import SIZES, TINY, Cell, cells_of
 from syncline.engine.exchange import SEGMENT_BYTES
 from syncline.plans.messages import compile_program
+from syncline_bench.calibration.links import Timed, fit_link, measure
+from syncline_bench.calibration.patterns import SIZES, TINY, Cell, cells_of
 
 WORLD, MEMBERS = 6, (1, 2, 4, 5)
 CELLS = [cell for nbytes in SIZES for cell in cells_of(nbytes, SEGMENT_BYTES)]

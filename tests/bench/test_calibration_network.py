@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.calibration.computing import Computed, measure, ways_of
-from syncline.bench.calibration.fits import Estimate, Samples
-from syncline.bench.calibration.links import Timed
-from syncline.bench.calibration.network import Hosts, calibration_of
-from syncline.bench.calibration.patterns import SIZES, cells_of
-from syncline.bench.calibration.request import Request, request_of
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Rate
-from syncline.predict.networks import load_network, parse_network, to_json
+from syncline_bench.calibration.computing import Computed, measure, ways_of
+from syncline_bench.calibration.fits import Estimate, Samples
+from syncline_bench.calibration.links import Timed
+from syncline_bench.calibration.network import Hosts, calibration_of
+from syncline_bench.calibration.patterns import SIZES, cells_of
+from syncline_bench.calibration.request import Request, request_of
+from syncline_bench.predict.networks import load_network, parse_network, to_json
 
 ORIGIN: dict[str, Any] = {
     "machine": "a processor",
@@ -124,7 +124,7 @@ def test_codecs_are_measured_under_the_names_that_strategies_print() -> None:
 
 
 def test_an_update_without_torch_is_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.bench.calibration import computing
+    from syncline_bench.calibration import computing
 
     monkeypatch.setattr(computing, "find_spec", lambda _: None)
     found = measure((), lambda *_: None)

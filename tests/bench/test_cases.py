@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.cases import Comparison, comparison_of
 from syncline.errors import StrategyError, SynclineError, UsageError
 from syncline.strategy import presets
 from syncline.strategy.presets import PRESETS
+from syncline_bench.cases import Comparison, comparison_of
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 

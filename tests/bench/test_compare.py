@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from syncline.bench import compare
-from syncline.bench.cases import Case, Comparison
 from syncline.engine.trace import begin
 from syncline.errors import UsageError
-from syncline.report.rows import BASELINE, Row
 from syncline.strategy.presets import PRESETS
 from syncline.timeline.folder import open_part
+from syncline_bench import compare
+from syncline_bench.cases import Case, Comparison
+from syncline_bench.report.rows import BASELINE, Row
 from timelines import load
 
 Measure = Callable[[Case], Row]

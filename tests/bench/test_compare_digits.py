@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from syncline.bench import compare
+from syncline_bench import compare
 from timelines import load
 
 pytest.importorskip("torch")

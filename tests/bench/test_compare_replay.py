@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from syncline.bench import compare
+from syncline_bench import compare
 
 pytest.importorskip("torch")
 

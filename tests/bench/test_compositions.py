@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from syncline.bench.codecs.compositions import MAKERS, Composition, Peer, composition_of, one_thread  # noqa: E402
+from syncline_bench.codecs.compositions import MAKERS, Composition, Peer, composition_of, one_thread  # noqa: E402
 
 N = 90 * 90  # what is seen as a matrix is a square one
 ARGUMENTS = {

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from syncline.bench.contenders import Contender, contender_of, peer_of, trainers
 from syncline.errors import StrategyError, SynclineError, UsageError
 from syncline.registry import entries
 from syncline.strategy.presets import PRESETS
+from syncline_bench.contenders import Contender, contender_of, peer_of, trainers
 
 
 def test_peers_that_train_are_found_and_documented() -> None:
@@ -86,7 +86,7 @@ def test_a_process_that_has_left_gloo_calls_exit_functions_and_tells_how_it_ende
     pytest.importorskip("torch")
     script = f"""
 import atexit
-from syncline.bench.peers.ddp import DDP
+from syncline_bench.peers.ddp import DDP
 atexit.register(print, "called")
 member = DDP().join()
 member.barrier()

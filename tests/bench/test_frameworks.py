@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from syncline import registry
-from syncline.bench import compare
-from syncline.bench.cases import comparison_of
-from syncline.bench.frameworks import numpy as by_hand
 from syncline.errors import UsageError
 from syncline.workloads import load
+from syncline_bench import compare
+from syncline_bench.cases import comparison_of
+from syncline_bench.frameworks import numpy as by_hand
 from trained_apart import FRAMEWORKS, check_rows, compared, foreign, same_steps
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
@@ -145,7 +145,7 @@ def refused(changes: Mapping[str, Any]) -> None:
 
 
 def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.bench import frameworks
+    from syncline_bench import frameworks
 
     monkeypatch.setattr(frameworks, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"--framework jax needs jax and optax: pip install 'syncline\[jax\]'"):

@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from syncline.bench import launchers, processes
-from syncline.bench.cases import Case
-from syncline.bench.launchers import AUTO, LOCAL, Launcher, mpi_launcher, read_launcher
-from syncline.bench.messages import Mailbox, RemoteMailbox
-from syncline.bench.processes import measure
-from syncline.bench.progress import Display
-from syncline.bench.site import Site, check_site
 from syncline.errors import HandshakeError, SynclineError, UsageError
 from syncline.launch.mpi_library import LIBRARIES, MpiLibrary, find_library
-from syncline.report.rows import Row
 from syncline.wire.handshake import HELLO_BYTES, run_id
 from syncline.wire.listener import CALLERS, dial
+from syncline_bench import launchers, processes
+from syncline_bench.cases import Case
+from syncline_bench.launchers import AUTO, LOCAL, Launcher, mpi_launcher, read_launcher
+from syncline_bench.messages import Mailbox, RemoteMailbox
+from syncline_bench.processes import measure
+from syncline_bench.progress import Display
+from syncline_bench.report.rows import Row
+from syncline_bench.site import Site, check_site
 
 SRUN = """#!{python}
 import os, signal, subprocess, sys
@@ -67,7 +67,7 @@ sys.exit(status)
 
 PROLOGUE = """
 import json, os, signal, sys, time
-from syncline.bench.messages import connect
+from syncline_bench.messages import connect
 job = json.loads(sys.argv[1])
 line = connect(job["reports"])
 from syncline.launch.environment import recognise
@@ -168,7 +168,7 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     for name in ("mpirun", "mpich"):
         with pytest.raises(UsageError, match=f"--launcher {name}: .* is not installed: pip install it"):
             read_launcher(name)
-    monkeypatch.setattr("syncline.bench.site.mpi_launcher", lambda: "nothing is installed")
+    monkeypatch.setattr("syncline_bench.site.mpi_launcher", lambda: "nothing is installed")
     with pytest.raises(SynclineError, match=r"transport=mpi needs .*nothing is installed"):
         Site().launcher_of("ring transport=mpi")
 

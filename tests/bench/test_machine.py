@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench import machine
+from syncline_bench import machine
 
 
 def test_a_machine_is_described_without_its_name() -> None:

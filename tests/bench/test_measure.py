@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.bench.measure import (
+from syncline_bench.measure import (
     COMPUTE_STAGES,
     MEASURES,
     IterationClock,
@@ -21,7 +21,7 @@ from syncline.bench.measure import (
     traffic,
     warmup,
 )
-from syncline.report.rows import STAGES, Point, Row
+from syncline_bench.report.rows import STAGES, Point, Row
 
 spans = st.lists(st.tuples(st.sampled_from(COMPUTE_STAGES), st.floats(0, 10), st.floats(0, 1)), min_size=1, max_size=12)
 

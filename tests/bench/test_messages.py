@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench import messages
-from syncline.bench.messages import Connection, Job, Mailbox, Message
 from syncline.errors import SynclineError
+from syncline_bench import messages
+from syncline_bench.messages import Connection, Job, Mailbox, Message
 
 
 def open_files() -> set[Path]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from syncline.bench.cases import Case
-from syncline.bench.processes import measure
-from syncline.bench.progress import Display
-from syncline.report.rows import Row
+from syncline_bench.cases import Case
+from syncline_bench.processes import measure
+from syncline_bench.progress import Display
+from syncline_bench.report.rows import Row
 
 PROLOGUE = """
 import json, os, signal, sys, time

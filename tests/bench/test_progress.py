@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from syncline.bench.progress import Display
+from syncline_bench.progress import Display
 
 
 def show(console: Console, name: str = "ring [bold]x[/bold]") -> str:

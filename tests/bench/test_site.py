@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from syncline.bench import compare
-from syncline.bench.cases import Case, Comparison
-from syncline.bench.site import HERE, Site, site_of
 from syncline.errors import UsageError
 from syncline.nouns import Rate, Spec
-from syncline.report.rows import Row
 from syncline.workloads._trace import Trace, TracedLayer
+from syncline_bench import compare
+from syncline_bench.cases import Case, Comparison
+from syncline_bench.report.rows import Row
+from syncline_bench.site import HERE, Site, site_of
 
 TRACE = Trace("t", (TracedLayer("a", (Spec("weight", (1_000_000,)),), 0.001, 0.001),))
 
@@ -50,9 +50,9 @@ class FakeLab:
 
 @pytest.fixture
 def labs(monkeypatch: pytest.MonkeyPatch) -> list[FakeLab]:
-    module: Any = types.ModuleType("syncline.lab")
+    module: Any = types.ModuleType("syncline_bench.lab")
     module.Lab = FakeLab
-    monkeypatch.setitem(sys.modules, "syncline.lab", module)
+    monkeypatch.setitem(sys.modules, "syncline_bench.lab", module)
     FakeLab.made = []
     return FakeLab.made
 
@@ -110,9 +110,9 @@ def test_a_lab_that_cannot_be_made_leaves_no_rows(monkeypatch: pytest.MonkeyPatc
         def __enter__(self) -> FakeLab:
             raise UsageError("a lab needs root")
 
-    module: Any = types.ModuleType("syncline.lab")
+    module: Any = types.ModuleType("syncline_bench.lab")
     module.Lab = NoLab
-    monkeypatch.setitem(sys.modules, "syncline.lab", module)
+    monkeypatch.setitem(sys.modules, "syncline_bench.lab", module)
     FakeLab.made = []
     comparison = Comparison(
         "trace:x", (Case("single", 1, 0, 1, 5),), 0, None, 5, tmp_path / "r.json", None, Rate(1e8), TRACE

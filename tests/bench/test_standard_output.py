@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from syncline.bench import accuracy, compare
-from syncline.bench.cases import Case
-from syncline.bench.collectives import command
-from syncline.cli import cli
-from syncline.report.bench_rows import BenchResult, Measured
-from syncline.report.rows import Row
+from syncline_bench import accuracy, compare
+from syncline_bench.cases import Case
+from syncline_bench.cli import cli
+from syncline_bench.collectives import command
+from syncline_bench.report.bench_rows import BenchResult, Measured
+from syncline_bench.report.rows import Row
 
 
 @pytest.fixture(autouse=True)

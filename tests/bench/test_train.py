@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.messages import Connection, Job, Mailbox, Message
-from syncline.report.rows import BASELINE
+from syncline_bench.messages import Connection, Job, Mailbox, Message
+from syncline_bench.report.rows import BASELINE
 
 torch = pytest.importorskip("torch")
 
-from syncline.bench import looks, train  # noqa: E402
-from syncline.bench.frameworks.torch import digest  # noqa: E402
-from syncline.bench.sides import Side  # noqa: E402
+from syncline_bench import looks, train  # noqa: E402
+from syncline_bench.frameworks.torch import digest  # noqa: E402
+from syncline_bench.sides import Side  # noqa: E402
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 

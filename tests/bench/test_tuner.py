@@ -12,19 +12,19 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from syncline.bench.cases import Case
-from syncline.bench.tuner import search
-from syncline.bench.tuner.candidates import Offer, changes_mathematics, text_of
-from syncline.bench.tuner.guard import judge
-from syncline.bench.warm import Trained, WarmRanks
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Layer, Spec
-from syncline.predict.networks import load_network
-from syncline.report import tuning_table
-from syncline.report.rows import Point, Row
-from syncline.report.tuning_rows import Tuned
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO
+from syncline_bench.cases import Case
+from syncline_bench.predict.networks import load_network
+from syncline_bench.report import tuning_table
+from syncline_bench.report.rows import Point, Row
+from syncline_bench.report.tuning_rows import Tuned
+from syncline_bench.tuner import search
+from syncline_bench.tuner.candidates import Offer, changes_mathematics, text_of
+from syncline_bench.tuner.guard import judge
+from syncline_bench.warm import Trained, WarmRanks
 
 LAYERS = tuple(Layer(Spec(f"w{number}", (300_000,)), 1e-3, 2e-3) for number in range(6))
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from syncline.bench.cases import comparison_of
-from syncline.bench.tuner.guard import judge
-from syncline.bench.warm import WarmRanks
+from syncline_bench.cases import comparison_of
+from syncline_bench.tuner.guard import judge
+from syncline_bench.warm import WarmRanks
 
 pytest.importorskip("torch")
 

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from syncline.bench.collectives.run import RANK
-from syncline.bench.collectives.start import Here, Ranks
-from syncline.bench.collectives.work import Work
 from syncline.launch.mpi_library import MpiLibrary, find_library
+from syncline_bench.collectives.run import RANK
+from syncline_bench.collectives.start import Here, Ranks
+from syncline_bench.collectives.work import Work
 
 pytest.importorskip("torch")
 CONTENDERS = {"gloo:native": "", "openmpi:native": "openmpi", "mpich:native": "mpich"}

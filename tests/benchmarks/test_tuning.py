@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 
 from syncline import registry
-from syncline.bench.tuner.candidates import Offer, text_of
 from syncline.searchers import Space
 from syncline.strategy.strategy import Strategy
+from syncline_bench.tuner.candidates import Offer, text_of
 
 Program = Callable[[str], ModuleType]
 REPEATS = 3

@@ -6,7 +6,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from syncline.cli import cli
+from syncline_bench.cli import cli
 
 
 def call(*arguments: str) -> Result:

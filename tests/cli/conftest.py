@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from calling import Recorder
 
-import syncline.bench
+import syncline_bench
 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Stands for what compare does."""
     recorder = Recorder()
-    module: Any = types.ModuleType("syncline.bench.compare")
+    module: Any = types.ModuleType("syncline_bench.compare")
     module.run = recorder
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(syncline.bench, "compare", module, raising=False)
+    monkeypatch.setattr(syncline_bench, "compare", module, raising=False)
     return recorder

@@ -10,7 +10,7 @@ from calling import Recorder, call
 
 @pytest.fixture
 def benched(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    from syncline.bench.collectives import command
+    from syncline_bench.collectives import command
 
     recorder = Recorder()
     monkeypatch.setattr(command, "run", recorder)

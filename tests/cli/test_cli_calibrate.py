@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from calling import Recorder, call
 
-from syncline.predict.networks import load_network
+from syncline_bench.predict.networks import load_network
 
 
 @pytest.fixture
 def calibrated(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    from syncline.bench.calibration import command
+    from syncline_bench.calibration import command
 
     recorder = Recorder()
     monkeypatch.setattr(command, "run", recorder)
@@ -21,7 +21,7 @@ def calibrated(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.bench.calibration import command
+    from syncline_bench.calibration import command
 
     monkeypatch.setattr(command, "launch", Recorder(AssertionError("ranks were started")))
 

@@ -11,24 +11,24 @@ import pytest
 from calling import call
 from click.testing import Result
 
-from syncline.cli import cli
+from syncline_bench.cli import cli
 
 WORK = {
     "run": (["-n", "2", "{script}"], "syncline.launch.local.launch"),
-    "compare": (["--workers", "2", "--strategies", "ring"], "syncline.bench.compare.carry_out"),
-    "accuracy": (["--workers", "2", "--strategies", "ring"], "syncline.bench.accuracy.carry_out"),
-    "bench": (["--ranks", "2"], "syncline.bench.collectives.command.measure"),
-    "bench-codecs": ([], "syncline.bench.codecs.command.measure"),
-    "bench-gradients": ([], "syncline.bench.gradients.command.measure"),
-    "bench-steps": ([], "syncline.bench.steps.command.measure"),
-    "calibrate": ([], "syncline.bench.calibration.command._start"),
+    "compare": (["--workers", "2", "--strategies", "ring"], "syncline_bench.compare.carry_out"),
+    "accuracy": (["--workers", "2", "--strategies", "ring"], "syncline_bench.accuracy.carry_out"),
+    "bench": (["--ranks", "2"], "syncline_bench.collectives.command.measure"),
+    "bench-codecs": ([], "syncline_bench.codecs.command.measure"),
+    "bench-gradients": ([], "syncline_bench.gradients.command.measure"),
+    "bench-steps": ([], "syncline_bench.steps.command.measure"),
+    "calibrate": ([], "syncline_bench.calibration.command._start"),
     "predict": (
         ["--workload", "googlenet", "--workers", "2", "--network", "ethernet_1g"],
-        "syncline.predict.rows.predict",
+        "syncline_bench.predict.rows.predict",
     ),
     "record": (["{script}"], "syncline.frameworks.torch.timing.Recording.__enter__"),
-    "reproduce": ([], "syncline.reproduction.page.page"),
-    "tune": (["--workers", "2"], "syncline.bench.tuner.search.Course"),
+    "reproduce": ([], "syncline_bench.reproduction.page.page"),
+    "tune": (["--workers", "2"], "syncline_bench.tuner.search.Course"),
     "timeline": (["{folder}"], "syncline.timeline.assembly.write_all"),
 }
 """Of every verb that writes files: arguments with which it works, and what does the work."""
@@ -81,6 +81,6 @@ def test_what_cannot_be_written_is_said_before_any_work(
 def test_a_page_that_cannot_be_drawn_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    monkeypatch.setattr("syncline.report.files.find_spec", lambda name: None)  # noqa: ARG005
+    monkeypatch.setattr("syncline_bench.report.files.find_spec", lambda name: None)  # noqa: ARG005
     said = trying(monkeypatch, tmp_path, verb, "--report", tmp_path / "page.html").output
     assert "--report needs jinja2 and matplotlib" in said

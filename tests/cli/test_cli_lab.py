@@ -8,7 +8,7 @@ from calling import Recorder, call
 
 def test_lab_passes_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(3)
-    monkeypatch.setattr("syncline.lab.job.run", recorder)
+    monkeypatch.setattr("syncline_bench.lab.job.run", recorder)
     line = "lab --hosts 3 --rate 500Mbit --per-host 2 --strategy ps --name n --timeout 9 -- train.py --hosts 7"
     assert call(*line.split()).exit_code == 3
     assert recorder.args == (("train.py", "--hosts", "7"),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cli._options import spread
+from syncline_bench.cli._options import spread
 
 
 @given(st.lists(st.sampled_from(["--o", "--o=a", "-x", "b", "c", "--"]), max_size=8))

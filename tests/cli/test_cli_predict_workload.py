@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from calling import call
 
-from syncline.bench.machine import provenance
+from syncline_bench.machine import provenance
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from syncline.cli import cli
 from syncline.workloads._trace import read_trace
+from syncline_bench.cli import cli
 
 SCRIPT = """
 import sys, torch

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 120.0
 
-SCRIPT = "import sys; from syncline.cli import main; sys.exit(main())"
+SCRIPT = "import sys; from syncline_bench.cli import main; sys.exit(main())"
 """The installed script. Under -m Python may end by SIGINT, where it came inside an exec(), whatever main says."""
 
 VERBS: dict[str, tuple[tuple[str, ...], str]] = {

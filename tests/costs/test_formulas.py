@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bounds import lower_bound_s
 from syncline.costs.formulas import FORMULAS, Size, closed_s, formula_of, has_formula
 from syncline.errors import UsageError
-from syncline.predict.networks import load_network
+from syncline_bench.predict.networks import load_network
 
 TAIHULIGHT = load_network("taihulight")
 PARAMETERS = {"AlexNet": 60_965_224, "ResNet-50": 25_557_032, "GoogLeNet": 6_998_552}

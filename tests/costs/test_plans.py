@@ -35,8 +35,8 @@ from syncline.costs.plans import (
 from syncline.engine.step import BucketPhase, Submit
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
-from syncline.predict.networks import inline, load_network
 from syncline.strategy.strategy import Strategy
+from syncline_bench.predict.networks import inline, load_network
 
 Cost = tuple[float, float, float]
 """Factors of a, nb and ng."""

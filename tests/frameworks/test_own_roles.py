@@ -17,7 +17,6 @@ from syncline import registry
 from syncline.algorithms import Roles
 from syncline.algorithms.ps import ps, push_and_pull
 from syncline.algorithms.ring import ring
-from syncline.cli import cli
 from syncline.errors import StrategyError, UsageError
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
@@ -25,6 +24,7 @@ from syncline.registry import register
 from syncline.strategy.strategy import Strategy
 from syncline.testing.training import Bound
 from syncline.tuning.algorithm_choice import candidates
+from syncline_bench.cli import cli
 
 WORKERS = 3
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from syncline.errors import UsageError
-from syncline.lab import Lab
-from syncline.lab.namespaces import check_able
 from syncline.nouns import Rate
+from syncline_bench.lab import Lab
+from syncline_bench.lab.namespaces import check_able
 
 RATE = Rate(200e6)
 

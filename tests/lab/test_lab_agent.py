@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.lab.agent import command_line
-from syncline.lab.records import Registry
+from syncline_bench.lab.agent import command_line
+from syncline_bench.lab.records import Registry
 
 
 @pytest.fixture

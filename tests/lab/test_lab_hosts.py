@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.lab import Lab, goodput, namespaces
-from syncline.lab.records import Registry
 from syncline.launch.local import launch
 from syncline.nouns import Rate
+from syncline_bench.lab import Lab, goodput, namespaces
+from syncline_bench.lab.records import Registry
 
 LIMIT_S = 60.0
 MEETING = Path(__file__).with_name("meeting.py")
@@ -182,7 +182,7 @@ def test_an_exception_while_it_is_made_takes_it_down(monkeypatch: pytest.MonkeyP
     def fail(*argv: str, feed: str = "") -> None:  # noqa: ARG001
         raise UsageError("no tc today")
 
-    monkeypatch.setattr("syncline.lab.lab.run_tool", fail)
+    monkeypatch.setattr("syncline_bench.lab.lab.run_tool", fail)
     made = Lab(1, Rate(1e9), name=f"broken{os.getpid()}")
     with pytest.raises(UsageError, match="no tc today"):
         made.__enter__()

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from syncline.lab import Lab, namespaces
-from syncline.lab.records import Record, Registry
+from syncline_bench.lab import Lab, namespaces
+from syncline_bench.lab.records import Record, Registry
 
 LIMIT_S = 60.0
 FOREVER = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"

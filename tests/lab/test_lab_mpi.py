@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.lab import Lab
 from syncline.launch.local import launch
 from syncline.launch.mpi_library import LIBRARIES, MpiLibrary, find_library
+from syncline_bench.lab import Lab
 
 LIMIT_S = 120.0
 SCRIPT = Path(__file__).with_name("mpi_allreduce.py")

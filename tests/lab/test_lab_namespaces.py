@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.lab import namespaces
-from syncline.lab.namespaces import TOOLS, Host, check_able, run_tool
+from syncline_bench.lab import namespaces
+from syncline_bench.lab.namespaces import TOOLS, Host, check_able, run_tool
 
 
 def everything(name: str) -> str:

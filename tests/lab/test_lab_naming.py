@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.lab import naming
+from syncline_bench.lab import naming
 
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,30}", fullmatch=True)
 HOSTS = st.integers(0, naming.MAX_HOSTS - 1)

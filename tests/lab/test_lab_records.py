@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.lab import records
-from syncline.lab.records import Owner, Record, Registry, this_process
+from syncline_bench.lab import records
+from syncline_bench.lab.records import Owner, Record, Registry, this_process
 
 
 class Ended:

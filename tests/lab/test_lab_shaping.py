@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.lab import links
-from syncline.lab.naming import address
-from syncline.lab.shaping import LEAST, MOST, PEAK, shape
 from syncline.nouns import Rate
+from syncline_bench.lab import links
+from syncline_bench.lab.naming import address
+from syncline_bench.lab.shaping import LEAST, MOST, PEAK, shape
 
 RATES = st.floats(LEAST, MOST).map(Rate)
 

@@ -14,13 +14,13 @@ from syncline.costs.iteration import Batches, Stretch, predict_iteration
 from syncline.costs.plans import LinearCost, plan_time
 from syncline.errors import UsageError
 from syncline.nouns import Layer, Spec
-from syncline.predict.iterations import Together, simulate
-from syncline.predict.networks import inline
-from syncline.predict.settings import Habits, Iteration, Model, lay_out, model_of, setting_of, traced
 from syncline.strategy.strategy import Strategy
 from syncline.sync.bsp import Bsp
 from syncline.workloads import Images, Speed, Trace, Workload
 from syncline.workloads._trace import TracedLayer
+from syncline_bench.predict.iterations import Together, simulate
+from syncline_bench.predict.networks import inline
+from syncline_bench.predict.settings import Habits, Iteration, Model, lay_out, model_of, setting_of, traced
 
 MEGABYTE = 1 << 18
 

@@ -7,13 +7,13 @@ from importlib import resources
 
 import pytest
 
-from syncline.predict.iterations import simulate
-from syncline.predict.networks import holdout_of, load_network, network_names
-from syncline.predict.settings import model_of, setting_of
 from syncline.strategy.strategy import Strategy
 from syncline.workloads import load
+from syncline_bench.predict.iterations import simulate
+from syncline_bench.predict.networks import holdout_of, load_network, network_names
+from syncline_bench.predict.settings import model_of, setting_of
 
-FOLDER = resources.files("syncline.predict") / "measured"
+FOLDER = resources.files("syncline_bench.predict") / "measured"
 FILES = sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir())
 
 

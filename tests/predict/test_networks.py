@@ -9,7 +9,7 @@ import pytest
 
 from syncline.costs.cluster import Cluster, Constant, loggp
 from syncline.errors import DataError, UsageError
-from syncline.predict.networks import load_network, network_names, parse_network, to_json
+from syncline_bench.predict.networks import load_network, network_names, parse_network, to_json
 
 TWO = {"between.alpha": Constant(1e-5), "between.beta": Constant(1e-9)}
 

@@ -6,8 +6,8 @@ import pytest
 
 from syncline.costs.formulas import Size, closed_s
 from syncline.errors import UsageError
-from syncline.predict.collectives import answered_by, asked_of, predict_collectives
-from syncline.predict.networks import load_network
+from syncline_bench.predict.collectives import answered_by, asked_of, predict_collectives
+from syncline_bench.predict.networks import load_network
 
 TAIHULIGHT, TEN = load_network("taihulight"), load_network("10gbe")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.predict.asked import asked_of, settled
-from syncline.predict.networks import inline, parse_holdout
-from syncline.predict.rows import predict, question, worker_counts
-from syncline.predict.vary import Varied
-from syncline.report.forecast_rows import Predicted, Prediction
+from syncline_bench.predict.asked import asked_of, settled
+from syncline_bench.predict.networks import inline, parse_holdout
+from syncline_bench.predict.rows import predict, question, worker_counts
+from syncline_bench.predict.vary import Varied
+from syncline_bench.report.forecast_rows import Predicted, Prediction
 
 BETA = 0.25e-6
 COMPUTING_S = 4.0

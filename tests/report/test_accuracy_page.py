@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import pytest
 
-from syncline.report import accuracy_page
-from syncline.report.accuracy_rows import AccuracyResult, AccuracyRun
-from syncline.report.curves import Learner, Spot, learning, spots_of
-from syncline.report.figures import RC, Style
-from syncline.report.rows import Point
+from syncline_bench.report import accuracy_page
+from syncline_bench.report.accuracy_rows import AccuracyResult, AccuracyRun
+from syncline_bench.report.curves import Learner, Spot, learning, spots_of
+from syncline_bench.report.figures import RC, Style
+from syncline_bench.report.rows import Point
 
 
 def curve(height: float, points: int = 5) -> tuple[Point, ...]:

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from syncline.errors import DataError
-from syncline.report import bench_page, bench_table, goal_table, units
-from syncline.report.bench_rows import BenchResult, Measured, places
-from syncline.report.goal_table import Verdict
+from syncline_bench.report import bench_page, bench_table, goal_table, units
+from syncline_bench.report.bench_rows import BenchResult, Measured, places
+from syncline_bench.report.goal_table import Verdict
 
 ERROR = "rank 1 was killed by SIGKILL <b>during</b> mpi:ring"
 

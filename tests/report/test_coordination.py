@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.report import charts, page
-from syncline.report.coordination import SINGLE, bins, shares
-from syncline.report.rows import Result
+from syncline_bench.report import charts, page
+from syncline_bench.report.coordination import SINGLE, bins, shares
+from syncline_bench.report.rows import Result
 
 histograms = st.dictionaries(st.integers(0, 10**6), st.integers(1, 10**6), min_size=1, max_size=8)
 

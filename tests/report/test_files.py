@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.report.files import STANDARD_OUTPUT, checked, keep_text, replace_text
+from syncline_bench.report.files import STANDARD_OUTPUT, checked, keep_text, replace_text
 
 
 def test_a_file_that_cannot_be_written_keeps_what_was_there(tmp_path: Path) -> None:

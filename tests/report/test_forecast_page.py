@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.report.forecast_page import render
-from syncline.report.forecast_rows import Predicted, Prediction, Stated
+from syncline_bench.report.forecast_page import render
+from syncline_bench.report.forecast_rows import Predicted, Prediction, Stated
 
 
 def row(strategy: str, workers: int, iteration_s: float) -> Predicted:

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from syncline.errors import DataError
-from syncline.report import gradient_page, gradient_table
-from syncline.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow, places
+from syncline_bench.report import gradient_page, gradient_table
+from syncline_bench.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow, places
 
 ERROR = "rank 1 was killed by SIGKILL <b>during</b> copied:cat"
 

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from syncline.report import charts, figures, page
-from syncline.report.rows import STAGES, Point, Result, Row
+from syncline_bench.report import charts, figures, page
+from syncline_bench.report.rows import STAGES, Point, Result, Row
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

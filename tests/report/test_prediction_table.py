@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from syncline.errors import DataError
-from syncline.report.prediction_rows import CollectivePrediction, CollectiveRow
-from syncline.report.prediction_table import remarks, render
+from syncline_bench.report.prediction_rows import CollectivePrediction, CollectiveRow
+from syncline_bench.report.prediction_table import remarks, render
 
 CONSTANTS = {
     "between.alpha": {"value": 1e-6, "low": None, "high": None, "measured": True, "source": "a clock"},

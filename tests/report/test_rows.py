@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import DataError
-from syncline.report.rows import Point, Result, Row
 from syncline.session.session import Stats
+from syncline_bench.report.rows import Point, Result, Row
 
 TOP_KEYS = {"machine", "cores", "versions", "commit", "workload", "rows"}
 ROW_KEYS = {

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from syncline.report import charts, figures, page, table
-from syncline.report.rows import Result, Row
+from syncline_bench.report import charts, figures, page, table
+from syncline_bench.report.rows import Result, Row
 
 COUNTS = (1, 2, 4)
 

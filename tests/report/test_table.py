@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from syncline.report import table
-from syncline.report.breaking import broken
-from syncline.report.rows import Result
+from syncline_bench.report import table
+from syncline_bench.report.breaking import broken
+from syncline_bench.report.rows import Result
 
 
 def shown(result: Result, width: int = 80) -> str:

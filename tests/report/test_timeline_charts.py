@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 from test_page import read
 
-from syncline.report import page
-from syncline.report.rows import Result
-from syncline.report.timeline_charts import _merged, timeline_charts
 from syncline.timeline.window import Bar, Iteration
+from syncline_bench.report import page
+from syncline_bench.report.rows import Result
+from syncline_bench.report.timeline_charts import _merged, timeline_charts
 
 FIRST = (Bar(0.0, 0.4, "forward"), Bar(0.4, 0.9, "backward"), Bar(0.5, 1.0, "wait"), Bar(0.1, 0.2, "send"))
 SECOND = (Bar(0.0, 1.0, "receive"), Bar(0.2, 0.4, "compute"))

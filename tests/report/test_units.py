@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.report import units
+from syncline_bench.report import units
 
 
 @pytest.mark.parametrize(

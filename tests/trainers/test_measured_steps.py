@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from syncline.bench.steps.loops import FRAMEWORKS
-from syncline.cli import cli
-from syncline.report.step_rows import StepResult
+from syncline_bench.cli import cli
+from syncline_bench.report.step_rows import StepResult
+from syncline_bench.steps.loops import FRAMEWORKS
 
 
 @pytest.mark.parametrize("framework", ["jax", "tensorflow"])

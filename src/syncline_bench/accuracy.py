@@ -1,0 +1,314 @@
+"""``syncline accuracy``: what strategies, or all codecs with and without error feedback, leave of a network's accuracy.
+
+Owns which ways of using codecs are trained, the order of the trainings, what is kept of an earlier table, and when
+files are written: after every training, so that an interrupt or a fault costs one at most. Checks and trains by what
+``compare`` checks and trains with; ``report`` knows what the numbers mean.
+
+Codecs are strategies of the architecture ``direct``, whose sums have one order: nothing is chosen by measuring that
+could differ from one training to the next. Those that cannot travel so take the way of their kind, and every training
+says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from syncline.codecs import Chooses, Wraps
+from syncline.errors import DataError, UsageError
+from syncline.strategy.grammar import Part, read_part
+from syncline.strategy.parts import build
+from syncline.strategy.strategy import Strategy
+from syncline.tuning.codec_times import every_codec, told, ways
+
+from .cases import Case, Comparison, comparison_of, console_beside
+from .collectives.display import Display, Task
+from .compare import INTERRUPTED, SILENCE_LIMIT_S
+from .machine import provenance
+from .processes import measure
+from .report import accuracy_table
+from .report.accuracy_rows import AccuracyResult, AccuracyRun
+from .report.files import keep_text, replace_text, result_paths
+from .report.rows import BASELINE, Row
+from .site import Site
+
+SEEDS = (0, 1, 2)
+
+_LABEL_MOST = 24
+
+Way = tuple[str, bool]
+"""A codec's text without error feedback, and whether it gets some."""
+
+DENSE: Way = ("none", False)
+"""The exchange without a codec, which all codecs stand beside."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training that the table needs; ``codec`` and ``feedback`` are None where a strategy is asked for."""
+
+    case: Case
+    seed: int
+    codec: str | None = None
+    feedback: bool | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What makes two trainings of a table the same."""
+        return self.case.strategy, self.seed
+
+    @property
+    def label(self) -> str:
+        """How progress names it, short enough to leave a bar of 80 columns its room."""
+        name = self.codec or self.case.strategy
+        if len(name) > _LABEL_MOST:
+            name = f"...{name[3 - _LABEL_MOST :].lstrip()}"  # the ends of strategies differ, not their beginnings
+        return f"{name}{' fb' if self.feedback else ''} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that the table will need, checked: what all others stand beside first, those of one row together."""
+
+    comparison: Comparison
+    workers: int
+    trainings: tuple[Training, ...]
+
+
+def run(
+    workload: str = "digits",
+    workers: int = 4,
+    seeds: Sequence[int] = SEEDS,
+    codecs: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    *,
+    epochs: int | None = None,
+    iterations: int | None = None,
+    json_path: Path | None = None,
+    markdown_path: Path | None = None,
+    report_path: Path | None = None,
+    resume_path: Path | None = None,
+    console: Console | None = None,
+    launcher: str = "auto",
+) -> int:
+    """Train what ``request_of`` says, print the table and write the files; returns the exit status.
+
+    0: every training finished and its replicas agreed; 1: not so; 130: interrupted, what has ended is written. With
+    ``resume_path`` the finished trainings of that file are kept, and those added that are asked for and not in it; it
+    is written again unless ``json_path`` names another. Raises UsageError before any process starts.
+    """
+    paths = {"--json": json_path or resume_path, "--markdown": markdown_path, "--report": report_path}
+    request = request_of(workload, workers, seeds, codecs, strategies, epochs, iterations, launcher)
+    target, markdown, report = result_paths(paths)
+    console = console or console_beside(target, markdown, report)
+    result = _origin(request)
+    if resume_path is not None:
+        result = resumed(result, resume_path)
+        console.print(f"{len(result.runs)} trainings of {resume_path} are kept", style="dim", markup=False)
+    keeper = _Keeper(request, result, target)
+    interrupted = False
+    try:
+        with Display(console) as display:
+            carry_out(request, keeper, display)
+    except KeyboardInterrupt:
+        interrupted = True
+        kept = target is not None and keeper.result.runs
+        console.print("interrupted" + (": the trainings so far are kept" if kept else ", and no training is kept"))
+    result = keeper.result
+    console.print(accuracy_table.render(result, console.width))
+    if result.runs:
+        _write(result, target, markdown, report)
+    if interrupted:
+        return INTERRUPTED
+    return 0 if all(training.finished for training in result.runs) else 1
+
+
+def request_of(
+    workload: str,
+    workers: int,
+    seeds: Sequence[int],
+    codecs: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    epochs: int | None = None,
+    iterations: int | None = None,
+    launcher: str = "auto",
+) -> Request:
+    """A checked request for strategies, or for codecs, all where neither is named; raises UsageError with the remedy.
+
+    The strategy ``single`` is one worker alone, which all others then stand beside; otherwise they stand beside the
+    first strategy, or the dense exchange where codecs are asked for.
+    """
+    if workers < 2:
+        raise UsageError(f"--workers has to be 2 or more, got {workers}: one worker alone sends nothing")
+    if not seeds or min(seeds) < 0:
+        raise UsageError(f"--seeds has to be one or more numbers from 0, got {', '.join(map(str, seeds)) or 'none'}")
+    if len(set(seeds)) < len(seeds):
+        raise UsageError("a seed is listed twice: leave one of them out")
+    if codecs and strategies:
+        raise UsageError("--codecs and --strategies exclude each other: name a codec as a strategy, direct codec=int8")
+    ways = () if strategies else ways_of(codecs)
+    asked = strategies or [strategy_of(way) for way in ways]
+    comparison = comparison_of(
+        workload, workers, asked, epochs, iterations, None, seeds[0], None, None, launcher=launcher
+    )
+    if not comparison.scored:
+        raise UsageError(f"the workload {workload} has no test set, so it has no accuracy: use digits or cifar10:PATH")
+    texts = [case.strategy for case in comparison.cases]
+    twice = next((text for text in texts if texts.count(text) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two of the presets stand for {twice}, which is trained once: leave one of them out")
+    alone = any(text.strip() == BASELINE for text in asked)
+    cases = comparison.cases[0 if alone else 1 :]
+    names = ways or [(None, None)] * len(cases)
+    trainings = tuple(Training(case, seed, *name) for case, name in zip(cases, names, strict=True) for seed in seeds)
+    return Request(comparison, workers, trainings)
+
+
+def ways_of(texts: Sequence[str]) -> tuple[Way, ...]:
+    """The dense exchange, then every way of using the codecs of the texts, all codecs where there are none.
+
+    Codecs that choose among others per tensor bring their own feedback and are used as they are.
+    """
+    found: list[Way] = [DENSE]
+    for text in texts or every_codec(choosing=True):
+        name, _ = told(text)
+        if isinstance(build("codecs", read_part(name)), Chooses):
+            found.append((name, True))
+        elif name != DENSE[0]:
+            found += ways(text)
+    return tuple(dict.fromkeys(found))
+
+
+def strategy_of(way: Way) -> str:
+    """The strategy's text, feedback given or refused in it."""
+    name, feedback = way
+    codec = read_part(name)
+    if feedback and not isinstance(build("codecs", codec), (Chooses, Wraps)):
+        codec = Part("feedback", (("", codec),))
+    return str(Strategy(architecture=Part("direct"), codec=codec))
+
+
+def carry_out(request: Request, keeper: _Keeper, display: Display) -> None:
+    """Run the trainings that are not there yet, one after the other, each kept as soon as it has ended."""
+    there = {run.key for run in keeper.result.runs}
+    todo = [training for training in request.trainings if training.key not in there]
+    site = Site(launcher=request.comparison.launcher)
+    with display.task("accuracy", sum(training.case.iterations for training in todo)) as task:
+        progress = _Progress(task)
+        for number, training in enumerate(todo, 1):
+            progress.doing = f"{number}/{len(todo)} {training.label}"
+            row = measure(training.case, request.comparison.workload, training.seed, SILENCE_LIMIT_S, progress, site)
+            run = run_of(training, row)
+            keeper.add(run)
+            if run.error is not None:
+                display.say(f"{training.label}: failed: {run.error}")
+
+
+def run_of(training: Training, row: Row) -> AccuracyRun:
+    """What is kept of a row of a comparison."""
+    error = row.error
+    if error is None and not row.replicas_equal:
+        error = "the replicas differ at the end of the training"
+    return AccuracyRun(
+        training.codec,
+        training.feedback,
+        training.seed,
+        strategy=row.strategy,
+        accuracy=row.accuracy,
+        loss=row.loss,
+        bytes_sent_per_step=row.bytes_sent_per_step,
+        chosen=row.chosen,
+        error=error,
+        replica_sha256=row.replica_sha256,
+        curve=row.curve,
+    )
+
+
+def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
+    """``fresh`` with the finished trainings of a file of the same work; raises UsageError for another's."""
+    try:
+        before = AccuracyResult.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    except DataError as error:
+        raise UsageError(f"{path}: {error}; choose another file") from None
+    if not before.same_work(fresh):
+        raise UsageError(
+            f"{path} is of another workload, number of workers, length, machine, or version of the code or its"
+            " libraries, so that its rows cannot stand beside new ones: choose another file, or delete it"
+        )
+    kept = tuple(run for run in before.runs if run.finished)
+    # Rows stand beside the old reference until the new one has an accuracy to stand beside.
+    return replace(before, runs=kept).beside(fresh.reference)
+
+
+class _Keeper:
+    """The trainings so far, in memory and in the result file."""
+
+    def __init__(self, request: Request, result: AccuracyResult, path: Path | None) -> None:
+        self.result, self._path = result, path
+        self._order = [training.key for training in request.trainings]
+        self._reference = request.trainings[0].case.strategy
+
+    def add(self, run: AccuracyRun) -> None:
+        """Take over a training, and write it where a file is asked for."""
+        self.result = self.result.with_run(run).arranged(self._order).beside(self._reference)
+        keep_text(self._path, self.result.to_json())
+
+
+class _Progress:
+    """Counts the iterations of all trainings together for one task of a display."""
+
+    def __init__(self, task: Task) -> None:
+        self.doing = ""
+        self._task, self._before, self._iterations = task, 0, 0
+
+    def begin(self, strategy: str, processes: int, iterations: int) -> None:  # noqa: ARG002 - all are alike
+        """A training starts."""
+        self._iterations = iterations
+        self._task.at(self._before, self.doing)
+
+    def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:  # noqa: ARG002
+        """It has come that far."""
+        self._task.at(self._before + iteration, self.doing)
+
+    def end(self, outcome: str) -> None:  # noqa: ARG002 - the result says it
+        """It has ended."""
+        self._before += self._iterations
+
+
+def _write(result: AccuracyResult, target: Path | None, markdown: Path | None, report: Path | None) -> None:
+    """Write every file that is asked for; one that cannot be written is raised once the others are."""
+
+    def page() -> str:
+        from .report import accuracy_page  # matplotlib is only loaded for a page
+
+        return accuracy_page.render(result)
+
+    texts = ((target, result.to_json), (markdown, lambda: accuracy_table.markdown(result)), (report, page))
+    faults = []
+    for path, text in texts:
+        try:
+            if path is not None:
+                replace_text(path, text())
+        except UsageError as fault:
+            faults.append(fault)
+    if faults:
+        raise faults[0]
+
+
+def _origin(request: Request) -> AccuracyResult:
+    """An empty result of this machine, code and work."""
+    first = request.trainings[0].case
+    return AccuracyResult(
+        **provenance(),
+        workload=request.comparison.workload,
+        workers=request.workers,
+        epochs=request.comparison.epochs,
+        iterations=first.iterations,
+        batch=first.batch,
+        reference=first.strategy,
+    )

@@ -1,0 +1,132 @@
+"""What one thread takes per byte that it adds, copies, updates, encodes or decodes.
+
+Owns which work stands for what. How codecs are driven is ``tuning.codec_times``'s. An update is a step of torch's SGD,
+where torch is there; else three passes over memory, which is an assumption.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import numpy as np
+
+from syncline.codecs import Floats
+from syncline.tuning.codec_times import Addition, Timed, Trial, every_codec, rounds_in_turn, variants
+
+from .fits import Estimate, Samples
+from .links import Told
+
+_ELEMENTS = 4 << 20
+"""Of the arrays that are added, copied and updated: larger than caches, as a model's buckets are."""
+
+_CODEC_ELEMENTS = 1 << 21
+_REPETITIONS, _CODEC_REPETITIONS = 15, 5
+_TOGETHER = 4
+"""Codecs that take turns: all at once would need gigabytes."""
+
+_PASSES = 1.5
+"""An update reads gradient and weight and writes the weight; a copy reads and writes."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Seconds per byte by constant, and what in them is assumed, with the reason."""
+
+    per_byte: dict[str, Estimate]
+    assumed: dict[str, str]
+
+
+def ways_of(texts: Sequence[str]) -> tuple[tuple[str, bool], ...]:
+    """The codecs of these texts, all where there are none, with and without error feedback; raises UsageError.
+
+    ``none`` is no codec.
+    """
+    asked = texts or every_codec(choosing=True)
+    return tuple(dict.fromkeys(way for text in asked if text != "none" for way in variants(text, _CODEC_ELEMENTS)))
+
+
+def measure(ways: Sequence[tuple[str, bool]], told: Told) -> Computed:
+    """What bytes take here; cost: about a second, and some tenths for each codec."""
+    told(0.0, "adding, copying, updating")
+    found, assumed = _plain()
+    for first in range(0, len(ways), _TOGETHER):
+        told((1 + first) / (1 + len(ways)), ways[first][0])
+        trials = [Trial(*way, _CODEC_ELEMENTS) for way in ways[first : first + _TOGETHER]]
+        every = rounds_in_turn(trials, _CODEC_ELEMENTS, _CODEC_REPETITIONS)
+        for trial, rounds in zip(trials, every, strict=True):
+            encode, decode = (_per_byte(column, trial.elements) for column in zip(*rounds, strict=True))
+            name = _name(trial.text, trial.feedback)
+            found |= {f"codecs.{name}.encode": encode, f"codecs.{name}.decode": decode}
+    return Computed(found, assumed)
+
+
+def _name(text: str, feedback: bool) -> str:
+    """The codec as a strategy's text has it; one with a warm-up has its feedback in its own text."""
+    return f"feedback({text})" if feedback and not text.startswith("feedback(") else text
+
+
+def _plain() -> tuple[dict[str, Estimate], dict[str, str]]:
+    contestants: dict[str, Timed] = {"gamma": Addition(_ELEMENTS), "copy": _Copy(_ELEMENTS)}
+    with contextlib.ExitStack() as stack:
+        if find_spec("torch") is not None:
+            stack.enter_context(_one_thread())
+            contestants["update"] = _Update(_ELEMENTS)
+        rounds = rounds_in_turn(list(contestants.values()), _ELEMENTS, _REPETITIONS)
+    found = {
+        name: _per_byte([times[0] for times in mine], _ELEMENTS) for name, mine in zip(contestants, rounds, strict=True)
+    }
+    if "update" in found:
+        return found, {}
+    copy = found["copy"]
+    found["update"] = Estimate(_PASSES * copy.value, _PASSES * copy.low, _PASSES * copy.high, samples=0)
+    return found, {"update": "assumed: three passes over memory, since torch is not installed"}
+
+
+def _per_byte(times_s: Sequence[float], elements: int) -> Estimate:
+    found = Samples(tuple(times_s)).estimate
+    value, low, high = (number / (4 * elements) for number in (found.value, found.low, found.high))
+    return replace(found, value=value, low=low, high=high)
+
+
+class _Copy:
+    """One array over another."""
+
+    def __init__(self, elements: int) -> None:
+        self._out = np.zeros(elements, np.float32)
+
+    def __call__(self, x: Floats) -> tuple[float]:
+        """Seconds of one copy."""
+        begun = time.perf_counter()
+        np.copyto(self._out, x)
+        return (time.perf_counter() - begun,)
+
+
+class _Update:
+    """A step of torch's SGD on one tensor."""
+
+    def __init__(self, elements: int) -> None:
+        import torch
+
+        self._weight = torch.zeros(elements, requires_grad=True)
+        self._optimizer = torch.optim.SGD([self._weight], lr=0.01)
+
+    def __call__(self, x: Floats) -> tuple[float]:
+        """Seconds of one step by that gradient."""
+        import torch
+
+        self._weight.grad = torch.from_numpy(x)
+        begun = time.perf_counter()
+        self._optimizer.step()
+        return (time.perf_counter() - begun,)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    from ..codecs.compositions import one_thread  # needs torch
+
+    with one_thread():
+        yield

@@ -1,0 +1,219 @@
+"""The network file that measurements make: constants with sources, the place that they are of, and what is assumed.
+
+Owns names of constants and what the file says of where they come from. Measures nothing. Where there is no link to
+measure, those of a ready-made network are taken, and said to be assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from syncline.costs.cluster import Cluster, Constant
+from syncline.errors import SynclineError
+from syncline.nouns import Rate
+from syncline.strategy.grammar import write_value
+
+from ..predict.networks import load_network
+from ..report import units
+from ..report.calibration_table import ConstantRow
+from .computing import Computed
+from .fits import TOLERANCE, Estimate
+from .links import LinkFit, Timed, fit_link, fit_processor
+
+ASSUMED = "loopback"
+"""The ready-made network whose links stand for those of one rank, which has none."""
+
+Constants = dict[str, Constant]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What was measured on: the host of every rank, cores, and by which transport messages went.
+
+    ``one_machine``: all hosts are namespaces of one machine, whose cores they share.
+    """
+
+    nodes: tuple[int, ...]
+    cores: int
+    one_machine: bool
+    transport: str
+    lab_rate: Rate | None = None
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host."""
+        return [[rank for rank, node in enumerate(self.nodes) if node == host] for host in sorted(set(self.nodes))]
+
+    @property
+    def per_host(self) -> int:
+        """Ranks of a host; of one host alone the ranks stand for hosts, since their links are all there is."""
+        return max(map(len, self.hosts)) if len(self.hosts) > 1 else 1
+
+    @property
+    def between(self) -> list[int]:
+        """An even number of ranks of different hosts, or of the only one, fewer than two where there is no link."""
+        ranks = [ranks[0] for ranks in self.hosts] if len(self.hosts) > 1 else list(range(len(self.nodes)))
+        return self._undisturbed(ranks, self.one_machine)
+
+    @property
+    def inside(self) -> list[int]:
+        """The same of the ranks of one host, where there are others."""
+        ranks = max(self.hosts, key=len) if len(self.hosts) > 1 else []
+        return self._undisturbed(ranks, True)
+
+    def _undisturbed(self, ranks: list[int], share_cores: bool) -> list[int]:
+        """As many as have a core each: how cores are shared is for a prediction to say."""
+        most = min(len(ranks), max(2, self.cores)) if share_cores else len(ranks)
+        return ranks[: most - most % 2]
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        ranks, hosts = len(self.nodes), len(self.hosts)
+        if hosts == 1:
+            return f"{ranks} rank{'s' * (ranks > 1)} of one host" + (f" over {self.transport}" if ranks > 1 else "")
+        each = f"{self.per_host} rank{'s' * (self.per_host > 1)} each"
+        rate = "" if self.lab_rate is None else f" of a lab with links of {write_value(self.lab_rate, Rate)}"
+        return f"{hosts} hosts{rate} with {each} over {self.transport}"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The network, the rows of its table, and what a reader has to know to judge them."""
+
+    cluster: Cluster
+    rows: tuple[ConstantRow, ...]
+    remarks: tuple[str, ...]
+
+
+def calibration_of(
+    name: str,
+    place: Hosts,
+    between: Sequence[Timed],
+    inside: Sequence[Timed],
+    computed: Computed,
+    origin: Mapping[str, Any],
+    asked: str,
+) -> Calibration:
+    """The network of what was measured; ``origin`` is what ``machine.provenance`` says, ``asked`` the command.
+
+    Raises SynclineError where the times of a link do not grow with the size of its messages.
+    """
+    versions = ", ".join(f"{package} {version}" for package, version in origin["versions"].items())
+    source = f"{asked}; {origin['machine']}, {origin['cores']} cores; {versions}"
+    estimates, constants, remarks = _Estimates(), Constants(), []
+    for end, timed in (("between", between), ("inside", inside)):
+        if timed:
+            found = fit_link(timed)
+            if not _shows_bandwidth(found, timed):
+                raise SynclineError(
+                    f"{end}: the times of messages of {_span(timed)} do not grow with their size, so they show no"
+                    " bandwidth: measure longer, with --seconds, on a machine that does nothing else"
+                )
+            estimates.link(end, found, timed)
+            remarks.append(_held_against(end, found))
+    if between:
+        estimates.processor(between)
+    else:
+        like = load_network(ASSUMED)
+        reason = f"assumed: that of the network {ASSUMED}, since one rank has no link that could be measured"
+        wanted = ("between.alpha", "between.beta", "message", "byte_cpu")
+        constants |= {key: replace(like.constants[key], measured=False, source=reason) for key in wanted}
+        remarks.append(
+            "Links were not measured, since there was one rank: start two or more, on the hosts that are to be joined."
+            f" The constants of the network {ASSUMED} stand for them."
+        )
+    estimates.computed(computed)
+    constants |= estimates.constants
+    remarks += [*_outliers([*between, *inside]), *(f"{key}: {why}." for key, why in computed.assumed.items())]
+    cluster = Cluster(
+        name,
+        constants,
+        about=place.text,
+        source=source,
+        date=origin["started"],
+        per_host=place.per_host,
+        cores=place.cores,
+        one_machine=place.one_machine,
+    )
+    rows = [_row(key, constant, estimates.found.get(key)) for key, constant in constants.items()]
+    return Calibration(cluster, tuple(rows), tuple(remarks))
+
+
+class _Estimates:
+    """Constants as they are found, each with its estimate."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Estimate] = {}
+        self.constants: Constants = {}
+
+    def link(self, end: str, fit: LinkFit, timed: Sequence[Timed]) -> None:
+        """Alpha, beta and flight."""
+        what = f"messages of {_span(timed)}"
+        for start, alpha, beta in zip(fit.starts, fit.alpha, fit.beta, strict=True):
+            key = f"{end}.from_{start}." if start else f"{end}."
+            self._add(f"{key}alpha", alpha, f"{what}, one behind the other, by all ranks of a ring at once")
+            self._add(f"{key}beta", beta, f"{what}, one behind the other, by all ranks of a ring at once")
+        self._add(f"{end}.flight", fit.flight, f"{what}: the step of a ring, less what a message takes in a stream")
+
+    def processor(self, timed: Sequence[Timed]) -> None:
+        """Message, byte and bucket."""
+        of = "processor time of a rank in the steps of a ring"
+        for key, estimate in fit_processor(timed).constants.items():
+            self._add(key, estimate, of)
+
+    def computed(self, computed: Computed) -> None:
+        """What one thread does to bytes."""
+        for key, estimate in computed.per_byte.items():
+            self._add(key, estimate, computed.assumed.get(key, "one thread"), key not in computed.assumed)
+
+    def _add(self, key: str, estimate: Estimate, source: str, measured: bool = True) -> None:
+        self.found[key] = estimate
+        self.constants[key] = Constant(estimate.value, estimate.low, estimate.high, measured, source)
+
+
+def _shows_bandwidth(fit: LinkFit, timed: Sequence[Timed]) -> bool:
+    """Whether bytes are a part of what the largest message takes: without, the network would be of unlimited rate."""
+    bytes_s = fit.beta[-1].value * max(one.cell.nbytes for one in timed)
+    return bytes_s > TOLERANCE * (fit.alpha[-1].value + bytes_s)
+
+
+def _span(timed: Sequence[Timed]) -> str:
+    sizes = {one.cell.nbytes for one in timed}
+    return f"{units.size(min(sizes))} to {units.size(max(sizes))}"
+
+
+def _row(key: str, constant: Constant, estimate: Estimate | None) -> ConstantRow:
+    low, high = constant.range
+    samples, outliers = (0, 0) if estimate is None else (estimate.samples, estimate.outliers)
+    return ConstantRow(key, constant.value, low, high, samples, outliers, constant.measured)
+
+
+def _held_against(end: str, fit: LinkFit) -> str:
+    """How far lone messages are from what was fitted without them."""
+    size = max(fit.off, key=lambda nbytes: abs(fit.off[nbytes]))
+    mean = sum(map(abs, fit.off.values())) / len(fit.off)
+    return (
+        f"{end}: messages sent to and fro alone, on which nothing was fitted, differ from these constants by"
+        f" {units.percent(mean)} on average, at worst by {_signed(fit.off[size])} (messages of {units.size(size)})."
+    )
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.0f} %"
+
+
+def _outliers(timed: Sequence[Timed]) -> list[str]:
+    """How many samples were set aside, and the farthest of them."""
+    far = [(float(max(one.times_s.far) / one.times_s.median), one) for one in timed if len(one.times_s.far)]
+    if not far:
+        return []
+    count = sum(len(one.times_s.far) for one in timed)
+    every = sum(len(one.times_s.every) for one in timed)
+    times, one = max(far, key=lambda found: found[0])
+    return [
+        f"{count} of {every:,} times of messages were set aside as outliers; the farthest, {one.cell.text}, was"
+        f" {units.significant(times, 2)} times the median."
+    ]

@@ -1,0 +1,254 @@
+"""What a comparison will do, checked as a whole before any process starts.
+
+Owns the ``Comparison`` and every refusal of bad input: numbers, strategies, peers, workload, rate of a lab, paths,
+packages that a report needs. Starts nothing and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from syncline.errors import UsageError
+from syncline.nouns import Rate
+from syncline.strategy.grammar import read_value
+from syncline.strategy.presets import Preset
+from syncline.timeline.folder import checked_target
+from syncline.workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
+
+from .contenders import Contender, belongs, check_peers, check_strategies, contender_of
+from .frameworks import DEFAULT, check_workload, frameworks_of
+from .launchers import AUTO, Launcher, read_launcher
+from .report.files import STANDARD_OUTPUT, result_paths
+from .report.rows import BASELINE
+from .site import check_site
+
+LOOKS = 8
+"""How often in an epoch a model is looked at whose time to an accuracy is asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to measure: a strategy or peer on so many workers and servers, ``batch`` being the global one.
+
+    ``rate`` is what the strategy limits itself to, in bits/s, None when it does not. ``requested`` is the text that it
+    was asked for with, ``preset`` the preset that this names. ``evaluate_every`` and ``target`` are those of ``Job``.
+    """
+
+    strategy: str
+    workers: int
+    servers: int
+    batch: int
+    iterations: int
+    rate: float | None = None
+    preset: Preset | None = None
+    requested: str | None = None
+    evaluate_every: int = 0
+    target: float | None = None
+    framework: str = DEFAULT
+
+    @property
+    def name(self) -> str:
+        """What it is called while it runs."""
+        name = self.strategy if self.preset is None else self.preset.name
+        return name if self.framework == DEFAULT else f"{self.framework} {name}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything a comparison will do, checked.
+
+    ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
+    of a replayed workload, from which the rows get their bounds, with ``pipeline`` and ``speed``. ``scored`` says that
+    there is a test set, ``target`` is the accuracy whose time is asked for, ``launcher`` starts the processes.
+    """
+
+    workload: str
+    cases: tuple[Case, ...]
+    seed: int
+    epochs: int | None
+    iterations: int | None
+    json_path: Path | None
+    report_path: Path | None
+    lab: Rate | None = None
+    trace: Trace | None = None
+    scored: bool = False
+    pipeline: Pipeline = AT_ONCE
+    timeline_path: Path | None = None
+    speed: Speed = EVEN
+    target: float | None = None
+    launcher: Launcher = AUTO
+
+    @property
+    def processes(self) -> int:
+        """Processes of the largest row: the hosts that a lab needs."""
+        return max(case.workers + case.servers for case in self.cases)
+
+
+def comparison_of(
+    workload: str,
+    workers: int | Sequence[int],
+    strategies: Sequence[str],
+    epochs: int | None,
+    iterations: int | None,
+    batch: int | None,
+    seed: int,
+    json_path: str | Path | None,
+    report_path: str | Path | None,
+    lab: str | None = None,
+    timeline_path: str | Path | None = None,
+    target: float | None = None,
+    evaluate_every: int | None = None,
+    framework: str | Sequence[str] = DEFAULT,
+    launcher: str = "auto",
+) -> Comparison:
+    """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy.
+
+    With several numbers of ``workers`` every strategy has a row for each. With a ``target`` accuracy the model is
+    looked at ``LOOKS`` times in an epoch unless ``evaluate_every`` says after how many steps. With several frameworks
+    each has all rows, the single worker's first; a peer has a row under those that it belongs to.
+    """
+    counts = _counts([workers] if isinstance(workers, int) else workers)
+    _check_numbers(epochs, iterations, batch, evaluate_every, target, seed)
+    timeline = None if timeline_path is None else checked_target(timeline_path)
+    json_file, report_file, timeline = result_paths({"--json": json_path, "--report": report_path, "--trace": timeline})
+    rate, starts = None if lab is None else _rate(lab), read_launcher(launcher)
+    check_site(starts, in_lab=rate is not None)
+    chosen = [framework] if isinstance(framework, str) else list(framework)
+    contenders = {count: _contenders(strategies, count, one_host=rate is None) for count in counts}
+    every = [one for found in contenders.values() for one in found]
+    entries = frameworks_of(chosen)
+    check_peers(every, chosen)
+    check_strategies(every, entries)
+    loaded = load(workload)
+    check_workload(entries, loaded)
+    if iterations is None and epochs is None:
+        epochs = loaded.epochs
+    _check_scored(loaded, target, evaluate_every)
+    for count, found in contenders.items():
+        if found:
+            loaded.speed.check(count)
+    made = partial(_case, loaded, batch=batch, epochs=epochs, iterations=iterations)
+    cases = [
+        _looked_at(made(one, count, framework=entry.name), loaded, target, evaluate_every)
+        for entry in entries
+        for count, one in _rows(contenders, entry.name)
+    ]
+    return Comparison(
+        loaded.name,
+        tuple(cases),
+        seed,
+        epochs,
+        iterations,
+        json_file,
+        report_file,
+        rate,
+        loaded.trace,
+        scored=loaded.test is not None,
+        pipeline=loaded.pipeline,
+        timeline_path=timeline,
+        speed=loaded.speed,
+        target=target,
+        launcher=starts,
+    )
+
+
+def _check_numbers(
+    epochs: int | None,
+    iterations: int | None,
+    batch: int | None,
+    evaluate_every: int | None,
+    target: float | None,
+    seed: int,
+) -> None:
+    if epochs is not None and iterations is not None:
+        raise UsageError("--epochs and --iterations both set the length of training: give one of them")
+    numbers = {"--epochs": epochs, "--iterations": iterations, "--batch": batch, "--evaluate-every": evaluate_every}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name} has to be 1 or more, got {value}")
+    if target is not None and not 0 < target <= 1:
+        raise UsageError(f"--target has to be an accuracy above 0 and up to 1, such as 0.97, got {target:g}")
+    if seed < 0:
+        raise UsageError(f"--seed has to be 0 or more, got {seed}")
+
+
+def _rows(contenders: Mapping[int, Sequence[Contender]], framework: str) -> list[tuple[int, Contender]]:
+    """What is trained by a framework, with how many workers: the single worker first, and no peers of others."""
+    every = [(count, one) for count, found in contenders.items() for one in found if belongs(one, framework)]
+    return [(1, Contender(BASELINE)), *every]
+
+
+def _check_scored(workload: Workload, target: float | None, evaluate_every: int | None) -> None:
+    """Raise UsageError for questions about the accuracy of a workload that has none."""
+    asked = {"--target": target, "--evaluate-every": evaluate_every}
+    for name, value in asked.items():
+        if value is not None and workload.test is None:
+            raise UsageError(f"{name}: the workload {workload.name} has no test set: use digits or cifar10:PATH")
+
+
+def _looked_at(case: Case, workload: Workload, target: float | None, evaluate_every: int | None) -> Case:
+    """The case with the looks that are asked for at how accurate its model is."""
+    if evaluate_every is None and target is not None:
+        evaluate_every = max(1, workload.steps_per_epoch(case.batch, case.workers) // LOOKS)
+    return replace(case, evaluate_every=evaluate_every or 0, target=target)
+
+
+def _counts(workers: Sequence[int]) -> list[int]:
+    """The numbers of workers, ascending; raises UsageError for none, a number below 1 or the same one twice."""
+    for count in workers:
+        if count < 1:
+            raise UsageError(f"--workers has to be 1 or more, got {count}")
+    if len(set(workers)) < len(workers) or not workers:
+        raise UsageError(f"--workers takes numbers that differ, got {', '.join(map(str, workers)) or 'none'}")
+    return sorted(workers)
+
+
+def _rate(text: str) -> Rate:
+    rate: Rate = read_value(text, Rate, "--lab")
+    if rate <= 0:
+        raise UsageError(f"--lab has to be a rate above 0, such as 1Gbit, got {text!r}")
+    return rate
+
+
+def _contenders(strategies: Sequence[str], workers: int, *, one_host: bool) -> list[Contender]:
+    """Every strategy and peer, checked for this group and each listed once; the single worker comes by itself."""
+    found: dict[str, Contender] = {}
+    for text in strategies:
+        if text.strip() == BASELINE:
+            continue
+        contender = contender_of(text, workers, one_host=one_host)
+        if contender.name in found:
+            raise UsageError(f"the strategy {contender.name} is listed twice: leave one of them out")
+        found[contender.name] = contender
+    return list(found.values())
+
+
+def _case(
+    workload: Workload,
+    contender: Contender,
+    workers: int,
+    batch: int | None,
+    epochs: int | None,
+    iterations: int | None,
+    framework: str,
+) -> Case:
+    total = workload.total_batch(workers, batch)
+    # Also refuses a batch that is too small to share.
+    steps = workload.steps_per_epoch(total, workers)
+    if iterations is None:
+        iterations = steps * (workload.epochs if epochs is None else epochs)
+    if steps < 1:
+        raise UsageError(f"the workload {workload.name} is smaller than one batch of {total}: use a smaller --batch")
+    asked = contender.preset, contender.requested or contender.text
+    rate = contender.rate
+    return Case(contender.text, workers, contender.servers, total, iterations, rate, *asked, framework=framework)
+
+
+def console_beside(*paths: Path | None) -> Console:
+    """Where people read: standard output, unless that takes a result."""
+    return Console(stderr=STANDARD_OUTPUT in paths)

@@ -1,0 +1,97 @@
+"""What several verbs share: options, the check that two of them are not given together, and lists as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+OLD_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+JSON = click.option("--json", "json_path", type=FILE, help="Write the results here.")
+REPORT = click.option("--report", "report_path", type=FILE, help="Write a page here.")
+TRACE = click.option(
+    "--trace",
+    type=FILE,
+    metavar="FILE.json.gz",
+    envvar="SYNCLINE_TRACE",
+    help="Write a timeline of all processes here, for Perfetto or chrome://tracing.",
+)
+EPOCHS = click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
+ITERATIONS = click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
+
+
+LAUNCHER = click.option(
+    "--launcher",
+    default="auto",
+    show_default=True,
+    metavar="TEXT",
+    help="What starts the processes: local (this command), mpirun, mpiexec, openmpi, mpich or srun, or the path of one,"
+    " with arguments of its own: 'mpirun --hostfile hosts'. auto: local, and mpirun for transport=mpi.",
+)
+
+
+def check_length(epochs: int | None, iterations: int | None) -> None:
+    """Raise click's UsageError when a training is given two lengths."""
+    if epochs is not None and iterations is not None:
+        raise click.UsageError("--epochs and --iterations exclude each other")
+
+
+class Lists(click.Command):
+    """A command whose ``multiple`` options take all values up to the next option: ``--ranks 2 4``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        lists = {
+            name
+            for option in self.params
+            if isinstance(option, click.Option) and option.multiple
+            for name in option.opts
+        }
+        return super().parse_args(ctx, spread(args, lists))
+
+
+def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
+    """``--o a b`` as ``--o a --o b`` for the options in ``lists``, up to ``--``."""
+    names = set(lists)
+    found: list[str] = []
+    option: str | None = None  # the list that is open
+    fresh = False  # it has no value yet
+    for position, arg in enumerate(args):
+        if arg == "--":
+            return found + list(args[position:])
+        if arg.startswith("-"):
+            head, has_value, _ = arg.partition("=")
+            option, fresh = (head, not has_value) if head in names else (None, False)
+        elif option is not None:
+            if not fresh:
+                found.append(option)
+            fresh = False
+        found.append(arg)
+    return found
+
+
+MOST_RANKS = 512
+"""Of a group that is drawn, and of one whose processes are started here: a ring's plan has their square of lines."""
+
+
+def node_sizes(text: str) -> list[int]:
+    """The ranks of each node: ``2x4`` is two nodes of four, or ``4,4,2``; raises UsageError."""
+    try:
+        if "x" in text:
+            count, each = map(int, text.split("x"))
+            nodes, ranks = count, count * each
+            sizes = [each] * min(count, MOST_RANKS)
+        else:
+            sizes = [int(size) for size in text.split(",")]
+            nodes, ranks = len(sizes), sum(sizes)
+    except ValueError:
+        sizes, nodes, ranks = [], 0, 0
+    from syncline.errors import UsageError
+
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"--nodes must look like 2x4 or 4,4,2, got {text!r}")
+    if max(nodes, ranks) > MOST_RANKS:
+        raise UsageError(f"--nodes {text} has more than {MOST_RANKS} ranks")
+    return sizes

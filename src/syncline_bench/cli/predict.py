@@ -1,0 +1,89 @@
+"""``syncline predict``: what something would take on a network that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ._options import JSON, REPORT, Lists
+
+
+@click.command(cls=Lists)
+@click.option(
+    "--workload", metavar="TEXT",
+    help="A training: googlenet, alexnet, resnet50, replay:googlenet(loading=5ms), trace:FILE.csv.",
+)  # fmt: skip
+@click.option(
+    "--strategies", multiple=True, metavar="TEXT...",
+    help="What to train under, each quoted, as compare takes them; default: ring.",
+)  # fmt: skip
+@click.option(
+    "--collective", "collectives", multiple=True, metavar="ALGORITHM...",
+    help='Collectives alone: ring,recursive_doubling,"ps(servers=2)", and so on.',
+)  # fmt: skip
+@click.option("--bytes", "sizes", multiple=True, metavar="SIZE...", help="Of the array: 60.97MB,243.9MB.")
+@click.option("--workers", multiple=True, metavar="N...", help="Numbers of workers: 2,4,8.")
+@click.option(
+    "--network", "networks", multiple=True, required=True, metavar="NAME|FILE|CONSTANTS...",
+    help='Such as 10gbe, a file, "alpha=45us,beta=1.2ns,gamma=2.5ns", or LogGP\'s "L=5us,o=2us,g=3us,G=1ns"; a workload'
+    " takes several.",
+)  # fmt: skip
+@click.option("--per-node", type=click.IntRange(min=1), help="Workers of each host; default: the network's.")
+@click.option("--price", type=click.FloatRange(min=0), help="Of one worker for an hour, with --epoch-images.")
+@click.option("--epoch-images", type=click.IntRange(min=1), help="Images of an epoch: rows then have what one takes.")
+@JSON
+@REPORT
+def predict(
+    workload: str | None,
+    strategies: tuple[str, ...],
+    collectives: tuple[str, ...],
+    sizes: tuple[str, ...],
+    workers: tuple[str, ...],
+    networks: tuple[str, ...],
+    per_node: int | None,
+    price: float | None,
+    epoch_images: int | None,
+    json_path: Path | None,
+    report_path: Path | None,
+) -> None:
+    """Predict what a training, or collectives alone, take on a network, as an interval."""
+    if (workload is None) == (not collectives):
+        raise click.UsageError("give either --workload, such as googlenet, or --collective, such as ring")
+    if workload is not None:
+        if sizes:
+            raise click.UsageError("--bytes belongs to --collective: a workload's gradients have their sizes")
+        from ..machine import provenance
+        from ..predict import rows
+
+        rows.workload(
+            workload,
+            networks,
+            workers,
+            strategies or ("ring",),
+            origin=provenance(),
+            per_node=per_node,
+            price=price,
+            epoch_images=epoch_images,
+            json_path=json_path,
+            report_path=report_path,
+        )
+        return
+    if len(networks) > 1 or strategies or price is not None or epoch_images is not None or report_path is not None:
+        raise click.UsageError("--collective takes one network, and no strategies, price, images of an epoch or report")
+    from syncline.nouns import Size
+    from syncline.strategy.grammar import read_list, read_value
+
+    from ..machine import provenance
+    from ..predict.asked import worker_counts
+    from ..predict.collectives import collectives as predict_collectives
+
+    predict_collectives(
+        read_list(collectives),
+        [read_value(size, Size, "--bytes") for size in read_list(sizes)],
+        worker_counts(workers),
+        networks[0],
+        origin=provenance(),
+        per_node=per_node,
+        json_path=json_path,
+    )

@@ -1,0 +1,65 @@
+"""``syncline run``: a script on processes of this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ._options import TRACE
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Workers to start.")
+@click.option(
+    "--servers", type=click.IntRange(min=0), help="Server processes to start beside them; from --strategy if left out."
+)
+@click.option("--strategy", help="What syncline.init() takes when the script does not say.")
+@TRACE
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    workers: int,
+    servers: int | None,
+    strategy: str | None,
+    trace: Path | None,
+    module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Run SCRIPT with ARGS in WORKERS processes of this machine (and servers, after them).
+
+    The exit status is that of the first process that failed.
+    """
+    from syncline.errors import UsageError
+    from syncline.launch.local import launch
+
+    env = {}
+    if strategy is not None:
+        from syncline.nouns import Group
+        from syncline.strategy.strategy import Strategy
+
+        parsed = Strategy.parse(strategy)
+        if servers is not None and servers != parsed.servers:
+            raise UsageError(f"{str(parsed)!r} needs {parsed.servers} servers, --servers says {servers}: leave it out")
+        servers = parsed.servers
+        parsed.resolve(Group(workers, servers))  # some are impossible for so many workers only
+        env["SYNCLINE_STRATEGY"] = str(parsed)
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
+    servers = servers or 0
+    assembly = None
+    if trace is not None:
+        from syncline.timeline.assembly import Assembly
+
+        assembly = Assembly(trace)
+        env |= assembly.environ()
+    command = [sys.executable, *(["-m"] if module else []), script, *args]
+    outcome = launch(command, workers + servers, servers=servers, env=env)
+    if assembly is not None:
+        click.echo(f"syncline: {assembly.finish()}", err=True)
+    if outcome.status:
+        click.echo(f"syncline: {outcome.text}", err=True)
+    sys.exit(outcome.status)

@@ -1,0 +1,77 @@
+"""``syncline show``: the plan of an algorithm as a drawing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ._options import MOST_RANKS, node_sizes
+
+if TYPE_CHECKING:
+    from syncline.nouns import Group
+    from syncline.strategy.grammar import Part
+
+
+@click.command()
+@click.argument("algorithm")
+@click.option("--ranks", type=click.IntRange(1, MOST_RANKS), help="Workers; default: those of --nodes, else 4.")
+@click.option("--nodes", help="Workers of each node: 2x4 is two nodes of four, or 4,4,2.")
+@click.option("--servers", type=click.IntRange(1, MOST_RANKS), help="Short for ps(servers=...).")
+def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
+    """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
+    from syncline.errors import UsageError
+    from syncline.report.draw import draw_plan
+    from syncline.strategy.parts import bind, build, roles_of, write
+
+    part = _planned(algorithm)
+    if servers is not None:
+        part = type(part)(part.name, (*part.args, ("servers", servers)))
+    part = bind("algorithms", part)
+    roles = roles_of(part)
+    if roles is not None and roles.owners > MOST_RANKS:
+        raise UsageError(f"{write('algorithms', part)} has more than {MOST_RANKS} servers, which are drawn")
+    group = _group(ranks, nodes, 0 if roles is None else roles.servers)
+    click.echo(draw_plan(build("algorithms", part, group)))
+
+
+def _planned(text: str) -> Part:
+    """The algorithm that a text names, or the architecture of a whole strategy; UsageError when it has no plan."""
+    from syncline import registry
+    from syncline.errors import UsageError
+    from syncline.strategy.grammar import read_words
+    from syncline.strategy.presets import preset_of
+    from syncline.strategy.strategy import Strategy
+    from syncline.strategy.words import built_names, known_as
+
+    words = read_words(text)
+    alone = len(words) == 1 and not words[0][0] and preset_of(words) is None
+    part = words[0][1] if alone else Strategy.parse(text).architecture
+    names = ", ".join(name for name in built_names("architecture") if name not in registry.names("collectives"))
+    if part.name == "auto":
+        raise UsageError(
+            "auto has no plan of its own: which algorithm runs at which size is measured when a run starts, and"
+            f" syncline.stats().algorithms says it; show one of {names}"
+        )
+    if part.name in registry.names("collectives"):
+        raise UsageError(f"{part.name} has no plan: what the library sends is its own affair; show one of {names}")
+    plain = part.name.replace("-", "_")  # as bench --collective writes them
+    if part.name not in registry.names("algorithms") and plain in registry.names("algorithms"):
+        part = type(part)(plain, part.args)
+    if part.name not in registry.names("algorithms") and (remedy := known_as("architecture", part.name)):
+        raise UsageError(f"unknown algorithm {part.name!r}{remedy}")
+    registry.get("algorithms", part.name)
+    return part
+
+
+def _group(ranks: int | None, nodes: str | None, servers: int) -> Group:
+    """The group to draw; raises UsageError when --ranks and --nodes disagree."""
+    from syncline.errors import UsageError
+    from syncline.nouns import Group
+
+    if nodes is None:
+        return Group(4 if ranks is None else ranks, servers)
+    sizes = node_sizes(nodes)
+    if ranks is not None and ranks != sum(sizes):
+        raise UsageError(f"--ranks {ranks} and --nodes {nodes} disagree: the nodes have {sum(sizes)} workers")
+    return Group(sum(sizes), servers, tuple(node for node, size in enumerate(sizes) for _ in range(size)))

@@ -1,0 +1,26 @@
+"""``syncline strategies``: every word that a strategy may say, and the presets."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+def strategies() -> None:
+    """List every word that a strategy may say, and names for whole strategies."""
+    from syncline.strategy.presets import PRESETS
+    from syncline.strategy.words import vocabulary
+
+    words = vocabulary()
+    for word in dict.fromkeys(item.word for item in words):
+        click.secho(word, bold=True)
+        for item in words:
+            if item.word == word and item.built:
+                click.echo(f"  {item.text}\n      {item.summary}" if item.summary else f"  {item.text}")
+        later = [item.text for item in words if item.word == word and not item.built]
+        if later:
+            click.echo(f"  not built yet: {', '.join(later)}")
+    click.secho("presets", bold=True)
+    for preset in PRESETS.values():
+        noted = f"; {preset.note}" if preset.note else ""
+        click.echo(f"  {preset.name}\n      {preset.text}{noted}\n      {preset.summary} [{preset.source}]")

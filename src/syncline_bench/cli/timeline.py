@@ -1,0 +1,31 @@
+"""``syncline timeline``: the parts of a timeline that processes have left, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ._options import FILE
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("-o", "--output", type=FILE, help="The file to write; default: the one that FOLDER was made beside.")
+def timeline(folder: Path, output: Path | None) -> None:
+    """Make a timeline of what lies in FOLDER, such as trace.json.gz.parts: what a run that failed has left.
+
+    The parts stay. Those of other hosts are to be copied into the folder before.
+    """
+    from syncline.errors import UsageError
+    from syncline.timeline.assembly import write_all
+    from syncline.timeline.folder import checked_target
+
+    from ..report.files import result_paths
+
+    target = checked_target(folder.resolve().with_suffix("") if output is None else output)
+    result_paths({"-o": target})
+    written = write_all(target, folder)
+    if written is None:
+        raise UsageError(f"there are no parts of a timeline in {folder}")
+    click.echo(f"timeline: {target} ({written.text})")

@@ -1,0 +1,112 @@
+"""The course of ``bench-codecs``: codecs, ``np.add`` and torch compositions, all in turn in one process.
+
+Owns which contestants there are and the making of rows. How a codec is driven and timed is ``tuning.codec_times``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from syncline.errors import UsageError
+from syncline.tuning.codec_times import Addition, CodecTimes, Progress, Timed, Trial, every_codec, in_turn, variants
+
+from ..machine import available_memory_bytes, provenance
+from ..report.codec_rows import CodecResult, CodecRow
+from ..report.units import size as size_text
+
+WORKERS = 4
+"""Ranks of the allreduce that the verdicts are about unless one says otherwise."""
+
+_ARRAYS_PER_TRIAL = 4
+_ARRAYS_PER_RUN = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure: ways of using codecs, as (text, error feedback), on arrays of ``elements`` float32."""
+
+    ways: tuple[tuple[str, bool], ...]
+    elements: int
+    repetitions: int
+    workers: int = WORKERS
+
+    @property
+    def torch(self) -> bool:
+        """Whether torch compositions can be measured beside the codecs."""
+        return find_spec("torch") is not None
+
+
+def request_of(texts: Sequence[str], elements: int, repetitions: int, workers: int = WORKERS) -> Request:
+    """A checked request, for all codecs when ``texts`` is empty; raises UsageError with the remedy."""
+    for name, value, least in (("elements", elements, 1), ("repetitions", repetitions, 1), ("workers", workers, 2)):
+        if value < least:
+            raise UsageError(f"--{name} has to be {least} or more, got {value}")
+    ways = dict.fromkeys(way for text in texts or every_codec() for way in variants(text, elements))
+    request = Request(tuple(ways), elements, repetitions, workers)
+    needed = 4 * elements * (_ARRAYS_PER_TRIAL * len(ways) + _ARRAYS_PER_RUN)
+    available = available_memory_bytes()
+    if needed > available:
+        raise UsageError(
+            f"measuring {len(ways)} rows of {elements} elements in turn needs about {size_text(needed)}, and "
+            f"{size_text(available)} are available: choose fewer --elements, or name some --codecs"
+        )
+    return request
+
+
+def contestants_of(request: Request) -> int:
+    """How many take turns at most: what progress is counted in."""
+    return 1 + (2 if request.torch else 1) * len(request.ways)
+
+
+def measure(request: Request, progress: Progress | None = None) -> CodecResult:
+    """All rows of a request, in its order."""
+    trials = [Trial(text, feedback, request.elements) for text, feedback in request.ways]
+    with contextlib.ExitStack() as stack:
+        peers: Mapping[int, Timed] = {}
+        if request.torch:
+            from . import compositions  # the only part that needs torch
+
+            stack.enter_context(compositions.one_thread())
+            peers = compositions.peers_of(trials)
+        contestants: list[Timed] = [Addition(request.elements), *trials, *peers.values()]
+        found = in_turn(contestants, request.elements, request.repetitions, progress)
+    (add_s,), ours, theirs = found[0], found[1 : 1 + len(trials)], found[1 + len(trials) :]
+    torch_s = {place: times[0] for place, times in zip(peers, theirs, strict=True)}
+    rows = [
+        row_of(trial.result(times, add_s), torch_s.get(place), request.workers)
+        for place, (trial, times) in enumerate(zip(trials, ours, strict=True))
+    ]
+    return _result(request, tuple(rows))
+
+
+def row_of(times: CodecTimes, torch_s: float | None, workers: int) -> CodecRow:
+    """A row made of what was measured."""
+    gigabytes = 4 * times.elements / 1e9
+    return CodecRow(
+        times.codec,
+        times.feedback,
+        times.combine,
+        times.elements,
+        times.encode_s,
+        times.decode_s,
+        bytes=times.nbytes,
+        bits_per_element=8 * times.nbytes / times.elements,
+        encode_gb_per_s=gigabytes / times.encode_s,
+        decode_gb_per_s=gigabytes / times.decode_s,
+        np_add_gb_per_s=gigabytes / times.np_add_s,
+        torch_s=torch_s,
+        pays_below_bit_per_s=times.allreduce.pays_below_bit_per_s(workers),
+    )
+
+
+def _result(request: Request, rows: tuple[CodecRow, ...]) -> CodecResult:
+    return CodecResult(
+        **provenance(),
+        elements=request.elements,
+        repetitions=request.repetitions,
+        workers=request.workers,
+        rows=rows,
+    )

@@ -1,0 +1,244 @@
+"""From a contender's name, ``TRANSPORT:ALGORITHM``, to what is measured: a strategy of Syncline's, or a peer.
+
+Owns the reading of names and the place where Syncline is called: what a rank does for one collective is ``_run`` of the
+class below, and nowhere else. A name that the peers' registry has is a peer; every other one is a strategy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from syncline import collectives, registry
+from syncline.codecs import warmup_of
+from syncline.compression.compression import Compression
+from syncline.engine.order import Order
+from syncline.errors import UsageError
+from syncline.launch.connecting import connect_session
+from syncline.launch.environment import recognise
+from syncline.launch.meeting import MeetingPoint
+from syncline.nouns import Bucket, Group, Layer, Slice, Spec
+from syncline.plans.messages import Program, compile_program
+from syncline.plans.plan import Plan
+from syncline.strategy.grammar import Part, nearest, read_part
+from syncline.strategy.strategy import Strategy
+
+from ..peers import Contender, Seat
+from .kinds import Collective, collective
+
+Array = NDArray[np.float32]
+
+_GOALS = {"allreduce": "allreduce", "reduce-scatter": "reduce_scatter", "all-gather": "all_gather"}
+MPI_TRANSPORT = "mpi"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A contender as asked for; ``peer`` is its entry in the registry, None for a strategy."""
+
+    text: str
+    peer: registry.Entry | None = field(compare=False)
+
+    @property
+    def transport(self) -> str:
+        """What stands before the colon."""
+        return self.text.partition(":")[0]
+
+    @property
+    def algorithm(self) -> str:
+        """What stands after it."""
+        return self.text.partition(":")[2]
+
+    @property
+    def library(self) -> str:
+        """The MPI library whose ranks it has to run in (``mpi`` for any), empty for none."""
+        if self.peer is not None:
+            return str(self._declared.get("library", ""))
+        return "mpi" if read_part(self.transport).name == MPI_TRANSPORT else ""
+
+    @property
+    def needs(self) -> str:
+        """The Python package that has to be installed, empty for Syncline's own."""
+        needed = str(self._declared.get("needs", ""))
+        return "" if needed == "mpi" else needed
+
+    @property
+    def moves(self) -> str:
+        """``memory`` when ranks of one machine share memory, ``link`` when they talk over sockets."""
+        if self.peer is not None:
+            return str(self._declared["moves"])
+        return "memory" if read_part(self.transport).name in ("shm", "auto", "ucx", MPI_TRANSPORT) else "link"
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of a contender that is no peer."""
+        return Strategy.parse(f"{self.algorithm} transport={self.transport}")
+
+    @property
+    def exact(self) -> bool:
+        """False for a strategy whose codec changes the numbers on their way."""
+        return self.peer is not None or self.strategy.codec.name == "none"
+
+    @property
+    def _declared(self) -> Mapping[str, Any]:
+        return {} if self.peer is None else self.peer.capabilities
+
+
+def read_name(text: str) -> Name:
+    """The contender of that name; raises UsageError naming what is nearest."""
+    if ":" not in text or text.startswith(":") or text.endswith(":"):
+        known = ", ".join(_peers())
+        raise UsageError(f"{text!r}: a contender is TRANSPORT:ALGORITHM, such as tcp:ring, or a peer: {known}")
+    name = Name(text, _peers().get(text))
+    if name.peer is not None:
+        return name
+    try:
+        strategy = name.strategy
+    except UsageError as error:
+        raise type(error)(f"contender {text!r}: {error}{nearest(text, _peers())}") from None
+    if strategy.servers:
+        raise UsageError(f"{text!r}: bench compares groups without servers of their own; use on=workers, or compare")
+    return name
+
+
+def check_name(name: Name, kind: Collective, ranks: int) -> None:
+    """Raise UsageError when the contender does not have the collective, or not for so many ranks."""
+    if name.peer is not None:
+        if kind.name not in name.peer.capabilities["collectives"]:
+            has = ", ".join(name.peer.capabilities["collectives"])
+            raise UsageError(f"{name.text} has no {kind.name}, only {has}: leave it out")
+        return
+    group = Group(ranks)
+    resolved = name.strategy.resolve(group)
+    if kind.name != "allreduce" and not name.exact:
+        raise UsageError(f"{name.text}: gradients are compressed, which are averaged; {kind.name} takes no codec")
+    if resolved.collective is None:
+        plan_of(resolved, kind, group)
+
+
+def plan_of(strategy: Strategy, kind: Collective, group: Group) -> Plan:
+    """The plan that a resolved strategy has for the collective; raises UsageError when there is none.
+
+    The halves of an algorithm are registered beside it, under its name and their goal; those of the ring under their
+    goal alone. There is one broadcast, along a binomial tree.
+    """
+    algorithm = strategy.architecture.name
+    if kind.name == "allreduce":
+        return strategy.plan(group)
+    if kind.name == "broadcast":
+        found: Plan = registry.get("algorithms", "broadcast").target(group, root=0)
+        return found
+    goal = _GOALS[kind.name]
+    halves = [entry for entry in registry.entries("algorithms") if entry.capabilities.get("goal") == goal]
+    for entry in halves:
+        if entry.name == (goal if algorithm == "ring" else f"{algorithm}_{goal}"):
+            half: Plan = entry.target(group)
+            return half
+    names = ", ".join("ring" if entry.name == goal else entry.name.removesuffix(f"_{goal}") for entry in halves)
+    raise UsageError(f"{algorithm} has no {kind.name} of its own: use {names} or auto")
+
+
+def load_library(name: Name) -> None:
+    """Load what the contender's library is, so that what it takes later is its own work's."""
+    if name.library:
+        importlib.import_module("mpi4py.MPI")
+    elif name.needs:
+        importlib.import_module(name.needs)
+
+
+def connect(name: Name, seat: Seat) -> Contender:
+    """This rank's object of a contender; all ranks call it together."""
+    if name.peer is not None:
+        peer: Contender = name.peer.target(seat)
+        return peer
+    return Syncline(name, seat)
+
+
+class Syncline:
+    """A strategy of ours, through the engine as a training step uses it."""
+
+    def __init__(self, name: Name, seat: Seat) -> None:
+        self._kind = collective(seat.collective)
+        self._seat = seat
+        self._asked = name.strategy
+        environment = recognise()
+        self._point = MeetingPoint(environment)
+        interface = os.environ.get("SYNCLINE_INTERFACE")
+        self._session = connect_session(self._asked, self._point, f"{environment.run_id}/bench", interface=interface)
+        self._memory: Array = self._session.engine.allocate(4 * seat.elements, np.dtype(np.float32))
+        self._array = self._memory
+        self._compression: Compression | None = None
+        self._program = self._compile()
+        self._compression = self._compress()
+
+    def select(self, elements: int) -> Array:
+        """In the transport's memory, where a training run has its buckets."""
+        self._array = self._memory[:elements]
+        self._program = self._compile()
+        self._compression = self._compress()
+        return self._array
+
+    def run(self) -> None:
+        """One exchange of a whole bucket."""
+        if self._compression is not None:
+            engine = self._session.engine
+            engine.wait(engine.start(self._session.coded_order(self._compression, 0, 0, "bench")))
+        else:
+            self._session.engine.run(Order(self._program, self._array, 0, "bench"))
+
+    def result(self) -> Array:
+        """The array; after a reduce-scatter this rank's part of it."""
+        if self._kind.name != "reduce-scatter":
+            return self._array
+        part = self._array.size // self._seat.world
+        return self._array[self._seat.rank * part : (self._seat.rank + 1) * part]
+
+    def chosen(self) -> str | None:
+        """The strategy that runs at the selected size, where the name left a word of it open."""
+        runs = self._runs
+        if self._compression is not None:
+            return str(runs)
+        left_open = str(self._asked.architecture.name) == "auto" or self._asked.transport.name == "auto"
+        return f"{runs.architecture.name} transport={runs.transport.name}" if left_open else None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._session.shutdown()
+        self._point.close()
+
+    def _compile(self) -> Program | collectives.Collective:
+        if self._kind.name == "allreduce":
+            return self._session.allreduce_program(self._array.nbytes)
+        return compile_program(plan_of(self._runs, self._kind, self._session.group), self._seat.rank)
+
+    def _compress(self) -> Compression | None:
+        """The codec of the strategy, with a memory of what it did before as long as the size stays the same."""
+        if self._compression is not None and self._compression.elements == self._array.size:
+            return self._compression
+        layer, whole = Layer(Spec("bench", (self._array.size,))), Bucket((Slice(0, 0, self._array.size),), "float32")
+        found = self._session.compression([layer], [whole], [self._array])
+        if found is not None:
+            found.resume_at(warmup_of(self._runs.codec_object()))  # what is timed is the compressed exchange
+        return found
+
+    @property
+    def _runs(self) -> Strategy:
+        """With an architecture: the one chosen for the size, or by topology for collectives that are not tuned."""
+        runs, choice = self._session.strategy, self._session.choice
+        if choice is None:
+            return runs
+        if self._kind.name == "allreduce":
+            return replace(runs, architecture=Part(choice.at(self._array.nbytes)))
+        assert self._session.roll is not None
+        return runs.resolve(self._session.group, hosts=self._session.roll.hosts)
+
+
+def _peers() -> dict[str, registry.Entry]:
+    """The peers that have collectives, by name; a peer may also be one that trains."""
+    return {entry.name: entry for entry in registry.entries("peers") if "collectives" in entry.capabilities}

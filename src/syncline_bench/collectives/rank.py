@@ -1,0 +1,151 @@
+"""What each rank of ``syncline bench`` runs: ``python -m syncline_bench.collectives.rank WORK LINES``.
+
+A set of ranks has one contender, or measures the limits, and nothing else is in its processes but numpy and this.
+Owns the course of a repetition: what is timed and what is checked. Whose turn it is, the starter says.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from syncline.launch.address import listen_address
+from syncline.launch.environment import recognise
+
+from ..peers import Array, Seat
+from .contenders import connect, load_library, read_name
+from .kinds import collective
+from .meeting import Line
+from .probes import LinkProbe, MemoryProbe
+from .request import calls_per_repetition, warm_calls
+from .work import Work
+
+
+def main(text: str, lines: str) -> None:
+    """Do what the starter orders for WORK; an error is reported before it ends the process."""
+    work, environment = Work.from_json(text), recognise()
+    line = Line(lines, environment.rank, environment.world)
+    with line.telling():
+        bench = Measurement(work, line) if work.contender else Limits(work, line)
+        for order in line.orders():
+            bench.turn(**order)
+        bench.close()
+        line.finish()
+
+
+class Limits:
+    """One rank of the set that measures what the machine allows."""
+
+    def __init__(self, work: Work, line: Line) -> None:
+        self._line = line
+        self._link = LinkProbe(line, listen_address(recognise(), None)) if work.link else None
+
+    def turn(self, nbytes: int, repetitions: int) -> None:
+        """Measure copies and the link for arrays of ``nbytes``; rank 0 reports bytes per second of each repetition."""
+        memory = MemoryProbe(self._line, nbytes)
+        speeds: dict[str, list[float]] = {"memory": [], "link": []}
+        for _ in range(repetitions):
+            speeds["memory"].append(memory.measure())
+            if self._link is not None:
+                speeds["link"].append(self._link.measure(nbytes))
+        if self._line.rank == 0:
+            self._line.send("limits", **speeds)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._link is not None:
+            self._link.close()
+
+
+class Measurement:
+    """One rank of a contender, connected, with an array of the greatest size it will need."""
+
+    def __init__(self, work: Work, line: Line) -> None:
+        self._line, self._kind, self._name = line, collective(work.collective), read_name(work.contender)
+        load_library(self._name)
+        self._before = pss_bytes()
+        elements = self._kind.elements(line.world, work.most_bytes)
+        self._contender = connect(self._name, Seat(line.rank, line.world, self._kind.name, elements, line.share))
+
+    def turn(self, nbytes: int, repetitions: int = 0, seeds: Sequence[int] = (), memory: bool = False) -> None:
+        """Check the collective with these seeds, then time repetitions of it, or measure what ``memory`` it takes."""
+        self._array = self._contender.select(self._kind.elements(self._line.world, nbytes))
+        checked = [self._check(seed) for seed in seeds]  # all of them, whatever one finds: the other ranks come too
+        wrong = bool(self._line.gather(float(not all(checked))).any())
+        timed = [self._time(calls_per_repetition(nbytes), len(seeds)) for _ in range(repetitions)]
+        grown = self._memory_bytes() if memory else None
+        if self._line.rank == 0:
+            self._line.send(
+                "measured",
+                times_s=[seconds for seconds, _ in timed],
+                cpu_s=[used for _, used in timed],
+                correct=not wrong,
+                chosen=self._contender.chosen(),
+                memory_bytes=grown,
+                threads=sum(1 for _ in Path("/proc/self/task").iterdir()),
+            )
+
+    def close(self) -> None:
+        """End the connections; ranks end together."""
+        self._line.wait()
+        self._contender.close()
+
+    def _memory_bytes(self) -> int:
+        """The growth of a rank's memory with one array and what a few collectives leave behind, all connected."""
+        for _ in range(3):
+            self._array.fill(1.0)
+            self._line.wait()
+            self._contender.run()
+        return int(self._line.gather(pss_bytes() - self._before).max())
+
+    def _check(self, seed: int) -> bool:
+        self._kind.fill(self._array, self._line.rank, self._line.world, seed)
+        self._line.wait()  # one-sided transports may write into a peer's array as soon as they run
+        self._contender.run()
+        if self._name.exact:
+            right = self._kind.is_right(self._contender.result(), self._line.rank, self._line.world, seed)
+        else:
+            right = self._all_alike(self._contender.result())
+        self._line.wait()
+        return right
+
+    def _all_alike(self, result: Array) -> bool:
+        """What can be said of numbers that a codec has changed: they are numbers, and the same ones on all ranks."""
+        marks = self._line.gather(float(zlib.crc32(result.tobytes())))
+        return bool(np.isfinite(result).all() and (marks == marks[0]).all())
+
+    def _time(self, calls: int, seed: int) -> tuple[float, float]:
+        """Seconds per call of the slowest rank, and processor seconds per call of all ranks together."""
+        run = self._contender.run
+        if self._name.exact:
+            self._array.fill(1.0)
+        else:  # a codec has less to do with equal numbers
+            self._kind.fill(self._array, self._line.rank, self._line.world, seed)
+        self._line.wait()
+        for _ in range(warm_calls(calls)):
+            run()
+        used, begun = time.process_time(), time.perf_counter()
+        for _ in range(calls):
+            run()
+        elapsed, used = time.perf_counter() - begun, time.process_time() - used
+        found = self._line.gather(elapsed / calls, used / calls)
+        return float(found[:, 0].max()), float(found[:, 1].sum())
+
+
+def pss_bytes() -> int:
+    """Proportional set size: memory shared by n processes counts 1/n."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(*sys.argv[1:])

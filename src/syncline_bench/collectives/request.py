@@ -1,0 +1,196 @@
+"""What is to be measured, checked as a whole before any process starts.
+
+Owns the ``Request``, how often each size is measured, and every refusal of bad input: sizes, ranks, contenders, memory.
+A peer whose library is missing is no refusal: its rows say so, and the rest runs. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from syncline.errors import UsageError
+from syncline.launch.mpi_library import MpiLibrary, find_library
+from syncline.nouns import Rate
+
+from ..machine import available_memory_bytes
+from ..report.bench_rows import Measured
+from .contenders import Name, check_name, read_name
+from .kinds import ITEM_BYTES, Collective, collective
+
+DEFAULT_SIZES = (1_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 60_970_000, 256_000_000)
+DEFAULT_RANKS = (2, 4)
+DEFAULT_CONTENDERS = ("shm:auto", "shm:ring", "tcp:auto", "tcp:ring", "gloo:native", "mpi:native", "mpi:ring")
+LAB_RANKS = (4,)
+LAB_CONTENDERS = ("tcp:auto", "tcp:ring", "gloo:native", "mpi:native", "mpi:ring")
+_BROADCAST_CONTENDERS = ("shm:auto", "tcp:auto", "gloo:native", "mpi:native")
+
+WARM_UP = 2
+"""Repetitions before those that count; the results of every contender are checked in them."""
+
+MOST_RANKS = 256
+_PROCESS_BYTES, _TORCH_BYTES = 64 << 20, 200 << 20
+"""What a contender's rank needs before its first array: the interpreter and numpy; and what torch takes beside them."""
+_EXTRA_ARRAYS = 3
+"""Beside the contenders' arrays: one to copy, a library's scratch, and a transport's parts under way."""
+_MPI_SEGMENT_BYTES = 32 << 20
+"""What an MPI library may take of /dev/shm per rank."""
+_SHM = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Contenders x sizes x ranks of one collective, on this machine or in a lab with links of ``lab_rate`` bit/s.
+
+    A host of the lab has ``per_host`` of the ranks.
+    """
+
+    collective: Collective
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    contenders: tuple[Name, ...]
+    lab_rate: Rate | None = None
+    repeat: int | None = None
+    """Repetitions of every size, None for as many as its size asks for."""
+    optional: bool = False
+    """Whether to go on without it where no lab can be made."""
+    per_host: int = 1
+
+    def repetitions(self, nbytes: int) -> int:
+        """How often a size is measured."""
+        return usual_repetitions(nbytes) if self.repeat is None else self.repeat
+
+    def empty_row(self, ranks: int, size: int, name: Name) -> Measured:
+        """The row of one cell, with nothing measured yet."""
+        kind, rate = self.collective.name, self.lab_rate
+        found = Measured(name.transport, name.algorithm, ranks, size, collective=kind, lab_bit_per_s=rate)
+        return replace(found, per_host=self.per_host)
+
+    @property
+    def keys(self) -> tuple[tuple[str, float | None, int, int, int, str], ...]:
+        """The keys of all rows that are asked for, in order."""
+        return tuple(self.empty_row(ranks, *cell).key for ranks in self.ranks for cell in self.cells())
+
+    def cells(self) -> Iterator[tuple[int, Name]]:
+        """Every size and contender."""
+        for size in self.sizes:
+            for name in self.contenders:
+                yield size, name
+
+
+def request_of(
+    *,
+    sizes: Sequence[int] = (),
+    ranks: Sequence[int] = (),
+    contenders: Sequence[str] = (),
+    kind: str = "allreduce",
+    lab_rate: Rate | None = None,
+    repetitions: int | None = None,
+    per_host: int = 1,
+) -> Request:
+    """Check everything that can be checked beforehand, empty lists meaning the defaults; raises UsageError."""
+    chosen = collective(kind)
+    if not contenders:
+        contenders = _default_contenders(chosen, lab_rate is not None, per_host)
+    if lab_rate is not None and lab_rate <= 0:
+        raise UsageError(f"--lab needs the rate of its links, such as 1gbit, got {lab_rate:g} bit/s")
+    if repetitions is not None and repetitions < 1:
+        raise UsageError(f"{repetitions} repetitions measure nothing: use 1 or more")
+    if per_host > 1 and lab_rate is None:
+        raise UsageError("--per-host is of the hosts of a lab: give the rate of its links too, as --lab 1gbit")
+    worlds = tuple(dict.fromkeys(ranks or (LAB_RANKS if lab_rate is not None else DEFAULT_RANKS)))
+    counts = tuple(sorted(set(sizes or DEFAULT_SIZES)))
+    for size in counts:
+        if size < ITEM_BYTES or size % ITEM_BYTES:
+            raise UsageError(f"{size} bytes are not a number of float32 elements: use multiples of 4 bytes")
+    names = tuple(read_name(text) for text in dict.fromkeys(contenders))
+    for world in worlds:
+        if not 2 <= world <= MOST_RANKS:
+            raise UsageError(f"{world} ranks have nobody to exchange with, or are too many: use 2 to {MOST_RANKS}")
+        if world % per_host or world == per_host:
+            raise UsageError(f"{world} ranks do not fill two hosts or more with {per_host} each: use {2 * per_host}")
+        for name in names:
+            check_name(name, chosen, world)
+    if lab_rate is not None:
+        _check_reach(names)
+    request = Request(chosen, counts, worlds, names, lab_rate, repetitions, per_host=per_host)
+    _check_memory(request)
+    return request
+
+
+def missing(name: Name, ranks: int) -> str | None:
+    """Why a contender cannot be measured here although it was named rightly, None when it can."""
+    if name.needs and find_spec(name.needs) is None:
+        return f"{name.needs} is not installed: pip install 'syncline[{name.needs}]'"
+    if name.library:
+        found = find_library(name.library)
+        if not isinstance(found, MpiLibrary):
+            return found
+        free = shutil.disk_usage(_SHM).free if Path(_SHM).is_dir() else 0
+        if free < ranks * _MPI_SEGMENT_BYTES:
+            return (
+                f"{_SHM}, where the MPI library keeps its shared memory, has {free >> 20} MiB free, and {ranks} ranks"
+                f" may need {ranks * _MPI_SEGMENT_BYTES >> 20}: free or enlarge it"
+            )
+    return None
+
+
+def usual_repetitions(nbytes: int) -> int:
+    """How often a size is measured: more for small ones, whose times vary more."""
+    return 60 if nbytes <= 1_000_000 else 20 if nbytes <= 16_000_000 else 9
+
+
+def calls_per_repetition(nbytes: int) -> int:
+    """How many calls one time is the mean of: enough that the ranks' coming together does not count."""
+    return 20 if nbytes <= 64_000 else 8 if nbytes <= 1_000_000 else 3 if nbytes <= 16_000_000 else 1
+
+
+def warm_calls(calls: int) -> int:
+    """How many calls go before so many that are timed, untimed.
+
+    The first brings the ranks together closer than their meeting can. Small sizes need as many as are timed: what a
+    core has in its caches after a sleep is another's, and a script that repeats a call has its own there.
+    """
+    return calls if calls > 8 else calls // 2
+
+
+def expected_s(nbytes: int, ranks: int, lab_rate: float | None) -> float:
+    """A rough guess at the seconds of one contender's repetition, for the remaining time that is shown."""
+    timed = calls_per_repetition(nbytes)
+    calls = timed + warm_calls(timed)
+    moved = nbytes * ranks * 8 / 1e9 / len(os.sched_getaffinity(0))
+    wire = 0.0 if lab_rate is None else 2 * (ranks - 1) / ranks * nbytes * 8 / lab_rate
+    return 0.002 + calls * (0.001 * ranks + moved / 8 + wire) + moved / 4
+
+
+def _default_contenders(kind: Collective, in_lab: bool, per_host: int) -> tuple[str, ...]:
+    every = LAB_CONTENDERS if in_lab else DEFAULT_CONTENDERS
+    found = tuple(name for name in every if kind.name != "broadcast" or name in _BROADCAST_CONTENDERS)
+    return found if per_host == 1 else ("auto:auto", *found)  # ranks of a host share its memory
+
+
+def _check_reach(names: Sequence[Name]) -> None:
+    """A lab has several hosts."""
+    for name in names:
+        if name.peer is None and name.strategy.transport.name in ("shm", "inproc"):
+            raise UsageError(f"{name.text} works inside one host, and a lab has several: use tcp or auto")
+
+
+def _check_memory(request: Request) -> None:
+    """Refuse what would end in swapping or in the kernel's killing of ranks."""
+    size, ranks = max(request.sizes), max(request.ranks)
+    arrays = len(request.contenders) + _EXTRA_ARRAYS
+    processes = (len(request.contenders) + 1) * _PROCESS_BYTES  # the limits have ranks too
+    processes += sum(name.needs == "torch" for name in request.contenders) * _TORCH_BYTES
+    needed = ranks * (arrays * size + processes)
+    available = available_memory_bytes()
+    if needed > available:
+        raise UsageError(
+            f"{ranks} ranks with {arrays} arrays of {size / 1e6:g} MB each (one per contender, and what they need"
+            f" beside it) take {needed / 1e9:.1f} GB with their processes, and {available / 1e9:.1f} GB of memory are"
+            " available: use fewer ranks, a smaller size, or fewer contenders at a time (--resume adds rows)"
+        )

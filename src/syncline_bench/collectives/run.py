@@ -1,0 +1,320 @@
+"""The course of a bench: number of ranks by number of ranks, size by size, with what is there kept at every step.
+
+Every contender has a set of ranks of its own, and so have the limits of the machine. Owns the turns of the sets, the
+giving up of a contender whose set fails, the resuming of a bench, and the making of rows. How ranks are started is
+``start``'s business, and how it looks ``display``'s.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from syncline.errors import DataError, SynclineError, UsageError
+
+from ..machine import provenance
+from ..messages import Message
+from ..report.bench_rows import BenchResult, Measured
+from ..report.units import decimal_size as size_text
+from ..site import LabLike
+from .contenders import Name
+from .display import Display, Task
+from .request import WARM_UP, Request, expected_s, missing
+from .start import SILENCE_S, Here, InLab, Ranks, RanksFailed, Testbed
+from .work import Work, turns_of
+
+RANK = ("-m", "syncline_bench.collectives.rank")
+Save = Callable[[BenchResult], None]
+_PATIENCE = 20.0
+"""A turn may take so many times what was expected of it before it counts as stuck."""
+
+
+def origin() -> BenchResult:
+    """An empty result of this machine and code."""
+    return BenchResult(**provenance())
+
+
+def resumed(fresh: BenchResult, path: Path) -> BenchResult:
+    """``fresh`` with the finished rows of a file of the same machine and code; raises UsageError for another's."""
+    try:
+        before = BenchResult.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text: choose another file") from None
+    except DataError as error:
+        raise UsageError(f"{path}: {error}; choose another file") from None
+    if not before.same_origin(fresh):
+        raise UsageError(
+            f"{path} was measured on another machine or with another version of the code or its libraries, so that its"
+            " rows cannot stand beside new ones: choose another file, or delete it"
+        )
+    return replace(before, rows=tuple(row for row in before.rows if row.finished))
+
+
+def measure(requests: Sequence[Request], result: BenchResult, save: Save, display: Display) -> BenchResult:
+    """Measure what ``result`` does not have yet; ``save`` is called after every size and at every end."""
+    run = _Run(requests, result, save, display)
+    try:
+        for request in requests:
+            run.request(request)
+    finally:
+        save(run.result)
+    return run.result
+
+
+@contextmanager
+def open_place(request: Request) -> Iterator[tuple[Testbed, float | None]]:
+    """Where the ranks of a request run, and the goodput of its links in bytes/s when they are a lab's."""
+    if request.lab_rate is None:
+        yield Here(), None
+        return
+    lab_module = importlib.import_module("syncline_bench.lab")  # only a bench in a lab needs what a lab needs
+    lab: LabLike
+    with lab_module.Lab(hosts=max(request.ranks) // request.per_host, rate=request.lab_rate) as lab:
+        yield InLab(lab, request.per_host), lab.goodput(seconds=2)
+
+
+class _Run:
+    """A bench under way: the rows so far, where new ones go, and where progress is shown."""
+
+    def __init__(self, requests: Sequence[Request], result: BenchResult, save: Save, display: Display) -> None:
+        self.result = result
+        self.display = display
+        self._save = save
+        self._order = {key: place for place, key in enumerate(key for asked in requests for key in asked.keys)}
+
+    def request(self, request: Request) -> None:
+        """Measure one request; nothing is started when all its rows are there."""
+        todo = {ranks: self._todo(request, ranks) for ranks in request.ranks}
+        if not any(todo.values()):
+            return
+        with ExitStack() as stack:
+            try:
+                place, goodput = stack.enter_context(open_place(request))
+            except UsageError as error:
+                if not request.optional:
+                    raise
+                self.display.say(f"no lab: {error}")
+                return
+            for ranks, cells in todo.items():
+                if cells:
+                    _Stage(self, request, ranks, place, goodput).measure(cells)
+
+    def add(self, *rows: Measured) -> None:
+        """New rows, kept at once."""
+        found = self.result.with_rows(rows).rows
+        # In the order of asking, whatever was kept, failed or measured first.
+        found = tuple(sorted(found, key=lambda row: self._order.get(row.key, -1)))
+        self.result = replace(self.result, rows=found)
+        self._save(self.result)
+
+    def _todo(self, request: Request, ranks: int) -> list[tuple[int, Name]]:
+        """The cells to measure; those of contenders that are not installed become rows at once."""
+        kept = {(row.key, row.repetitions) for row in self.result.rows if row.finished}
+        found = []
+        rows = []
+        reasons = {name: missing(name, ranks) for name in request.contenders}
+        for size, name in request.cells():
+            row = request.empty_row(ranks, size, name)
+            if (row.key, request.repetitions(size)) in kept:
+                continue
+            reason = reasons[name]
+            if reason is None:
+                found.append((size, name))
+            else:
+                rows.append(replace(row, error=reason, missing=True))
+        if rows:
+            self.add(*rows)
+        return found
+
+
+@dataclass
+class _Taken:
+    """What has been measured of a contender at one size."""
+
+    times_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    correct: bool = True
+    chosen: str | None = None
+    memory_bytes: int | None = None
+
+    def add(self, message: Message) -> None:
+        """One more turn."""
+        self.times_s += message["times_s"]
+        self.cpu_s += message["cpu_s"]
+        self.correct &= message["correct"]
+        self.chosen, self.memory_bytes = message["chosen"], message["memory_bytes"]
+
+
+class _Stage:
+    """One number of ranks: a set of ranks for each contender, of which one is at work and the others sleep."""
+
+    def __init__(self, run: _Run, request: Request, ranks: int, place: Testbed, goodput: float | None) -> None:
+        self._run, self._request, self._ranks = run, request, ranks
+        self._place, self._goodput = place, goodput
+        self._sets: dict[Name, Ranks] = {}
+        self._limits: Ranks | None = None
+
+    def measure(self, cells: Sequence[tuple[int, Name]]) -> None:
+        """Measure all cells; a contender whose ranks fail is given up, and the others go on."""
+        self._left = list(cells)
+        lab = "" if self._request.lab_rate is None else " in the lab"
+        expected = {size: self._expected_s(size) * sum(at == size for at, _ in cells) for size, _ in cells}
+        with ExitStack() as stack, self._run.display.task(f"{self._ranks} ranks{lab}", sum(expected.values())) as task:
+            self._start(stack, task)
+            for number, size in enumerate(expected):
+                self._measure_size(size, task, sum([*expected.values()][:number]))
+            self._end()
+        if self._request.lab_rate is None:
+            self._measure_memory(cells)
+
+    def _start(self, stack: ExitStack, task: Task) -> None:
+        """One set after the other, so that what they measure as they connect is not disturbed."""
+        kind = self._request.collective.name
+        for name in dict.fromkeys(name for _, name in self._left):
+            task.at(0.0, "connecting")
+            most = max(size for size, other in self._left if other == name)
+            try:
+                self._sets[name] = stack.enter_context(self._ranks_of(Work(kind, name.text, most), name.library))
+            except SynclineError as failure:
+                self._give_up(name, f"{failure} while {name.text} was connecting")
+        link = self._goodput is None and any(name.moves == "link" for name in self._sets)
+        if self._sets:
+            most = max(size for size, _ in self._left)
+            self._limits = stack.enter_context(self._ranks_of(Work(kind, "", most, link)))
+
+    def _ranks_of(self, work: Work, library: str = "") -> Ranks:
+        return Ranks(work.to_json(), self._ranks, self._place, RANK, library)
+
+    def _measure_size(self, size: int, task: Task, done: float) -> None:
+        """One size: all contenders checked, timed turn by turn, and checked again; then their rows."""
+        taken = {name: _Taken() for at, name in self._left if at == size}
+        limits: dict[str, list[float]] = {"memory": [], "link": []}
+        counts = turns_of(self._request.repetitions(size))
+        turns = [([*range(WARM_UP)], 0), *(([], count) for count in counts), ([WARM_UP], 0)]
+        each = self._expected_s(size) / (self._request.repetitions(size) + len(turns))
+        for number, (seeds, count) in enumerate(turns):
+            live = [name for name in taken if name in self._sets]
+            shift = number % len(live) if live else 0
+            for name in (*live[shift:], *live[:shift]):
+                task.at(done, size_text(size))
+                self._turn(name, size, taken[name], seeds, count)
+                done += each * (count + 1)
+            if count and live:
+                self._probe(size, count, limits)
+        for name in taken:
+            if name in self._sets:
+                self._left.remove((size, name))
+                row = _figures(self._row(size, name), taken[name], limits, self._request, self._goodput, name)
+                self._run.add(row)
+
+    def _turn(self, name: Name, size: int, taken: _Taken, seeds: list[int], count: int) -> None:
+        """It is this contender's turn: the other sets are asleep."""
+        limit_s = SILENCE_S + _PATIENCE * self._expected_s(size)
+        try:
+            self._sets[name].order(taken.add, limit_s, nbytes=size, repetitions=count, seeds=seeds)
+        except RanksFailed as failure:
+            self._give_up(name, f"{failure} during {name.text} of {size_text(size)}", size)
+
+    def _probe(self, size: int, count: int, limits: dict[str, list[float]]) -> None:
+        """The limits' turn; rows have none where it fails."""
+
+        def add(message: Message) -> None:
+            for kind, found in limits.items():
+                found += message[kind]
+
+        if self._limits is not None:
+            try:
+                self._limits.order(add, nbytes=size, repetitions=count)
+            except RanksFailed as failure:
+                self._run.display.say(f"limits are not measured from {size_text(size)} on: {failure}")
+                self._limits.close()
+                self._limits = None
+
+    def _give_up(self, name: Name, text: str, nbytes: int = 0) -> None:
+        """The contender's ranks are ended, and its rows have the reason."""
+        if name in self._sets:
+            self._sets.pop(name).close()
+        for size in [size for size, other in self._left if other == name]:
+            self._left.remove((size, name))
+            later = nbytes and size != nbytes
+            error = f"not measured after the failure at {size_text(nbytes)}: {text}" if later else text
+            self._run.add(replace(self._row(size, name), error=error))
+
+    def _end(self) -> None:
+        """All rows are there; what fails now is said."""
+        limits = [] if self._limits is None else [("the limits", self._limits)]
+        for text, ranks in (*((name.text, ranks) for name, ranks in self._sets.items()), *limits):
+            try:
+                ranks.end()
+            except RanksFailed as failure:
+                self._run.display.say(f"{failure} while {text} was ending, after its last row")
+
+    def _measure_memory(self, cells: Sequence[tuple[int, Name]]) -> None:
+        """The growth of memory at the greatest size, in fresh processes."""
+        greatest = max(self._request.sizes)
+        names = [name for size, name in cells if size == greatest]
+        with self._run.display.task(f"{self._ranks} ranks, memory", len(names)) as task:
+            for done, name in enumerate(names):
+                task.at(done, name.text)
+                row = next(row for row in self._run.result.rows if row.key == self._row(greatest, name).key)
+                if row.error is None:
+                    self._run.add(replace(row, memory_bytes=self._memory_of(name, greatest)))
+
+    def _memory_of(self, name: Name, size: int) -> int | None:
+        taken = _Taken()
+        work = Work(self._request.collective.name, name.text, size)
+        try:
+            with self._ranks_of(work, name.library) as ranks:
+                ranks.order(taken.add, nbytes=size, memory=True)
+                ranks.end()
+        except SynclineError:
+            return None
+        return taken.memory_bytes
+
+    def _row(self, size: int, name: Name) -> Measured:
+        return self._request.empty_row(self._ranks, size, name)
+
+    def _expected_s(self, size: int) -> float:
+        """Of one contender at one size."""
+        return self._request.repetitions(size) * expected_s(size, self._ranks, self._request.lab_rate)
+
+
+def _figures(
+    row: Measured,
+    taken: _Taken,
+    limits: Mapping[str, Sequence[float]],
+    request: Request,
+    goodput: float | None,
+    name: Name,
+) -> Measured:
+    """The row that the turns make."""
+    kind = request.collective
+    times = np.array(taken.times_s)
+    median = float(np.median(times))
+    limit = "link" if goodput is not None else name.moves
+    speeds = [goodput] if goodput is not None else limits[limit]
+    least = kind.link_bytes(row.ranks // row.per_host, row.bytes)
+    if limit == "memory":
+        least = kind.memory_bytes(row.ranks, row.bytes)
+    limit_s = least / float(np.median(speeds)) if speeds else None
+    return replace(
+        row,
+        chosen=taken.chosen,
+        repetitions=len(times),
+        median_s=median,
+        p99_s=float(np.percentile(times, 99)),
+        algbw_bytes_per_s=row.bytes / median,
+        busbw_bytes_per_s=row.bytes / median * kind.bus_factor(row.ranks),
+        cpu_s_per_gb=float(np.mean(taken.cpu_s)) / (row.bytes / 1e9),
+        limit=limit,
+        limit_s=limit_s,
+        of_limit=None if limit_s is None else limit_s / median,
+        correct=taken.correct,
+    )

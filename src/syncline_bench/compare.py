@@ -1,0 +1,171 @@
+"""``syncline compare``: one workload trained under several strategies, side by side, by real processes.
+
+Owns the order of things: check everything before any process starts, run the single worker and then every strategy
+and peer, all of them in one lab where one is asked for, keep what has been measured whatever happens later. Does not
+know how a strategy works or what its numbers mean: ``cases`` checks, ``processes`` runs ``train`` and makes a row of
+what it reports, ``bound`` says what a replayed iteration cannot beat, ``report`` shows the rows.
+
+A row that fails is listed with its error and does not stop the others. The result file is replaced after every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from syncline.errors import UsageError
+from syncline.timeline.assembly import Assembly
+from syncline.timeline.window import middle
+
+from .batches import in_step
+from .bound import bounded, link_bytes_per_s
+from .cases import Case, Comparison, comparison_of, console_beside
+from .frameworks import DEFAULT
+from .machine import provenance
+from .measure import scaled, timed
+from .processes import measure
+from .progress import Display
+from .report import table
+from .report.files import STANDARD_OUTPUT, keep_text, replace_text
+from .report.rows import BASELINE, Result, Row
+from .site import Site, site_of
+
+SILENCE_LIMIT_S = 1800.0
+INTERRUPTED = 130
+
+
+def run(
+    workload: str,
+    workers: int | Sequence[int],
+    strategies: Sequence[str],
+    epochs: int | None = None,
+    iterations: int | None = None,
+    batch: int | None = None,
+    seed: int = 0,
+    json_path: str | Path | None = None,
+    report_path: str | Path | None = None,
+    timeout: float | None = None,
+    console: Console | None = None,
+    lab: str | None = None,
+    timeline_path: str | Path | None = None,
+    target: float | None = None,
+    evaluate_every: int | None = None,
+    framework: str | Sequence[str] = DEFAULT,
+    launcher: str = "auto",
+) -> int:
+    """Compare the strategies on the workload and return the exit status.
+
+    0: every row finished and its replicas agree; 1: not so; 130: interrupted, the rows so far are kept. ``batch``
+    replaces the workload's default and means the same (of all workers, or of each); with several numbers of ``workers``
+    every strategy has a row for each; ``timeout`` is how many seconds a
+    row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
+    a host of its own behind links of that rate. The timeline is of all rows that Syncline runs. With a ``target`` the
+    rows say when they were that accurate, to the nearest of the looks that are taken every ``evaluate_every`` steps.
+    ``framework`` trains; of several each has all rows. ``launcher`` starts the processes (``launchers``).
+    Raises UsageError before any process starts.
+    """
+    comparison = comparison_of(
+        workload,
+        workers,
+        strategies,
+        epochs,
+        iterations,
+        batch,
+        seed,
+        json_path,
+        report_path,
+        lab,
+        timeline_path,
+        target,
+        evaluate_every,
+        framework,
+        launcher,
+    )
+    limit = SILENCE_LIMIT_S if timeout is None else timeout
+    if limit <= 0:
+        raise UsageError(f"the time limit has to be more than 0 seconds, got {limit:g}")
+    output = console_beside(comparison.json_path, comparison.report_path)
+    return carry_out(comparison, limit, console or Console(stderr=True), output)
+
+
+def carry_out(comparison: Comparison, limit_s: float, progress: Console, output: Console) -> int:
+    """Run the planned rows, save after each, print the table and write the page; returns the exit status."""
+    result = _empty(comparison)
+    assembly = None if comparison.timeline_path is None else Assembly(comparison.timeline_path)
+    interrupted = False
+    try:
+        with Display(progress) as display, _site(comparison, display) as site:
+            result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
+            for case in comparison.cases:
+                env = {} if assembly is None else assembly.environ(_title(case, comparison))
+                row = measure(case, comparison.workload, comparison.seed, limit_s, display, site, env=env)
+                row = timed(scaled(_asked(case, row), result.baseline(case.framework)), comparison.target)
+                link = _link(case, site)
+                row = bounded(row, comparison.trace, link, comparison.pipeline, comparison.speed)
+                result = result.with_row(row)
+                keep_text(comparison.json_path, result.to_json())
+    except KeyboardInterrupt:
+        interrupted = True
+        progress.print("interrupted: the rows so far are kept")
+    output.print(table.render(result))
+    for row in result.rows:
+        if row.reasoned:
+            name = row.strategy if len(result.frameworks) < 2 else f"{row.framework} {row.strategy}"
+            output.print(f"{name}: {row.chosen}", markup=False, highlight=False)
+    _publish(comparison, result, output, assembly)
+    if interrupted:
+        return INTERRUPTED
+    return 0 if all(row.finished for row in result.rows) else 1
+
+
+def _site(comparison: Comparison, display: Display) -> AbstractContextManager[Site]:
+    return site_of(comparison.processes, comparison.lab, display.say, comparison.launcher)
+
+
+def _empty(comparison: Comparison) -> Result:
+    return Result(
+        **provenance(),
+        workload=comparison.workload,
+        seed=comparison.seed,
+        epochs=comparison.epochs,
+        iterations=comparison.iterations,
+        target=comparison.target,
+    )
+
+
+def _asked(case: Case, row: Row) -> Row:
+    """The row with what its strategy was asked for as."""
+    row, preset = replace(row, requested=case.requested, framework=case.framework), case.preset
+    return row if preset is None else replace(row, preset=preset.name, note=preset.note or None)
+
+
+def _title(case: Case, comparison: Comparison) -> str:
+    """What tells a row from others of a timeline."""
+    counts = {other.workers for other in comparison.cases if other.name != BASELINE}
+    return case.name if len(counts) < 2 else f"{case.name}, {case.workers} workers"
+
+
+def _link(case: Case, site: Site) -> float | None:
+    """The speed of the link by which a row is bound; None where some iteration exchanges no gradients."""
+    if not in_step(case.strategy, case.iterations):
+        return None
+    return link_bytes_per_s(site.goodput_bytes_per_s, site.rate, case.rate)
+
+
+def _publish(comparison: Comparison, result: Result, output: Console, assembly: Assembly | None) -> None:
+    if comparison.json_path is not None:
+        result.save(comparison.json_path)
+    if comparison.report_path is not None:
+        from .report import page
+
+        timelines = [] if assembly is None else [one for run in assembly.runs() if (one := middle(run)) is not None]
+        replace_text(comparison.report_path, page.render(result, timelines))
+    for name, path in (("results", comparison.json_path), ("report", comparison.report_path)):
+        if path not in (None, STANDARD_OUTPUT):
+            output.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)
+    if assembly is not None:
+        output.print(assembly.finish(), soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,102 @@
+"""What frameworks share that build the workload's network from its blueprint, on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from syncline.workloads import PLAIN, Part, Workload
+
+from ..batches import Batch
+
+Array = NDArray[Any]
+
+
+class FromBlueprint(ABC):
+    """There is no device to wait for, and nothing differs while the model is looked at."""
+
+    label_type: type[np.signedinteger[Any]] = np.int64
+
+    @staticmethod
+    def lacks(workload: Workload) -> str:
+        """A network that only PyTorch has, and options that are PyTorch's."""
+        if workload.blueprint is None:
+            return "its model is written for PyTorch only"
+        if workload.computing != PLAIN:
+            return "device=, channels_last= and autotune= are PyTorch's"
+        return ""
+
+    def taken(self, part: Part) -> tuple[Any, Any]:
+        """Channels last."""
+        images, labels = part
+        return np.ascontiguousarray(images.transpose(0, 2, 3, 1)), labels.astype(self.label_type, copy=False)
+
+    def moved(self, batch: Batch) -> Batch:
+        """It is there."""
+        return batch
+
+    def now(self) -> float:
+        """Whatever was asked for is done."""
+        return time.perf_counter()
+
+    def pause(self) -> None:  # noqa: B027 - which is the answer
+        """Nothing to do."""
+
+    def resume(self) -> None:  # noqa: B027 - which is the answer
+        """Nothing to do."""
+
+    @abstractmethod
+    def copied(self) -> Mapping[str, Array]:
+        """By the blueprint's names, in its layout."""
+
+    def digest(self) -> str:
+        """Of all weights."""
+        return digest_of(self.copied())
+
+
+class InOneStep:
+    """A step is one computation, which ``backward`` makes of the ``_batch`` and which leaves its ``_loss``."""
+
+    fused = True
+    _batch: Batch
+    _loss: float
+
+    def forward(self, batch: Batch) -> None:
+        """Later."""
+        self._batch = batch
+
+    def update(self, position: int) -> float:  # noqa: ARG002
+        """It has been made."""
+        return self._loss
+
+
+def filled(array: Array, length: int) -> Array:
+    """The array with zeros behind it, up to so many."""
+    return np.concatenate([array, np.zeros((length - len(array), *array.shape[1:]), array.dtype)])
+
+
+def scores(found: Sequence[tuple[Array, NDArray[np.int64]]]) -> tuple[float, float]:
+    """Accuracy and mean cross entropy of pieces of a test set: what the model says of images, and their labels."""
+    right, loss, count = 0, 0.0, 0
+    for said, labels in found:
+        shifted = said - said.max(1, keepdims=True)
+        logarithms = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+        right += int((said.argmax(1) == labels).sum())
+        loss -= float(logarithms[np.arange(len(labels)), labels].sum())
+        count += len(labels)
+    return right / count, loss / count
+
+
+def digest_of(weights: Mapping[str, Array]) -> str:
+    """The SHA-256 of arrays, names, types and bytes, in the order of their names."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(f"{name} {weights[name].dtype} {weights[name].shape}\n".encode())
+        found.update(np.ascontiguousarray(weights[name]).tobytes())
+    return found.hexdigest()

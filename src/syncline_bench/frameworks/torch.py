@@ -1,0 +1,140 @@
+"""PyTorch: the workload's own model, optimizer and schedule, as a user's loop has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from syncline.registry import register
+from syncline.strategy.strategy import Strategy
+from syncline.workloads import Part, Workload
+
+from ..batches import Batch
+from ..messages import Job
+from ..sides import Side
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@register("frameworks", "torch", needs=("torch",), install="syncline[torch]", environ={})
+class TorchTraining:
+    """A module under autograd: forward, ``loss.backward()``, ``optimizer.step()`` and ``zero_grad()``."""
+
+    fused = False
+
+    def __init__(self, workload: Workload, job: Job, process: int) -> None:
+        self._workload, self._job, self._process = workload, job, process
+        self.model: Any = self._build()
+        self._bare: nn.Module = self.model
+        self._optimizer: Any = workload.optimizer(self._bare)
+        self._spare: nn.Module | None = None
+        self._scheduler: Any = None
+        self._scheduled = 0
+
+    @staticmethod
+    def loaded() -> str:
+        """One thread per process, so that rows with more processes do not get more of it each."""
+        import torch
+
+        torch.set_num_threads(1)
+        return str(torch.__version__)
+
+    @staticmethod
+    def lacks(workload: Workload) -> str:  # noqa: ARG004
+        """All workloads have a model of PyTorch."""
+        return ""
+
+    @staticmethod
+    def check(strategy: Strategy) -> None:
+        """Its adapter does all of them."""
+
+    def prepare(self, side: Side, weight: Any) -> None:
+        """Replicas start equal; what is random during training (dropout) differs, as it would in one big batch."""
+        import torch
+
+        self.model, self._optimizer = side.prepare(self._bare, self._optimizer, weight=weight)
+        torch.manual_seed(self._job.seed * 65_537 + side.rank())
+        self._scheduler = self._workload.schedule(self._optimizer, self._job.iterations)
+        self.model.train()
+
+    def taken(self, part: Part) -> tuple[Any, Any]:
+        """Tensors in the arrays' memory, in the layout that the model has."""
+        import torch
+
+        images, labels = map(torch.from_numpy, part)
+        return self._workload.computing.laid_out(images), labels
+
+    def moved(self, batch: Batch) -> Batch:
+        """Both tensors."""
+        move = self._workload.computing.moved
+        return batch._replace(inputs=move(batch.inputs), target=move(batch.target))
+
+    def now(self) -> float:
+        """Synchronised with a GPU."""
+        return self._workload.computing.now()
+
+    def forward(self, batch: Batch) -> None:
+        """Up to the loss."""
+        self._loss = self._workload.loss(self.model(batch.inputs), batch.target)
+
+    def backward(self) -> None:
+        """By autograd."""
+        self._loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self, position: int) -> float:
+        """The rate is brought to where the run is, which another worker may have brought further than this one."""
+        self._optimizer.step()
+        while self._scheduler is not None and self._scheduled < position:
+            self._scheduler.step()
+            self._scheduled += 1
+        self._optimizer.zero_grad()
+        return float(self._loss.detach())
+
+    def pause(self) -> None:
+        """Which asks for all parameters."""
+        self.model.eval()
+
+    def resume(self) -> None:
+        """As it was."""
+        self.model.train()
+
+    def consolidate(self, side: Side) -> None:
+        """In place."""
+        side.consolidate()
+
+    def copied(self) -> Mapping[str, Tensor]:
+        """The model's state."""
+        return {name: tensor.detach().clone() for name, tensor in self._bare.state_dict().items()}
+
+    def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
+        """With weights by another model of the same kind."""
+        model = self._bare
+        if weights is not None:
+            model = self._spare = self._spare or self._build()
+            model.load_state_dict(weights)
+        found = self._workload.evaluate(model)
+        assert found is not None
+        return found
+
+    def digest(self) -> str:
+        """Of the model that the side may have wrapped."""
+        return digest(self._bare)
+
+    def _build(self) -> nn.Module:
+        made = self._workload.model(self._job.seed, self._process)
+        return self._workload.computing.placed(made, self._process)
+
+
+def digest(model: nn.Module) -> str:
+    """The SHA-256 of all parameters and buffers, names, types and bytes, in the order of their names."""
+    import torch
+
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

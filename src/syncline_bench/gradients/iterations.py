@@ -1,0 +1,290 @@
+"""One iteration of each form, as it would run in training, without the computing: gradients, exchange, ``grad``.
+
+All forms of a rank share one session, so that what is exchanged runs the same plan over the same transport, and one set
+of gradients. The block of those that copy is the transport's memory, as Syncline's own buckets are. ``contiguous`` and
+``accumulated`` are what ``syncline.prepare`` makes of a model, hooks, tickets and checks included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # what frameworks on torch call
+
+from syncline.engine.order import Order
+from syncline.frameworks.torch import prepare
+from syncline.session.session import Session
+
+from ..collectives.kinds import Collective, collective
+from ..report.gradient_rows import BARE, CONTIGUOUS
+from .scattered import Scattered
+
+Shapes = Sequence[Sequence[int]]
+
+
+class Iteration(Protocol):
+    """What is timed of a form: ``run``, after ``ready``, on all ranks together."""
+
+    def ready(self) -> None:
+        """Bring into place what the form takes as given; not timed."""
+        ...
+
+    def run(self) -> None:
+        """From ``zero_grad`` until the mean is where the form has it."""
+        ...
+
+    def is_right(self, seed: int) -> bool:
+        """Whether every element is the ranks' mean of what ``Ground.fill`` wrote with that seed, and was moved.
+
+        A single rank's mean is what backward left: whether anything was moved shows in the places and the block.
+        """
+        ...
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """The size of all that the form exchanges."""
+        ...
+
+
+class Ground:
+    """What the forms of one rank share: session, gradients as backward leaves them, and the block to copy into."""
+
+    def __init__(self, session: Session, shapes: Shapes) -> None:
+        self.session = session
+        self.ranks, self.share = session.world_size, 1.0 / session.world_size
+        self.gradients = [torch.zeros(tuple(shape)) for shape in shapes]
+        self.weights = [torch.zeros(tuple(shape)) for shape in shapes]
+        self.nbytes = sum(gradient.nbytes for gradient in self.gradients)
+        self.array = session.engine.allocate(self.nbytes, np.dtype(np.float32))
+        self.block = torch.from_numpy(self.array)
+        self.plain = self.model()
+        self.key = session.enter_model(self.plain)
+        self.checking = False
+        self._kind: Collective = collective("allreduce")
+        self._versions = [0] * len(self.gradients)
+
+    def model(self) -> Scattered:
+        """A model of its own with these gradients; its weights are everybody's, since nobody reads them."""
+        return Scattered(self.gradients, self.weights)
+
+    def fill(self, seed: int) -> None:
+        """Gradients that differ in every element, between ranks and with the seed, whose sums are exact.
+
+        The block has none of them. What is run next is checked.
+        """
+        self.checking = True
+        self.block.fill_(-1.0)
+        for number, gradient in enumerate(self.gradients):
+            self._kind.fill(gradient.view(-1).numpy(), self.session.rank, self.ranks, seed + number)
+        self._versions = [gradient._version for gradient in self.gradients]
+
+    def fill_alike(self) -> None:
+        """Gradients that were just written, as backward leaves them; nothing is checked."""
+        self.checking = False
+        for gradient in self.gradients:
+            gradient.fill_(1.0)
+
+    def is_sum(self, array: np.ndarray[Any, np.dtype[np.float32]], seed: int) -> bool:
+        """Whether an array is the ranks' sum of what was written with that seed."""
+        return self._kind.is_right(array, self.session.rank, self.ranks, seed)
+
+    def has_means(self, model: Scattered, seed: int) -> bool:
+        """Whether every ``grad`` of a model is the mean of what ``fill`` wrote."""
+        return self.are_means([parameter.grad for parameter in model.parameters()], seed)
+
+    def are_means(self, tensors: Sequence[Tensor | None], seed: int) -> bool:
+        """Whether these are the means of what ``fill`` wrote, in its order."""
+        return all(
+            tensor is not None and self.is_sum(self._summed(tensor), seed + number)
+            for number, tensor in enumerate(tensors)
+        )
+
+    def written_back(self) -> bool:
+        """Whether torch has written into every gradient since ``fill``; backward does not."""
+        return all(gradient._version > before for gradient, before in zip(self.gradients, self._versions, strict=True))
+
+    def fill_block(self, seed: int) -> None:
+        """The same for the block, as one array."""
+        self._kind.fill(self.array, self.session.rank, self.ranks, seed)
+
+    def exchange(self, array: np.ndarray[Any, np.dtype[np.float32]], number: int = 0) -> None:
+        """Sum an array over the ranks in place, as a bucket is summed."""
+        program = self.session.bucket_program(array.nbytes)
+        self.session.engine.run(Order(program, array, self.key + number, "gradients"))
+
+    def _summed(self, mean: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+        found = mean.reshape(-1).numpy() * np.float32(self.ranks)
+        # A share that is no power of two rounds; sums are whole numbers, from which that is far away.
+        return found if self.ranks & (self.ranks - 1) == 0 else np.rint(found)
+
+
+class _Bare:
+    """Backward, and the exchange of a block that is in place."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self.exchanged_bytes = ground.nbytes
+
+    def ready(self) -> None:
+        self._ground.fill_block(0)
+
+    def run(self) -> None:
+        self._ground.plain.zero_grad()
+        self._ground.plain().backward()
+        self._ground.exchange(self._ground.array)
+
+    def is_right(self, seed: int) -> bool:  # noqa: ARG002 - the block was filled by ``ready``
+        return self._ground.is_sum(self._ground.array, 0)
+
+
+class _Prepared:
+    """A model as ``syncline.prepare`` leaves it, with its gradients kept or not when they are set to zero."""
+
+    def __init__(self, ground: Ground, *, keep: bool) -> None:
+        self._ground, self._keep, self._model = ground, keep, ground.model()
+        made = prepare(ground.session, self._model)
+        assert made is not None  # only servers get nothing
+        self._storage = made.replica.storage
+        self.exchanged_bytes = sum(array.nbytes for array in self._storage.arrays)
+
+    def ready(self) -> None:
+        """Nothing: gradients are in place by themselves."""
+
+    def run(self) -> None:
+        self._model.zero_grad(set_to_none=not self._keep)
+        self._model().backward()
+
+    def is_right(self, seed: int) -> bool:
+        return _lie_at(self._model, self._storage.places) and self._ground.has_means(self._model, seed)
+
+
+class _Copied:
+    """Backward, copies into one block, the exchange, copies back; with ``stays`` the block's parts become ``grad``."""
+
+    def __init__(
+        self, ground: Ground, together: Callable[[_Copied, list[Tensor]], Tensor], *, stays: bool = False
+    ) -> None:
+        self._ground, self._together, self._stays = ground, together, stays
+        self.exchanged_bytes = ground.nbytes
+        self.block, self.share = ground.block, ground.share
+        sizes = [gradient.numel() for gradient in ground.gradients]
+        parts = zip(torch.split(ground.block, sizes), ground.gradients, strict=True)
+        self.views = [part.view(gradient.shape) for part, gradient in parts]
+        self._copies: Sequence[Tensor] = ()
+
+    def ready(self) -> None:
+        """Nothing: gradients are where backward leaves them."""
+
+    def run(self) -> None:
+        gradients = _backward(self._ground.plain)
+        flat = self._together(self, gradients)
+        self._ground.exchange(flat.numpy())
+        if self._stays:
+            for parameter, view in zip(self._ground.plain.parameters(), self.views, strict=True):
+                parameter.grad = view
+            return
+        parts = self.views if flat is self.block else _unflatten_dense_tensors(flat, gradients)  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(gradients, parts)
+        self._copies = parts if self._ground.checking else ()  # a new block would live on, and none be made there again
+
+    def is_right(self, seed: int) -> bool:
+        ground = self._ground
+        if self._stays:
+            moved = _lie_at(ground.plain, [view.data_ptr() for view in self.views])
+        else:
+            count = len(ground.gradients)
+            moved = len(self._copies) == count and ground.are_means(self._copies, seed) and ground.written_back()
+            self._copies = ()
+        return moved and ground.has_means(ground.plain, seed)
+
+    def divided(self, flat: Tensor) -> Tensor:
+        """The block divided by the number of ranks, in a pass of its own."""
+        return flat if self.share == 1.0 else flat.mul_(self.share)
+
+
+def _mul(copied: _Copied, gradients: list[Tensor]) -> Tensor:
+    for view, gradient in zip(copied.views, gradients, strict=True):
+        torch.mul(gradient, copied.share, out=view)
+    return copied.block
+
+
+def _foreach(copied: _Copied, gradients: list[Tensor]) -> Tensor:
+    torch._foreach_copy_(copied.views, gradients)
+    return copied.divided(copied.block)
+
+
+def _cat(copied: _Copied, gradients: list[Tensor]) -> Tensor:
+    torch.cat([gradient.view(-1) for gradient in gradients], out=copied.block)
+    return copied.divided(copied.block)
+
+
+def _flatten(copied: _Copied, gradients: list[Tensor]) -> Tensor:
+    flat: Tensor = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
+    return copied.divided(flat)
+
+
+class _Layerwise:
+    """Backward, then an exchange of every gradient where it lies."""
+
+    def __init__(self, ground: Ground, *, waits: bool) -> None:
+        self._ground, self._waits = ground, waits
+        self.exchanged_bytes = ground.nbytes
+
+    def ready(self) -> None:
+        """Nothing: gradients are where backward leaves them."""
+
+    def run(self) -> None:
+        ground, engine = self._ground, self._ground.session.engine
+        gradients = _backward(ground.plain)
+        if ground.share != 1.0:
+            torch._foreach_mul_(gradients, ground.share)
+        arrays = [gradient.view(-1).numpy() for gradient in gradients]
+        if self._waits:
+            for number, array in enumerate(arrays):
+                ground.exchange(array, number)
+            return
+        program = ground.session.bucket_program
+        works = [
+            engine.start(Order(program(array.nbytes), array, ground.key + number, f"gradient {number}"))
+            for number, array in enumerate(arrays)
+        ]
+        engine.wait(*works)
+
+    def is_right(self, seed: int) -> bool:
+        return self._ground.has_means(self._ground.plain, seed)
+
+
+def _lie_at(model: Scattered, places: Sequence[int]) -> bool:
+    """Whether every ``grad`` of a model is at its place."""
+    found = [parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None]
+    return found == list(places)
+
+
+def _backward(model: Scattered) -> list[Tensor]:
+    """A backward pass of a model that nobody has prepared; its gradients, where they lie."""
+    model.zero_grad()
+    model().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+_MAKERS: dict[str, Callable[[Ground], Iteration]] = {
+    BARE: _Bare,
+    CONTIGUOUS: lambda ground: _Prepared(ground, keep=False),
+    "placed": lambda ground: _Copied(ground, _mul, stays=True),
+    "accumulated": lambda ground: _Prepared(ground, keep=True),
+    "copied:mul": lambda ground: _Copied(ground, _mul),
+    "copied:foreach": lambda ground: _Copied(ground, _foreach),
+    "copied:cat": lambda ground: _Copied(ground, _cat),
+    "copied:flatten": lambda ground: _Copied(ground, _flatten),
+    "layerwise:all": lambda ground: _Layerwise(ground, waits=False),
+    "layerwise:one": lambda ground: _Layerwise(ground, waits=True),
+}
+
+
+def iteration_of(name: str, ground: Ground) -> Iteration:
+    """The iteration of a form; all ranks make the same ones in the same order."""
+    return _MAKERS[name](ground)

@@ -1,0 +1,105 @@
+"""The course of ``bench-gradients``: one set of ranks after the other, and the making of rows.
+
+A set that fails leaves rows with its error for what it has not reported; the next one runs all the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..collectives.display import Display, Task
+from ..collectives.start import Here, Ranks, RanksFailed
+from ..machine import provenance
+from ..messages import Message
+from ..report.gradient_rows import GradientResult, GradientRow
+from ..report.units import decimal_size as size_text
+from .forms import Form
+from .request import Model, Request, Work
+
+RANK = ("-m", "syncline_bench.gradients.rank")
+
+
+def measure(request: Request, display: Display) -> GradientResult:
+    """All rows of a request: numbers of ranks, in each its models, in each the forms."""
+    rows = [row for ranks in request.ranks for row in _Set(request, ranks).measure(display)]
+    return GradientResult(
+        **provenance(),
+        # Models together, for which a reader looks first.
+        rows=tuple(sorted(rows, key=lambda row: [model.workload for model in request.models].index(row.workload))),
+    )
+
+
+class _Set:
+    """One number of ranks."""
+
+    def __init__(self, request: Request, ranks: int) -> None:
+        self._request, self._ranks = request, ranks
+        self._forms = request.forms_at(ranks)
+        self._rows: dict[tuple[int, int], GradientRow] = {}
+        self._doing, self._turns = "", 0
+
+    def measure(self, display: Display) -> list[GradientRow]:
+        """The rows of this set, finished or with an error."""
+        work = Work(self._request.models, tuple(form.name for form in self._forms), self._request.repetitions)
+        error = "the ranks ended without a result"
+        with display.task(_count(self._ranks), self._request.turns_at(self._ranks)) as task:
+            task.at(0, "connecting")
+            try:
+                with Ranks(work.to_json(), self._ranks, Here(), RANK) as ranks:
+                    for number in range(len(self._request.models)):
+                        ranks.order(lambda message: self._take(message, task), model=number)
+                    ranks.end()
+            except RanksFailed as failure:
+                error = f"{failure} {self._doing}".strip()
+        return [
+            self._rows.get((number, at)) or self._row(model, form, error=error)
+            for number, model in enumerate(self._request.models)
+            for at, form in enumerate(self._forms)
+        ]
+
+    def _take(self, message: Message, task: Task) -> None:
+        """Whose turn it is, or what was measured."""
+        if message["kind"] == "measured":
+            self._heard(message)
+            return
+        nbytes, form = message["bytes"], self._forms[message["form"]]
+        self._doing = f"during {form.name} of {size_text(nbytes)}"
+        task.at(self._turns, next(model.workload for model in self._request.models if model.nbytes == nbytes))
+        self._turns += 1
+
+    def _heard(self, message: Message) -> None:
+        number, at = message["model"], message["form"]
+        model, form = self._request.models[number], self._forms[at]
+        times, median = message["times_s"], float(np.median(message["times_s"]))
+        added = float(np.median(message["added_s"]))
+        limit = form.limit_s(model.nbytes, self._ranks, message["bytes_per_s"])
+        self._rows[number, at] = self._row(
+            model,
+            form,
+            repetitions=len(times),
+            median_s=median,
+            p99_s=float(np.percentile(times, 99)),
+            added_s=added,
+            share=added / median,
+            limit_s=limit,
+            of_limit=limit / added if limit and added > 0 else None,
+            cpu_s=message["cpu_s"],
+            sent_bytes=message["sent_bytes"],
+            correct=message["correct"],
+        )
+
+    def _row(self, model: Model, form: Form, **figures: object) -> GradientRow:
+        return GradientRow(
+            model.workload,
+            form.name,
+            self._ranks,
+            len(model.shapes),
+            model.parameters,
+            model.nbytes,
+            form.passes_at(self._ranks),
+            **figures,  # type: ignore[arg-type]  # what was measured, by the names of the fields
+        )
+
+
+def _count(ranks: int) -> str:
+    return "1 process" if ranks == 1 else f"{ranks} ranks"

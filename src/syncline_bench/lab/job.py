@@ -1,0 +1,140 @@
+"""The verb ``syncline lab``: make a lab, run a command on every host, take the lab down.
+
+Owns what is printed and which signals end what. The lab is ``lab``'s business, the processes' lives are
+``launch.local``'s.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+
+from syncline.errors import UsageError
+from syncline.launch.local import Outcome, launch
+from syncline.nouns import Rate
+from syncline.strategy.grammar import write_value
+
+from .lab import Lab
+from .namespaces import check_able, end_marked
+from .records import Record, Registry
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    hosts: int,
+    rate: Rate | None,
+    per_host: int = 1,
+    servers: int = 0,
+    name: str | None = None,
+    mpi: str | None = None,
+    env: dict[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> int:
+    """Run ``command`` ``per_host`` times on every host and return the status of the first that failed.
+
+    The last ``servers`` of the processes are servers. With ``mpi`` (openmpi or mpich) the library's launcher starts
+    them, and all output is that launcher's. After ``timeout_s`` everything is ended, with status 124.
+    """
+    ranks = hosts * per_host
+    if not 0 <= servers < ranks:
+        raise UsageError(f"{servers} servers among {ranks} processes leave no worker: make more hosts")
+    if mpi is not None and servers:
+        raise UsageError("servers have no place in an MPI job: leave --mpi out")
+    with _ended_by_signals() as ignore_signals, Lab(hosts, rate, name) as lab:
+        try:
+            if mpi is None:
+                show = _Printer([_label(lab, rank, per_host) for rank in range(ranks)])
+                outcome = launch(
+                    command,
+                    ranks,
+                    servers=servers,
+                    env=env,
+                    on_output=show,
+                    place=lambda rank: lab.placement(rank, per_host),
+                    timeout_s=timeout_s,
+                )
+            else:
+                argv, settings = lab.mpi_command(ranks, command, mpi, per_host)
+                outcome = launch(argv, 1, env={**(env or {}), **settings}, ranked=False, timeout_s=timeout_s)
+        finally:
+            ignore_signals()
+    _report(outcome, mpi)
+    return outcome.status
+
+
+def show_labs() -> None:
+    """Print the labs of this machine, one line each."""
+    for record in Registry().labs():
+        click.echo(describe(record))
+
+
+def clean() -> None:
+    """Remove what dead labs left behind, and print their names."""
+    check_able()
+    for name in Registry().clean(end_marked):
+        click.echo(f"removed {name}")
+
+
+def describe(record: Record) -> str:
+    """A line about a lab: its name, hosts, rate, and who owns it."""
+    state = f"process {record.owner.pid}" if record.owner.alive else "dead: --clean removes it"
+    rate = write_value(None if record.rate is None else Rate(record.rate), Rate | None)
+    return f"{record.name}: {record.hosts} hosts, rate {rate}, {state}"
+
+
+class _Printer:
+    """Prints what the ranks print, each line behind the name of its host."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        width = max(map(len, labels))
+        self._labels = [click.style(f"{label:{width}} | ", dim=True) for label in labels]
+
+    def __call__(self, rank: int, line: str) -> None:
+        click.echo(self._labels[rank] + line)
+
+
+def _label(lab: Lab, rank: int, per_host: int) -> str:
+    host, local = divmod(rank, per_host)
+    return lab.host_name(host) if per_host == 1 else f"{lab.host_name(host)}.{local}"
+
+
+def _report(outcome: Outcome, mpi: str | None) -> None:
+    if outcome.status:
+        text = outcome.text if mpi is None else f"the MPI job ended with status {outcome.status}"
+        click.echo(f"syncline: {text}", err=True)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """SIGTERM and SIGHUP end what is inside by an exception, as Ctrl-C does, so that the lab is taken down.
+
+    Yields what makes all of them be ignored from then on: taking down is not to be interrupted halfway.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        sys.exit(128 + number)
+
+    def ignore() -> None:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    try:
+        yield ignore
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

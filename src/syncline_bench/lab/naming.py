@@ -1,0 +1,70 @@
+"""What a lab, its hosts and their addresses are called. Pure.
+
+Everything follows from the lab's name, so that whoever knows a host's name finds its lab. Labs cannot reach each other,
+so two with the same addresses do no harm; different ones keep logs readable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection
+from ipaddress import IPv4Network
+
+from syncline.errors import UsageError
+
+MAX_HOSTS = 200
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+_HOST = re.compile(r"(?P<lab>[a-z][a-z0-9-]{0,30})-h(?P<host>\d{1,3})")
+
+
+def check_name(name: str) -> str:
+    """``name`` if hosts can be called after it; raises UsageError."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot be a lab's name: use up to 31 small letters, digits and hyphens, beginning with a letter"
+        )
+    return name
+
+
+def free_name(taken: Collection[str]) -> str:
+    """The first of lab0, lab1, ... that is not taken."""
+    return next(name for name in (f"lab{number}" for number in range(len(taken) + 1)) if name not in taken)
+
+
+def host_name(lab: str, host: int) -> str:
+    """What a host is called, in its lab and as its UTS name."""
+    return f"{lab}-h{host}"
+
+
+def read_host_name(text: str) -> tuple[str, int]:
+    """The lab and the number of a host; raises UsageError."""
+    found = _HOST.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{text!r} is no host of a lab: they are called NAME-h0, NAME-h1, ...")
+    return found["lab"], int(found["host"])
+
+
+def network(lab: str) -> IPv4Network:
+    """The addresses of a lab: 256 of the private range 10.0.0.0/8."""
+    digest = hashlib.sha256(lab.encode()).digest()
+    return IPv4Network(f"10.{digest[0]}.{digest[1]}.0/24")
+
+
+def address(lab: str, host: int) -> str:
+    """A host's address in its lab's network."""
+    return str(network(lab)[host + 1])
+
+
+def hosts_file(lab: str, hosts: int) -> str:
+    """What /etc/hosts holds on every host of a lab.
+
+    Programs that serve both versions of IP on one socket (PyTorch's store) see IPv4 addresses as mapped ones and look
+    those up; they have lines of their own, since a lab has no name server that could answer.
+    """
+    lines = ["127.0.0.1 localhost", "::1 localhost"]
+    for host in range(hosts):
+        lines.append(f"{address(lab, host)} {host_name(lab, host)}")
+        lines.append(f"::ffff:{address(lab, host)} {host_name(lab, host)}.mapped")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,88 @@
+"""What ``tc`` is told, so that a link carries its rate, and no short message travels for nothing. Pure.
+
+A token bucket (tc-tbf(8)) lets pass ``burst`` bytes at once when the link was idle. What it cannot do is be late: the
+timer that wakes it comes some 50 to 100 us after its time, more on a busy machine, and tokens that do not fit into the
+bucket meanwhile are lost for ever. A bucket that is small enough for a 64 KiB message to feel the rate therefore loses
+rate, and one that is large enough not to lets that message pass in no time. So there are two buckets, for links slow
+enough for it to matter: the large one, some milliseconds deep, holds the rate over time, and a small one lets bytes out
+at no more than ``PEAK`` times the rate, which absorbs what its lateness loses.
+
+Segments of TCP travel through the machine in one piece until they reach a wire (GSO); a bucket smaller than such a
+piece would cut it, packet by packet, at the cost of a core. Their size is therefore limited to some share of the small
+bucket. Queues are 5 ms deep, as a switch's port might be, and at least 32 frames; what does not fit is dropped.
+
+The rate counts Ethernet frames without preamble and gap: at an MTU of 1500, TCP carries at most 1448/1514 of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from syncline.errors import UsageError
+from syncline.nouns import Rate
+from syncline.strategy.grammar import write_value
+
+LEAST, MOST = Rate(1e6), Rate(100e9)
+
+PEAK = 1.2
+"""The greatest momentary rate, over the rate."""
+
+_FRAME_BYTES = 1514
+_BURST_S = 2.5e-3
+_PIECE_S = 260e-6  # a piece of TCP's segments, at the link's rate
+_PEAK_S = 320e-6  # the small bucket
+_QUEUE_S = 5e-3
+_PEAK_UP_TO = 2e9  # above, the small bucket would wake the timer more often than it can come
+_MOST_PIECE_BYTES = 65_000  # just under the kernel's 64 KiB
+_LEAST_QUEUE_BYTES = 32 * _FRAME_BYTES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One direction of a link: bits per second, and the depth of its buckets and its queue in bytes.
+
+    ``peak_bits`` and ``peak_bytes`` are None for a link without a small bucket; ``piece_bytes`` is how much TCP may
+    hand to the link in one piece.
+    """
+
+    rate: Rate
+    burst_bytes: int
+    queue_bytes: int
+    piece_bytes: int
+    peak_bits: float | None
+    peak_bytes: int | None
+
+    def tc(self, device: str) -> str:
+        """The line of ``tc -batch`` that shapes what leaves ``device``."""
+        text = (
+            f"qdisc add dev {device} root tbf rate {_bits(self.rate)} burst {self.burst_bytes} limit {self.queue_bytes}"
+        )
+        if self.peak_bits is not None and self.peak_bytes is not None:
+            text += f" peakrate {_bits(self.peak_bits)} minburst {self.peak_bytes}"
+        return text
+
+
+def shape(rate: Rate) -> Shape:
+    """The shape of a link that carries ``rate``, which lies between 1 Mbit/s and 100 Gbit/s; raises UsageError."""
+    if not LEAST <= rate <= MOST:
+        raise UsageError(
+            f"a lab's links carry {write_value(LEAST, Rate)} to {write_value(MOST, Rate)}, not"
+            f" {write_value(rate, Rate)}; rate none leaves them unshaped"
+        )
+    per_s = rate / 8
+    slow = rate <= _PEAK_UP_TO
+    piece = math.ceil(min(_MOST_PIECE_BYTES, max(2 * _FRAME_BYTES, per_s * _PIECE_S)))
+    peak = math.ceil(max(piece + _FRAME_BYTES, per_s * _PEAK_S)) if slow else None
+    return Shape(
+        rate=rate,
+        burst_bytes=math.ceil(max(2 * (peak or piece), per_s * _BURST_S)),
+        queue_bytes=math.ceil(max(_LEAST_QUEUE_BYTES, per_s * _QUEUE_S)),
+        piece_bytes=piece,
+        peak_bits=PEAK * rate if slow else None,
+        peak_bytes=peak,
+    )
+
+
+def _bits(rate: float) -> str:
+    return f"{round(rate)}bit"

@@ -1,0 +1,149 @@
+"""Who starts the processes of a row: this process itself, an MPI library's launcher, or Slurm's ``srun``.
+
+Owns what ``--launcher`` may say, and the arguments that make a launcher start so many processes. Starts nothing, but
+for asking a launcher which MPI it belongs to. How processes then find their rank is ``launch.environment``'s matter,
+how they report ``messages``'.
+
+Open MPI passes variables on to other hosts only where they are named (``-x``); MPICH and Slurm pass all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from syncline.errors import UsageError
+from syncline.launch.mpi_library import LIBRARIES, MpiLibrary, find_library
+
+_MPI = ("mpirun", "mpiexec", "prterun", "orterun")
+_ASK_S = 20.0
+_COUNTS = ("-n", "-np", "--n", "--np", "--ntasks")
+_OPENMPI_NAMES = ("Open MPI", "OpenRTE", "PRRTE", "prterun")
+_LIBRARIES_READ = ("GLOO_", "NCCL_", "UCX_", "MPI4PY_", "MKL_", "OPENBLAS_", "JAX_", "XLA_FLAGS", "TF_", "KERAS_")
+_PASSED_ON = ("SYNCLINE_", *_LIBRARIES_READ, "OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+_SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--input=none")
+"""Before what the user says, who may want something else: whatever else a job's script has set, variables are passed
+on, one process that fails ends all, and no input is read."""
+
+Kind = Literal["auto", "local", "openmpi", "mpich", "srun"]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What starts processes: ``text`` is what was asked for, ``words`` are a launcher and the user's arguments for it.
+
+    ``auto`` is this process, and an MPI library's launcher for what talks over MPI. ``settings`` has the library whose
+    settings the processes get; a launcher that was named by its path brings its own.
+    """
+
+    text: str
+    kind: Kind
+    words: tuple[str, ...] = ()
+    settings: MpiLibrary | None = None
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return Path(self.words[0]).name if self.words else self.text
+
+    def command(
+        self, processes: int, command: Sequence[str], env: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """What starts ``command`` so many times: arguments, and what to add to the environment, ``env`` included."""
+        if self.kind == "srun":
+            launcher, *given = self.words
+            return [launcher, *_SRUN, *given, "--ntasks", str(processes), *command], dict(env)
+        crowded = processes > len(os.sched_getaffinity(0))
+        added = {**({} if self.settings is None else self.settings.settings(crowded)), **env}
+        named: list[str] = []
+        if self.kind == "openmpi":
+            names = {*added, *(name for name in os.environ if name.startswith(_PASSED_ON)), "OMP_NUM_THREADS"}
+            named = [word for name in sorted(names) if not name.startswith(("OMPI_", "PRTE_")) for word in ("-x", name)]
+        return [*self.words, *named, "-n", str(processes), *command], added
+
+
+AUTO, LOCAL = Launcher("auto", "auto"), Launcher("local", "local")
+
+
+def read_launcher(text: str) -> Launcher:
+    """The launcher that a text names; raises UsageError where there is none of that name, or it is not installed.
+
+    ``auto``, ``local``, ``openmpi`` and ``mpich`` stand alone or before arguments of that launcher; ``mpirun``,
+    ``mpiexec`` and ``srun`` may be paths.
+    """
+    text = text.strip()
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--launcher {text!r} cannot be read: {error}") from None
+    if not words:
+        raise UsageError(f"--launcher is empty: {_CHOICES}")
+    head, *given = words
+    base = Path(head).name
+    if head in ("auto", "local"):
+        if given:
+            raise UsageError(f"--launcher {head} takes no arguments, got {shlex.join(given)}")
+        return AUTO if head == "auto" else LOCAL
+    if head not in LIBRARIES and base != "srun" and not base.startswith(_MPI):
+        raise UsageError(f"--launcher {head!r} is none that is known: {_CHOICES}")
+    _check_counts(text, given)
+    if base == "srun":
+        return Launcher(text, "srun", (_found(head, "Slurm's launcher"), *given))
+    return _mpi(text, head, given)
+
+
+_CHOICES = "choose local, mpirun, mpiexec, openmpi, mpich or srun, or the path of one, with arguments of its own"
+
+
+def mpi_launcher() -> Launcher | str:
+    """The launcher of the installed MPI library, or why there is none."""
+    found = find_library("mpi")
+    return _of_library("mpirun", found, ()) if isinstance(found, MpiLibrary) else found
+
+
+def _mpi(text: str, head: str, given: Sequence[str]) -> Launcher:
+    if head in LIBRARIES or head in ("mpirun", "mpiexec"):
+        found = find_library(head if head in LIBRARIES else "mpi")
+        if isinstance(found, MpiLibrary):
+            return _of_library(text, found, given)
+        if head in LIBRARIES or shutil.which(head) is None:
+            raise UsageError(f"--launcher {head}: {found}")
+    path = _found(head, "an MPI library's launcher")
+    return Launcher(text, _asked(path), (path, *given))
+
+
+def _of_library(text: str, library: MpiLibrary, given: Sequence[str]) -> Launcher:
+    kind: Kind = "openmpi" if library.name == "openmpi" else "mpich"
+    return Launcher(text, kind, (*library.launcher, *given), library)
+
+
+def _found(head: str, what: str) -> str:
+    path = shutil.which(head)
+    if path is None:
+        raise UsageError(f"--launcher {head}: {what} is not there; install it, or give its path")
+    return path
+
+
+def _asked(path: str) -> Kind:
+    """Whose launcher it is, as it says itself."""
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"--launcher {path} cannot be asked for its version: {error}") from None
+    return "openmpi" if any(name in done.stdout + done.stderr for name in _OPENMPI_NAMES) else "mpich"
+
+
+def _check_counts(text: str, given: Sequence[str]) -> None:
+    """Raise UsageError where the arguments say how many processes there are to be, which each row says."""
+    for word in given:
+        name = word.partition("=")[0]
+        if name in _COUNTS or (word.startswith("-n") and word[2:].isdecimal()):
+            raise UsageError(f"--launcher {text!r}: leave {word} out, each row has its own number of processes")

@@ -1,0 +1,293 @@
+"""The arithmetic of a measured run: an iteration's clock, medians of a worker, and a row made of all workers.
+
+Owns what the numbers of a row mean; does no I/O and reads no clock of its own, so that every rule here is tested
+without waiting. The split of an iteration follows Shi and Chu (arXiv 1711.05979); exposed communication is the time
+for which the training thread was blocked in the communication library, whatever stage it happened in, and is taken out
+of that stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, median, median_low
+from typing import Any
+
+from .report.rows import BASELINE, STAGES, Point, Row
+
+COMPUTE_STAGES = tuple(stage for stage in STAGES if stage != "exposed_comm_s")
+MEASURES = (*STAGES, "iteration_s", "compute_s", "images_per_s", "bytes_sent_per_step")
+COUNTED = ("exposed_comm_s", "compute_s", "bytes_sent_per_step")
+"""What is known only when the communication library counts its waiting and its bytes."""
+PASSES = ("forward_s", "backward_s", "update_s")
+"""What is known only where these three are not one computation, ``step_s``, which is known only where they are."""
+_CURVE_POINTS = 100
+_SLOWER = 1.25
+"""A worker that computes so many times as long as the median worker is named the slowest."""
+
+
+@dataclass
+class IterationClock:
+    """Splits one iteration into stages, each net of the time blocked in communication.
+
+    ``now`` is a clock in seconds, ``blocked`` the total time blocked so far. The calls of an iteration are ``begin``,
+    then ``lap`` at the end of each stage, then ``end``.
+    """
+
+    now: Callable[[], float]
+    blocked: Callable[[], float]
+    _start: tuple[float, float] = (0.0, 0.0)
+    _last: tuple[float, float] = (0.0, 0.0)
+    _stages: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Start an iteration."""
+        self._start = self._last = (self.now(), self.blocked())
+        self._stages = dict.fromkeys(COMPUTE_STAGES, 0.0)
+
+    def lap(self, stage: str) -> None:
+        """Everything since the last call was ``stage``."""
+        at, blocked = self.now(), self.blocked()
+        # The two clocks are read one after the other, so a stage that only waited may come out a little below zero.
+        self._stages[stage] += max(0.0, (at - self._last[0]) - (blocked - self._last[1]))
+        self._last = (at, blocked)
+
+    def end(self) -> dict[str, float]:
+        """Seconds of the iteration that ends with the last lap: every stage, iteration_s, compute_s, exposed_comm_s."""
+        iteration = self._last[0] - self._start[0]
+        exposed = min(iteration, self._last[1] - self._start[1])
+        return {
+            **self._stages,
+            "iteration_s": iteration,
+            "exposed_comm_s": exposed,
+            "compute_s": iteration - exposed,
+        }
+
+
+@dataclass
+class Record:
+    """What one worker has measured so far: every iteration's numbers and the points of its curves."""
+
+    iterations: int
+    """How many iterations the run will have."""
+    counted: bool = True
+    """Whether the times and bytes of communication were counted, or stand at 0 for want of a counter."""
+    fused: bool = False
+    """Whether a step is one computation."""
+    warmup: int | None = None
+    """How many first iterations medians leave out; None for ``warmup`` of their number."""
+    measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
+    points: list[Point] = field(default_factory=list)
+    seconds: float = 0.0
+    position: int = 0
+    """How far the run is, in steps of all workers together: where each goes at its own pace, not this one's."""
+    last_loss: float | None = None
+    _samples: list[int] = field(default_factory=list)
+    _losses: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """Iterations measured so far."""
+        return len(self.measures["iteration_s"])
+
+    def add(
+        self, times: Mapping[str, float], loss: float, samples: int, bytes_sent: int, position: int | None = None
+    ) -> None:
+        """Enter one iteration: its times, its training loss, its samples and the bytes sent since the one before.
+
+        ``position`` is that of its batch, by default the number of the iteration.
+        """
+        for name, value in times.items():
+            self.measures[name].append(value)
+        self.measures["images_per_s"].append(samples / times["iteration_s"] if times["iteration_s"] > 0 else 0.0)
+        self.measures["bytes_sent_per_step"].append(bytes_sent)
+        self.position = self.done if position is None else position
+        self.seconds += times["iteration_s"]
+        self.last_loss = loss
+        self._samples.append(samples)
+        self._losses.append((loss, samples))
+        if len(self._losses) == math.ceil(self.iterations / _CURVE_POINTS) or self.done == self.iterations:
+            self._enter_loss()
+
+    def evaluated(
+        self, accuracy: float, loss: float, position: int | None = None, seconds: float | None = None
+    ) -> None:
+        """Enter an evaluation on the test set: after so many steps and seconds, or at the end."""
+        at = self.iterations if position is None else position
+        seconds = self.seconds if seconds is None else seconds
+        self.points.append(Point(at, seconds, accuracy=accuracy, test_loss=loss))
+
+    def report(self) -> dict[str, Any]:
+        """The worker's medians, means and curve, as JSON values; zeros of one that had no batch."""
+        skip = warmup(self.done) if self.warmup is None else min(self.warmup, max(0, self.done - 1))
+        if self._losses:
+            self._enter_loss()
+        found = {name: values[skip:] or [0.0] for name, values in self.measures.items()}
+        measures: dict[str, float | None] = {name: median(values) for name, values in found.items()}
+        seconds = sum(found["iteration_s"])
+        measures["images_per_s"] = sum(self._samples[skip:]) / seconds if seconds > 0 else 0.0
+        measures["bytes_sent_per_step"] = fmean(self.measures["bytes_sent_per_step"] or [0.0])
+        unknown = {*(() if self.counted else COUNTED), *(PASSES if self.fused else ("step_s",))}
+        return {
+            "iterations": self.done,
+            "seconds": self.seconds,
+            "warmup": skip,
+            "measures": {name: None if name in unknown else value for name, value in measures.items()},
+            "mean_compute_s": fmean(found["compute_s"]) if self.counted else None,
+            "curve": [asdict(point) for point in sorted(self.points, key=lambda point: point.iteration)],
+        }
+
+    def _enter_loss(self) -> None:
+        total = sum(count for _, count in self._losses)
+        mean = sum(value * count for value, count in self._losses) / total
+        self.points.append(Point(self.position, self.seconds, loss=mean))
+        self._losses = []
+
+
+def warmup(iterations: int) -> int:
+    """How many first iterations medians leave out: a fifth, at most ten."""
+    return min(10, iterations // 5)
+
+
+def row_of(
+    strategy: str,
+    workers: int,
+    servers: int,
+    batch: int,
+    reports: Sequence[Mapping[str, Any]],
+    served_s: float = 0.0,
+) -> Row:
+    """One row made of the reports of all its workers, in rank order; what a worker does not know is None.
+
+    ``served_s`` is the processor time of its servers.
+
+    A worker that had no batch, as a slow one may where all take them from a pool, has no part in medians.
+    """
+    first = reports[0]
+    steps = [int(report["iterations"]) for report in reports]
+    busy = [report for report in reports if report["iterations"]]
+    values = {name: [report["measures"][name] for report in busy] for name in MEASURES}
+    measures: dict[str, Any] = {name: None if None in items else median(items) for name, items in values.items()}
+    measures["images_per_s"] = sum(values["images_per_s"])
+    counted = measures["bytes_sent_per_step"] is not None
+    sent, received = [report["sent"] for report in reports], [report["received"] for report in reports]
+    digests = {str(report["sha256"]) for report in reports}
+    curve = _curve(reports)
+    scored = [point for point in curve if point.accuracy is not None]
+    iterations = round(sum(steps) / workers)
+    losses = [point.loss for point in curve if point.loss is not None]
+    return Row(
+        strategy,
+        workers,
+        accuracy=scored[-1].accuracy if scored else None,
+        loss=scored[-1].test_loss if scored else (losses[-1] if losses else None),
+        **measures,
+        replicas_equal=len(digests) == 1,
+        chosen=str(first["chosen"]),
+        framework_version=first.get("version"),
+        servers=servers,
+        iterations=iterations,
+        cpu_s_per_step=(served_s + sum(report["cpu_s"] for report in reports)) / iterations if iterations else None,
+        warmup=int(_furthest(reports)["warmup"]),
+        batch=batch,
+        replica_sha256=digests.pop() if len(digests) == 1 else None,
+        start_s=median(report["start_s"] for report in reports),
+        peak_bytes=max(report["peak_bytes"] for report in reports),
+        curve=curve,
+        traffic=traffic(sent, received, servers) if counted else (),
+        steps=tuple(steps),
+        **_coordination(reports, steps),
+    )
+
+
+def _coordination(reports: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[str, Any]:
+    """How the workers were coordinated: what each counted, added up, and who held up whom."""
+    found: dict[str, Any] = {}
+    for name in ("staleness", "version_lag"):
+        total: Counter[int] = Counter()
+        for report in reports:
+            total.update({int(number): count for number, count in report[name].items()})
+        found[name] = dict(sorted(total.items()))
+    waited = [report["waited_s"] for report in reports]
+    if None not in waited:
+        found["waits"] = tuple(
+            tuple(float(line.get(str(rank), 0.0)) for rank in range(len(reports))) for line in waited
+        )
+        found["wait_s_per_step"] = fmean(
+            sum(line) / count for line, count in zip(found["waits"], steps, strict=True) if count
+        )
+    computing = [report["mean_compute_s"] for report in reports]
+    if None not in computing and len(computing) > 1:
+        found["compute_by_rank_s"] = tuple(computing)
+        slowest = max(range(len(computing)), key=lambda rank: computing[rank])
+        if computing[slowest] > _SLOWER * median_low(filter(None, computing)):
+            found["slowest_rank"] = slowest
+    return found
+
+
+def timed(row: Row, target: float | None) -> Row:
+    """The row with the training time after which its model was first seen to be so accurate."""
+    if target is None:
+        return row
+    reached = (point.seconds for point in row.curve if point.accuracy is not None and point.accuracy >= target)
+    return replace(row, time_to_accuracy_s=next(reached, None))
+
+
+def scaled(row: Row, baseline: Row | None) -> Row:
+    """The row with its scaling efficiency: its throughput against that of one worker times the number of workers.
+
+    Without a ``baseline`` the row of a single worker is its own; None where either throughput is unknown.
+    """
+    base = row if baseline is None and row.strategy == BASELINE else baseline
+    if row.images_per_s is None or base is None or not base.images_per_s:
+        return row
+    return replace(row, scaling_efficiency=row.images_per_s / (row.workers * base.images_per_s))
+
+
+def traffic(
+    sent: Sequence[Mapping[str, float]], received: Sequence[Mapping[str, float]], servers: int
+) -> tuple[tuple[float, ...], ...]:
+    """Who sent how much to whom: what each worker says that it sent, and that it received from servers.
+
+    Both are per worker in rank order, with the peer's process index (as text) as key; processes are the workers, then
+    the servers, which do not report themselves.
+    """
+    workers = len(sent)
+    count = workers + servers
+    matrix = [[0.0] * count for _ in range(count)]
+    for rank in range(workers):
+        for peer, value in sent[rank].items():
+            matrix[rank][int(peer)] = float(value)
+        for peer, value in received[rank].items():
+            if int(peer) >= workers:
+                matrix[int(peer)][rank] = float(value)
+    return tuple(tuple(line) for line in matrix)
+
+
+def _curve(reports: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
+    """Rank 0's scores, and the training loss averaged over the workers that have the same point.
+
+    The points are those of the worker that made most steps: where each goes at its own pace, rank 0 may have few or
+    none. The last score is of what all workers did, so its time is when the last of them was done.
+    """
+    losses: dict[int, list[float]] = {}
+    for report in reports:
+        for point in report["curve"]:
+            if point["loss"] is not None:
+                losses.setdefault(point["iteration"], []).append(point["loss"])
+    scored = [Point(**point) for point in reports[0]["curve"] if point["accuracy"] is not None]
+    if scored:
+        scored[-1] = replace(scored[-1], seconds=max(report["seconds"] for report in reports))
+    trained = [
+        Point(point["iteration"], point["seconds"], loss=fmean(losses[point["iteration"]]))
+        for point in _furthest(reports)["curve"]
+        if point["loss"] is not None
+    ]
+    return tuple(sorted((*trained, *scored), key=lambda point: point.iteration))
+
+
+def _furthest(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """That of the worker with most steps, of the first one where several have as many."""
+    return max(reports, key=lambda report: int(report["iterations"]))

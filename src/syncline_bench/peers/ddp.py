@@ -1,0 +1,148 @@
+"""``ddp``: PyTorch's DistributedDataParallel over Gloo, as its documentation says to run it on CPUs.
+
+Its own communication hooks stand beside Syncline's for it, which takes a codec (``codec=int8``), and Gloo beside the
+backend ``syncline`` of torch.distributed (``group=syncline``). PyTorch's PowerSGD sends matrices of rank 1 from the
+third step on, as its documentation begins.
+
+Gradients are views of the buckets (``gradient_as_bucket_view``), which saves a copy; one thread per process, as for all
+others (``syncline_bench.train``); Gloo is bound to the interface on which the processes meet, since it would otherwise
+look the host name up (``GLOO_SOCKET_IFNAME``, which a lab sets). DistributedDataParallel waits where it likes and
+counts nothing: its iterations are measured, its blocked time and bytes are not.
+
+Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from syncline.errors import UsageError
+from syncline.launch.environment import Environment, recognise
+from syncline.nouns import Size
+from syncline.registry import register
+from syncline.strategy.strategy import Strategy
+
+from ..sides import NoCounts
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_BUCKET = Size(25 << 20)
+
+_left: list[Any] = []
+"""Groups over Gloo that this process has left, kept until it ends. PyTorch frees one while it holds the interpreter
+lock, and waits for threads of Gloo, one of which may need the lock to free a hook's work: that is a hang."""
+
+
+@register("peers", "ddp", trains=True, framework="torch")
+@dataclass(frozen=True)
+class DDP:
+    """PyTorch's DistributedDataParallel, over Gloo or Syncline's backend.
+
+    A communication hook, PyTorch's or Syncline's with a codec, compresses gradients.
+    """
+
+    bucket: Size = _BUCKET
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    codec: str = "none"
+    group: Literal["gloo", "syncline"] = "gloo"
+
+    def __post_init__(self) -> None:
+        if self.bucket < 1:
+            raise UsageError(f"bucket of ddp must be 1 byte or more, got {self.bucket}: its own default is 25MiB")
+        if "none" not in (self.hook, self.codec):
+            raise UsageError(f"ddp has one hook: choose hook={self.hook}, PyTorch's, or codec={self.codec}, Syncline's")
+        Strategy.parse(f"codec={self.codec}")
+
+    def join(self) -> Member:
+        """Become a member of the run's group; raises what torch raises when the others cannot be reached."""
+        return Member(self, recognise())
+
+
+class Member:
+    """One process of a DistributedDataParallel run, behind the calls that the training loop makes."""
+
+    def __init__(self, peer: DDP, environment: Environment) -> None:
+        import torch.distributed as dist
+
+        self._peer, self._dist = peer, dist
+        if environment.address.startswith("127."):
+            os.environ.setdefault(_INTERFACE, "lo")
+        dist.init_process_group(peer.group)
+
+    def rank(self) -> int:
+        """This worker's rank."""
+        return int(self._dist.get_rank())
+
+    def world_size(self) -> int:
+        """The number of workers."""
+        return int(self._dist.get_world_size())
+
+    def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[DistributedDataParallel, Any]:  # noqa: ARG002
+        """The model wrapped; the optimizer holds its parameters already. Ranks weigh alike here, whatever is asked."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        # torch counts megabytes of 1024 * 1024 bytes.
+        wrapped = DistributedDataParallel(
+            model,
+            bucket_cap_mb=self._peer.bucket / (1 << 20),
+            gradient_as_bucket_view=True,
+        )
+        if (found := _hook(self._peer)) is not None:
+            wrapped.register_comm_hook(*found)
+        return wrapped, optimizer
+
+    def stats(self) -> NoCounts:
+        """Nothing: DistributedDataParallel does not count."""
+        where = f" on {os.environ.get(_INTERFACE, 'the default interface')}" if self._peer.group == "gloo" else ""
+        return NoCounts(f"ddp over {self._peer.group}{where}", blocked_s=None)
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        self._dist.barrier()
+
+    def consolidate(self) -> None:
+        """Nothing: replicas never differ."""
+
+    def shutdown(self) -> None:
+        """Leave the group; over Gloo, the process ends without freeing what is left of it."""
+        if self._peer.group == "gloo":
+            atexit.unregister(_end)
+            atexit.register(_end)
+            _left.append(self._dist.group.WORLD)
+        self._dist.destroy_process_group()
+
+
+def _end() -> None:
+    """Call the exit functions that were registered earlier, and end this process before groups are freed."""
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(hasattr(sys, "last_value")))  # what ended the script, where an exception did
+
+
+def _hook(peer: DDP) -> tuple[Any, Any] | None:
+    """The state and the function of the hook that is asked for, if one is."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if peer.codec != "none":
+        from syncline.torch_backend.hook import HookState, comm_hook
+
+        return HookState(f"codec={peer.codec}"), comm_hook
+    hooks: dict[str, Any] = {
+        "fp16": default_hooks.fp16_compress_hook,
+        # Under its own name this hook is refused unless torch was built with NCCL, whatever the backend is. Gloo adds
+        # bfloat16 as well.
+        "bf16": lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket),
+        "powersgd": powerSGD_hook.powerSGD_hook,
+    }
+    if peer.hook == "none":
+        return None
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2) if peer.hook == "powersgd" else None
+    return state, hooks[peer.hook]

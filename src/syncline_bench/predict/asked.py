@@ -1,0 +1,286 @@
+"""What is asked to be predicted: the strategies, presets and peers of a list, and what becomes of them there.
+
+Owns the reading of texts, every refusal of bad ones, and the choices that a run makes by measuring, which are made here
+by simulation. ``schedule=auto`` takes, of the candidates of ``tuning.schedule_choice``, the simplest that is as fast as
+the best but for its margin; ``architecture=auto`` takes the fastest allreduce that a run measures, one for all sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from syncline.costs.cluster import Cluster
+from syncline.errors import StrategyError, UsageError
+from syncline.registry import names
+from syncline.strategy.grammar import Part, nearest, read_list, read_part, read_value, read_words
+from syncline.strategy.parts import write
+from syncline.strategy.presets import preset_of
+from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import AUTO
+from syncline.sync import Averages, exchanges_gradients
+from syncline.tuning import codec_choice, schedule_choice
+from syncline.tuning.algorithm_choice import candidates as algorithms
+from syncline.tuning.algorithm_choice import is_wanted as algorithm_is_wanted
+from syncline.workloads import load
+
+from .collectives import check_plan
+from .iterations import simulate
+from .networks import load_network
+from .settings import OURS, Habits, Iteration, Model, Setting, lay_out, model_of, setting_of
+
+_PEERS: Mapping[str, Mapping[str, str]] = {"ddp": {"bucket": "25MiB", "hook": "none", "codec": "none"}}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A strategy under the name that it was asked for with; ``note`` says what is assumed of it."""
+
+    name: str
+    strategy: Strategy
+    note: str = ""
+    habits: Habits = field(default=OURS)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be predicted, checked.
+
+    ``price`` is of one worker for an hour, ``epoch_images`` what an epoch has. Raises UsageError for numbers that make
+    no sense.
+    """
+
+    workload: str
+    model: Model
+    clusters: tuple[Cluster, ...]
+    workers: tuple[int, ...]
+    asked: tuple[Asked, ...]
+    per_node: int | None = None
+    price: float | None = None
+    epoch_images: int | None = None
+
+    def __post_init__(self) -> None:
+        for count in self.workers:
+            if count < 1:
+                raise UsageError(f"--workers has to be 1 or more, got {count}")
+        if not self.workers:
+            raise UsageError("--workers is missing: predict --workload googlenet --network 10gbe --workers 2,4,8")
+        if len(set(self.workers)) < len(self.workers):
+            raise UsageError(f"--workers takes numbers that differ, got {', '.join(map(str, self.workers))}")
+        if self.per_node is not None and self.per_node < 1:
+            raise UsageError(f"--per-node has to be 1 or more, got {self.per_node}")
+        if self.price is not None and not self.price >= 0:
+            raise UsageError(f"--price is of a worker for an hour and not negative, got {self.price:g}")
+        if self.price is not None and self.epoch_images is None:
+            raise UsageError(
+                "--price is of an epoch, and the workload's layers do not say how many images one has: give"
+                " --epoch-images, such as --epoch-images 1281167 for ImageNet"
+            )
+        if self.epoch_images is not None and self.epoch_images < 1:
+            raise UsageError(f"--epoch-images has to be 1 or more, got {self.epoch_images}")
+        names = [cluster.name for cluster in self.clusters]
+        if len(set(names)) < len(names) or not names:
+            raise UsageError(f"--network takes networks that differ, got {', '.join(names) or 'none'}")
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What runs, the iteration that it makes, and what was chosen for it, in words."""
+
+    setting: Setting
+    iteration: Iteration
+    chosen: str = ""
+
+
+def asked_of(text: str) -> Asked:
+    """The strategy, preset or peer of a text; raises UsageError, with the nearest, for one that does not exist."""
+    words = read_words(text)
+    if words and not words[0][0] and words[0][1].name in _PEERS:
+        return _peer(read_part(text))
+    preset = preset_of(words)
+    try:
+        strategy = Strategy.parse(text)
+    except StrategyError as error:
+        near = "" if "did you mean" in str(error) else nearest(text.partition("(")[0], _PEERS)
+        raise StrategyError(f"{error}{near}") from None
+    if strategy.collective is not None:
+        raise UsageError(
+            f"{text!r} cannot be predicted: what {strategy.architecture.name} sends is its library's own affair; ask"
+            " for ring, or another algorithm that has a plan"
+        )
+    _check_answerable(text, strategy)
+    return Asked(text.strip(), strategy) if preset is None else Asked(preset.name, strategy, preset.note)
+
+
+def _check_answerable(text: str, strategy: Strategy) -> None:
+    """Raise UsageError, with what to ask for, for words that a prediction cannot take into account."""
+    if strategy.codec == AUTO:
+        raise UsageError(
+            f"{text!r} cannot be predicted: a run measures which codec is fastest, and a network seldom says what all"
+            f" of them cost; ask for each by its name: {', '.join(f'codec={name}' for name in codec_choice.CANDIDATES)}"
+        )
+    limited = [name for name in ("rate", "delay") if strategy.transport.arguments.get(name)]
+    if limited:
+        raise UsageError(
+            f"{text!r} cannot be predicted: {limited[0]} of transport={strategy.transport.name} would make the network"
+            " slower than it says; leave it out, and ask on a network that is so slow, such as alpha=45us,rate=10Mbit"
+        )
+    mode = strategy.sync_mode()
+    if isinstance(mode, Averages) and exchanges_gradients(mode):
+        raise UsageError(
+            f"{text!r} cannot be predicted: under sync={strategy.sync.name} the first steps exchange gradients and"
+            " later ones average weights, so no iteration stands for all; ask for each phase: sync=bsp and, for the"
+            f" second, sync=local(steps={strategy.sync.arguments.get('steps', 'N')})"
+        )
+
+
+def all_asked(texts: Sequence[str]) -> list[Asked]:
+    """Those of a list; raises UsageError for none, and for one that is listed twice."""
+    found: dict[str, Asked] = {}
+    for text in texts:
+        one = asked_of(text)
+        if one.name in found:
+            raise UsageError(f"the strategy {one.name} is listed twice: leave one of them out")
+        found[one.name] = one
+    if not found:
+        raise UsageError("no strategy to predict: name one, such as ring")
+    return list(found.values())
+
+
+def _peer(part: Part) -> Asked:
+    """DistributedDataParallel, as far as a strategy stands for it."""
+    given = {name: str(value) for name, value in part.args}
+    known = _PEERS[part.name]
+    if unknown := [name for name in given if name not in known]:
+        raise UsageError(
+            f"{part.name} has no argument {unknown[0]!r}{nearest(unknown[0], known)}: there are {', '.join(known)}"
+        )
+    words = {**known, **given}
+    hook = words["hook"]
+    codec = {"none": f" codec={words['codec']}", "powersgd": " codec=powersgd(rank=1)"}.get(
+        hook, f" codec={hook} feedback=off"
+    )
+    strategy = Strategy.parse(f"ring schedule=fixed(bucket={words['bucket']}){codec}")
+    _check_answerable(part.name, strategy)
+    arguments = ", ".join(f"{name}={value}" for name, value in given.items() if value != known[name])
+    note = f"assumed to be {str(strategy)!r}, with what a message costs here; Gloo's own costs are not known"
+    return Asked(f"{part.name}({arguments})" if arguments else part.name, strategy, note, Habits(tickets=False))
+
+
+def settled(asked: Asked, cluster: Cluster, workers: int, per_host: int | None, model: Model) -> Settled:
+    """What a strategy becomes there; raises UsageError, which names it, where it cannot run so."""
+    try:
+        check_plan(asked.strategy, cluster, workers, per_host)
+        first = setting_of(asked.strategy, cluster, workers, per_host)
+        chosen: list[str] = []
+        if algorithm_is_wanted(asked.strategy, first.strategy, workers):
+            first = _with_algorithm(asked, first, model)
+            chosen.append(f"{write('algorithms', first.strategy.architecture)}, by simulation")
+        if schedule_choice.is_wanted(asked.strategy, workers):
+            found = _with_schedule(asked, first, model)
+            chosen.append(f"schedule={write('schedules', found.setting.strategy.schedule)}, by simulation")
+        else:
+            found = Settled(first, simulate(first, model, asked.habits))
+    except UsageError as error:
+        raise UsageError(f"{asked.name} on {workers} workers: {error}") from None
+    return replace(found, chosen="; ".join(chosen))
+
+
+def _with_algorithm(asked: Asked, setting: Setting, model: Model) -> Setting:
+    names = algorithms(setting.strategy, setting.placement.group)
+    fastest = setting, simulate(setting, model, asked.habits).iteration_s
+    for name in names:
+        one = replace(setting, strategy=replace(setting.strategy, architecture=Part(name)))
+        if one.strategy != setting.strategy:
+            seconds = simulate(one, model, asked.habits).iteration_s
+            fastest = min(fastest, (one, seconds), key=lambda pair: pair[1])
+    return fastest[0]
+
+
+def _with_schedule(asked: Asked, setting: Setting, model: Model) -> Settled:
+    open_one = replace(setting.strategy, schedule=AUTO)
+    found = []
+    for strategy in schedule_choice.candidates(open_one, crossing=True):
+        one = replace(setting, strategy=strategy)
+        try:
+            lay_out(one, model)
+        except UsageError:
+            continue  # a schedule that cannot lay this model out is none of those that may be chosen
+        iteration = simulate(one, model, asked.habits)
+        beyond = schedule_choice.CROSSING_COST * (strategy.schedule_object().apply != "step")
+        found.append((Settled(one, iteration), iteration.iteration_s * (1 + beyond)))
+    if not found:
+        raise UsageError("no schedule that might be chosen can lay out this model")
+    enough_s = min(seconds for _, seconds in found) * (1 + schedule_choice.MARGIN)
+    return next(one for one, seconds in found if seconds <= enough_s)
+
+
+SHORT = ("alexnet", "googlenet", "resnet50")
+"""Networks whose replay a bare name means."""
+
+
+_MOST_COUNTS = 10_000
+"""Numbers of workers that dots may stand for."""
+
+
+def question(
+    workload: str,
+    networks: Sequence[str],
+    workers: Sequence[int],
+    strategies: Sequence[str],
+    per_node: int | None = None,
+    price: float | None = None,
+    epoch_images: int | None = None,
+) -> Question:
+    """The question that texts ask; raises UsageError, naming the nearest, for what does not exist."""
+    asked, clusters = tuple(all_asked(strategies)), tuple(load_network(text) for text in networks)
+    plain = workload.strip().partition("(")[0]
+    loaded = load(f"replay:{workload.strip()}" if plain in SHORT else _known(workload))
+    for count in workers:
+        if count > 0:
+            loaded.speed.check(count)
+    return Question(
+        loaded.name,
+        model_of(loaded),
+        clusters,
+        tuple(sorted(workers)),
+        asked,
+        per_node,
+        price,
+        epoch_images,
+    )
+
+
+def worker_counts(texts: Sequence[str]) -> list[int]:
+    """The numbers of a list such as ``2,4,8,...,512``, whose dots go on as the two numbers before them.
+
+    Raises UsageError for what is no number, and for dots that do not come to the number behind them.
+    """
+    items, found = read_list(texts), list[int]()
+    for at, item in enumerate(items):
+        if item != "...":
+            found.append(read_value(item, int, "--workers"))
+            continue
+        if at < 2 or at + 1 == len(items):
+            raise UsageError(f"--workers: dots stand between numbers, as in 2,4,8,...,512, got {','.join(items)}")
+        last, (before, now) = read_value(items[at + 1], int, "--workers"), found[-2:]
+        times = now // before if before > 0 and now % before == 0 and now > before else 0
+        while now < last and now > before:
+            before, now = now, now * times if times else 2 * now - before
+            found.append(now)
+            if len(found) > _MOST_COUNTS:
+                raise UsageError(f"--workers: {','.join(items)} are more than {_MOST_COUNTS:,} numbers: ask for fewer")
+        if found.pop() != last:
+            raise UsageError(f"--workers: {','.join(items)} does not come to {last}")
+    return found
+
+
+def _known(workload: str) -> str:
+    """A workload's text, unless it is near to a short name that is meant."""
+    name = workload.partition(":")[0].partition("(")[0].strip()
+    if name not in names("workloads"):
+        raise UsageError(
+            f"unknown workload {workload!r}{nearest(name, (*SHORT, *names('workloads'))) or '.'} There are"
+            f" {', '.join(SHORT)}, replay:NETWORK and trace:FILE.csv, which `syncline record` writes"
+        )
+    return workload

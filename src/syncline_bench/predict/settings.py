@@ -1,0 +1,535 @@
+"""A strategy as it runs on so many workers of a cluster: layers, buckets, and what their exchanges take.
+
+Owns the way from a workload to a model, from a strategy to processes on hosts, and from the strategy's parts to seconds
+on resources. Knows no clock: ``iterations`` puts on one what is found here.
+
+Where all workers are alike one stands for all: a stage of an exchange lasts as long as it does for whoever is busiest.
+The resources are
+
+    port     the busiest host's port, while gradients go to where they are summed, and results that go the same way
+    back     its other direction, in which servers of their own answer: pulls pass pushes
+    inside   what connects the ranks of a host
+    cores    a rank's share of its host's cores, with a lane for the thread that moves messages and one for training
+    serving  a server's cores, where servers are processes of their own
+
+Of an exchange the port is busy with its messages; adding follows, and what is left is latency, which passes beside
+other exchanges: flights, and what steps whose busiest ports are not the same take one after the other. What messages
+and bytes cost a processor goes on beside the port. Compressed buckets go in pieces, as ``compression.reducers`` cuts
+them: one is encoded while another travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from syncline.codecs import Codec
+from syncline.compression.cuts import join_cuts
+from syncline.compression.reducers import Flows, Summed, levels, ways
+from syncline.compression.reducers.owners import pull_traffic, push_traffic
+from syncline.compression.traffic import parts_of
+from syncline.costs.clock import Chain, Clock, Resource, Share, Stage, Used
+from syncline.costs.cluster import Cluster, CodecCosts
+from syncline.costs.iteration import Batches, Duties, Stretch
+from syncline.costs.plans import ClusterShape, Load, Outline, ProcessPlacement, flows_outline, plan_load
+from syncline.engine.step import BucketPhase, Phase
+from syncline.errors import UsageError
+from syncline.nouns import Bucket, Group, Layer
+from syncline.plans.plan import COPY, REDUCE, Plan
+from syncline.schedules import Cost
+from syncline.strategy.parts import write
+from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import NONE
+from syncline.sync import Averages, Mixes, SyncMode, mixes_of
+from syncline.workloads import EVEN, Speed, Trace, Workload
+
+_AT_ONCE = Batches()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a worker computes in an iteration, and on how many samples: parts of layers in forward order."""
+
+    name: str
+    parts: tuple[Stretch, ...]
+    layers: tuple[Layer, ...]
+    batch: int
+    batches: Batches = _AT_ONCE
+    speed: Speed = EVEN
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of the forward pass."""
+        return sum(part.forward_s for part in self.parts)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backward pass."""
+        return sum(part.backward_s for part in self.parts)
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of both passes."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def alike(self) -> bool:
+        """Whether all workers take the same time."""
+        return self.speed.slow_rank is None and not self.speed.jitter
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(layer.spec.nbytes for layer in self.layers)
+
+
+def model_of(workload: Workload) -> Model:
+    """The model of a workload whose layers have times; raises UsageError, with the remedy, for one that computes."""
+    if workload.trace is None:
+        raise UsageError(
+            f"the workload {workload.name} computes, and how long its layers take on a worker is not known: record a"
+            " trace of it with `syncline record -o FILE.csv SCRIPT` and predict trace:FILE.csv"
+        )
+    pipeline = workload.pipeline
+    batches = Batches(pipeline.loading, pipeline.h2d or 0.0, pipeline.prefetch)
+    return traced(workload.name, workload.trace, workload.batch, batches, workload.speed)
+
+
+def traced(name: str, trace: Trace, batch: int, batches: Batches = _AT_ONCE, speed: Speed = EVEN) -> Model:
+    """The model of a trace."""
+    parts: list[Stretch] = []
+    layers: list[Layer] = []
+    stretch = speed.least_s(trace.total_s) / trace.total_s if trace.total_s > 0 else 1.0
+    for one in trace.layers:
+        tensors = tuple(range(len(layers), len(layers) + len(one.tensors)))
+        parts.append(Stretch(one.forward_s * stretch, one.backward_s * stretch, tensors))
+        for number, spec in enumerate(one.tensors):
+            # Schedules read times by tensor: the layer's are those of the first of its tensors that is ready.
+            last = number == len(one.tensors) - 1
+            named = replace(spec, name=f"{one.name}.{spec.name}")
+            layers.append(Layer(named, parts[-1].forward_s * (number == 0), parts[-1].backward_s * last))
+    return Model(name, tuple(parts), tuple(layers), batch, batches, speed)
+
+
+ENGINE, TRAINING = "engine", "training"
+
+Half = Literal["both", "push", "pull"]
+_HALVES: tuple[Half, Half] = ("push", "pull")
+
+Sketch = tuple[Outline | Summed, ...]
+"""What travels for a piece, step by step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanges:
+    """The exchanges of a model's buckets under a resolved strategy, on a cluster.
+
+    ``codec_costs`` is what the codec takes per byte of gradient.
+    """
+
+    strategy: Strategy
+    layers: Sequence[Layer]
+    buckets: Sequence[Bucket]
+    placement: ProcessPlacement
+    cluster: Cluster
+    codec_costs: CodecCosts
+
+    def chains(self, operation: BucketPhase) -> Sequence[Chain]:
+        """The chains of one operation of one bucket, that of all workers together."""
+        key = operation.bucket, operation.phase, operation.step % self._period
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._chains(operation)
+        return found
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, Phase, int], Sequence[Chain]]:
+        return {}
+
+    @cached_property
+    def _mode(self) -> SyncMode:
+        return self.strategy.sync_mode()
+
+    @cached_property
+    def _period(self) -> int:
+        """After how many steps who exchanges with whom is as before."""
+        return period_of(self._mode, self.group.workers)
+
+    def _chains(self, operation: BucketPhase) -> Sequence[Chain]:
+        bucket = self.buckets[operation.bucket]
+        if self.strategy.server_holds_weights:
+            return self._pushed_and_pulled(bucket)
+        if isinstance(self._mode, Mixes):
+            return self._summed(self._mode.mix(self.group.workers, operation.step), bucket.nbytes)
+        if self.strategy.codec != NONE:
+            return self._compressed(bucket)
+        return self._summed(self.plan(operation.phase), bucket.nbytes)
+
+    def sent_bytes(self, bucket: Bucket) -> float:
+        """What a worker sends for a bucket, in the mean over workers."""
+        if self.strategy.server_holds_weights:
+            return sum(half.sent_bytes for half in self._halves(bucket))
+        if isinstance(self._mode, Mixes):
+            plans = mixes_of(self._mode, self.group.workers)
+            return sum(self._plan_load(plan, bucket.nbytes).sent_bytes for plan in plans) / len(plans)
+        if self.strategy.codec != NONE:
+            return sum(self._piece_load(piece).sent_bytes for piece in self._pieces("both", bucket))
+        return self._plan_load(self.plan("allreduce"), bucket.nbytes).sent_bytes
+
+    @property
+    def group(self) -> Group:
+        """The processes."""
+        return self.placement.group
+
+    # Gradients as they are.
+
+    def _summed(self, plan: Plan, nbytes: float) -> list[Chain]:
+        load = self._plan_load(plan, nbytes)
+        return [
+            [*self._moved(load), Stage("cores", load.added_bytes * self.cluster.gamma_s_per_byte, ENGINE)],
+            [self._processor(load)],
+        ]
+
+    def _moved(self, load: Load, resource: str = "port") -> list[Stage]:
+        """What has to pass before the bytes have come."""
+        return [
+            Stage(None, load.flight_s + load.turns_s),
+            Stage("inside", load.inside_s),
+            Stage(resource, load.port_s),
+        ]
+
+    def _processor(self, load: Load, resource: str = "cores") -> Stage:
+        """What moving costs the thread that moves, of who is busiest."""
+        cluster = self.cluster
+        seconds = cluster.bucket_s + load.messages * cluster.message_s + load.moved_bytes * cluster.byte_cpu_s
+        return Stage(resource, seconds, ENGINE)
+
+    def _plan_load(self, plan: Plan, nbytes: float) -> Load:
+        return plan_load(self.cluster, self.placement, plan, nbytes)
+
+    def plan(self, phase: Phase) -> Plan:
+        """What sums gradients, or does one half of it."""
+        return self._plans[phase]
+
+    @cached_property
+    def _plans(self) -> dict[Phase, Plan]:
+        """The plan of the architecture and its halves; which strategies may halve theirs their rules have checked."""
+        plan = self.strategy.plan(self.group)
+        reduce_scatter, all_gather = _halved(plan)
+        return {"allreduce": plan, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
+
+    # Payloads.
+
+    def _compressed(self, bucket: Bucket) -> list[Chain]:
+        hosts, pieces = self.strategy.hosts(self.group), self._pieces("both", bucket)
+        encoders, share = (len(hosts), 1 / min(map(len, hosts))) if hosts else (self.group.workers, 1.0)
+        computing = ways.way_of(self._codec).computing(encoders)
+        gradient = bucket.nbytes * share / max(1, len(pieces))
+        first_s = gradient * self.codec_costs.encode_s_per_byte
+        rest_s = gradient * (
+            (computing.encodes - 1) * self.codec_costs.encode_s_per_byte
+            + computing.decodes * self.codec_costs.decode_s_per_byte
+        )
+        return [chain for piece in pieces for chain in self._piece(piece, first_s, rest_s)]
+
+    def _piece(self, piece: Sketch, first_s: float, rest_s: float) -> list[Chain]:
+        """One piece: what is computed before its messages, these, and what is computed after the first of them."""
+        load = self._piece_load(piece)
+        adding_s = load.added_bytes * self.cluster.gamma_s_per_byte
+        return [
+            [Stage("cores", first_s, ENGINE), *self._moved(load), Stage("cores", rest_s + adding_s, ENGINE)],
+            [self._processor(load)],
+        ]
+
+    def _pieces(self, half: Half, bucket: Bucket) -> Sequence[Sketch]:
+        return _sketches(half, self.strategy, tuple(self.layers), bucket, self.placement, ClusterShape.of(self.cluster))
+
+    def _piece_load(self, piece: Sketch) -> Load:
+        total = Load()
+        for step in piece:
+            if isinstance(step, Summed):
+                total = total.then(self._plan_load(self.plan("allreduce"), step.nbytes))
+            else:
+                total = total.then(step.load(self.cluster))
+        return total
+
+    @cached_property
+    def _codec(self) -> Codec:
+        return self.strategy.codec_object()
+
+    # Weights that others hold, where all pushes are one update.
+
+    def _pushed_and_pulled(self, bucket: Bucket) -> list[Chain]:
+        """A push, the owners' update, and the pull behind it."""
+        push, pull = self._halves(bucket)
+        updating = Stage("serving", self._owned(bucket.nbytes) * self.cluster.update_s_per_byte, TRAINING)
+        encoded_s = self.codec_costs.encode_s_per_byte * bucket.nbytes
+        decoded_s = self.codec_costs.decode_s_per_byte * bucket.nbytes
+        if self.strategy.codec == NONE:
+            encoded_s = decoded_s = 0.0
+        adding = Stage("serving", push.added_bytes * self.cluster.gamma_s_per_byte, ENGINE)
+        taken = Stage("serving", self._owned(self.group.workers * decoded_s), ENGINE)
+        answered = Stage("serving", self._owned(encoded_s), ENGINE)
+        to, back = self._moved(push), self._moved(pull, "back" if self._apart else "port")
+        wire = [Stage("cores", encoded_s, ENGINE), *to, adding, taken, updating, answered, *back]
+        wire.append(Stage("cores", decoded_s, ENGINE))
+        chains: list[Chain] = [wire, [self._processor(push.then(pull), "serving")]]
+        if self._apart:  # who is busiest is then a server, and workers have their own part to move
+            pulled = pull.moved_bytes / max(1, self.group.workers) * max(1, len(self._owners))
+            mine = Load(moved_bytes=push.sent_bytes + pulled, messages=2 * len(self._owners))
+            chains.append([self._processor(mine)])
+        return chains
+
+    def _halves(self, bucket: Bucket) -> tuple[Load, Load]:
+        if self.strategy.codec == NONE:
+            push, pull = (self._plan_load(half, bucket.nbytes) for half in self._half_plans)
+            return push, pull
+        sides = []
+        for half in _HALVES:
+            total = Load()
+            for piece in self._pieces(half, bucket):
+                total = total.then(self._piece_load(piece))
+            sides.append(total)
+        return sides[0], sides[1]
+
+    @cached_property
+    def _half_plans(self) -> tuple[Plan, Plan]:
+        return self.strategy.halves(self.group)
+
+    @property
+    def _owners(self) -> tuple[int, ...]:
+        return _owners_of(self.strategy, self.group)
+
+    @property
+    def _apart(self) -> bool:
+        return self.group.servers > 0
+
+    def _owned(self, amount: float) -> float:
+        """The share of one owner."""
+        return amount / max(1, len(self._owners))
+
+
+_LONGEST = 1000
+"""No longer period of a sync mode is simulated."""
+
+
+def period_of(mode: SyncMode, workers: int) -> int:
+    """After how many steps a mode that averages does as before, 1 for others; UsageError where that is too long."""
+    if not isinstance(mode, Averages):
+        return 1
+    steps = list(islice(filter(mode.averages, range(_LONGEST, 3 * _LONGEST + 2)), 2))
+    period = steps[1] - steps[0] if len(steps) == 2 else _LONGEST + 1
+    mixes: object = mode
+    if isinstance(mixes, Mixes):
+        period *= mixes.period(workers)
+    if period > _LONGEST:
+        raise UsageError(f"periods of {period} steps and more are not simulated: predict one of up to {_LONGEST} steps")
+    return period
+
+
+@lru_cache(maxsize=64)
+def _halved(plan: Plan) -> tuple[Plan, Plan]:
+    reduces, copies = (
+        Plan.of(plan.name, plan.world, plan.chunks, plan.rows[plan.op == op], members=plan.members)
+        for op in (REDUCE, COPY)
+    )
+    return reduces, copies
+
+
+@lru_cache(maxsize=1024)
+def _sketches(
+    half: Half,
+    strategy: Strategy,
+    layers: tuple[Layer, ...],
+    bucket: Bucket,
+    placement: ProcessPlacement,
+    shape: ClusterShape,
+) -> tuple[Sketch, ...]:
+    """What travels for the pieces of a bucket, whatever the constants are."""
+    group, parts = placement.group, parts_of(strategy.codec_object(), layers, bucket)
+    hosts, owners = strategy.hosts(group), _owners_of(strategy, group)
+    if half != "both":
+        pieces = (push_traffic if half == "push" else pull_traffic)(parts, group.workers, owners)
+    elif hosts:
+        pieces = levels.traffic(parts, hosts)
+    else:
+        served = strategy.roles is not None
+        pieces = ways.traffic(parts, group.workers, owners if served else range(group.workers), served=served)
+    return tuple(
+        tuple(flows_outline(shape, placement, step) if isinstance(step, Flows) else step for step in piece)
+        for piece in pieces
+    )
+
+
+def _owners_of(strategy: Strategy, group: Group) -> tuple[int, ...]:
+    return () if strategy.roles is None else strategy.roles.places(group)
+
+
+class Laid(NamedTuple):
+    """Buckets in the order in which they go, with their priorities."""
+
+    buckets: Sequence[Bucket]
+    priorities: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A strategy as it runs on so many workers of a cluster."""
+
+    strategy: Strategy
+    cluster: Cluster
+    placement: ProcessPlacement
+    measured: Cost | None = None
+    """Seconds of one allreduce among all by its bytes, as somebody has measured it, in place of what the plan takes."""
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.placement.group.workers
+
+    @property
+    def alone(self) -> bool:
+        """Whether workers push and pull by themselves."""
+        return self.strategy.server_holds_weights and not self.strategy.sync_mode().merges
+
+
+def setting_of(strategy: Strategy, cluster: Cluster, workers: int, per_host: int | None = None) -> Setting:
+    """What a strategy becomes there; raises UsageError where it cannot run so."""
+    per_host = min(workers, per_host or cluster.per_host)
+    nodes = tuple(worker // per_host for worker in range(workers))
+    group = Group(workers, strategy.servers, nodes if per_host > 1 else ())
+    placement = ProcessPlacement(group, per_host)
+    return Setting(strategy.resolve(group, hosts=placement.count), cluster, placement)
+
+
+def lay_out(setting: Setting, model: Model) -> Laid:
+    """The buckets that a run would have: those of the schedule, where it costs what the cluster says."""
+    strategy = setting.strategy
+    schedule = strategy.schedule_object()
+    buckets: Sequence[Bucket] = schedule.buckets(model.layers, exchange_cost(setting) if schedule.measures else None)
+    if strategy.codec != NONE:
+        buckets = join_cuts(strategy.codec_object(), model.layers, buckets)
+    return Laid(buckets, [schedule.priority(bucket) for bucket in buckets])
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a system does that no strategy says; those of a run here are the defaults.
+
+    ``in_flight`` replaces the schedule's, 1 for a system that waits for each exchange. ``tickets``: workers agree on a
+    step before anything of it goes.
+    """
+
+    in_flight: int | None = None
+    tickets: bool = True
+
+
+OURS = Habits()
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration in the mean: seconds of it, of its stages on the slowest worker, and of resources in use.
+
+    ``exposed_s`` is what the training thread waits for communication, ``busy_s`` for how long each resource was used.
+    ``staleness`` counts steps by how many clocks the worker was ahead of the slowest, where pushes are not merged.
+    """
+
+    iteration_s: float
+    loading_s: float
+    h2d_s: float
+    forward_s: float
+    backward_s: float
+    update_s: float
+    other_s: float
+    exposed_s: float
+    busy_s: Mapping[str, float]
+    staleness: Mapping[int, int] = field(default_factory=dict)
+
+
+def duties_of(setting: Setting, model: Model, laid: Laid) -> Duties:
+    """What the training thread of a worker does beside waiting."""
+    cluster = setting.cluster
+
+    def update(bucket: int) -> Sequence[Stage]:
+        seconds = laid.buckets[bucket].nbytes * cluster.update_s_per_byte
+        return () if setting.strategy.server_holds_weights else (Stage("cores", seconds, TRAINING),)
+
+    def taking(seconds: float) -> tuple[Stage, ...]:
+        return (Stage("cores", seconds, TRAINING),)
+
+    return Duties(
+        model.parts,
+        model.batches,
+        update,
+        gradient=taking(cluster.tensor_s),
+        iteration=taking(cluster.iteration_s),
+        averaging=taking(model.nbytes * cluster.update_s_per_byte),
+    )
+
+
+class Machines:
+    """The cores of hosts, and who shares them: workers of one host, or all processes where hosts are one machine.
+
+    Servers have hosts of their own, and one core each, unless all hosts are one machine: what they compute is then held
+    up by workers, and holds them up. Those that are alike are simulated as one, which uses the cores of as many.
+    """
+
+    def __init__(self, setting: Setting, clock: Clock) -> None:
+        self._clock, self._cluster, placement = clock, setting.cluster, setting.placement
+        self._together = placement.group.workers if self._cluster.one_machine else placement.per_host
+        self._servers = placement.group.servers
+        self._cores = self._new()
+
+    def all_workers(self) -> Used:
+        """What every worker has, as one of them has it."""
+        return Share(self._cores, "workers", self._together)
+
+    def worker(self, rank: int) -> Used:
+        """What one worker has that is not like the others."""
+        if self._cluster.one_machine:
+            return Share(self._cores, f"worker {rank}")
+        return Share(self._new(), "worker", self._together)
+
+    def serving(self, owners: int) -> Used:
+        """What every server has; of so many ``owners`` that are workers, what they have for it."""
+        if self._cluster.one_machine:
+            return Share(self._cores, "owners", self._servers or owners)
+        return Resource(self._clock)
+
+    def _new(self) -> Resource:
+        return Resource(self._clock, math.inf if self._cluster.cores is None else self._cluster.cores)
+
+
+def stretch_of(model: Model, rank: int) -> Callable[[int], float]:
+    """What the times of a step's layers are multiplied by, on a worker."""
+    speed = model.speed
+    if not speed.jitter:
+        return lambda _: speed.slowed(rank)
+    random = np.random.default_rng((0, rank))
+    return lambda _: speed.slowed(rank) + speed.jitter * float(random.exponential())
+
+
+def codec_costs(setting: Setting) -> CodecCosts:
+    """What the codec of a setting takes per byte of gradient, as far as the cluster says."""
+    strategy = setting.strategy
+    if strategy.codec == NONE:
+        return CodecCosts(0.0, 0.0)
+    return setting.cluster.codecs.get(write("codecs", strategy.codec), CodecCosts(0.0, 0.0))
+
+
+def exchange_cost(setting: Setting) -> Cost:
+    """The seconds of an exchange by itself, as schedules ask for them: along straight lines between some sizes."""
+    if setting.measured is not None:
+        return setting.measured
+    cluster, plan = setting.cluster, setting.strategy.plan(setting.placement.group)
+    sizes = [0, *(1 << power for power in range(6, 33, 2))]
+    loads = [plan_load(cluster, setting.placement, plan, nbytes) for nbytes in sizes]
+    seconds = [one.passing_s + one.added_bytes * cluster.gamma_s_per_byte for one in loads]
+    return lambda nbytes: float(np.interp(nbytes, sizes, seconds))

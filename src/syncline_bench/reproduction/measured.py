@@ -1,0 +1,217 @@
+"""What was measured on real clusters and published as tables: B-Caffe on K80s, and exchanges that share a link.
+
+Owns the settings of those measurements, and the constants that were published with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from syncline.costs.cluster import Cluster
+from syncline.schedules import Cost
+from syncline.strategy.strategy import Strategy
+
+from ..predict import settings
+from ..predict.fabric import shared_s
+from ..predict.iterations import simulate
+from ..predict.networks import load_network
+from ..predict.settings import setting_of
+from ..report.units import significant
+from .blocks import Chapter, Compared, Figures, Grid, deviation_text, share
+from .nets import lasting, replayed
+from .simulating import ONE_BY_ONE
+from .tables import (
+    ALLREDUCES,
+    CONCURRENT,
+    LAYERS,
+    SOURCES,
+    THROUGHPUTS,
+    Throughput,
+    allreduce_costs,
+    concurrent,
+    googlenet_on_k80,
+    missing,
+    throughputs,
+)
+
+METHODS = {
+    "WFBP": "ring schedule=wait_free",
+    "MG-WFBP": "ring schedule=merged",
+    "SyncEASGD(no overlap, one fused allreduce)": "ring schedule=fifo",
+}
+"""The methods that B-Caffe was measured with, and the strategies that are the same."""
+
+_SHORT = {"WFBP": "WFBP", "MG-WFBP": "MG-WFBP", "SyncEASGD(no overlap, one fused allreduce)": "one fused allreduce"}
+
+_SHARED_BYTES = 40 * 2**20
+"""Of the exchanges that share a link."""
+
+
+def absent(title: str, folder: Path | None, names: tuple[str, ...]) -> Chapter | None:
+    """A chapter that says which tables are missing, if any."""
+    lacking = missing(folder, names)
+    if not lacking:
+        return None
+    where = f"{folder} has no such file" if folder is not None else "no folder was given with `--data`"
+    places = "; ".join(f"`{name}` ({SOURCES[name]})" for name in lacking)
+    return Chapter(title, (f"Not computed: {where}. Missing, and public: {places}.",))
+
+
+def images_per_s(
+    strategy: str, cluster: Cluster, nodes: int, model: settings.Model, measured: Cost | None = None
+) -> float:
+    """Of all nodes, in a system that waits for each exchange; ``measured`` is what one takes."""
+    setting = replace(setting_of(Strategy.parse(strategy), cluster, nodes), measured=measured)
+    return nodes * model.batch / simulate(setting, model, ONE_BY_ONE).iteration_s
+
+
+class Cases:
+    """The nine measured cases of a network, and what the simulator gives for them in several ways."""
+
+    def __init__(self, measured: Sequence[Throughput], model: settings.Model) -> None:
+        self.several = [case for case in measured if case.nodes > 1]
+        self._model = model
+        self.ways: dict[str, list[float]] = {}
+
+    def add(self, way: str, cluster: Cluster, costs: Mapping[int, Cost] | None = None) -> None:
+        """Simulate all cases in one more way."""
+        self.ways[way] = [
+            images_per_s(METHODS[case.method], cluster, case.nodes, self._model, (costs or {}).get(case.nodes))
+            for case in self.several
+        ]
+
+    def error(self, way: str) -> float:
+        """The mean of the relative errors."""
+        pairs = zip(self.ways[way], self.several, strict=True)
+        return fmean(abs(ours / case.images_per_s - 1) for ours, case in pairs)
+
+    def in_order(self, way: str) -> bool:
+        """Whether MG-WFBP is as fast as WFBP, or faster, and WFBP faster than one fused allreduce."""
+        found = {(case.method, case.nodes): ours for case, ours in zip(self.several, self.ways[way], strict=True)}
+        order = ("MG-WFBP", "WFBP", "SyncEASGD(no overlap, one fused allreduce)")
+        rates = [[found[method, nodes] for method in order] for nodes in sorted({nodes for _, nodes in found})]
+        return all(merged >= free * (1 - 1e-9) and free > fused for merged, free, fused in rates)
+
+    @property
+    def grid(self) -> Grid:
+        """All of it as a table."""
+        rows = []
+        for index, case in enumerate(self.several):
+            cells = [f"{_SHORT[case.method]}, {case.nodes} nodes", significant(case.images_per_s, 4)]
+            for found in self.ways.values():
+                cells += [significant(found[index], 4), deviation_text(found[index] / case.images_per_s - 1)]
+            rows.append(tuple(cells))
+        means = (cell for way in self.ways for cell in (f"order {'kept' if self.in_order(way) else 'lost'}",
+                                                       f"mean {share(self.error(way))}"))  # fmt: skip
+        head = ("case", "measured", *(cell for way in self.ways for cell in (way, "error")))
+        return Grid(head, (*rows, ("all nine", "", *means)))
+
+
+def _single(measured: Sequence[Throughput]) -> float:
+    """Seconds of an iteration on one node."""
+    one = next(case for case in measured if case.nodes == 1)
+    return one.batch / one.images_per_s
+
+
+def googlenet_cases(folder: Path) -> Cases:
+    """GoogLeNet with the logged layers: with the published constants, and with the measured allreduce times."""
+    known = [case for case in throughputs(folder) if case.model == "GoogleNet"]
+    cases = Cases(known, googlenet_on_k80(folder, known[0].batch, _single(known)))
+    cluster = load_network("10gbe")
+    cases.add("given constants", cluster)
+    cases.add("OSU curve", cluster, allreduce_costs(folder))
+    return cases
+
+
+def resnet50_cases(folder: Path) -> Cases:
+    """ResNet-50, whose layers were not published: a replay's, in the time of one node."""
+    known = [case for case in throughputs(folder) if case.model == "ResNet-50"]
+    cases = Cases(known, lasting(replayed("resnet50"), known[0].batch, _single(known)))
+    cluster = load_network("10gbe")
+    cases.add("gamma 2.5 ns", cluster)
+    cases.add("gamma 0", cluster.replaced({"gamma": 0.0}))
+    return cases
+
+
+def bcaffe(folder: Path | None) -> Chapter:
+    """The nine cases of GoogLeNet, and those of ResNet-50."""
+    title = "B-Caffe on K80s and 10 GbE"
+    lacking = absent(title, folder, (LAYERS, THROUGHPUTS, ALLREDUCES))
+    if lacking is not None or folder is None:
+        return lacking or Chapter(title, ())
+    cases, others = googlenet_cases(folder), resnet50_cases(folder)
+    constants = load_network("10gbe").constants
+    alpha, beta, gamma = (constants[name].value for name in ("between.alpha", "between.beta", "gamma"))
+    at_eight = {case.method: ours for case, ours in zip(cases.several, cases.ways["given constants"], strict=True)
+                if case.nodes == max(other.nodes for other in cases.several)}  # fmt: skip
+    merged, free, fused = (at_eight[method] for method in ("MG-WFBP", "WFBP", list(METHODS)[-1]))
+    eight = {case.method: case.images_per_s for case in cases.several if case.nodes == 8}
+    measured = (eight[method] for method in ("MG-WFBP", "WFBP", list(METHODS)[-1]))
+    fast, middle, slow = measured
+    return Chapter(
+        title,
+        (
+            "Images per second of all nodes. GoogLeNet's layers are the logged ones, 64 images per node; what an"
+            " iteration takes beyond them counts as forward. The system waits for each exchange before the next."
+            f" Network `10gbe`: {1e6 * alpha:.2f} us per message, {1e9 * beta:.4f} ns per byte, {1e9 * gamma:.1f} ns"
+            " per byte added. These constants are a fit by the authors to OSU's allreduce; beside them are figures"
+            " with the measured allreduce times of 2, 4 and 8 nodes in their place, along straight lines between"
+            " sizes, beyond 1 MiB at the bytes per second of that.",
+            cases.grid,
+            Figures(
+                (
+                    Compared("MG-WFBP over WFBP, 8 nodes", fast / middle, merged / free, fit=True),
+                    Compared("MG-WFBP over one fused allreduce, 8 nodes", fast / slow, merged / fused, fit=True),
+                )
+            ),
+            "ResNet-50, 32 images per node: its layers were not published, here they are those of `replay:resnet50` in"
+            " the time of one node, with both values of gamma.",
+            others.grid,
+        ),
+        (
+            "ResNet-50 and GoogLeNet on the same cluster with one gamma: adding at 2.5 ns per byte fits GoogLeNet, and"
+            f" misses ResNet-50 by {share(others.error('gamma 2.5 ns'))} in the mean, where 0 misses it by"
+            f" {share(others.error('gamma 0'))}.",
+        ),
+    )
+
+
+def fair_sharing(folder: Path | None) -> Chapter:
+    """Exchanges that share a link."""
+    title = "Exchanges that share one link"
+    lacking = absent(title, folder, (CONCURRENT,))
+    if lacking is not None or folder is None:
+        return lacking or Chapter(title, ())
+    found = concurrent(folder)
+    rows = []
+    for nbytes, seconds in sorted(found.items()):
+        errors = sharing_errors(seconds)
+        worst = max(errors, key=abs)
+        rows.append((f"{nbytes >> 20} MiB", str(max(seconds)), share(fmean(map(abs, errors))), deviation_text(worst)))
+    largest = found[_SHARED_BYTES]
+    most = max(largest)
+    held = Compared(
+        f"seconds of {most} exchanges of 40 MiB at once",
+        largest[most],
+        shared_s([largest[1]] * most)[-1],
+        significant,
+        remark="max-min fair shares; one by itself as measured",
+    )
+    return Chapter(
+        title,
+        (
+            "k allreduces between two nodes begin together on one 1 GbE link. Fair sharing lets them end together,"
+            " after k times what one takes by itself, which is taken from the table.",
+            Figures((held,)),
+            Grid(("each", "up to k", "mean error", "worst"), tuple(rows)),
+        ),
+        ("Exchanges of 10 and 20 MiB one by itself, which are slower or faster than a share of many.",),
+    )
+
+
+def sharing_errors(seconds: Mapping[int, float]) -> list[float]:
+    """Relative errors of fair sharing for two exchanges and more, by the time of one."""
+    return [shared_s([seconds[1]] * count)[-1] / took - 1 for count, took in sorted(seconds.items()) if count > 1]

@@ -1,0 +1,73 @@
+"""What chapters ask of the simulator: collectives by name, and iterations of a strategy's text.
+
+Owns no model: plans, loads and iterations are those of ``predict``. Systems of papers are not ours: their workers agree
+on no step beforehand, and what schedules let go at once may be another number.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from syncline.costs import plans
+from syncline.costs.cluster import Cluster
+from syncline.nouns import Group
+from syncline.plans.plan import COPY, REDUCE, Plan
+from syncline.strategy.strategy import Strategy
+
+from ..predict import settings
+from ..predict.iterations import simulate
+from ..predict.settings import Habits, setting_of
+
+THEIRS = Habits(tickets=False)
+"""Systems whose workers show each other nothing before a step goes."""
+
+ONE_BY_ONE = Habits(in_flight=1, tickets=False)
+"""Systems that also wait for each exchange before they begin the next."""
+
+FLAT_AND_TREE, TREE = "flat in, tree out", "tree in, tree out"
+"""Two ways in which one server gathers gradients and broadcasts weights."""
+
+
+def collective_s(algorithm: str, nbytes: float, workers: int, cluster: Cluster, per_host: int = 1) -> float:
+    """Seconds of a collective by itself: an architecture's plan, or one of a server's two ways."""
+    plan, placement = _plan(algorithm, workers, per_host)
+    load = plans.plan_load(cluster, placement, plan, nbytes)
+    return load.passing_s + load.added_bytes * cluster.gamma_s_per_byte
+
+
+@lru_cache(maxsize=128)
+def _plan(algorithm: str, workers: int, per_host: int) -> tuple[Plan, plans.ProcessPlacement]:
+    if algorithm == TREE:
+        return _plan("tree", workers, per_host)
+    if algorithm == FLAT_AND_TREE:
+        return _flat_and_tree(workers)
+    strategy = Strategy.parse(algorithm)
+    nodes = tuple(worker // per_host for worker in range(workers)) if per_host > 1 else ()
+    group = Group(workers, strategy.servers, nodes)
+    return strategy.plan(group), plans.ProcessPlacement(group, per_host)
+
+
+def _flat_and_tree(workers: int) -> tuple[Plan, plans.ProcessPlacement]:
+    """Rank 0 takes what all others send it one by one, and broadcasts along a tree."""
+    tree, placement = _plan("tree", workers, 1)
+    gathers = [(0, rank, 0, 0, tree.chunks, REDUCE) for rank in range(1, workers)]
+    back = tree.rows[tree.op == COPY]
+    rows = [*gathers, *((row[0] + 1, *row[1:]) for row in back.tolist())]
+    return Plan.of(FLAT_AND_TREE, workers, tree.chunks, rows), placement
+
+
+def iteration(
+    text: str,
+    cluster: Cluster,
+    workers: int,
+    model: settings.Model,
+    habits: Habits = THEIRS,
+    per_host: int | None = None,
+) -> settings.Iteration:
+    """An iteration of a model under a strategy."""
+    return simulate(setting_of(Strategy.parse(text), cluster, workers, per_host), model, habits)
+
+
+def efficiency(text: str, cluster: Cluster, workers: int, model: settings.Model, habits: Habits = THEIRS) -> float:
+    """Images per second against those of as many workers that exchange nothing."""
+    return model.computing_s / iteration(text, cluster, workers, model, habits).iteration_s

@@ -1,0 +1,147 @@
+"""Published tables, read from a folder: layers, measured throughputs, allreduce times, concurrent exchanges.
+
+Owns their columns. The files are public: those of B-Caffe's come from github.com/hclhkbu/B-Caffe (``logdata`` and
+``scripts/gmwfbp.py``), the concurrent exchanges from github.com/HKBU-HPML/dl-scheduling, as CSV with these heads.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from syncline.costs.cluster import Floats
+from syncline.errors import DataError
+from syncline.nouns import Spec
+from syncline.schedules import Cost
+from syncline.workloads import Trace
+from syncline.workloads._trace import TracedLayer
+
+from ..predict import settings
+
+LAYERS = "bcaffe_googlenet_k80_layers.csv"
+THROUGHPUTS = "bcaffe_measured_throughput.csv"
+ALLREDUCES = "bcaffe_osu_allreduce_10gbe.csv"
+CONCURRENT = "dlscheduling_results_avg.csv"
+
+SOURCES = {
+    LAYERS: "github.com/hclhkbu/B-Caffe, `logdata`",
+    THROUGHPUTS: "github.com/hclhkbu/B-Caffe, `scripts/gmwfbp.py`",
+    ALLREDUCES: "github.com/hclhkbu/B-Caffe, `logdata`",
+    CONCURRENT: "github.com/HKBU-HPML/dl-scheduling",
+}
+
+_ONE_NODE = ("tmpcomm.log", "0")
+"""The file and dump that was logged on one node."""
+
+T = TypeVar("T")
+
+
+def missing(folder: Path | None, names: tuple[str, ...]) -> list[str]:
+    """Which of these tables a folder has not; all of them where there is no folder."""
+    return [name for name in names if folder is None or not (folder / name).is_file()]
+
+
+def _read(path: Path, read: Callable[[dict[str, str]], T]) -> list[T]:
+    """What a function makes of the rows; raises DataError naming the file and line that is wrong."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file)
+            found = []
+            for row in rows:
+                try:
+                    found.append(read(row))
+                except (KeyError, TypeError, ValueError) as error:
+                    raise DataError(f"{path}, line {rows.line_num}: {error!r} of {row}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read the table {path}: {error}") from None
+    if not found:
+        raise DataError(f"the table {path} has no rows")
+    return found
+
+
+def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> settings.Model:
+    """The logged layers of GoogLeNet; what an iteration takes beyond them counts as forward, spread evenly.
+
+    A layer's weight and bias repeat its time, which counts once.
+    """
+    rows = _read(folder / LAYERS, lambda row: ((row["file"], row["dump"]), int(row["elements"]), row["backward_us"]))
+    tensors = [(elements, seconds) for where, elements, seconds in rows if where == _ONE_NODE]
+    layers: list[tuple[list[int], str]] = []
+    for elements, seconds in tensors:
+        if layers and layers[-1][1] == seconds and len(layers[-1][0]) == 1:
+            layers[-1][0].append(elements)
+        else:
+            layers.append(([elements], seconds))
+    backward_s = sum(float(seconds) for _, seconds in layers) * 1e-6
+    forward_s = (iteration_s - backward_s) / len(layers)
+    found = tuple(
+        TracedLayer(
+            f"layer {number}",
+            tuple(Spec(name, (count,)) for name, count in zip(("weight", "bias"), elements, strict=False)),
+            forward_s,
+            float(seconds) * 1e-6,
+        )
+        for number, (elements, seconds) in enumerate(layers)
+    )
+    return settings.traced("googlenet on a K80", Trace("googlenet on a K80", found), batch)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """A measured case of B-Caffe."""
+
+    model: str
+    batch: int
+    method: str
+    nodes: int
+    images_per_s: float
+
+
+def throughputs(folder: Path) -> list[Throughput]:
+    """All measured cases."""
+    return _read(
+        folder / THROUGHPUTS,
+        lambda row: Throughput(
+            row["model"], int(row["batch_per_node"]), row["method"], int(row["nodes"]), float(row["images_per_s"])
+        ),
+    )
+
+
+def allreduce_costs(folder: Path) -> dict[int, Cost]:
+    """Seconds of an allreduce by its bytes, for each number of nodes that was measured.
+
+    Along straight lines between the measured sizes; beyond the largest at the bytes per second of that.
+    """
+    rows = _read(
+        folder / ALLREDUCES, lambda row: (int(row["nodes"]), float(row["bytes"]), float(row["avg_latency_us"]))
+    )
+    found: dict[int, Cost] = {}
+    for nodes in sorted({nodes for nodes, _, _ in rows}):
+        points = sorted((nbytes, 1e-6 * latency_us) for count, nbytes, latency_us in rows if count == nodes)
+        found[nodes] = _along(*map(np.array, zip(*points, strict=True)))
+    return found
+
+
+def _along(sizes: Floats, seconds: Floats) -> Cost:
+    rate = float(seconds[-1] / sizes[-1])
+
+    def cost(nbytes: float) -> float:
+        return float(np.interp(nbytes, sizes, seconds)) + rate * max(0.0, nbytes - float(sizes[-1]))
+
+    return cost
+
+
+def concurrent(folder: Path) -> dict[int, dict[int, float]]:
+    """Seconds of so many exchanges that go on at once, by their bytes and their number."""
+    rows = _read(
+        folder / CONCURRENT, lambda row: (int(row["msg_size"]), int(row["job_num"]), float(row["avg_latency"]))
+    )
+    found: dict[int, dict[int, float]] = {}
+    for nbytes, count, latency_us in rows:
+        found.setdefault(nbytes, {})[count] = 1e-6 * latency_us
+    return found

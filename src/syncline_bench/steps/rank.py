@@ -1,0 +1,121 @@
+"""What each rank of ``syncline bench-steps`` runs: ``python -m syncline_bench.steps.rank WORK``.
+
+Owns the course of a repetition: the bare step, the exchange and Syncline's step in turn, so that a busy moment of the
+machine hits all alike. The exchange is what a step hands to the engine, tickets and one array per bucket, in memory of
+the transport; what a step takes beyond both is what this is about.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from syncline import api
+from syncline.engine.order import Order, When
+from syncline.process import process
+from syncline.session.session import Session
+from syncline.session.tickets import STEP, step_argument
+
+from ..messages import connect
+from .loops import LEARNING_RATE, loop_of
+
+WARM_UP = 20
+QUIET = 5
+"""The percentile of each of the three whose difference says what a quiet machine would show."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to measure, and where each rank finds its line; ``tensors`` are each a bucket."""
+
+    framework: str
+    strategy: str
+    tensors: tuple[int, ...]
+    elements: int
+    repetitions: int
+    reports: tuple[str, ...]
+
+
+class BareExchange:
+    """The exchange of so many arrays alone, as a step would begin it."""
+
+    def __init__(self, session: Session, arrays: int, elements: int) -> None:
+        self._session, self._count = session, 0
+        self._key = session.enter_model(self)
+        self._arrays = [session.engine.allocate(4 * elements, np.dtype(np.float32)) for _ in range(arrays)]
+        self._program = session.bucket_program(4 * elements)
+
+    def run(self) -> None:
+        """Hand all over, and wait."""
+        meeting = self._session.meet(STEP, step_argument(self._key, self._count), weight=1.0)
+        self._count += 1
+        engine, program = self._session.engine, self._program
+        works = [
+            engine.start(Order(program, array, self._key + number, f"bucket {number}"), When(meeting.work))
+            for number, array in enumerate(self._arrays)
+        ]
+        engine.wait(*works)
+        meeting.tickets()
+
+
+def main(text: str) -> None:
+    """Measure what WORK asks for and report it; an error is reported before it ends the process."""
+    import json
+
+    work = Work(**json.loads(text))
+    with closing(connect(work.reports)) as connection:
+        try:
+            api.init(work.strategy)
+            for tensors in work.tensors:
+                connection.send("measured", tensors=tensors, **measure(work, tensors))
+            api.shutdown()
+        except Exception as error:
+            connection.fail(error)
+            raise
+
+
+def measure(work: Work, tensors: int) -> dict[str, Any]:
+    """Medians over the repetitions, of the slowest rank in each, and whether the weights are right."""
+    session = process.session
+    loop = loop_of(work.framework)(tensors, work.elements)
+    exchange = BareExchange(session, tensors, work.elements)
+    times = np.zeros((2, work.repetitions, 3))  # seconds, and seconds of the processor
+    for repetition in range(-WARM_UP, work.repetitions):
+        for place, call in enumerate((loop.bare, exchange.run, loop.step)):
+            session.barrier()
+            found = _timed(call)
+            if repetition >= 0:
+                times[:, repetition, place] = found
+    rows = [np.frombuffer(data).reshape(times.shape) for data in session.gather(times.tobytes())]
+    slowest, used = np.max(rows, axis=0)[0], np.mean(rows, axis=0)[1]
+    bare, exchanged, step = (float(one) for one in np.median(slowest, axis=0))
+    wanted = 1 - (WARM_UP + work.repetitions) * LEARNING_RATE
+    return {
+        "bare_s": bare,
+        "exchange_s": exchanged,
+        "step_s": step,
+        "beyond_s": float(np.median(_beyond(slowest))),
+        "quiet_beyond_s": float(_beyond(np.percentile(slowest, QUIET, axis=0))),
+        "cpu_beyond_s": float(np.median(_beyond(used))),
+        "correct": bool(abs(loop.first() - wanted) < LEARNING_RATE / 2),
+    }
+
+
+def _beyond(times: Any) -> Any:
+    return times[..., 2] - times[..., 1] - times[..., 0]
+
+
+def _timed(call: Callable[[], None]) -> tuple[float, float]:
+    used, begun = time.process_time(), time.perf_counter()
+    call()
+    return time.perf_counter() - begun, time.process_time() - used
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
