@@ -7,6 +7,7 @@ import shlex
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
 
 from syncline import registry
@@ -19,6 +20,7 @@ from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import WORDS, vocabulary
 from syncline.tuning.codec_times import every_codec
 from syncline_bench.cli import cli
+from syncline_bench.cli.bench import USUAL
 from syncline_bench.contenders import contender_of
 from syncline_bench.report.rows import BASELINE
 
@@ -64,7 +66,13 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_commands_parse(page: str, line: str) -> None:  # noqa: ARG001 - names the page when it fails
     _, verb, *arguments = shlex.split(line, comments=True)
-    context = cli.commands[verb].make_context(verb, arguments)
+    command = cli.commands[verb]
+    if isinstance(command, click.Group):
+        named = arguments and arguments[0] in command.commands
+        command, arguments = (
+            (command.commands[arguments[0]], arguments[1:]) if named else (command.commands[USUAL], arguments)
+        )
+    context = command.make_context(verb, arguments)
     script = context.params.get("script")
     assert script is None or (ROOT / script).is_file()
     if context.params.get("strategy"):

@@ -1,4 +1,4 @@
-"""``syncline bench-codecs``: its rows, file, table, peers and errors, at small sizes."""
+"""``syncline bench codecs``: its rows, file, table, peers and errors, at small sizes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_table_fits_and_keeps_the_verdict(printed: tuple[CodecResult, str], 
 def test_the_command_measures_what_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     arguments = ["--elements", "1000", "--repetitions", "1", "--workers", "2", "--json", str(path)]
-    done = CliRunner().invoke(cli, ["bench-codecs", *arguments, "--codecs", "feedback(int8)", "int4(block=64),none"])
+    done = CliRunner().invoke(cli, ["bench", "codecs", *arguments, "--codecs", "feedback(int8)", "int4(block=64),none"])
     assert done.exit_code == 0, done.output
     result = CodecResult.from_json(path.read_text())
     ways = [(row.codec, row.feedback) for row in result.rows]
@@ -120,7 +120,7 @@ def test_mistakes_are_named_before_anything_is_measured(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("was measured"))
-    done = CliRunner().invoke(cli, ["bench-codecs", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "codecs", *arguments])
     assert done.exit_code == 2
     assert says in done.output
     assert "Traceback" not in done.output
@@ -138,7 +138,7 @@ def test_an_interrupt_ends_with_its_status_and_no_file(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(command, "measure", interrupt)
     path = tmp_path / "rows.json"
-    done = CliRunner().invoke(cli, ["bench-codecs", "--elements", "1000", "--json", str(path)])
+    done = CliRunner().invoke(cli, ["bench", "codecs", "--elements", "1000", "--json", str(path)])
     assert done.exit_code == 130
     assert "interrupted" in done.output
     assert list(tmp_path.iterdir()) == []

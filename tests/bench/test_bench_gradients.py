@@ -1,4 +1,4 @@
-"""``syncline bench-gradients``: what is asked for, what every form leaves behind, rows, failures, and real ranks."""
+"""``syncline bench gradients``: what is asked for, what every form leaves behind, rows, failures, and real ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_mistakes_are_named_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("was measured"))
     monkeypatch.setattr(request, "available_memory_bytes", lambda: 20 << 30)
-    done = CliRunner().invoke(cli, ["bench-gradients", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "gradients", *arguments])
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
     assert "Traceback" not in done.output
@@ -358,7 +358,7 @@ def test_wrong_rows_and_missing_ones_fail_the_verb_and_interrupts_leave_no_file(
 def test_real_ranks_measure_every_form_and_find_it_right(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     arguments = ["--workloads", "digits", "--ranks", "2", "--repetitions", "2", "--json", str(path)]
-    done = CliRunner().invoke(cli, ["bench-gradients", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "gradients", *arguments])
     assert done.exit_code == 0, done.output
     rows = GradientResult.from_json(path.read_text()).rows
     assert [row.form for row in rows] == list(FORMS)

@@ -1,4 +1,4 @@
-"""``syncline bench-steps``: what is asked for, rows of real ranks, their file and table, and failures."""
+"""``syncline bench steps``: what is asked for, rows of real ranks, their file and table, and failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_mistakes_are_named_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("was measured"))
     monkeypatch.setitem(FRAMEWORKS, "absent", ("no_such_package",))
-    done = CliRunner().invoke(cli, ["bench-steps", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "steps", *arguments])
     assert done.exit_code == 2, done.output
     assert says in " ".join(done.output.split())
 
@@ -45,7 +45,7 @@ def test_steps_are_measured_and_right(tmp_path: Path) -> None:
     names = [name for name in installed() if name in ("numpy", "torch")]
     arguments = ["--tensors", "1", "3", "--elements", "10", "--repetitions", "2", "--json", str(path)]
     arguments += ["--frameworks", *names]
-    done = CliRunner().invoke(cli, ["bench-steps", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "steps", *arguments])
     assert done.exit_code == 0, done.output
     result = StepResult.from_json(path.read_text())
     assert [(row.framework, row.tensors) for row in result.rows] == [(name, n) for name in names for n in (1, 3)]

@@ -37,7 +37,7 @@ LINES = (
     "compare --workload digits --workers 2 --strategies ring --iterations 2",
     "accuracy --workload digits --workers 2 --codecs int8 --seeds 0",
     "bench --sizes 1KB --ranks 2 --with shm:auto",
-    "bench-codecs --elements 2000 --codecs none --repetitions 1 --workers 2",
+    "bench codecs --elements 2000 --codecs none --repetitions 1 --workers 2",
 )
 
 

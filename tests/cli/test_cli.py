@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from calling import Recorder, call
+from click.testing import CliRunner
 
 from syncline.errors import PeerLost
+from syncline_bench.cli import cli
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,25 @@ def test_errors_are_one_message_without_a_traceback(compared: Recorder, error: B
 def test_a_fault_of_our_own_keeps_its_traceback(compared: Recorder) -> None:
     compared.result = ZeroDivisionError()
     assert isinstance(call("compare").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("line", ["", "bench"])
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_help_has_whole_sentences(line: str, columns: int) -> None:
+    said = CliRunner().invoke(cli, [*line.split(), "--help"], prog_name="syncline", terminal_width=columns).output
+    assert "..." not in said.replace("[ARGS]...", "")
+    assert max(map(len, said.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("line", ["bench", "bench --sizes 1KB --ranks 2", "bench collectives --sizes 1KB --ranks 2"])
+def test_bench_without_a_command_is_collectives(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr("syncline_bench.collectives.command.run", lambda asked, **_: measured.extend(asked) or 0)
+    assert call(*line.split()).exit_code == 0
+    assert [one.collective for one in measured] == ["allreduce"]
+
+
+def test_bench_has_no_other_commands() -> None:
+    result = call("bench", "nonsense")
+    assert result.exit_code == 2
+    assert "No such command 'nonsense'" in result.output

@@ -17,10 +17,10 @@ WORK = {
     "run": (["-n", "2", "{script}"], "syncline.launch.local.launch"),
     "compare": (["--workers", "2", "--strategies", "ring"], "syncline_bench.compare.carry_out"),
     "accuracy": (["--workers", "2", "--strategies", "ring"], "syncline_bench.accuracy.carry_out"),
-    "bench": (["--ranks", "2"], "syncline_bench.collectives.command.measure"),
-    "bench-codecs": ([], "syncline_bench.codecs.command.measure"),
-    "bench-gradients": ([], "syncline_bench.gradients.command.measure"),
-    "bench-steps": ([], "syncline_bench.steps.command.measure"),
+    "bench collectives": (["--ranks", "2"], "syncline_bench.collectives.command.measure"),
+    "bench codecs": ([], "syncline_bench.codecs.command.measure"),
+    "bench gradients": ([], "syncline_bench.gradients.command.measure"),
+    "bench steps": ([], "syncline_bench.steps.command.measure"),
     "calibrate": ([], "syncline_bench.calibration.command._start"),
     "predict": (
         ["--workload", "googlenet", "--workers", "2", "--network", "ethernet_1g"],
@@ -37,7 +37,11 @@ WORK = {
 def outputs() -> list[tuple[str, str]]:
     """Every option of every verb that names a file, but those that are read."""
     found = []
-    for verb, command in cli.commands.items():
+    commands = {verb: command for verb, command in cli.commands.items() if not isinstance(command, click.Group)}
+    for group, command in cli.commands.items():
+        if isinstance(command, click.Group):
+            commands |= {f"{group} {verb}": command for verb, command in command.commands.items()}
+    for verb, command in commands.items():
         for option in command.params:
             is_file = isinstance(option, click.Option) and isinstance(option.type, click.Path)
             if (is_file and not option.type.exists and option.type.file_okay) or "--output" in option.opts:
@@ -59,7 +63,7 @@ def trying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str, option: s
     arguments, doing = WORK[verb]
     monkeypatch.setattr(doing, work)
     said = [one.format(script=tmp_path / "script.py", folder=tmp_path) for one in arguments]
-    result = call(verb, option, str(path), *said)
+    result = call(*verb.split(), option, str(path), *said)
     assert result.exit_code == 2, result.output
     return result
 

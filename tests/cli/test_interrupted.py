@@ -27,7 +27,7 @@ VERBS: dict[str, tuple[tuple[str, ...], str]] = {
     "compare": (("--workers", "2", "--strategies", "ring", "--iterations", "100000"), "single: starting"),
     "accuracy": (("--workers", "2", "--codecs", "int8", "--seeds", "0", "--epochs", "1000"), "none seed 0"),
     "bench": (("--ranks", "2", "--with", "shm:auto,tcp:ring", "--sizes", "1KB", "--repetitions", "1000000"), "2 ranks"),
-    "bench-steps": (("--frameworks", "numpy", "--repetitions", "1000000"), ""),
+    "bench steps": (("--frameworks", "numpy", "--repetitions", "1000000"), ""),
     "tune": (("--workers", "2", "--budget", "100s"), "auto: done"),
     "reproduce": ((), ""),
     "calibrate": (("--transport", "tcp", "--codecs", "none", "--seconds", "600"), "messages of up to"),
@@ -45,7 +45,7 @@ class Command:
         environment = {"TMPDIR": str(self.temporary), "TEST_MARK": self._mark, "PYTHONUNBUFFERED": "1"}
         with self._printed.open("wb") as printed:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, verb, *arguments],
+                [sys.executable, "-c", SCRIPT, *verb.split(), *arguments],
                 cwd=folder,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The result file, tables and page of ``syncline bench-gradients``."""
+"""The result file, tables and page of ``syncline bench gradients``."""
 
 from __future__ import annotations
 

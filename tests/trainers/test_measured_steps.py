@@ -1,4 +1,4 @@
-"""``syncline bench-steps`` of the frameworks that ``make test`` does not install."""
+"""``syncline bench steps`` of the frameworks that ``make test`` does not install."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_steps_are_measured_and_right(framework: str, tmp_path: Path) -> None:
         pytest.skip(f"{missing[0]} is not installed: make test-all installs it")
     path = tmp_path / "steps.json"
     arguments = ["--frameworks", framework, "--tensors", "1", "3", "--repetitions", "2", "--json", str(path)]
-    done = CliRunner().invoke(cli, ["bench-steps", *arguments])
+    done = CliRunner().invoke(cli, ["bench", "steps", *arguments])
     assert done.exit_code == 0, done.output
     rows = StepResult.from_json(path.read_text()).rows
     assert [row.tensors for row in rows] == [1, 3]

@@ -14,9 +14,6 @@ import click
 from . import (
     accuracy,
     bench,
-    bench_codecs,
-    bench_gradients,
-    bench_steps,
     calibrate,
     compare,
     lab,
@@ -29,11 +26,12 @@ from . import (
     timeline,
     tune,
 )
+from ._options import Verbs
 
 INTERRUPTED = 130
 
 
-class _Verbs(click.Group):
+class _Verbs(Verbs):
     """A group whose verbs may raise any of Syncline's errors."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -70,9 +68,6 @@ for verb in (
     compare.compare,
     accuracy.accuracy,
     bench.bench,
-    bench_codecs.bench_codecs,
-    bench_gradients.bench_gradients,
-    bench_steps.bench_steps,
     calibrate.calibrate,
     lab.lab,
     predict.predict,

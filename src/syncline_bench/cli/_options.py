@@ -39,6 +39,15 @@ def check_length(epochs: int | None, iterations: int | None) -> None:
         raise click.UsageError("--epochs and --iterations exclude each other")
 
 
+class Verbs(click.Group):
+    """A group whose help has a whole sentence on each command: click cuts it where the terminal ends."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, self.commands[name].get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 class Lists(click.Command):
     """A command whose ``multiple`` options take all values up to the next option: ``--ranks 2 4``."""
 

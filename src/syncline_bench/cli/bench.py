@@ -1,4 +1,4 @@
-"""``syncline bench``: collectives beside what one would use instead."""
+"""``syncline bench``: collectives, codecs, gradients and steps, each beside what one would use instead."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from pathlib import Path
 
 import click
 
-from ._options import JSON, OLD_FILE, REPORT, Lists
+from ._options import JSON, LAUNCHER, OLD_FILE, REPORT, Lists, Verbs
+
+USUAL = "collectives"
 
 
-@click.command(cls=Lists)
+class _Bench(Verbs):
+    """A group whose name alone, or with options, is its first command's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = [USUAL, *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Bench)
+def bench() -> None:
+    """Measure collectives, codecs, gradients or steps beside what one would use instead.
+
+    Without a command, or with options alone, it is `syncline bench collectives`.
+    """
+
+
+@bench.command(cls=Lists)
 @click.option("--collective", default="allreduce", show_default=True, help="Or reduce-scatter, all-gather, broadcast.")
 @click.option(
     "--sizes", multiple=True, metavar="SIZE...", help="Bytes of the array: 1KB,60.97MB; default: 1KB to 256MB."
@@ -32,7 +51,7 @@ from ._options import JSON, OLD_FILE, REPORT, Lists
     help="Keep this file's rows, measure the others, and write them to it (or to --json).",
 )  # fmt: skip
 @REPORT
-def bench(
+def collectives(
     collective: str,
     sizes: tuple[str, ...],
     ranks: tuple[str, ...],
@@ -69,3 +88,97 @@ def bench(
         requests = [asked]
     status = command.run(requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals)
     sys.exit(status)
+
+
+@bench.command(cls=Lists)
+@click.option(
+    "--elements", type=click.IntRange(min=1), default=15_242_500, show_default=True, help="Size of the float32 array."
+)
+@click.option(
+    "--codecs", multiple=True, metavar="TEXT...",
+    help="What to measure, such as int8 topk(ratio=0.01) feedback(onebit); default: every codec, and with feedback.",
+)  # fmt: skip
+@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of every row.")
+@click.option(
+    "--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Ranks of the allreduce to speed up."
+)
+@JSON
+def codecs(elements: int, codecs: tuple[str, ...], repetitions: int, workers: int, json_path: Path | None) -> None:
+    """Measure what every codec costs on one core, and say below which link speed it makes an allreduce faster."""
+    from syncline.strategy.grammar import read_list
+
+    from ..codecs import command
+
+    command.run(elements, read_list(codecs), repetitions=repetitions, workers=workers, json_path=json_path)
+
+
+@bench.command(cls=Lists)
+@click.option(
+    "--workloads", multiple=True, metavar="TEXT...",
+    help="Whose networks; default: synthetic:alexnet synthetic:googlenet synthetic:resnet50.",
+)  # fmt: skip
+@click.option("--ranks", multiple=True, metavar="N...", help="Numbers of ranks; 1 is the copies alone; default: 1,2.")
+@click.option(
+    "--with", "forms", multiple=True, metavar="FORM...",
+    help="What to compare: contiguous, placed, accumulated, copied:mul, copied:foreach, copied:cat, "
+    "copied:flatten, layerwise:all, layerwise:one; default: all.",
+)  # fmt: skip
+@click.option("--repetitions", type=click.IntRange(min=1), default=15, show_default=True, help="Of every row.")
+@JSON
+@REPORT
+def gradients(
+    workloads: tuple[str, ...],
+    ranks: tuple[str, ...],
+    forms: tuple[str, ...],
+    repetitions: int,
+    json_path: Path | None,
+    report_path: Path | None,
+) -> None:
+    """Measure what gradients cost that are copied together and back, beside buckets that are their memory."""
+    from syncline.strategy.grammar import read_list, read_value
+
+    from ..gradients import command, request
+
+    asked = request.request_of(
+        workloads=read_list(workloads),
+        ranks=[read_value(count, int, "--ranks") for count in read_list(ranks)],
+        forms=read_list(forms),
+        repetitions=repetitions,
+    )
+    sys.exit(command.run(asked, json_path=json_path, report_path=report_path))
+
+
+@bench.command(cls=Lists)
+@click.option("--frameworks", multiple=True, metavar="NAME...", help="numpy, jax, torch; default: those installed.")
+@click.option("--strategy", default="ring transport=shm", show_default=True, help="An allreduce and a transport.")
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes.")
+@click.option("--tensors", multiple=True, metavar="N...", help="Numbers of tensors, each a bucket; default: 1 10 40.")
+@click.option("--elements", type=click.IntRange(min=1), default=1000, show_default=True, help="float32 in a tensor.")
+@click.option("--repetitions", type=click.IntRange(min=1), default=300, show_default=True, help="Of every row.")
+@LAUNCHER
+@JSON
+def steps(
+    frameworks: tuple[str, ...],
+    strategy: str,
+    ranks: int,
+    tensors: tuple[str, ...],
+    elements: int,
+    repetitions: int,
+    launcher: str,
+    json_path: Path | None,
+) -> None:
+    """Measure what a step takes beyond the bare framework's and the exchange's, framework by framework."""
+    from syncline.strategy.grammar import read_list, read_value
+
+    from ..steps import command, run
+
+    request = run.request_of(
+        read_list(frameworks),
+        strategy,
+        ranks=ranks,
+        tensors=[read_value(count, int, "--tensors") for count in read_list(tensors)],
+        elements=elements,
+        repetitions=repetitions,
+        launcher=launcher,
+    )
+    sys.exit(command.run(request, json_path=json_path))

@@ -1,4 +1,4 @@
-"""The verb ``syncline bench-codecs`` without its options' syntax: request, run, file, table."""
+"""The verb ``syncline bench codecs`` without its options' syntax: request, run, file, table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The course of ``bench-codecs``: codecs, ``np.add`` and torch compositions, all in turn in one process.
+"""The course of ``bench codecs``: codecs, ``np.add`` and torch compositions, all in turn in one process.
 
 Owns which contestants there are and the making of rows. How a codec is driven and timed is ``tuning.codec_times``'s.
 """

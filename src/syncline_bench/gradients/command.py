@@ -1,4 +1,4 @@
-"""The verb ``syncline bench-gradients`` without its options' syntax: request, run, files, table, exit status."""
+"""The verb ``syncline bench gradients`` without its options' syntax: request, run, files, table, exit status."""
 
 from __future__ import annotations
 

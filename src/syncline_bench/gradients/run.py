@@ -1,4 +1,4 @@
-"""The course of ``bench-gradients``: one set of ranks after the other, and the making of rows.
+"""The course of ``bench gradients``: one set of ranks after the other, and the making of rows.
 
 A set that fails leaves rows with its error for what it has not reported; the next one runs all the same.
 """

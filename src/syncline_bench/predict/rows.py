@@ -244,7 +244,7 @@ def _assumed(cluster: Cluster, cases: Cases) -> Iterator[str]:
     if free:
         yield (
             f"{cluster.name} does not say what {', '.join(free)} cost: encoding and decoding are assumed to take no"
-            " time, so these rows are the least they can be; `syncline bench-codecs` measures them."
+            " time, so these rows are the least they can be; `syncline bench codecs` measures them."
         )
     if not cluster.constants.get("update"):
         yield f"{cluster.name} does not say what an update costs: it is assumed to take no time."

@@ -1,4 +1,4 @@
-"""The result file of ``syncline bench-codecs``: what every number in it means, and its JSON form.
+"""The result file of ``syncline bench codecs``: what every number in it means, and its JSON form.
 
 Owns the names, units and JSON of a ``CodecResult`` and its rows; the rules of ``result_file`` hold here. Does not
 know how anything was measured.
@@ -46,7 +46,7 @@ class CodecResult(ResultFile):
     ``workers`` is the number of ranks of the allreduce that ``pays_below_bit_per_s`` is about.
     """
 
-    verb: ClassVar = "bench-codecs"
+    verb: ClassVar = "bench codecs"
     lists: ClassVar = {"rows": reader(CodecRow)}
 
     elements: int

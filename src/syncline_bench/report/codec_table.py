@@ -1,4 +1,4 @@
-"""Rows of ``syncline bench-codecs`` as a table for the terminal, with the verdict of each codec in words.
+"""Rows of ``syncline bench codecs`` as a table for the terminal, with the verdict of each codec in words.
 
 Owns the words and which columns fit: a narrow terminal loses the comparison with torch, then decoding and the share of
 ``np.add``, never the bits or the verdict.

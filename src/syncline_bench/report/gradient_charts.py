@@ -1,4 +1,4 @@
-"""Rows of ``syncline bench-gradients`` as bars: an iteration's time, the bare exchange apart from what a form adds.
+"""Rows of ``syncline bench gradients`` as bars: an iteration's time, the bare exchange apart from what a form adds.
 
 Owns what is drawn; figures and colours are those of ``figures``.
 """

@@ -1,4 +1,4 @@
-"""A whole run of ``syncline bench-gradients`` as one HTML page, in the style of a bench's page.
+"""A whole run of ``syncline bench gradients`` as one HTML page, in the style of a bench's page.
 
 Owns the words; the frame and the escaping are ``frame``'s.
 """
@@ -19,7 +19,7 @@ def render(result: GradientResult) -> str:
     """The page as HTML text."""
     return fill(
         "bench.html.j2",
-        title="Syncline: bench-gradients",
+        title="Syncline: bench gradients",
         heading="Gradients in one block, beside copying them together and back",
         summary=_summary(result),
         facts=_facts(result),

@@ -1,4 +1,4 @@
-"""The result file of ``syncline bench-gradients``: what every number in it means, and its JSON form.
+"""The result file of ``syncline bench gradients``: what every number in it means, and its JSON form.
 
 Owns the names, units and JSON of a ``GradientResult`` and its rows; the rules of ``result_file`` hold here. Does not
 know how anything was measured.
@@ -64,7 +64,7 @@ class GradientRow:
 class GradientResult(ResultFile):
     """A whole run: where and with what it was measured, and its rows."""
 
-    verb: ClassVar = "bench-gradients"
+    verb: ClassVar = "bench gradients"
     lists: ClassVar = {"rows": reader(GradientRow)}
 
     rows: tuple[GradientRow, ...] = ()

@@ -1,4 +1,4 @@
-"""Rows of ``syncline bench-gradients`` as tables for the terminal: one per model and number of ranks, forms down.
+"""Rows of ``syncline bench gradients`` as tables for the terminal: one per model and number of ranks, forms down.
 
 Owns the words and which columns fit: a narrow terminal loses p99, then the share and the limit, never what a form adds
 or the verdict. A row that failed keeps its place, and its error stands below the table in full.

@@ -1,4 +1,4 @@
-"""The result file of ``syncline bench-steps``: what every number in it means, and its JSON form."""
+"""The result file of ``syncline bench steps``: what every number in it means, and its JSON form."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepRow:
 class StepResult(ResultFile):
     """A whole run: where, with what and how it was measured, and its rows; ``load`` is the machine's behind it."""
 
-    verb: ClassVar = "bench-steps"
+    verb: ClassVar = "bench steps"
     lists: ClassVar = {"rows": reader(StepRow)}
 
     strategy: str

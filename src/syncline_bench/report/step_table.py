@@ -1,4 +1,4 @@
-"""Rows of ``syncline bench-steps`` as a table for the terminal, and what went wrong below it."""
+"""Rows of ``syncline bench steps`` as a table for the terminal, and what went wrong below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``syncline bench-steps`` without its options' syntax: request, run, file, table, exit status."""
+"""The verb ``syncline bench steps`` without its options' syntax: request, run, file, table, exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench-steps`` runs: ``python -m syncline_bench.steps.rank WORK``.
+"""What each rank of ``syncline bench steps`` runs: ``python -m syncline_bench.steps.rank WORK``.
 
 Owns the course of a repetition: the bare step, the exchange and Syncline's step in turn, so that a busy moment of the
 machine hits all alike. The exchange is what a step hands to the engine, tickets and one array per bucket, in memory of

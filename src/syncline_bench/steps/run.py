@@ -1,4 +1,4 @@
-"""The course of ``bench-steps``: one set of ranks for every framework, and the making of rows."""
+"""The course of ``bench steps``: one set of ranks for every framework, and the making of rows."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _measured(request: Request, framework: str, progress: object) -> tuple[dict[
                         progress(len(found))  # type: ignore[operator]
                 outcome = outcome or started.poll()
                 if time.monotonic() - heard > SILENCE_S:
-                    raise SynclineError(f"bench-steps: no rank has reported anything for {SILENCE_S:.0f} s")
+                    raise SynclineError(f"bench steps: no rank has reported anything for {SILENCE_S:.0f} s")
                 messages = (
                     mailbox.receive(_POLL_S) if outcome is None else [one for some in mailbox.rest() for one in some]
                 )
