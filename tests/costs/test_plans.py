@@ -19,11 +19,9 @@ from syncline import registry
 from syncline.compression.reducers import Flows
 from syncline.costs.clock import Clock
 from syncline.costs.cluster import Cluster, route
-from syncline.costs.formulas import Size, closed_s
 from syncline.costs.plans import (
     ClusterShape,
     Load,
-    Network,
     ProcessPlacement,
     fit_ring,
     flows_outline,
@@ -36,10 +34,19 @@ from syncline.engine.step import BucketPhase, Submit
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
 from syncline.strategy.strategy import Strategy
+from syncline_bench.predict.collectives import Size, closed_s
 from syncline_bench.predict.networks import inline, load_network
 
 Cost = tuple[float, float, float]
 """Factors of a, nb and ng."""
+
+
+def network(alpha: float, beta: float, gamma: float = 0.0) -> Cluster:
+    return inline(f"alpha={alpha!r}s,beta={beta!r}s,gamma={gamma!r}s")
+
+
+def constants(cluster: Cluster) -> tuple[float, float]:
+    return cluster.constants["between.alpha"].value, cluster.constants["between.beta"].value
 
 
 def make(name: str, workers: int) -> Plan:
@@ -68,26 +75,24 @@ FORMULAS: dict[str, tuple[list[int], Callable[[int], Cost]]] = {
     "reduce_scatter": ([2, 3, 8], lambda n: (n - 1, share(n), share(n))),
     "all_gather": ([2, 3, 8], lambda n: (n - 1, share(n), 0)),
 }
-NETWORKS = [Network(1e-5, 1e-9, 3e-10), Network(1e-4, 0.0), Network(0.0, 1e-9), Network(0.0, 0.0, 1e-9)]
+NETWORKS = [network(1e-5, 1e-9, 3e-10), network(1e-4, 0.0), network(0.0, 1e-9), network(0.0, 0.0, 1e-9)]
 
 
 @pytest.mark.parametrize(("name", "workers"), [(name, n) for name, (sizes, _) in FORMULAS.items() for n in sizes])
 def test_closed_formulas(name: str, workers: int) -> None:
     messages, moved, reduced = FORMULAS[name][1](workers)
-    for network, nbytes in itertools.product(NETWORKS, [1, 1000, 60_970_000]):
-        closed = messages * network.alpha_s + nbytes * (
-            moved * network.beta_s_per_byte + reduced * network.gamma_s_per_byte
-        )
-        assert plan_s(make(name, workers), nbytes, network) == pytest.approx(closed), (network, nbytes)
+    for cluster, nbytes in itertools.product(NETWORKS, [1, 1000, 60_970_000]):
+        alpha, beta = constants(cluster)
+        closed = messages * alpha + nbytes * (moved * beta + reduced * cluster.gamma_s_per_byte)
+        assert plan_s(make(name, workers), nbytes, cluster) == pytest.approx(closed), (cluster, nbytes)
 
 
 @pytest.mark.parametrize("workers", [3, 5, 6, 12, 63])
 def test_recursive_doubling_takes_a_step_before_and_one_after_between_powers_of_two(workers: int) -> None:
     steps = math.floor(lg(workers)) + 2
-    network = Network(1e-5, 1e-9, 3e-10)
     # What comes back in the last step is copied: nothing is added there.
     expected = steps * (1e-5 + 1e-3) + (steps - 1) * 3e-4
-    assert plan_s(make("recursive_doubling", workers), 1e6, network) == pytest.approx(expected)
+    assert plan_s(make("recursive_doubling", workers), 1e6, NETWORKS[0]) == pytest.approx(expected)
 
 
 WITHOUT_SERVERS = [entry for entry in registry.entries("algorithms") if entry.name != "ps"]
@@ -95,11 +100,11 @@ WITHOUT_SERVERS = [entry for entry in registry.entries("algorithms") if entry.na
 
 @pytest.mark.parametrize("entry", WITHOUT_SERVERS, ids=lambda entry: str(entry.name))
 def test_no_plan_is_faster_than_its_bytes_and_more_bytes_take_longer(entry: registry.Entry) -> None:
-    plan, network = entry.target(Group(6)), Network(1e-6, 1e-9, 1e-10)
-    times = [plan_s(plan, nbytes, network) for nbytes in (0, 1_000, 1_000_000, 2_000_000)]
+    plan, cluster = entry.target(Group(6)), network(1e-6, 1e-9, 1e-10)
+    times = [plan_s(plan, nbytes, cluster) for nbytes in (0, 1_000, 1_000_000, 2_000_000)]
     assert times == sorted(times)
     busiest = max(plan.bytes_sent(1e6).max(), plan.bytes_received(1e6).max())
-    assert plan_s(plan, 1e6, network) >= busiest * 1e-9
+    assert plan_s(plan, 1e6, cluster) >= busiest * 1e-9
     # a + b n: each further byte costs the same.
     assert times[2] - times[0] == pytest.approx((times[3] - times[0]) / 2, rel=1e-6)
 
@@ -114,22 +119,24 @@ seconds = st.floats(1e-7, 1e-2)
 @settings(deadline=None)  # a plan of many ranks
 @given(st.integers(2, 64), seconds, st.floats(1e-11, 1e-7), st.floats(0, 1e-8))
 def test_the_fit_finds_the_network_that_the_times_come_from(workers: int, a: float, b: float, g: float) -> None:
-    network = Network(a, b, g)
+    cluster = network(a, b, g)
     gather, scatter = make("all_gather", workers), make("reduce_scatter", workers)
-    small, large = ((size, plan_s(gather, size, network)) for size in (1024, 1 << 18))
-    found = fit_ring(workers, small, large, (1 << 18, plan_s(scatter, 1 << 18, network)))
+    small, large = ((size, plan_s(gather, size, cluster)) for size in (1024, 1 << 18))
+    found = fit_ring(workers, small, large, (1 << 18, plan_s(scatter, 1 << 18, cluster)))
     rate = (workers - 1) * a / (share(workers) * (1 << 18))  # what rounding in the difference of times amounts to
-    assert found.alpha_s == pytest.approx(a, rel=1e-6)
-    assert found.beta_s_per_byte == pytest.approx(b, rel=1e-6, abs=1e-9 * rate)
+    alpha, beta = constants(found)
+    assert alpha == pytest.approx(a, rel=1e-6)
+    assert beta == pytest.approx(b, rel=1e-6, abs=1e-9 * rate)
     assert found.gamma_s_per_byte == pytest.approx(g, rel=1e-6, abs=1e-9 * (rate + b))
 
 
 @given(st.lists(seconds, min_size=3, max_size=3))
 def test_noise_never_gives_negative_costs(times: list[float]) -> None:
     found = fit_ring(4, (1024, times[0]), (16384, times[1]), (16384, times[2]))
-    assert min(found.alpha_s, found.beta_s_per_byte, found.gamma_s_per_byte) >= 0
-    assert found.alpha_s > 0
-    assert np.isfinite([found.alpha_s, found.beta_s_per_byte, found.gamma_s_per_byte]).all()
+    numbers = [*constants(found), found.gamma_s_per_byte]
+    assert min(numbers) >= 0
+    assert numbers[0] > 0
+    assert np.isfinite(numbers).all()
 
 
 ALPHA, BETA = 5e-5, 1e-9

@@ -334,6 +334,16 @@ class CodecCosts(NamedTuple):
     decode_s_per_byte: float
 
 
+class _Seconds:
+    """A constant of a cluster by its name; 0 where it has none of that name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cluster: Cluster, owner: type[Cluster]) -> float:
+        return cluster._seconds(self._name)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Hosts, their links and what computing costs on them; ``constants`` by their names, see the file's head.
@@ -356,6 +366,11 @@ class Cluster:
     cores: int | None = None
     one_machine: bool = False
     ready_made: bool = field(default=False, compare=False)
+
+    gamma_s_per_byte = _Seconds("gamma")
+    message_s, byte_cpu_s, bucket_s = _Seconds("message"), _Seconds("byte_cpu"), _Seconds("bucket")
+    tensor_s, iteration_s = _Seconds("tensor"), _Seconds("iteration")
+    update_s_per_byte, copy_s_per_byte = _Seconds("update"), _Seconds("copy")
 
     def __post_init__(self) -> None:
         for key in self.constants:
@@ -399,46 +414,6 @@ class Cluster:
                 raise UsageError(f"network {self.name}: {missing[0]} is missing: a codec has encode and decode")
             found[text] = CodecCosts(*(self._seconds(key) for key in keys))
         return found
-
-    @property
-    def gamma_s_per_byte(self) -> float:
-        """Adding a byte to another."""
-        return self._seconds("gamma")
-
-    @property
-    def message_s(self) -> float:
-        """Processor time of sending or receiving a message."""
-        return self._seconds("message")
-
-    @property
-    def byte_cpu_s(self) -> float:
-        """Processor time of a byte sent or received."""
-        return self._seconds("byte_cpu")
-
-    @property
-    def bucket_s(self) -> float:
-        """Processor time of a bucket and operation, in the thread that moves messages."""
-        return self._seconds("bucket")
-
-    @property
-    def tensor_s(self) -> float:
-        """Processor time of a gradient in the thread that trains: what hooks take, and waiting for the interpreter."""
-        return self._seconds("tensor")
-
-    @property
-    def iteration_s(self) -> float:
-        """Processor time of an iteration in the thread that trains."""
-        return self._seconds("iteration")
-
-    @property
-    def update_s_per_byte(self) -> float:
-        """Updating a byte of weights."""
-        return self._seconds("update")
-
-    @property
-    def copy_s_per_byte(self) -> float:
-        """Copying a byte."""
-        return self._seconds("copy")
 
     def replaced(self, values: Mapping[str, float]) -> Cluster:
         """The cluster with other values, which are exact and not measured; they may be constants that it lacked."""

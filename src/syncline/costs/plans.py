@@ -5,8 +5,8 @@ it has ended everywhere, which is what happens where all ranks have as much to d
 trainings, which ask for thousands of exchanges, of payloads too, take it. ``plan_time`` is the exact answer: the clocks
 of all ranks and ports. Collectives alone are answered by it, since by loads double trees come out up to 1.7 times as
 slow, and messages that meet on links inside the network up to a quarter faster or slower. Neither knows a schedule,
-another exchange under way, or how arrays are cut into segments that flow one behind the other. The formulas of the
-literature (``formulas``) hold for both.
+another exchange under way, or how arrays are cut into segments that flow one behind the other. Both are held to the
+formulas of the literature (``predict.collectives``).
 
 **Loads.** An ``Outline`` is what is left of messages when places that have the same to do count as one, and steps that
 are the same as well: a ring of 512 ranks has one place and one step, 1022 times. It holds for arrays of any size and
@@ -39,17 +39,7 @@ from numpy.typing import NDArray
 from ..compression.reducers import Flows
 from ..nouns import Group
 from ..plans.plan import Plan
-from .cluster import Cluster, Floats, Ints, LinkCost, Switch, Topology
-
-
-@dataclass(frozen=True)
-class Network:
-    """Seconds per message (alpha), per byte on the wire (beta) and per byte reduced (gamma), equal for all ranks."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-    gamma_s_per_byte: float = 0.0
-
+from .cluster import Cluster, Constant, Floats, Ints, LinkCost, Switch, Topology
 
 _SHORTEST_S = 1e-12
 """What no clock tells from nothing."""
@@ -89,28 +79,8 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> LinearCost | Non
     return LinearCost(alone, 0.0) if slope < 0 else LinearCost(0.0, alone)
 
 
-def plan_s(plan: Plan, nbytes: float, network: Network) -> float:
-    """Seconds that ``plan`` takes for an array of ``nbytes``, step by step.
-
-    Cost: linear in the transfers, and memory for steps times ranks.
-    """
-    if not len(plan):
-        return 0.0
-    steps, step = np.unique(plan.step, return_inverse=True)
-    size = plan.count * (nbytes / plan.chunks)
-    busy = network.alpha_s + size * network.beta_s_per_byte
-    adds = np.where(plan.additions, size * network.gamma_s_per_byte, 0.0)
-
-    def per_rank(rank: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        cells = step * plan.world + rank
-        return np.bincount(cells, seconds, len(steps) * plan.world).reshape(len(steps), plan.world)
-
-    port = np.maximum(per_rank(plan.src, busy), per_rank(plan.dst, busy))
-    return float((port + per_rank(plan.dst, adds)).max(axis=1).sum())
-
-
-def fit_ring(workers: int, small: tuple[int, float], large: tuple[int, float], reduced: tuple[int, float]) -> Network:
-    """The network on which a ring's halves took these times, given as (bytes, seconds).
+def fit_ring(workers: int, small: tuple[int, float], large: tuple[int, float], reduced: tuple[int, float]) -> Cluster:
+    """The cluster on which a ring's halves took these times, given as (bytes, seconds).
 
     ``small`` and ``large`` are all-gathers of different sizes, ``reduced`` a reduce-scatter. An all-gather takes
     (N-1) a + (N-1)/N n b; a reduce-scatter (N-1)/N n g more. Noise can make a difference negative: such a number is 0,
@@ -120,7 +90,8 @@ def fit_ring(workers: int, small: tuple[int, float], large: tuple[int, float], r
     beta = max(0.0, (large[1] - small[1]) / (share * (large[0] - small[0])))
     alpha = max(1e-9, (small[1] - share * small[0] * beta) / steps)
     gamma = max(0.0, (reduced[1] - steps * alpha - share * reduced[0] * beta) / (share * reduced[0]))
-    return Network(alpha, beta, gamma)
+    constants = {"between.alpha": alpha, "between.beta": beta, "gamma": gamma}
+    return Cluster("as measured", {name: Constant(value, measured=True) for name, value in constants.items()})
 
 
 Column = NDArray[Any]
@@ -145,11 +116,6 @@ class Load(NamedTuple):
     messages: float = 0.0
     sent_bytes: float = 0.0
     turns_s: float = 0.0
-
-    @property
-    def passing_s(self) -> float:
-        """Until all has come, where nothing else is under way."""
-        return self.port_s + self.turns_s + self.inside_s + self.flight_s
 
     def then(self, other: Load) -> Load:
         """One behind the other."""
@@ -275,6 +241,13 @@ class Outline(NamedTuple):
             self.sent * unit_bytes,
             steps_s - port_s,
         )
+
+
+def plan_s(plan: Plan, nbytes: float, cluster: Cluster, placement: ProcessPlacement | None = None) -> float:
+    """Seconds of a plan by itself, by its load; without ``placement`` every process has a host of its own."""
+    load = plan_load(cluster, placement or ProcessPlacement(Group(plan.world)), plan, nbytes)
+    passing_s = load.port_s + load.turns_s + load.inside_s + load.flight_s
+    return passing_s + load.added_bytes * cluster.gamma_s_per_byte
 
 
 def plan_load(cluster: Cluster, placement: ProcessPlacement, plan: Plan, nbytes: float) -> Load:

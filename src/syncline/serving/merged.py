@@ -38,23 +38,23 @@ class Merged:
     _pull: Sequence[Order | CodedOrder]
 
     def __init__(self, session: Session, model: Model) -> None:
-        self._session, self._model, self.buckets = session, model, len(model.layout.buckets)
+        self._engine, self._model, self.buckets = session.engine, model, len(model.layout.buckets)
 
     def push(self, number: int, when: When) -> Work:
         """One exchange with all others; under a codec, the first half of a reduction."""
-        return self._session.engine.start(self._push[number], when)
+        return self._engine.start(self._push[number], when)
 
     def post(self, number: int, when: When) -> Work:
         """An owner's part in a push, which never ends when the workers leave."""
-        return self._session.engine.start(self._post[number], when)
+        return self._engine.start(self._post[number], when)
 
     def pull(self, number: int, when: When) -> Work:
         """One exchange with all others; under a codec, what corresponds to the second half."""
-        return self._session.engine.start(self._pull[number], when)
+        return self._engine.start(self._pull[number], when)
 
     def exchanges(self, apart: bool) -> Posted:
         """Of all workers at once."""
-        return Posted(self._session.engine, self, self._model.layout.priorities, apart)
+        return Posted(self._engine, self, self._model.layout.priorities, apart)
 
 
 class Planned(Merged):
@@ -64,6 +64,7 @@ class Planned(Merged):
 
     def __init__(self, session: Session, model: Model) -> None:
         super().__init__(session, model)
+        self._index = session.index
         self._plan, half = session.strategy.halves(session.group)
         push, pull, labels = compiled(self._plan, session.index), compiled(half, session.index), model.layout.labels
         first, arrays = model.first_key, list(zip(model.gradients, model.weights, strict=True))
@@ -73,7 +74,7 @@ class Planned(Merged):
 
     def holdings(self) -> list[Holding] | None:
         """Chunks of the plan."""
-        model, index = self._model, self._session.index
+        model, index = self._model, self._index
         if index not in self._plan.owners:
             return None
         return planned(model.layout.buckets, model.gradients, model.weights, self._plan, index)
@@ -117,8 +118,7 @@ class Coded(Merged):
 
     def resume_at(self, step: int) -> None:
         """Told to the codec behind what ``push`` has posted, in the thread that drives."""
-        engine = self._session.engine
-        engine.wait(engine.then("resume", (), partial(self._compression.resume_at, step)))
+        self._engine.wait(self._engine.then("resume", (), partial(self._compression.resume_at, step)))
 
 
 def planned_posts(program: Program, gradients: Sequence[Array]) -> list[Order]:

@@ -1,12 +1,11 @@
-"""A model whose weights others own: what its worker asks of the owners, and what a server does, in every framework.
+"""The training of a model whose weights other processes own, for every framework: the worker's side, and a server's.
 
-During backward the gradients are pushed bucket by bucket. ``OwnedModel.step`` says so, with the optimizer's group
-values (learning rate and so on); the owners of each slice apply the real update, and the new weights are pulled and
-taken up. Where weights come by layer, the owners are told the values at the first gradient of a step, and each bucket
-is pulled as it is pushed. Between two steps workers may meet (``consolidate``) and leave.
+A worker pushes its gradients bucket by bucket during backward. ``OwnedModel.step`` then sends the owners the values of
+the optimizer's groups (learning rate and so on), the owners update their slices, and the worker pulls the new weights.
+Where weights come by layer, the worker sends the values at the first gradient of a step, and pulls each bucket as soon
+as it has pushed it. Between two steps workers may meet (``consolidate``) and leave.
 
-Does not know what a script has changed meanwhile, which is the framework's affair, nor how the owners are told, which
-is that of ``serving.owners``.
+A framework finds out which weights and gradients a script has changed. ``serving.owners`` has the messages to owners.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from .model import TrainedModel
 
 
 class OwnedModel:
-    """The model of ``trained``, its gradients pushed by ``exchange`` and its weights pulled into ``weights``.
+    """A worker's model. ``exchange`` pushes its gradients, and its weights are pulled into ``weights``.
 
-    Owns a part of the weights itself where the strategy says so, which an optimizer updates that ``build`` makes.
-    ``learnt`` is what the optimizer knows already; of owners that are no workers, rank 0 tells them. ``apart`` is for
-    ``Shard``. All workers make it together.
+    Under ``on=workers`` this process may own a part of the weights: ``build`` makes the optimizer that updates them.
+    ``learnt`` is the optimizer's state so far, which rank 0 sends to servers. ``apart`` is for ``Shard``. All workers
+    make it together.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class OwnedModel:
     # One step.
 
     def start(self, bucket: int, when: When = NOW) -> Work:
-        """Push a bucket whose gradients are complete; the work is that of its pull where this follows at once."""
+        """Push a bucket whose gradients are complete. The work is the push, or where ``by_layer``, the pull."""
         work = self._pushes[bucket] = self._traffic.push(bucket, when)
         self._pushed[bucket] = self.owners.updated(bucket, work)
         return self.pull(bucket, When(priority=when.priority)) if self.by_layer else work
@@ -100,9 +99,9 @@ class OwnedModel:
         return self._squared
 
     def begin(self, groups: Groups, *, skip: bool = False) -> None:
-        """Have the gradients of a step applied, or dropped, that begins, or that has been pushed; returns at once.
+        """Have the owners apply the gradients of the present step, or drop them (``skip``); does not wait for that.
 
-        Where workers do not agree on it, the owners are told what they count beside those of others.
+        Where each push is an update by itself, the owners also learn the weight of this worker's gradients.
         """
         scale, self.scale, self._squared = self.scale, 1.0, None
         changed, self._unsaid = self._unsaid, 0
@@ -114,15 +113,15 @@ class OwnedModel:
         self.owners.tell(self.steps, StepValues(groups=groups, scale=scale, skip=skip, weight=weight), changed)
 
     def step(self, groups: Groups, *, skip: bool = False) -> None:
-        """Have the pushed gradients applied, or dropped, and take the new weights up, which come while others go."""
+        """Have the owners apply the pushed gradients, or drop them (``skip``), and wait for the new weights."""
         self.begin(groups, skip=skip)
         self.owners.told()
         self._take_up(self._pulls(), self.trained.machine.stepped)
 
     def shadow(self, kind: int, teller: int) -> bool:
-        """Take part, without batches, in what workers do who show tickets of ``kind``; whether the step is over.
+        """Take part without batches in a call of the workers that show tickets of ``kind``; whether the step is over.
 
-        ``teller`` is one of them. The step's gradients have been pushed, zeros here.
+        ``teller`` is one of them. This worker has pushed zeros.
         """
         pulls = self.owners.shadow(kind, self.steps + 1, teller)
         self.steps += pulls
@@ -144,7 +143,7 @@ class OwnedModel:
         return [self.exchange.pull(number, self.pull, priority) for number, priority in enumerate(priorities)]
 
     def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
-        """Wait until the weights have what is pulled of all buckets."""
+        """Wait for the pulls of all buckets, and for the copies to the device."""
         staging, pair = self.exchange.staging, self._weights.pair
         if staging.device is not None and not self.by_layer:
             pulls = [staging.up(pair(number), pull, pull.label) for number, pull in enumerate(pulls)]
@@ -157,15 +156,15 @@ class OwnedModel:
     # Between steps.
 
     def consolidate(self, call: str = "consolidate()") -> None:
-        """Wait until all workers that have not left do so, and have what all then have.
+        """Meet all workers that have not left, and pull the same weights as they do.
 
-        Nothing where workers go in step: they have it. ``met`` is then at which ``call`` all have met.
+        Does nothing where workers go in step. ``met`` is the ``call`` at which all have met.
         """
         if not self.together:
             self._take_up(self._meet(call))
 
     def _meet(self, call: str) -> list[Work]:
-        """The pulls of what all have who meet; none where they go in step."""
+        """Meet all workers, and start the pulls of the weights of all; none where workers go in step."""
         if self.together:
             return []
         self.steps, self.met = self.owners.meet(self.steps, call)
@@ -210,9 +209,9 @@ class OwnedModel:
         self._session.barrier()  # nobody pushes before all owners have it
 
     def resume(self, step: int, weights: list[Record]) -> None:
-        """Have the owners go on from that step with their own weights, where there are any; all workers call it.
+        """Have the owners go on from that step, with these weights if there are any; all workers call it.
 
-        Where workers do not go in step, they have these then.
+        Where workers do not go in step, they pull the weights.
         """
         self._session.engine.wait(*self._meet("load_state_dict()"))
         self.owners.resume(step, weights)
@@ -229,7 +228,7 @@ class OwnedModel:
         self.owners.move_in(self._traffic, len(model.layout.buckets))
 
     def _model(self) -> Model:
-        """As its owners see it, the way it is laid out now."""
+        """The model in its present layout, as ``serving`` takes it."""
         exchange = self.exchange
         gradients, weights = exchange.storages[0].arrays, self._weights.arrays
         return Model(exchange.layout, gradients, weights, exchange.compression, exchange.key)
@@ -240,7 +239,7 @@ def _nothing() -> None:
 
 
 def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Record], apart: bool) -> Owners:
-    """Whoever owns the weights, this worker among them where the strategy says so."""
+    """The owners that the strategy names: servers, or workers, which may include this one."""
     together = session.strategy.sync_mode().merges
     if session.group.servers:
         remote = RemoteOwners(session)
@@ -270,10 +269,7 @@ def serve_model(
     *,
     apart: bool = False,
 ) -> None:
-    """A server's part in a model whose weights it owns, or some of them, until all workers have left.
-
-    ``learnt`` and ``apart`` are as for ``OwnedModel``.
-    """
+    """Own a part of a model's weights on a server, until all workers have left; arguments as for ``OwnedModel``."""
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
 
     def lay(buckets: Sequence[Bucket]) -> tuple[Sequence[Array], Sequence[Array]]:
@@ -283,7 +279,7 @@ def serve_model(
 
 
 def add_up(session: Session, layout: Layout, gradients: Stored) -> None:
-    """A server's part in a model whose gradients it adds up, until all workers have left."""
+    """Add up a model's gradients on a server, until all workers have left."""
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
     Summing(session, layout, gradients.arrays, compression, partial(_cut, gradients)).serve()
 

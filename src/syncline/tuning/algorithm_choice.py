@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from .. import registry
 from ..compression.reducers.ways import way_of
-from ..costs.plans import Network, fit_ring, plan_s
+from ..costs.cluster import Cluster
+from ..costs.plans import fit_ring, plan_s
 from ..errors import PlanError, UsageError
 from ..nouns import Group
 from ..plans.check import check
@@ -110,9 +111,9 @@ class Measuring:
 
         Algorithms keep the order of the plans. On ranks other than 0 they may differ in the last bits.
         """
-        network, meeting_s = self._probe()
+        cluster, meeting_s = self._probe()
         began = time.perf_counter()
-        model = {name: [plan_s(plan, size, network) for size in SIZES] for name, plan in self._plans.items()}
+        model = {name: [plan_s(plan, size, cluster) for size in SIZES] for name, plan in self._plans.items()}
         hopeful = self._agree(_hopeful(model))
         model = {name: model[name] for name in hopeful}
         programs = {name: compile_program(self._plans[name], self._session.rank) for name in model}
@@ -130,7 +131,7 @@ class Measuring:
                 times_s[name].append(seconds)
         return times_s
 
-    def _probe(self) -> tuple[Network, float]:
+    def _probe(self) -> tuple[Cluster, float]:
         """Alpha, beta and gamma by a ring's halves, at the largest size that is quick enough; seconds of a meeting."""
         group, rank = Group(self._session.world_size), self._session.rank
         gather, scatter = (

@@ -233,9 +233,7 @@ def choose_schedule(
         found.append((one, laid, times))
     if not found:
         return _simplest(offered, lay, cost, "nothing could be predicted")
-    expected_s = [
-        times.whole_s * (1 + CROSSING_COST * (one.schedule_object().apply != "step")) for one, _, times in found
-    ]
+    expected_s = [with_crossing_s(one, times.whole_s) for one, _, times in found]
     enough_s = min(expected_s) * (1 + MARGIN)
     by, laid, times = next(row for row, seconds in zip(found, expected_s, strict=True) if seconds <= enough_s)
     first, _, beside = found[0]
@@ -266,7 +264,10 @@ def worth_a_trial(
             continue
         try:
             laid = lay(one)
-            expected_s = _expected_s(one, layers, laid, cost)
+            expected_s = 0.0  # of all where no exchange was measured
+            if cost is not None:
+                times = predict_iteration(layers, laid, one.schedule_object(), one.sync_mode(), cost)
+                expected_s = with_crossing_s(one, times.whole_s)
         except UsageError:
             continue
         except Exception as error:
@@ -289,13 +290,9 @@ def worth_a_trial(
     return left if quiet[1] in left else [*left, quiet[1]]
 
 
-def _expected_s(one: Strategy, layers: Sequence[Layer], laid: Layout, cost: LinearCost | None) -> float:
-    """Seconds of an iteration, the same for all where no exchange was measured."""
-    if cost is None:
-        return 0.0
-    schedule = one.schedule_object()
-    whole_s = predict_iteration(layers, laid, schedule, one.sync_mode(), cost).whole_s
-    return whole_s * (1 + CROSSING_COST * (schedule.apply != "step"))
+def with_crossing_s(strategy: Strategy, predicted_s: float) -> float:
+    """What an iteration is expected to take that was predicted so."""
+    return predicted_s * (1 + CROSSING_COST * (strategy.schedule_object().apply != "step"))
 
 
 def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, why: str) -> Layout:

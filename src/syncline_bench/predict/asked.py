@@ -207,8 +207,7 @@ def _with_schedule(asked: Asked, setting: Setting, model: Model) -> Settled:
         except UsageError:
             continue  # a schedule that cannot lay this model out is none of those that may be chosen
         iteration = simulate(one, model, asked.habits)
-        beyond = schedule_choice.CROSSING_COST * (strategy.schedule_object().apply != "step")
-        found.append((Settled(one, iteration), iteration.iteration_s * (1 + beyond)))
+        found.append((Settled(one, iteration), schedule_choice.with_crossing_s(strategy, iteration.iteration_s)))
     if not found:
         raise UsageError("no schedule that might be chosen can lay out this model")
     enough_s = min(seconds for _, seconds in found) * (1 + schedule_choice.MARGIN)

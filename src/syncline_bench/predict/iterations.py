@@ -251,14 +251,7 @@ class Together:
         self._clock = Clock()
         self._machines = Machines(setting, self._clock)
         self._resources = resources_of(setting, self._clock, self._machines)
-        exchanges = Exchanges(
-            setting.strategy,
-            model.layers,
-            self._laid.buckets,
-            setting.placement,
-            setting.cluster,
-            codec_costs(setting),
-        )
+        exchanges = Exchanges(setting, model.layers, self._laid.buckets)
         in_flight = habits.in_flight or self._schedule.in_flight
         self._operations = Operations(self._clock, self._begin(exchanges), in_flight)
         self._met: dict[object, int] = {}

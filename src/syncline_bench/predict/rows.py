@@ -27,7 +27,7 @@ from ..report.forecast_rows import Predicted, Prediction, Stated
 from .asked import Asked, Question, Settled, question, settled, worker_counts
 from .iterations import simulate
 from .networks import USUAL, Holdout, holdout_of
-from .settings import Exchanges, Habits, Model, Setting, codec_costs, lay_out, setting_of
+from .settings import Exchanges, Habits, Model, Setting, lay_out, setting_of
 from .vary import SHARED, Found, Varied, break_even, unranged
 
 
@@ -109,9 +109,7 @@ def sent_bytes(setting: Setting, model: Model) -> float | None:
     if setting.alone or not mode.merges or hasattr(mode, "averages"):
         return None
     buckets = lay_out(setting, model).buckets
-    exchanges = Exchanges(
-        setting.strategy, model.layers, buckets, setting.placement, setting.cluster, codec_costs(setting)
-    )
+    exchanges = Exchanges(setting, model.layers, buckets)
     return sum(exchanges.sent_bytes(bucket) for bucket in buckets)
 
 

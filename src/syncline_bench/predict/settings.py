@@ -29,7 +29,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from syncline.codecs import Codec
 from syncline.compression.cuts import join_cuts
 from syncline.compression.reducers import Flows, Summed, levels, ways
 from syncline.compression.reducers.owners import pull_traffic, push_traffic
@@ -37,7 +36,7 @@ from syncline.compression.traffic import parts_of
 from syncline.costs.clock import Chain, Clock, Resource, Share, Stage, Used
 from syncline.costs.cluster import Cluster, CodecCosts
 from syncline.costs.iteration import Batches, Duties, Stretch
-from syncline.costs.plans import ClusterShape, Load, Outline, ProcessPlacement, flows_outline, plan_load
+from syncline.costs.plans import ClusterShape, Load, Outline, ProcessPlacement, flows_outline, plan_load, plan_s
 from syncline.engine.step import BucketPhase, Phase
 from syncline.errors import UsageError
 from syncline.nouns import Bucket, Group, Layer
@@ -126,19 +125,14 @@ Sketch = tuple[Outline | Summed, ...]
 """What travels for a piece, step by step."""
 
 
-@dataclass(frozen=True, eq=False)
 class Exchanges:
-    """The exchanges of a model's buckets under a resolved strategy, on a cluster.
+    """The exchanges of a model's buckets in a setting."""
 
-    ``codec_costs`` is what the codec takes per byte of gradient.
-    """
-
-    strategy: Strategy
-    layers: Sequence[Layer]
-    buckets: Sequence[Bucket]
-    placement: ProcessPlacement
-    cluster: Cluster
-    codec_costs: CodecCosts
+    def __init__(self, setting: Setting, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
+        self.strategy, self.cluster, self.placement = setting.strategy, setting.cluster, setting.placement
+        self.group, self.layers, self.buckets = setting.placement.group, layers, buckets
+        self._codec_costs, self._mode = codec_costs(setting), setting.strategy.sync_mode()
+        self._found: dict[tuple[int, Phase, int], Sequence[Chain]] = {}
 
     def chains(self, operation: BucketPhase) -> Sequence[Chain]:
         """The chains of one operation of one bucket, that of all workers together."""
@@ -147,14 +141,6 @@ class Exchanges:
         if found is None:
             found = self._found[key] = self._chains(operation)
         return found
-
-    @cached_property
-    def _found(self) -> dict[tuple[int, Phase, int], Sequence[Chain]]:
-        return {}
-
-    @cached_property
-    def _mode(self) -> SyncMode:
-        return self.strategy.sync_mode()
 
     @cached_property
     def _period(self) -> int:
@@ -181,11 +167,6 @@ class Exchanges:
         if self.strategy.codec != NONE:
             return sum(self._piece_load(piece).sent_bytes for piece in self._pieces("both", bucket))
         return self._plan_load(self.plan("allreduce"), bucket.nbytes).sent_bytes
-
-    @property
-    def group(self) -> Group:
-        """The processes."""
-        return self.placement.group
 
     # Gradients as they are.
 
@@ -229,12 +210,12 @@ class Exchanges:
     def _compressed(self, bucket: Bucket) -> list[Chain]:
         hosts, pieces = self.strategy.hosts(self.group), self._pieces("both", bucket)
         encoders, share = (len(hosts), 1 / min(map(len, hosts))) if hosts else (self.group.workers, 1.0)
-        computing = ways.way_of(self._codec).computing(encoders)
+        computing = ways.way_of(self.strategy.codec_object()).computing(encoders)
         gradient = bucket.nbytes * share / max(1, len(pieces))
-        first_s = gradient * self.codec_costs.encode_s_per_byte
+        first_s = gradient * self._codec_costs.encode_s_per_byte
         rest_s = gradient * (
-            (computing.encodes - 1) * self.codec_costs.encode_s_per_byte
-            + computing.decodes * self.codec_costs.decode_s_per_byte
+            (computing.encodes - 1) * self._codec_costs.encode_s_per_byte
+            + computing.decodes * self._codec_costs.decode_s_per_byte
         )
         return [chain for piece in pieces for chain in self._piece(piece, first_s, rest_s)]
 
@@ -259,18 +240,14 @@ class Exchanges:
                 total = total.then(step.load(self.cluster))
         return total
 
-    @cached_property
-    def _codec(self) -> Codec:
-        return self.strategy.codec_object()
-
     # Weights that others hold, where all pushes are one update.
 
     def _pushed_and_pulled(self, bucket: Bucket) -> list[Chain]:
         """A push, the owners' update, and the pull behind it."""
         push, pull = self._halves(bucket)
         updating = Stage("serving", self._owned(bucket.nbytes) * self.cluster.update_s_per_byte, TRAINING)
-        encoded_s = self.codec_costs.encode_s_per_byte * bucket.nbytes
-        decoded_s = self.codec_costs.decode_s_per_byte * bucket.nbytes
+        encoded_s = self._codec_costs.encode_s_per_byte * bucket.nbytes
+        decoded_s = self._codec_costs.decode_s_per_byte * bucket.nbytes
         if self.strategy.codec == NONE:
             encoded_s = decoded_s = 0.0
         adding = Stage("serving", push.added_bytes * self.cluster.gamma_s_per_byte, ENGINE)
@@ -528,8 +505,7 @@ def exchange_cost(setting: Setting) -> Cost:
     """The seconds of an exchange by itself, as schedules ask for them: along straight lines between some sizes."""
     if setting.measured is not None:
         return setting.measured
-    cluster, plan = setting.cluster, setting.strategy.plan(setting.placement.group)
+    plan = setting.strategy.plan(setting.placement.group)
     sizes = [0, *(1 << power for power in range(6, 33, 2))]
-    loads = [plan_load(cluster, setting.placement, plan, nbytes) for nbytes in sizes]
-    seconds = [one.passing_s + one.added_bytes * cluster.gamma_s_per_byte for one in loads]
+    seconds = [plan_s(plan, nbytes, setting.cluster, setting.placement) for nbytes in sizes]
     return lambda nbytes: float(np.interp(nbytes, sizes, seconds))

@@ -31,8 +31,7 @@ FLAT_AND_TREE, TREE = "flat in, tree out", "tree in, tree out"
 def collective_s(algorithm: str, nbytes: float, workers: int, cluster: Cluster, per_host: int = 1) -> float:
     """Seconds of a collective by itself: an architecture's plan, or one of a server's two ways."""
     plan, placement = _plan(algorithm, workers, per_host)
-    load = plans.plan_load(cluster, placement, plan, nbytes)
-    return load.passing_s + load.added_bytes * cluster.gamma_s_per_byte
+    return plans.plan_s(plan, nbytes, cluster, placement)
 
 
 @lru_cache(maxsize=128)
