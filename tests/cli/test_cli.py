@@ -85,7 +85,7 @@ def test_bench_without_a_command_is_collectives(line: str, monkeypatch: pytest.M
     measured: list[Any] = []
     monkeypatch.setattr("syncline_bench.collectives.command.run", lambda asked, **_: measured.extend(asked) or 0)
     assert call(*line.split()).exit_code == 0
-    assert [one.collective for one in measured] == ["allreduce"]
+    assert [one.collective.name for one in measured] == ["allreduce"]
 
 
 def test_bench_has_no_other_commands() -> None:
