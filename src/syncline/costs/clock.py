@@ -37,6 +37,10 @@ class Clock:
         """Have something done then, behind what is done at the same time already."""
         heappush(self._events, (max(when_s, self.now_s), next(self._serial), call))
 
+    def after(self, seconds: float, call: Call) -> None:
+        """Have something done so much later."""
+        self.at(self.now_s + seconds, call)
+
     def run(self, until_s: float = math.inf, over: Callable[[], bool] = lambda: False) -> None:
         """Let time pass to ``until_s``, or to where it is ``over`` or nothing is left to happen."""
         while not over() and self._events and self._events[0][0] <= until_s:
@@ -120,7 +124,7 @@ class Resource:
         if served:
             turn, rate = self._turn, self._rate(len(served))
             left_s = max(0.0, min(jobs[0][3].left_s for jobs in served))
-            self._clock.at(self._clock.now_s + left_s / rate, lambda: self._end(turn))
+            self._clock.after(left_s / rate, lambda: self._end(turn))
 
     def _end(self, turn: int) -> None:
         """What is served next to its end has come to it."""
@@ -226,7 +230,7 @@ class Chains:
             self._advance(stages, priority, serial, ended)
 
         if stage.resource is None:
-            self._clock.at(self._clock.now_s + stage.seconds, go_on)
+            self._clock.after(stage.seconds, go_on)
         else:
             resource = self._resources[stage.resource]
             resource.use(stage.seconds, go_on, priority=priority, serial=serial, lane=stage.lane or str(serial))

@@ -129,9 +129,9 @@ class VirtualWorker:
         for part in duties.parts:
             for tensor in part.tensors:
                 yield from self._do(steps.needed(tensor))
-            yield from self._lasting("forward_s", self._compute(part.forward_s * factor))
+            yield from self._lasting("forward_s", (Stage(None, part.forward_s * factor),))
         for part in reversed(duties.parts):
-            yield from self._lasting("backward_s", self._compute(part.backward_s * factor))
+            yield from self._lasting("backward_s", (Stage(None, part.backward_s * factor),))
             for tensor in reversed(part.tensors):
                 yield from self._lasting("backward_s", duties.gradient)
                 yield from self._do(steps.produced(tensor))
@@ -154,9 +154,6 @@ class VirtualWorker:
         yield from self._lasting("loading_s", (Stage(None, wait_s),))
         self._taken_s.append(self._clock.now_s)
         yield from self._lasting("h2d_s", (Stage(None, batches.h2d_s),))
-
-    def _compute(self, seconds: float) -> tuple[Stage, ...]:
-        return (Stage(None, seconds),)
 
     def _lasting(self, what: str, stages: Iterable[Stage]) -> Process:
         begun_s = self._clock.now_s
@@ -192,7 +189,7 @@ def run(clock: Clock, process: Process, resources: Mapping[str, Used], operation
                     continue
                 operations.when_done(wanted, go_on)
             elif wanted.resource is None:
-                clock.at(clock.now_s + wanted.seconds, go_on)
+                clock.after(wanted.seconds, go_on)
             else:
                 resources[wanted.resource].use(wanted.seconds, go_on, lane=wanted.lane)
             return

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 
 from syncline.costs.clock import Call, Clock
-from syncline.costs.cluster import Cluster, LinkCost, route
+from syncline.costs.cluster import Cluster, route
 from syncline.costs.plans import ProcessPlacement
 
 _FULL = 1e-12
@@ -104,13 +104,10 @@ class Fabric:
         links = self._inside(src, dst) if near else self._between(int(hosts[src]), int(hosts[dst]))
         if not near:
             self.sent_s[int(hosts[src])] += link.busy_s(nbytes)
-        come = partial(self._clock_at, link, done)
+        come = partial(self._clock.after, link.flight_s, done)
         self._pass()
         self._flows.append(_Flow(link.busy_s(nbytes), urgency, links, come))
         self._change()
-
-    def _clock_at(self, link: LinkCost, done: Call) -> None:
-        self._clock.at(self._clock.now_s + link.flight_s, done)
 
     def _inside(self, src: int, dst: int) -> tuple[Hashable, ...]:
         links: tuple[Hashable, ...] = (("from", src), ("to", dst))
@@ -156,7 +153,7 @@ class Fabric:
                     left[link] = max(0.0, left[link] - rate)
         moving = [flow.left_s / flow.rate for flow in self._flows if flow.rate > 0]
         if moving:
-            self._clock.at(self._clock.now_s + max(0.0, min(moving)), partial(self._end, self._turn))
+            self._clock.after(max(0.0, min(moving)), partial(self._end, self._turn))
 
     def _end(self, turn: int) -> None:
         """The next message, or several, have been sent."""

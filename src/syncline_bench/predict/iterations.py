@@ -158,10 +158,7 @@ class Apart:
         urgency = submit.priority, serial, 0
         come = partial(self._pushed, worker, bucket, submit.operation.step + 1)
         nbytes = self._payload[bucket] / self._owners
-        self._clock.at(
-            self._clock.now_s + encode_s,
-            partial(self._fabric.send, worker, self._owner, nbytes, urgency, come),
-        )
+        self._clock.after(encode_s, partial(self._fabric.send, worker, self._owner, nbytes, urgency, come))
 
     def _pushed(self, worker: int, bucket: int, clock: int) -> None:
         """A bucket has come to the owner, which hears of it by itself, or of all of the step."""
@@ -209,7 +206,7 @@ class Apart:
         urgency = self._laid.priorities[bucket], 0, 0
         ended = self._pulls.pop((worker, bucket))
         decode_s = 0.0 if self._setting.strategy.codec == NONE else nbytes * self._codec.decode_s_per_byte
-        back = partial(self._clock_after, decode_s, ended)
+        back = partial(self._clock.after, decode_s, ended)
         copied_s = nbytes / self._owners * self._cluster.copy_s_per_byte + self._moving_s(sent)
         send = partial(self._fabric.send, self._owner, worker, sent, urgency, back)
         self._serving.use(copied_s, send)
@@ -217,9 +214,6 @@ class Apart:
     def _moving_s(self, nbytes: float) -> float:
         """What a message costs an owner's processor."""
         return self._cluster.message_s + nbytes * self._cluster.byte_cpu_s
-
-    def _clock_after(self, seconds: float, call: Call) -> None:
-        self._clock.at(self._clock.now_s + seconds, call)
 
 
 _BEFORE, _COUNTED = 3, 4

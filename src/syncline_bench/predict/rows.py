@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,12 @@ Cases = Sequence[tuple[Predicted, Varied]]
 
 def remarks(asked: Question, cases: Cases, held_out: Sequence[Holdout | None]) -> list[str]:
     """All of them, those on what was varied in vain first."""
-    found = [*_alike_networks(asked, cases), *_alike_strategies(cases)]
+    networks = [cluster.name for cluster in asked.clusters]
+    strategies = list(dict.fromkeys(row.requested for row, _ in cases))
+    found = [
+        *_alike(cases, "network", networks, "nothing here depends on what they differ by"),
+        *_alike(cases, "requested", strategies, "the model knows no difference between them here"),
+    ]
     for cluster, holdout in zip(asked.clusters, held_out, strict=True):
         its = [(row, varied) for row, varied in cases if row.network == cluster.name]
         found += _in_vain(cluster, its)
@@ -183,20 +188,10 @@ def remarks(asked: Question, cases: Cases, held_out: Sequence[Holdout | None]) -
     return found
 
 
-def _alike_networks(asked: Question, cases: Cases) -> Iterator[str]:
-    names = [cluster.name for cluster in asked.clusters]
-    for at, first in enumerate(names):
-        for second in names[at + 1 :]:
-            if _times(cases, "network", first) == _times(cases, "network", second):
-                yield f"{first} and {second} are predicted alike: nothing here depends on what they differ by."
-
-
-def _alike_strategies(cases: Cases) -> Iterator[str]:
-    names = list(dict.fromkeys(row.requested for row, _ in cases))
-    for at, first in enumerate(names):
-        for second in names[at + 1 :]:
-            if _times(cases, "requested", first) == _times(cases, "requested", second):
-                yield f"{first} and {second} are predicted alike: the model knows no difference between them here."
+def _alike(cases: Cases, what: str, names: Sequence[str], why: str) -> Iterator[str]:
+    for first, second in combinations(names, 2):
+        if _times(cases, what, first) == _times(cases, what, second):
+            yield f"{first} and {second} are predicted alike: {why}."
 
 
 def _times(cases: Cases, what: str, name: str) -> list[str]:
