@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from syncline import registry
+from syncline import registry, testing
 from syncline.codecs import Codec
 from syncline.errors import StrategyError, UsageError
 from syncline.nouns import Spec
@@ -48,6 +48,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.is_file(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_page_for_newcomers_names_files_and_laws_that_exist() -> None:
+    """Rooms of its drawing are folders, their first words files in these."""
+    page = (ROOT / "docs" / "find-your-way.md").read_text()
+    places = [ROOT, ROOT / "src", ROOT / "src" / "syncline"]
+    for name in re.findall(r"`([\w/]+(?:/|\.py))`", page):
+        assert any((place / name).exists() for place in places), name
+    for law in re.findall(r"`(check_\w+)`", page):
+        assert law in testing.__all__
+    room, found = "", set[str]()
+    for line in page.split("```")[1].splitlines()[2:]:  # the first is the script's
+        room = (re.match(r"[a-z_/]+", line) or [room])[0]
+        for files in re.findall(r"(?:^| {2,})([a-z]+(?:, [a-z]+)*) {3,}", line[20:]):
+            for file in files.split(", "):
+                place = ROOT / "src" / "syncline" / room / file
+                assert place.with_suffix(".py").exists(), place
+                found.add(file)
+    assert {"hooks", "overlap", "step", "owners", "reducing", "shm", "links"} <= found
+    assert len(page.splitlines()) <= 60
 
 
 def commands() -> list[tuple[str, str]]:
