@@ -7,7 +7,7 @@ import pytest
 from reducing import ELEMENTS, TEXTS, codec, gradients
 
 from syncline.compression.reducers import levels, owners
-from syncline.compression.traffic import moved_bytes, parts_of
+from syncline.compression.reducers.ways import moved_bytes, parts_of
 from syncline.nouns import Slice, numpy_dtype
 from syncline.testing.reducing import Ranks, as_foreseen
 

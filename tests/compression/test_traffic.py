@@ -14,7 +14,7 @@ from telling import Served
 from syncline.algorithms.ring import ring
 from syncline.codecs import Merges
 from syncline.compression.reducers import Flows, Operand, Participant, Summed, gathered, merged, owners, ways
-from syncline.compression.traffic import moved_bytes, parts_of
+from syncline.compression.reducers.ways import moved_bytes, parts_of
 from syncline.nouns import Group, Slice, Spec
 from syncline.testing.reducing import Ranks, as_foreseen, run
 from syncline.wire.scratch import Scratch

@@ -11,7 +11,7 @@ import numpy as np
 from ...codecs import Chooses, Codec, Decays, Floats, Sums, Wraps, codec_of
 from ...codecs.feedback import Feedback
 from ...compression.reducers import levels, ways
-from ...compression.traffic import parts_of
+from ...compression.reducers.ways import parts_of
 from ...nouns import Slice
 from ..laws import Laws, require, same
 from ..reducing import SHAPES, Ranks, as_foreseen
