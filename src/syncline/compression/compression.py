@@ -44,7 +44,7 @@ from .saved import Array, Saved, arrays_of, by_encoder, join, range_of, whole_ar
 
 log = logging.getLogger("syncline")
 
-AGAIN = -1
+RELAY_RANK = -1
 """The rank in the states of owners. It is constant, so that random numbers do not depend on which process owns a
 part.
 """
@@ -106,7 +106,7 @@ class Compression:
         self._states, self._again = [], []
         for index, (one, feedback, _) in enumerate(self._codecs):
             self._states.append(self._state(one, index, me.encoder if me.works else me.index, feedback))
-            self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
+            self._again.append(self._state(relay_of(one), index, RELAY_RANK, feedback and not held))
         self.check_cuts(buckets)
 
     @property
@@ -160,7 +160,7 @@ class Compression:
         for part in parts:
             part.state.step = step
         if not self._held:
-            self.tell_step(number, parts)
+            self.set_answered_step(number, parts)
         return made
 
     def _divided(self, parts: list[Operand], array: Floats, warming: int) -> Divided:
@@ -175,7 +175,7 @@ class Compression:
         """How many tensors are not compressed yet at a step. The parts stay the same as long as this number does."""
         return sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
 
-    def tell_step(self, number: int, parts: Sequence[Operand]) -> None:
+    def set_answered_step(self, number: int, parts: Sequence[Operand]) -> None:
         """Set the step of a bucket's second encodings to that of the gradients that they answer."""
         step = self.answered(number)
         for part in parts:

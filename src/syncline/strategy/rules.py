@@ -18,7 +18,7 @@ from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
 from ..plans.check import phases
 from ..schedules import Application, GoesAhead, Phases, Release, Schedule
-from ..sync import LOOKED_AT, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients, wrong_application
+from ..sync import TESTED_STEPS, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients, wrong_application
 from .combination import SOME_WORKERS, Combination, Fault, Rule, codec_of, variants, with_arguments
 from .grammar import Part
 from .parts import build, write
@@ -260,7 +260,7 @@ def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
         return None
     reason = f"schedule={given.schedule.name} has two steps under way"
     mode = build("sync", given.sync)
-    if not (mode.merges and all(mode.due(step) for step in range(LOOKED_AT))):
+    if not (mode.merges and all(mode.due(step) for step in range(TESTED_STEPS))):
         return f"{reason}, which takes a sync mode that merges all in every step", [{"sync": BSP}, {"schedule": AUTO}]
     if given.servers:
         why = "and servers that only sum take them one by one"
@@ -287,7 +287,7 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
         return f"sync={name} {why}", remedies
     if averages is not None and not merges:
         return f"sync={name} exchanges weights, to which all come together, and has merges=False", remedies
-    for clock in range(LOOKED_AT):
+    for clock in range(TESTED_STEPS):
         try:
             due, goes_on, runs_ahead = (
                 mode.due(clock),
@@ -326,7 +326,7 @@ def _apart(given: Combination) -> str:
 
 def _owners_are_told_every_push(given: Combination) -> Fault | None:
     mode = build("sync", given.sync)
-    if mode.merges or all(mode.due(step) for step in range(LOOKED_AT)):
+    if mode.merges or all(mode.due(step) for step in range(TESTED_STEPS)):
         return None
     reason = f"sync={given.sync.name} lets workers update by themselves in some steps, which owners of the weights miss"
     return reason, [{"sync": BSP}]
