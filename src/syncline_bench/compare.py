@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from syncline.errors import UsageError
-from syncline.timeline.assembly import Assembly
+from syncline.timeline.folder import Assembly
 from syncline.timeline.window import middle
 
 from .batches import in_step

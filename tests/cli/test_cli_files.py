@@ -29,7 +29,7 @@ WORK = {
     "record": (["{script}"], "syncline.frameworks.torch.timing.Recording.__enter__"),
     "reproduce": ([], "syncline_bench.reproduction.page.page"),
     "tune": (["--workers", "2"], "syncline_bench.tuner.search.Course"),
-    "timeline": (["{folder}"], "syncline.timeline.assembly.write_all"),
+    "timeline": (["{folder}"], "syncline.timeline.folder.write_all"),
 }
 """Of every verb that writes files: arguments with which it works, and what does the work."""
 

@@ -7,9 +7,9 @@ import pytest
 from reducing import ELEMENTS, TEXTS, codec, gradients
 
 from syncline.compression.reducers import levels, owners
-from syncline.compression.traffic import moved_bytes, parts_of
+from syncline.compression.reducers.ways import moved_bytes, parts_of
 from syncline.nouns import Slice, numpy_dtype
-from syncline.testing.reducing import Ranks, as_foreseen
+from syncline.testing.reducing import Ranks, as_predicted
 
 Hosts = list[tuple[int, ...]]
 
@@ -68,7 +68,7 @@ def test_what_travels_is_known_without_data(text: str, hosts: Hosts) -> None:
         for arrays, given in zip(group.arrays, gradients(group.workers, ELEMENTS, step), strict=True):
             arrays[0][:] = given[0]
         foreseen = levels.traffic(parts_of(group.codec, group.layers, group.buckets[0], step), hosts)
-        as_foreseen([rank.pieces(0) for rank in group.ranks], foreseen)
+        as_predicted([rank.pieces(0) for rank in group.ranks], foreseen)
         for rank in group.ranks:
             rank.finish(0)
 

@@ -14,9 +14,9 @@ from telling import Served
 from syncline.algorithms.ring import ring
 from syncline.codecs import Merges
 from syncline.compression.reducers import Flows, Operand, Participant, Summed, gathered, merged, owners, ways
-from syncline.compression.traffic import moved_bytes, parts_of
+from syncline.compression.reducers.ways import moved_bytes, parts_of
 from syncline.nouns import Group, Slice, Spec
-from syncline.testing.reducing import Ranks, as_foreseen, run
+from syncline.testing.reducing import Ranks, as_predicted, run
 from syncline.wire.scratch import Scratch
 
 ONE_BY_ONE = [[Slice(0, 0, 3), Slice(1, 0, 2000), Slice(2, 0, 7)], [Slice(3, 0, 1), Slice(4, 0, 2112)]]
@@ -55,7 +55,7 @@ def test_what_travels_is_known_without_data(text: str, workers: int, servers: in
             foreseen = ways.traffic(
                 parts_of(group.codec, group.layers, bucket, step), workers, at, served=bool(servers)
             )
-            as_foreseen([rank.pieces(number) for rank in group.ranks], foreseen)
+            as_predicted([rank.pieces(number) for rank in group.ranks], foreseen)
             for rank in group.ranks:
                 rank.finish(number)
 
@@ -70,13 +70,13 @@ def test_pushes_and_pulls_are_known_without_data(text: str, workers: int, server
     parts = parts_of(codec(text), served.layers, served.buckets[0])
     for worker, (given,) in enumerate(gradients(workers, ELEMENTS, 0)):
         served.gradients[worker][:] = given
-    as_foreseen([one.pieces(0) for one in served.codecs], owners.push_traffic(parts, workers, at))
+    as_predicted([one.pieces(0) for one in served.codecs], owners.push_traffic(parts, workers, at))
     for made in served.codecs:
         made.finish(0)
     for updates in served.updates:
         for one in updates.owned:
             one.weights[:] += np.random.default_rng(one.start).standard_normal(one.weights.size, np.float32)
-    as_foreseen([one.pieces(0) for one in served.updates], owners.pull_traffic(parts, workers, at))
+    as_predicted([one.pieces(0) for one in served.updates], owners.pull_traffic(parts, workers, at))
 
 
 @pytest.mark.parametrize("text", ["fp16", "powersgd(rank=2)", "int8", "adaptive(topk(ratio=0.1), small=64B)"])

@@ -13,7 +13,7 @@ from telling import Served
 
 from syncline.compression.reducers import Held, ReduceError
 from syncline.compression.reducers.owners import share_out
-from syncline.compression.versions import Hearing, Telling
+from syncline.compression.versions import UpdateReceiver, UpdateSender
 from syncline.nouns import numpy_dtype
 
 SERVABLE = [text for text in TEXTS if can_be_served(text) and "warmup" not in text]
@@ -29,11 +29,11 @@ class Versions:
         self.own, self.known = served.known[workers].copy(), served.known[workers].copy()
         shares = [share_out(made.parts(0, array), 1)[0] for array in (self.known, self.own)]
         held = [Held(part.array, made.keeps_rest(names.index(part.name))) for part in shares[1]]
-        self.telling = Telling(shares[0], held)
+        self.telling = UpdateSender(shares[0], held)
         self.workers = served.known[:workers]
         self.has = [0] * workers
         self.hearing = [
-            Hearing(share_out(compression.parts(0, array), 1)[0], room)
+            UpdateReceiver(share_out(compression.parts(0, array), 1)[0], room)
             for compression, array, room in zip(served.codecs, self.workers, served.rooms, strict=False)
         ]
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from ends import KINDS, MPI_KINDS, network
 
+from recorded import Recorder
 from syncline import registry
 from syncline.engine.exchange import Exchange, Run
-from syncline.engine.trace import Recorder, Span
+from syncline.engine.trace import Span
 from syncline.nouns import Group
 from syncline.plans.messages import chunk_edges, compile_program
 from syncline.plans.plan import Plan

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from ends import KINDS, MESSAGE_KINDS, MPI_KINDS, network
 
+from recorded import Recorder
 from syncline import registry
 from syncline.engine.exchange import Exchange, Run
-from syncline.engine.trace import Recorder
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 

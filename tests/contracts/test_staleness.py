@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from pushes import LR, SIZES, Training, expected, gradient_of, joined, on_group
 
+from recorded import Recorder
 from syncline.engine.order import NOW, CodedOrder, Order, When
-from syncline.engine.trace import Recorder
 from syncline.errors import PeerTimeout, SynclineError
 from syncline.session.session import Session
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from two_engines import LIMIT_S, ring
 
+from recorded import Recorder
 from syncline.compression.reducers import Message, Reducer, Round, Sum
 from syncline.engine import trace
 from syncline.engine.engine import Engine
 from syncline.engine.order import CodedOrder, Lane, Order, When, Work
-from syncline.engine.trace import Recorder, Span
+from syncline.engine.trace import Span
 from syncline.errors import PeerTimeout
 from syncline.transports.inproc import Hub
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from syncline.engine.motion import LOOKS, SEARCHES, Stall
+from syncline.engine.watchdog import LOOKS, SEARCHES, Stall
 from syncline.wire.culprit import Answer, Culprit, Found
 
 LIMIT_S = 80.0

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapped import anyone, machine, plan_of, run_of, turn
 
+from recorded import Recorder
 from syncline import registry
 from syncline.engine.exchange import Exchange, Run
 from syncline.engine.memory import OneSided
 from syncline.engine.order import Lane, Work
-from syncline.engine.trace import Recorder
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.transports import Transport

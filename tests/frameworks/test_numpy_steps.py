@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from in_process import in_process
+from recorded import Recorder
 from syncline.engine.step import BucketPhase
-from syncline.engine.trace import Recorder
 from syncline.errors import GradientError, UsageError
 from syncline.frameworks.numpy import adapt
 from syncline.session.session import Session

@@ -13,7 +13,8 @@ from toy import batch, loss_of, mlp
 
 from host_copier import HostCopier
 from in_process import in_process
-from syncline.engine.trace import Recorder, Span
+from recorded import Recorder
+from syncline.engine.trace import Span
 from syncline.frameworks.torch import prepare
 from syncline.frameworks.torch.hooks import NO_GRADIENT
 from syncline.session.session import Session

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from in_process import in_process
+from recorded import Recorder
 from syncline.engine.order import Order
-from syncline.engine.trace import Recorder
 from syncline.errors import UsageError
 from syncline.session.groups import found_group, new_group
 from syncline.session.session import MODEL_KEYS, Session

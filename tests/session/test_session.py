@@ -195,7 +195,7 @@ def test_a_barriers_time_limit_names_who_is_missing() -> None:
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_several_that_outlast_the_limit_of_progress_are_all_named(timeout: float | None) -> None:
     sessions = in_process("ring", 3)
-    sessions[0].engine.motion.limit(0.2)
+    sessions[0].engine.watchdog.limit(0.2)
     with pytest.raises(PeerTimeout, match=r"nothing has moved .* rank 1 \(barrier\), rank 2 \(barrier\)"):
         sessions[0].barrier(timeout)
     for session in sessions:

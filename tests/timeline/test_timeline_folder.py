@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import UsageError
-from syncline.timeline.assembly import Assembly
 from syncline.timeline.chrome import write
-from syncline.timeline.folder import folder_of, open_part
+from syncline.timeline.folder import Assembly, folder_of, open_part
 from syncline.timeline.spans import SUFFIXES, read
 
 SOMEBODY = 54321

@@ -14,7 +14,7 @@ from syncline.frameworks.torch import prepare
 from syncline.nouns import Seconds, Spec
 from syncline.session.session import Session
 from syncline.workloads import Speed, Workload, load
-from syncline.workloads._pace import Pacer
+from syncline.workloads._speed import Pacer
 from syncline.workloads._trace import Trace, TracedLayer
 from syncline.workloads.models.replayed import Replayed
 from syncline.workloads.replay import replayed

@@ -17,6 +17,10 @@ owners exchange their residuals (``kept_by_owner``, ``take_over``), and so do th
 If steps overlap, the gradients of two consecutive steps are in memory at once; both use the same state (``beside``).
 
 If owners hold the weights, they keep the summed gradients and encode updates of the weights instead (``updates``).
+
+Cuts. A schedule cuts tensors by size, but scales and selections belong to whole tensors or blocks, so a compressed
+tensor may only be cut at multiples of the codec's block. If a schedule cuts elsewhere, the tensor is rejoined
+(``join_cuts``): it travels in one bucket, whose payload is sent in segments that more urgent buckets can overtake.
 """
 
 from __future__ import annotations
@@ -30,19 +34,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..codecs import Applied, Codec, Floats, State, Stochastic, codec_of, relay_of
-from ..codecs.dense import Uncompressed
+from ..codecs import Codec, Floats, State, Stochastic, codec_of, relay_of
 from ..errors import UsageError
-from ..nouns import Bucket, Layer
-from .cuts import may_cut
+from ..nouns import Bucket, Layer, Slice, Spec
 from .reducers import Operand, Participant, Reducer, levels
 from .reducers.owners import collecting, pushing, share_out
-from .reducers.ways import pieces, way_of
+from .reducers.ways import codec_at, pieces, way_of
 from .saved import Array, Saved, arrays_of, by_encoder, join, range_of, whole_array
 
 log = logging.getLogger("syncline")
 
-AGAIN = -1
+RELAY_RANK = -1
 """The rank in the states of owners. It is constant, so that random numbers do not depend on which process owns a
 part.
 """
@@ -104,7 +106,7 @@ class Compression:
         self._states, self._again = [], []
         for index, (one, feedback, _) in enumerate(self._codecs):
             self._states.append(self._state(one, index, me.encoder if me.works else me.index, feedback))
-            self._again.append(self._state(relay_of(one), index, AGAIN, feedback and not held))
+            self._again.append(self._state(relay_of(one), index, RELAY_RANK, feedback and not held))
         self.check_cuts(buckets)
 
     @property
@@ -158,7 +160,7 @@ class Compression:
         for part in parts:
             part.state.step = step
         if not self._held:
-            self.tell_step(number, parts)
+            self.set_answered_step(number, parts)
         return made
 
     def _divided(self, parts: list[Operand], array: Floats, warming: int) -> Divided:
@@ -173,7 +175,7 @@ class Compression:
         """How many tensors are not compressed yet at a step. The parts stay the same as long as this number does."""
         return sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
 
-    def tell_step(self, number: int, parts: Sequence[Operand]) -> None:
+    def set_answered_step(self, number: int, parts: Sequence[Operand]) -> None:
         """Set the step of a bucket's second encodings to that of the gradients that they answer."""
         step = self.answered(number)
         for part in parts:
@@ -410,7 +412,31 @@ class Compression:
                 )
 
 
-def codec_at(applied: Applied, step: int | None) -> Codec:
-    """The codec of a tensor's gradients at ``step``. Without a step, its warm-up has ended."""
-    warming = step is not None and step < applied.warmup
-    return Uncompressed(applied.codec.block) if warming else applied.codec
+def may_cut(codec: Codec, part: Slice, spec: Spec) -> bool:
+    """Whether a codec can compress a slice of a tensor by itself."""
+    if part.start == 0 and part.stop == spec.elements:
+        return True
+    unit = codec.block
+    return bool(unit) and part.start % unit == 0 and (part.stop % unit == 0 or part.stop == spec.elements)
+
+
+def join_cuts(codec: Codec, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The same buckets, with every tensor that must stay whole moved to the first bucket that holds a part of it."""
+    parts = [part for bucket in buckets for part in bucket.slices]
+    whole: set[int] = set()
+    for part in parts:
+        spec = layers[part.tensor].spec
+        if not may_cut(codec_of(codec, replace(spec, dtype="float32")).codec, part, spec):
+            whole.add(part.tensor)
+    made, placed = [], set[int]()
+    for bucket in buckets:
+        slices = []
+        for part in bucket.slices:
+            if part.tensor not in whole:
+                slices.append(part)
+            elif part.tensor not in placed:
+                placed.add(part.tensor)
+                slices.append(Slice(part.tensor, 0, layers[part.tensor].spec.elements))
+        if slices:
+            made.append(replace(bucket, slices=tuple(slices)))
+    return made

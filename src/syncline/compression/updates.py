@@ -35,7 +35,7 @@ from .reducers.owners import OwnedPiece, answer, divide, share_out
 Array = NDArray[Any]
 
 
-def _tell(piece: OwnedPiece, me: Participant) -> Reducer:
+def _send_update(piece: OwnedPiece, me: Participant) -> Reducer:
     """Send the updates of one piece.
 
     The parts' arrays are the known weights, of any floating-point type; this owner's parts have ``held``.
@@ -130,7 +130,7 @@ class Updates:
         warming, made = self._compression.warming(step), self._pieces.get(number)
         if made is None or made.warming != warming:
             made = self._pieces[number] = self._divided(number, step, warming)
-        self._compression.tell_step(number, made.parts)
+        self._compression.set_answered_step(number, made.parts)
         return made.reducers
 
     def _divided(self, number: int, step: int, warming: int) -> Divided:
@@ -139,7 +139,7 @@ class Updates:
             shares[me.owner] = [
                 replace(part, held=held) for part, held in zip(shares[me.owner], self._held[number], strict=True)
             ]
-        reducers = [partial(_tell, piece, me) for piece in divide(shares)]
+        reducers = [partial(_send_update, piece, me) for piece in divide(shares)]
         return Divided([part for share in shares for part in share], reducers, warming)
 
     def _shares(self, number: int, step: int | None = None) -> list[list[Operand]]:

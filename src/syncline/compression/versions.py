@@ -11,7 +11,7 @@ keeps no more bytes of payloads than that.
     word 0   the worker's version after this message
     word 1   the number of payloads, or ALL for the weights themselves
     then     the bytes of each payload's message
-    then     these messages (``letters``), or the weights
+    then     these messages (``formats``), or the weights
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..codecs import State, relay_of
 from ..kernels import cpu
 from ..wire.scratch import Scratch
 from .reducers import Bytes, Held, Operand, ReduceError, Room
-from .reducers.letters import Letter, Post
+from .reducers.formats import MessageFormat, Packet
 
 Array = NDArray[Any]
 
@@ -44,7 +44,7 @@ class _Part:
         self._parts = [replace(part, codec=relay_of(part.codec)) for part in share]
         # the threads of both sides may decode at once
         self._states: list[State] = [copy.deepcopy(part.again) for part in share]
-        self._letter, self._room = Letter(self._parts), room
+        self._format, self._room = MessageFormat(self._parts), room
         self._whole_bytes = sum(part.array.nbytes for part in share)
         self.version = 0
 
@@ -53,28 +53,28 @@ class _Part:
         """The maximum size of a message."""
         return _HEAD_BYTES + self._whole_bytes
 
-    def _add(self, post: Post, version: int, sender: str) -> None:
+    def _add(self, packet: Packet, version: int, sender: str) -> None:
         """Add a payload to the known weights, which then have that version."""
         for state in self._states:
             state.step = version
         arrays = [part.array for part in self._parts]
         if all(array.dtype == np.float32 for array in arrays):
-            self._letter.read(post, arrays, self._states, sender, add=True)
+            self._format.read(packet, arrays, self._states, sender, add=True)
         else:
             changes = [np.empty(array.size, np.float32) for array in arrays]
-            self._letter.read(post, changes, self._states, sender, add=False)
+            self._format.read(packet, changes, self._states, sender, add=False)
             for array, change in zip(arrays, changes, strict=True):
                 cpu.add_difference(array, change)
         self.version = version
 
 
-class Telling(_Part):
+class UpdateSender(_Part):
     """The owner's side. ``held`` are its weights, whose updates it encodes. Not thread-safe."""
 
     def __init__(self, share: Sequence[Operand], held: Sequence[Held]) -> None:
         super().__init__(share, Scratch())
         self._held = held
-        self._said: deque[Bytes] = deque()  # payloads of the latest versions, the newest last
+        self._sent: deque[Bytes] = deque()  # payloads of the latest versions, the newest last
 
     def update(self) -> None:
         """Encode the owner's updated weights as the next version."""
@@ -84,34 +84,34 @@ class Telling(_Part):
             cpu.difference(held.weights, part.array, changes[-1])
         for state in self._states:
             state.step = self.version + 1
-        post = self._letter.write(self._room, changes, self._states, lambda _: None)
-        self._said.append(post.data.copy())
-        self._add(post, self.version + 1, "this owner")
-        post.free()
+        packet = self._format.write(self._room, changes, self._states, lambda _: None)
+        self._sent.append(packet.data.copy())
+        self._add(packet, self.version + 1, "this owner")
+        packet.free()
         for part, held in zip(self._parts, self._held, strict=True):
             if not held.keeps:
                 held.weights[:] = part.array
         # More payloads than weights: workers that far behind get the weights themselves.
-        while sum(_with_length(one) for one in self._said) > self._whole_bytes:
-            self._said.popleft()
+        while sum(_with_length(one) for one in self._sent) > self._whole_bytes:
+            self._sent.popleft()
 
     def renew(self) -> None:
         """Start a version from the owner's weights as they are, which every worker then gets in full."""
         for part, held in zip(self._parts, self._held, strict=True):
             part.array[:] = held.weights
-        self._said.clear()
+        self._sent.clear()
         self.version += 1
 
     def since(self, version: int) -> Bytes:
         """The message for a worker that has ``version``."""
         behind = self.version - version
-        if behind > len(self._said):
+        if behind > len(self._sent):
             return _message(self.version, ALL, [], [part.array.view(np.uint8) for part in self._parts])
-        bodies = list(self._said)[len(self._said) - behind :]
+        bodies = list(self._sent)[len(self._sent) - behind :]
         return _message(self.version, behind, [body.nbytes for body in bodies], bodies)
 
 
-class Hearing(_Part):
+class UpdateReceiver(_Part):
     """The worker's side."""
 
     def take(self, data: Bytes, sender: str) -> None:
@@ -131,7 +131,7 @@ class Hearing(_Part):
         for length in lengths:
             if length % 4:
                 raise self._nonsense(sender, f"has a payload of {length} bytes")
-            self._add(Post(_Lent(data[at : at + length]), length), self.version + 1, sender)
+            self._add(Packet(_SingleBuffer(data[at : at + length]), length), self.version + 1, sender)
             at += length
 
     def _take_all(self, data: Bytes, sender: str) -> None:
@@ -147,7 +147,7 @@ class Hearing(_Part):
         return ReduceError(f"{sender}: a message about updates of {first!r} {why}; do all run the same version?")
 
 
-class _Lent:
+class _SingleBuffer:
     """A pool with a single buffer that belongs to the caller."""
 
     def __init__(self, buffer: Bytes) -> None:

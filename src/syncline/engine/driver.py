@@ -7,7 +7,8 @@ communication; it is counted per thread.
 
 A fault while driving is raised as the same exception in every thread that waits, now or later. An interrupt (Ctrl-C, or
 an exception from a signal handler) in a thread that drives or waits has the same effect: a script that caught it and
-went on would do so with an incomplete step. Every wait has a time limit, and so has a stall of the whole (``motion``).
+went on would do so with an incomplete step. Every wait has a time limit, and so has a stall of the whole
+(``watchdog``).
 
 Subclasses decide what is exchanged (``engine``).
 """
@@ -26,10 +27,10 @@ from ..errors import ClosedError, PeerLeft, PeerLost, PeerTimeout, ProtocolError
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
 from .exchange import SPINS, Exchange
-from .motion import Motion
 from .order import Lane, Monitor, Work
 from .reducing import Reducing
 from .trace import Observer, begin
+from .watchdog import Watchdog
 
 LIMIT_S = 30 * 60.0
 """The default time limit for a stall."""
@@ -100,7 +101,7 @@ class Driver(ABC):
         self._reducing: dict[int, Reducing] = {}  # by key
         self._on_raise, self._explain = on_raise, explain
         self.monitor = Monitor(self.transport)
-        self.motion = Motion(limit_s, self.waits, find_culprit, self.transport)
+        self.watchdog = Watchdog(limit_s, self.waits, find_culprit, self.transport)
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
 
@@ -222,7 +223,7 @@ class Driver(ABC):
 
     def allow(self, limit_s: float) -> None:
         """Raise the time limit for stalls to at least ``limit_s`` seconds."""
-        self.motion.allow(limit_s)
+        self.watchdog.allow(limit_s)
 
     def abandon(self, works: Iterable[Work]) -> None:
         """Make works tolerant: ``close`` does not wait for them, and departing peers are no fault for them."""
@@ -269,7 +270,7 @@ class Driver(ABC):
 
     def answer(self) -> Answer:
         """This process's answer to a peer that searches for the cause of a stall. Callable from any thread."""
-        answer = self.motion.answer(looking=bool(self.monitor.driver) or self.monitor.busy)
+        answer = self.watchdog.answer(looking=bool(self.monitor.driver) or self.monitor.busy)
         # after the answer: the driver may have just polled, before ``owed`` was set, and be asleep
         if self.monitor.driver:
             self.transport.wake()
@@ -355,16 +356,16 @@ class Driver(ABC):
 
         Returns early when no work is left, and after a fault, which it records.
         """
-        monitor, motion, exchange = self.monitor, self.motion, self._exchange
+        monitor, watchdog, exchange = self.monitor, self.watchdog, self._exchange
         endless, late, left_s = works is None, list(works or ()), math.inf
-        motion.stall = None
+        watchdog.stall = None
         try:
             if first is not None:
                 first()
             while not monitor.ending:
                 if monitor.inbox:
                     monitor.take_up()
-                    motion.moves, motion.stall = motion.moves + 1, None
+                    watchdog.moves, watchdog.stall = watchdog.moves + 1, None
                 if deadline is not None:
                     left_s = deadline - time.perf_counter()
                 # Only the last work is tested and then popped, which makes a turn cheap however many works there are.
@@ -376,14 +377,14 @@ class Driver(ABC):
                     return
                 if not (monitor.under_way or monitor.busy):
                     return
-                patience_s = min((motion.stall or motion).patience_s, left_s)
-                if motion.looks < motion.owed or (self._reducing and self._open_another()):
+                patience_s = min((watchdog.stall or watchdog).patience_s, left_s)
+                if watchdog.looks < watchdog.owed or (self._reducing and self._open_another()):
                     # a peer waits for this process to poll again, or a reducer can compute meanwhile: do not sleep
                     patience_s = 0.0
-                if exchange.progress(patience_s, spins) or motion.crept():
-                    motion.moves, motion.stall = motion.moves + 1, None
+                if exchange.progress(patience_s, spins) or watchdog.bytes_moved():
+                    watchdog.moves, watchdog.stall = watchdog.moves + 1, None
                 else:
-                    motion.looked_in_vain(needed=monitor.under_way > 0)
+                    watchdog.found_nothing(needed=monitor.under_way > 0)
         except Exception as error:
             # A malformed message belongs to none of our own: name at least the exchanges in flight.
             shown = labelled(f"during {self.doing}", error) if isinstance(error, ProtocolError) else error

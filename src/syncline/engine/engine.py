@@ -6,10 +6,10 @@ progress meanwhile; ``order`` defines a work and the order in which works start.
 Single messages (``Mail``) travel over the transport, or through a loopback if a process sends to itself.
 
 In a small collective most of the time is overhead. A plan can therefore be prepared for many runs over arrays of one
-size and type (``Kept``). The calling thread then executes a run itself; if all other ranks have arrived, it completes
-the run in one call without any bookkeeping. Otherwise the run continues like any other. If another thread drives, or
-any other exchange is in flight, nothing is started, and the caller uses ``Engine.run`` or ``Engine.start`` instead. The
-other ranks do not notice the difference.
+size and type (``PreparedRun``). The calling thread then executes a run itself; if all other ranks have arrived, it
+completes the run in one call without any bookkeeping. Otherwise the run continues like any other. If another thread
+drives, or any other exchange is in flight, nothing is started, and the caller uses ``Engine.run`` or ``Engine.start``
+instead. The other ranks do not notice the difference.
 """
 
 from __future__ import annotations
@@ -148,13 +148,13 @@ LOOK_ONLY = -1
 """The number of polls for a thread that does not wait: poll briefly without yielding the core."""
 
 
-class Kept:
+class PreparedRun:
     """A prepared run. While it is in flight, ``run`` and ``begin`` start no other; ``Engine.drop`` releases it."""
 
     def __init__(self, driver: Driver, exchange: Exchange, program: Program, scripted: ScriptedRun) -> None:
         self.program, self.scripted = program, scripted
         self._driver, self._exchange = driver, exchange
-        self._monitor, self._motion = driver.monitor, driver.motion
+        self._monitor, self._watchdog = driver.monitor, driver.watchdog
 
     def run(self, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
         """Run over the array at ``address`` and return when done. Returns False if the run could not start.
@@ -171,7 +171,7 @@ class Kept:
                 self._take_up(work, key, sign, None)
                 deadline = begun + timeout
                 self._driver.drive((work,), deadline, None, SPINS_HERE)
-            self._motion.moved()
+            self._watchdog.moved()
             self._monitor.hand_over()
             if code and not work.done:
                 self._monitor.wait((work,), deadline)
@@ -201,7 +201,7 @@ class Kept:
             work.done = code == 0  # no lock: no other thread knows the work yet
             if code:
                 self._take_up(work, key, sign, memory)
-            self._motion.moved()
+            self._watchdog.moved()
             self._monitor.hand_over()
         except BaseException as error:
             self._driver.left(error)
@@ -359,16 +359,16 @@ class Engine(Driver):
         if self.monitor.error is not None or not work.done:
             raise self.unfinished(work, timeout)
 
-    def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> Kept | None:
+    def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> PreparedRun | None:
         """Prepare many runs of a plan with signs over arrays of one size and type. None if that is impossible now."""
         if self._observer is not None or not self.monitor.claim(first=True):
             return None
         try:
-            return Kept(self, self._exchange, program, self._exchange.keep(program.plan, dtype, size))
+            return PreparedRun(self, self._exchange, program, self._exchange.keep(program.plan, dtype, size))
         finally:
             self.monitor.hand_over()
 
-    def drop(self, kept: Kept, after: Work | None = None) -> None:
+    def drop(self, kept: PreparedRun, after: Work | None = None) -> None:
         """Release a prepared run after its last work is done."""
         self.then("drop", [] if after is None else [after], partial(self._exchange.drop, kept.scripted), tolerant=True)
 

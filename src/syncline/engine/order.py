@@ -215,7 +215,7 @@ class Exchanger(Protocol):
 _UNTIL_S = 0.1
 
 
-class Wakes(Protocol):
+class Wakeable(Protocol):
     """The interface of the transport to threads that do not drive it."""
 
     @property
@@ -241,7 +241,7 @@ class Monitor:
     here, under the lock.
     """
 
-    def __init__(self, driven: Wakes) -> None:
+    def __init__(self, driven: Wakeable) -> None:
         self._driven = driven
         self._lock = threading.RLock()  # shared by both conditions and acquired directly, which saves two calls per use
         self._changed = threading.Condition(self._lock)  # some work is done; for waiting threads

@@ -32,7 +32,6 @@ Spans that a fault interrupts never end; neither do those of tolerant work that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -87,32 +86,3 @@ def begin(observer: Observer, kind: Kind, label: str, within: Span | None = None
     span = Span(observer, kind, label, within, **what)
     observer.begin(span)
     return span
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A span that began, or ended, at that time of the recorder's clock."""
-
-    at_s: float
-    ends: bool
-    span: Span
-
-
-class Recorder:
-    """Keeps all events in memory, in the order in which they were told."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.events: list[Event] = []
-        self._clock = clock
-
-    def begin(self, span: Span) -> None:
-        """Note when it began."""
-        self.events.append(Event(self._clock(), False, span))
-
-    def end(self, span: Span) -> None:
-        """Note when it ended."""
-        self.events.append(Event(self._clock(), True, span))
-
-    def spans(self, *kinds: Kind) -> list[Span]:
-        """Those of these kinds, or all, in the order in which they began."""
-        return [event.span for event in self.events if not event.ends and (not kinds or event.span.kind in kinds)]

@@ -1,15 +1,15 @@
 """Selects the samples that a worker trains on: a fixed share, or batches from a common pool in asynchronous runs.
 
-``order`` has the order of an epoch and equal shares of it; ``pool`` distributes an epoch piece by piece. Both do no
-I/O. ``pools`` serves the pool to all workers by messages; ``sampler`` has the iterables for scripts. No framework is
-needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of lists of them.
+``order`` has the order of an epoch and equal shares of it; ``pool`` distributes an epoch piece by piece; ``sampler``
+has the iterables for scripts. No framework is needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of
+lists of them.
 """
 
 from __future__ import annotations
 
 from ..session.session import Session
 from .order import SampleOrder
-from .pools import Pools
+from .pool import Pools
 from .sampler import Sampler, Shares, Split
 
 __all__ = ["Sampler", "sampler_of"]

@@ -28,7 +28,7 @@ import numpy as np
 from ..compression.compression import Compression
 from ..compression.reducers import Held, Message, Operand, Reducer, Round
 from ..compression.reducers.owners import share_out, taking
-from ..compression.versions import Hearing, Telling
+from ..compression.versions import UpdateReceiver, UpdateSender
 from ..engine.order import CodedOrder, Order, When, Work
 from ..errors import UsageError
 from ..plans.messages import chunk_edges
@@ -385,10 +385,10 @@ class Payloads(Carrier):
         ]
         self._send_labels: dict[int, list[str]] = {}
         self._known: list[Array] = []  # of an owner, as the workers of the newest version have them
-        self._telling: dict[int, Telling] = {}  # of an owner, by bucket
+        self._senders: dict[int, UpdateSender] = {}  # of an owner, by bucket
         self._has: dict[tuple[int, int], int] = defaultdict(int)  # the version that a worker has of a bucket
         self._messages: dict[tuple[int, int], Array] = {}  # what it is sent next
-        self._hearing: dict[int, dict[int, Hearing]] = {}  # of a worker, by bucket and owner
+        self._receivers: dict[int, dict[int, UpdateReceiver]] = {}  # of a worker, by bucket and owner
 
     def _shares_of(self, number: int, array: Array) -> list[list[Operand]]:
         """What each owner has of a bucket."""
@@ -407,11 +407,11 @@ class Payloads(Carrier):
 
     def pull(self, number: int, when: When) -> Work:
         """A message from each owner."""
-        if number not in self._hearing:
+        if number not in self._receivers:
             shares, room = self._shares_of(number, self._model.weights[number]), self._compression.participant.room
             places = zip(self._owners, shares, strict=True)
-            self._hearing[number] = {
-                place: Hearing(share, room) for place, share in places if share and place != self._session.index
+            self._receivers[number] = {
+                place: UpdateReceiver(share, room) for place, share in places if share and place != self._session.index
             }
         return super().pull(number, when)
 
@@ -427,22 +427,22 @@ class Payloads(Carrier):
                 held = [
                     Held(part.array, keep) for part, keep in zip(self._shares_of(number, own)[me], keeps, strict=True)
                 ]
-                self._telling[number] = Telling(share, held)
+                self._senders[number] = UpdateSender(share, held)
         return self._known
 
     def updated(self, number: int) -> None:
         """How they have changed is encoded, once for all workers."""
-        if number in self._telling:
-            self._telling[number].update()
+        if number in self._senders:
+            self._senders[number].update()
 
     def renew(self) -> None:
         """All are sent them as they are."""
-        for telling in self._telling.values():
+        for telling in self._senders.values():
             telling.renew()
 
     def put(self, worker: int, number: int, part: slice) -> None:
         """The message of what the worker has not; the own one's weights are copied."""
-        telling = self._telling.get(number)
+        telling = self._senders.get(number)
         if worker == self._session.index:
             self._model.weights[number][part] = self._known[number][part]
         elif telling is not None:
@@ -483,7 +483,7 @@ class Payloads(Carrier):
 
     def _receive(self, number: int) -> Reducer:
         """What the owners tell of a bucket's weights."""
-        room, hearing = self._compression.participant.room, self._hearing[number]
+        room, hearing = self._compression.participant.room, self._receivers[number]
         buffers = {place: room.take(one.greatest_bytes) for place, one in hearing.items()}
         wanted = [Message(place, buffers[place][: one.greatest_bytes]) for place, one in hearing.items()]
         lengths = yield Round([], wanted)

@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..collectives import Collective
-from ..compression.compression import Compression
-from ..compression.cuts import join_cuts
+from ..compression.compression import Compression, join_cuts
 from ..compression.saved import Saved, as_bytes, from_bytes
 from ..costs.plans import LinearCost
 from ..engine.order import CodedOrder, Order, Work

@@ -1,6 +1,6 @@
 """A combination of the five words as a value, helpers for rules, and the type of a rule's answer.
 
-The rules are in ``rules``, ``schedule_rules`` and ``sync_rules``.
+The rules are in ``rules``.
 """
 
 from __future__ import annotations

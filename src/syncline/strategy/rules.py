@@ -1,24 +1,28 @@
 """Validates combinations: the rules that every strategy must satisfy, and the search for the nearest valid one.
 
 A rule is a function of the whole combination; parts do not know each other. It returns the fault and changes that may
-fix it. The nearest valid combination is found by breadth-first search over these changes. This file has the rules of
-libraries, servers and codecs; ``schedule_rules`` and ``sync_rules`` have the others. ``strategy`` prints strategies and
-resolves ``auto``.
+fix it. The nearest valid combination is found by breadth-first search over these changes. Rules of schedules and sync
+modes check that engines support a part's answers and that the other words can execute it. ``strategy`` prints
+strategies and resolves ``auto``.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import get_args
 
 from .. import registry
-from ..codecs import NeedsFeedback, Wraps, relay_of, warmup_of
+from ..codecs import Codec, LeavesOut, NeedsFeedback, Sparse, Wraps, relay_of, warmup_of
 from ..compression.reducers.ways import way_of
-from ..errors import UsageError
-from . import schedule_rules, sync_rules
-from .combination import Combination, Fault, Rule, codec_of, variants, with_arguments
+from ..errors import PlanError, UsageError
+from ..nouns import Group, Layer, Spec
+from ..plans.check import phases
+from ..schedules import Application, GoesAhead, Phases, Release, Schedule
+from ..sync import TESTED_STEPS, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients, wrong_application
+from .combination import SOME_WORKERS, Combination, Fault, Rule, codec_of, variants, with_arguments
 from .grammar import Part
 from .parts import build, write
-from .words import AUTO, NONE, bind_word
+from .words import AUTO, BSP, NONE, bind_word
 
 
 def fault_of(combination: Combination) -> Fault | None:
@@ -47,7 +51,7 @@ def nearest_that_works(combination: Combination, fault: Fault) -> Combination | 
     return None
 
 
-# Rules -------------------------------------------------------------------------------------------------------------
+# Libraries, servers and codecs ----------------------------------------------------------------------------------------
 
 
 def _native_needs_its_library(given: Combination) -> Fault | None:
@@ -134,6 +138,295 @@ def _feedback_needs_a_contraction(given: Combination) -> Fault | None:
     return reason, [{"codec": inner}]
 
 
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
+    if given.schedule == AUTO:
+        return None
+    schedule, name = build("schedules", given.schedule), given.schedule.name
+    remedies = [{"schedule": AUTO}]
+    for what, known in (("release", Release), ("phases", Phases), ("apply", Application)):
+        value = getattr(schedule, what, None)
+        if value not in get_args(known):
+            words = " or ".join(map(repr, get_args(known)))
+            return f"schedule={name} has {what}={value!r}, which no engine does: it is {words}", remedies
+    in_flight = getattr(schedule, "in_flight", None)
+    if not isinstance(in_flight, int) or in_flight < 1:
+        return f"schedule={name} lets {in_flight!r} buckets be under way at once: it has to be 1 or more", remedies
+    measures = getattr(schedule, "measures", None)
+    if not isinstance(measures, int) or measures < 0:
+        return f"schedule={name} measures {measures!r} steps: it has to be 0 or more", remedies
+    if why := _cannot_go_ahead(schedule):
+        return f"schedule={name} {why}", remedies
+    for what in ("buckets", "priority"):
+        if not callable(getattr(schedule, what, None)):
+            return f"schedule={name} has no {what}()", remedies
+    try:
+        _has_urgent_buckets(schedule)
+    except Exception as error:
+        return f"schedule={name} fails with a model of four layers ({type(error).__name__}: {error})", remedies
+    return None
+
+
+def _cannot_go_ahead(schedule: Schedule) -> str:
+    """The fault in what a schedule says about local steps, if any."""
+    local: object = isinstance(schedule, GoesAhead) and schedule.local
+    if not isinstance(local, bool):
+        return f"has local={local!r}: it says by True or False whether workers go ahead"
+    if local and schedule.apply != "next_step":
+        return (
+            f"has workers make steps of their own (local=True) with apply={schedule.apply!r}, which engines do with"
+            " apply='next_step' only"
+        )
+    return ""
+
+
+def _urgent_buckets_can_overtake(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or not _has_urgent_buckets(build("schedules", given.schedule)):
+        return None
+    reason = f"schedule={given.schedule.name} lets urgent buckets overtake others, which"
+    if given.collective is not None and not _honours_priority("collectives", given.architecture):
+        return f"{reason} {given.architecture.name}'s collectives cannot", [{"architecture": AUTO}, {"schedule": AUTO}]
+    if given.transport != AUTO and not _honours_priority("transports", given.transport):
+        name = given.transport.name
+        return f"{reason} messages of transport={name} cannot", [{"transport": AUTO}, {"schedule": AUTO}]
+    return None
+
+
+def _two_phases_need_owners_of_chunks(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or build("schedules", given.schedule).phases == "whole":
+        return None
+    reason = f"schedule={given.schedule.name} exchanges in two phases, reduce-scatter and all-gather"
+    remedies: list[dict[str, Part]] = [{"architecture": AUTO}, {"schedule": AUTO}]
+    if given.codec != NONE:
+        why = f"and what codec={write('codecs', given.codec)} sends is not the sum that the second one takes on"
+        return f"{reason}, {why}", [{"codec": NONE}, {"schedule": AUTO}]
+    if given.collective is not None:
+        return f"{reason}, and {given.architecture.name} makes both at once", remedies
+    if given.servers:
+        return f"{reason}, and servers answer what they have summed at once", remedies
+    if given.architecture == AUTO:
+        return None
+    algorithm = registry.get("algorithms", given.architecture.name).target
+    try:
+        phases(algorithm(Group(SOME_WORKERS, servers=given.servers), **dict(given.architecture.args)))
+    except PlanError as error:
+        return f"{reason}, and {error}", remedies
+    except UsageError:
+        return None  # invalid for this number of workers; the real number is known later
+    return None
+
+
+def _owners_have_an_order_of_their_own(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or not given.server_holds_weights:
+        return None
+    schedule, name = build("schedules", given.schedule), given.schedule.name
+    others = variants(given.architecture, lambda roles: not roles.holds_weights)
+    if schedule.phases != "whole":
+        reason = (
+            f"schedule={name} exchanges in two phases, and where owners hold the weights push and pull are these"
+            " already: a bucket is pulled as soon as it has been updated"
+        )
+        return reason, [{"schedule": Part("priority")}, *others, {"schedule": AUTO}]
+    if schedule.apply == "next_step":
+        reason = f"schedule={name} has two steps under way, and owners of the weights take them one by one"
+        return reason, [*others, {"schedule": AUTO}]
+    return None
+
+
+def _honours_priority(kind: str, part: Part) -> bool:
+    """Whether a part lets urgent data go first: all parts do unless they declare ``priority=False``."""
+    return bool(registry.get(kind, part.name).capabilities.get("priority", True))
+
+
+def _has_urgent_buckets(schedule: Schedule) -> bool:
+    """Whether a schedule gives buckets different priorities, tested with a model whose layers it does not merge."""
+    for elements in (1 << exponent for exponent in range(0, 31, 5)):
+        layers = [Layer(Spec(f"layer {number}", (elements,))) for number in range(4)]
+        buckets = list(schedule.buckets(layers))
+        if len({schedule.priority(bucket) for bucket in buckets}) > 1:
+            return True
+        if len(buckets) >= len(layers):
+            return False
+    return False
+
+
+# Sync modes -----------------------------------------------------------------------------------------------------------
+
+
+def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or build("schedules", given.schedule).apply != "next_step":
+        return None
+    reason = f"schedule={given.schedule.name} has two steps under way"
+    mode = build("sync", given.sync)
+    if not (mode.merges and all(mode.due(step) for step in range(TESTED_STEPS))):
+        return f"{reason}, which takes a sync mode that merges all in every step", [{"sync": BSP}, {"schedule": AUTO}]
+    if given.servers:
+        why = "and servers that only sum take them one by one"
+        return f"{reason}, {why}", [{"architecture": AUTO}, {"schedule": AUTO}]
+    return None
+
+
+def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
+    mode, name, remedies = build("sync", given.sync), given.sync.name, [{"sync": BSP}]
+    for what in ("due", "may_proceed"):
+        if not callable(getattr(mode, what, None)):
+            return f"sync={name} has no {what}()", remedies
+    averages = mode.averages if isinstance(mode, Averages) else None
+    if averages is not None and not isinstance(mode, Agrees | Mixes):
+        why = "and says neither what workers agree on (agree()) nor whose weights they take (mix())"
+        return f"sync={name} exchanges weights, {why}", remedies
+    merges = getattr(mode, "merges", None)
+    if merges not in (True, False):
+        return (
+            f"sync={name} has merges={merges!r}: it says by True or False whether all pushes are one update",
+            remedies,
+        )
+    if why := wrong_application(mode):
+        return f"sync={name} {why}", remedies
+    if averages is not None and not merges:
+        return f"sync={name} exchanges weights, to which all come together, and has merges=False", remedies
+    for clock in range(TESTED_STEPS):
+        try:
+            due, goes_on, runs_ahead = (
+                mode.due(clock),
+                mode.may_proceed(clock, clock),
+                mode.may_proceed(clock + 1, clock),
+            )
+            comes = False if averages is None else averages(clock)
+        except Exception as error:
+            return f"sync={name} fails at step {clock} ({type(error).__name__}: {error})", remedies
+        if due not in (True, False):
+            return f"sync={name} says {due!r} of whether step {clock} is due", remedies
+        if comes not in (True, False) or (comes and due):
+            why = "which is due as well: gradients or weights are exchanged" if due else "not True or False"
+            return f"sync={name} says {comes!r} of whether weights are averaged after step {clock}, {why}", remedies
+        if runs_ahead and merges and averages is None:
+            return f"sync={name} lets workers run ahead of each other, which no engine does with merges=True", remedies
+        if not goes_on:
+            return f"sync={name} lets nobody go on after step {clock}", remedies
+    return None
+
+
+def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
+    if build("sync", given.sync).merges or given.server_holds_weights:
+        return None
+    reason = f"{_apart(given)}, which takes owners of the weights that apply it, and {given.architecture.name} has none"
+    others = [] if given.roles is None else variants(given.architecture, lambda roles: roles.holds_weights)
+    return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
+
+
+def _apart(given: Combination) -> str:
+    """The clause that says what each worker does by itself."""
+    if alone(build("sync", given.sync)):
+        return f"under sync={given.sync.name} every worker's push is an update by itself"
+    return f"under sync={write('sync', given.sync)} owners take every worker's push by itself"
+
+
+def _owners_are_told_every_push(given: Combination) -> Fault | None:
+    mode = build("sync", given.sync)
+    if mode.merges or all(mode.due(step) for step in range(TESTED_STEPS)):
+        return None
+    reason = f"sync={given.sync.name} lets workers update by themselves in some steps, which owners of the weights miss"
+    return reason, [{"sync": BSP}]
+
+
+def _pushes_by_themselves_can_be_decoded(given: Combination) -> Fault | None:
+    if build("sync", given.sync).merges or given.codec == NONE:
+        return None
+    where = _apart(given)
+    if given.codec == AUTO:
+        reason = f"{where}, and what codec=auto measures are payloads that are summed"
+        return reason, [{"codec": NONE}, {"sync": BSP}]
+    if warmup_of(codec_of(given)):
+        reason = f"{where}, and its owners do not know whether a worker that resumes still warms up"
+        return reason, [{"codec": with_arguments(given.codec, warmup=0)}, {"sync": BSP}]
+    return None
+
+
+def _other_buckets_need_all_workers(given: Combination) -> Fault | None:
+    if given.schedule == AUTO or build("sync", given.sync).merges:
+        return None
+    if not build("schedules", given.schedule).measures:
+        return None
+    reason = (
+        f"schedule={given.schedule.name} makes its buckets anew between two steps, which all workers do together, and"
+        f" under sync={given.sync.name} they never come together"
+    )
+    return reason, [{"schedule": AUTO}, {"sync": BSP}]
+
+
+def _weights_are_averaged_between_steps(given: Combination) -> Fault | None:
+    if not isinstance(build("sync", given.sync), Averages):
+        return None
+    what = f"sync={given.sync.name} has every worker update its own weights, which are exchanged between two steps"
+    if given.server_holds_weights:
+        others = variants(given.architecture, lambda roles: not roles.holds_weights)
+        return f"{what}, and with {given.architecture.name} owners hold them", [*others, {"architecture": AUTO}]
+    if given.schedule == AUTO:
+        return None
+    schedule, name = build("schedules", given.schedule), given.schedule.name
+    if schedule.apply != "step":
+        return f"{what}, and schedule={name} would have steps end in the next iteration", [{"schedule": AUTO}]
+    if schedule.measures:
+        return f"{what}, and schedule={name} times exchanges of gradients in every step", [{"schedule": AUTO}]
+    return None
+
+
+def _what_is_left_is_told_once(given: Combination) -> Fault | None:
+    mode: SyncMode = build("sync", given.sync)
+    if given.codec == AUTO or not isinstance(mode, Agrees) or mode.pull(SOME_WORKERS) == 1:
+        return None
+    codec = codec_of(given)
+    if not (isinstance(codec, Wraps) and _leaves_out(codec.codec)):
+        return None
+    reason = (
+        f"sync={given.sync.name} leaves workers apart from what they agree on, so that each exchange tells how far once"
+        f" more, and the error feedback in codec={write('codecs', given.codec)} would add to it what it has not sent of"
+        " the last ones, until training diverges"
+    )
+    inner = [value for _, value in given.codec.args if isinstance(value, Part)]
+    without: list[dict[str, Part]] = [{"codec": part} for part in inner if given.codec.name == "feedback"]
+    return reason, [*without, {"codec": NONE}]
+
+
+def _leaves_out(codec: Codec) -> bool:
+    """Whether a codec may delay most of a tensor to later exchanges."""
+    return isinstance(codec, Sparse) or (isinstance(codec, LeavesOut) and codec.leaves_out)
+
+
+def _mixes_are_plans_between_workers(given: Combination) -> Fault | None:
+    if not isinstance(build("sync", given.sync), Mixes):
+        return None
+    what = f"sync={given.sync.name} averages the weights of some workers"
+    if given.codec != NONE:
+        reason = (
+            f"{what} as they are, and codec={given.codec.name} encodes what has been agreed on by all, or gradients"
+        )
+        return reason, [{"codec": NONE}]
+    if given.servers:
+        return f"{what}, which servers take no part in", [{"architecture": AUTO}]
+    if given.transport.arguments.get("backend") == "nccl":
+        return f"{what} by messages, which NCCL does not match by tag", [{"transport": AUTO, "architecture": AUTO}]
+    if given.schedule != AUTO and build("schedules", given.schedule).phases != "whole":
+        return f"{what} in one phase, and schedule={given.schedule.name} exchanges in two", [{"schedule": AUTO}]
+    return None
+
+
+def _servers_that_sum_remember_one_thing(given: Combination) -> Fault | None:
+    mode: SyncMode = build("sync", given.sync)
+    if given.codec in (NONE, AUTO) or not given.servers:
+        return None
+    if not (exchanges_gradients(mode) and isinstance(mode, Averages)):
+        return None
+    reason = (
+        f"sync={given.sync.name} exchanges gradients first and then differences of weights, and servers that only sum"
+        " would add what a codec has left of one to the other"
+    )
+    return reason, [{"architecture": AUTO}, {"codec": NONE}]
+
+
 RULES: tuple[Rule, ...] = (
     _native_needs_its_library,
     _native_sends_what_it_is_given,
@@ -142,8 +435,20 @@ RULES: tuple[Rule, ...] = (
     _weights_follow_updates,
     _memory_needs_feedback,
     _rounds_need_sums,
-    *schedule_rules.RULES,
-    *sync_rules.RULES,
+    _engines_do_what_the_schedule_says,
+    _urgent_buckets_can_overtake,
+    _owners_have_an_order_of_their_own,
+    _two_phases_need_owners_of_chunks,
+    _weights_are_averaged_between_steps,
+    _mixes_are_plans_between_workers,
+    _what_is_applied_later_is_of_all,
+    _engines_do_what_the_sync_mode_says,
+    _pushes_by_themselves_need_owners,
+    _owners_are_told_every_push,
+    _pushes_by_themselves_can_be_decoded,
+    _other_buckets_need_all_workers,
+    _servers_that_sum_remember_one_thing,
+    _what_is_left_is_told_once,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )

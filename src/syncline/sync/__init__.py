@@ -176,7 +176,7 @@ class Mixes(Averages, Protocol):
         ...
 
 
-LOOKED_AT = 64
+TESTED_STEPS = 64
 """The number of steps that are tested to find out what a mode does."""
 
 
@@ -188,4 +188,4 @@ def mixes_of(mode: Mixes, workers: int) -> list[Plan]:
 
 def exchanges_gradients(mode: SyncMode) -> bool:
     """Whether a mode exchanges gradients in any step."""
-    return any(mode.due(step) for step in range(LOOKED_AT))
+    return any(mode.due(step) for step in range(TESTED_STEPS))

@@ -1,7 +1,7 @@
 """The ranks of a run without a transport: a loop that delivers the messages of reducers and computes their sums.
 
 ``Ranks`` are the processes of a group, each with its state for a model, which exchange step by step. All traffic is
-compared with its prediction (``as_foreseen``).
+compared with its prediction (``as_predicted``).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Ranks:
         return np.concatenate(parts)
 
 
-def as_foreseen(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Sequence[Traffic]) -> None:
+def as_predicted(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Sequence[Traffic]) -> None:
     """Run the reducers of all processes and compare every message and every sum with the prediction."""
     found = {len(one) for one in pieces}
     require(found == {len(traffic)}, f"there are {sorted(found)} reducers, and {len(traffic)} were foreseen")

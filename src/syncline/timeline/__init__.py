@@ -3,5 +3,5 @@
 During a run each process keeps its spans in its own files (``spans``), which survive it however it ends. They are in a
 folder beside the timeline (``folder``). They are converted to rank 0's clock (``clocks``) and merged into one file: by
 the launcher that started all processes, or over the session at its end (``recording``). ``chrome`` writes the file,
-``tracks`` assigns spans to its lines, ``window`` extracts one iteration.
+``window`` extracts one iteration.
 """

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..engine.trace import Kind
-from .chrome import RecordedRun, messages_of, name_of, times_of
+from .chrome import RecordedRun, is_moment, messages_of, name_of, times_of
 from .clocks import offset_of
 from .spans import ProcessSpans
-from .tracks import is_moment
 
 _SHOWN: frozenset[Kind] = frozenset(
     {"forward", "backward", "optimizer", "wait", "update", "compute", "reduce", "copy", "advance", "send", "receive"}

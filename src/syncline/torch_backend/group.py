@@ -29,8 +29,8 @@ from ..frameworks.torch.storage import dtype_name
 from ..session.communicator import Communicator
 from . import NAME
 from .collectives import Call, Collectives
+from .fast_path import FastAllreduce
 from .mailbox import Mailbox
-from .prompt import Prompt
 from .tensors import (
     Array,
     Reduction,
@@ -72,7 +72,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         self._running = running = Running(us, timeout)
         self._collectives = collectives = Collectives(us)
         self._mailbox = Mailbox(us)
-        self._prompt = Prompt(us, collectives, running.lock)
+        self._fast = FastAllreduce(us, collectives, running.lock)
         self._summed = running.over([])
 
     def getBackendName(self) -> str:
@@ -145,7 +145,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
             self.beside.popitem()[1].shutdown()
         if not self._running.alone and self.us.member.process.usable:
             self._mailbox.close()
-            self._prompt.close()
+            self._fast.close()
             if self._mailbox.unused:
                 self.us.give_back()
         self._shut()
@@ -168,9 +168,9 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         if opts is not None and len(tensors) == 1:
             limit_s = self._running.limit_s(opts)
             if getattr(opts, "asyncOp", True):
-                if (work := self._prompt.begin(tensors[0], opts.reduceOp)) is not None:
+                if (work := self._fast.begin(tensors[0], opts.reduceOp)) is not None:
                     return self._running.under_way(None if work.done else work, work.label, list(tensors), limit_s)
-            elif self._prompt.allreduce(tensors[0], opts.reduceOp, limit_s):
+            elif self._fast.allreduce(tensors[0], opts.reduceOp, limit_s):
                 return self._summed
         if (other := _beside(self, tensors)) is not None:
             return other.allreduce(tensors, opts)

@@ -45,7 +45,7 @@ class _Receive:
 
 
 @dataclass(frozen=True)
-class _Letter:
+class _Announced:
     """An announced message: its tag, its size, and its number or its bytes."""
 
     tag: int
@@ -62,7 +62,7 @@ class Mailbox:
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._wanted: list[_Receive] = []
         self._awaited: set[int] = set()
-        self._arrived: defaultdict[int, deque[_Letter]] = defaultdict(deque)
+        self._arrived: defaultdict[int, deque[_Announced]] = defaultdict(deque)
         self._heard: defaultdict[int, int] = defaultdict(int)
         self._listening: dict[int, tuple[Work, Work]] = {}  # the work that awaits the next header of each rank
         self._gone: dict[int, Exception] = {}  # ranks that have left, found by a receive
@@ -102,10 +102,10 @@ class Mailbox:
     def _want(self, receive: _Receive) -> None:
         sources = range(self.us.world_size) if receive.source is None else (receive.source,)
         for source in sources:
-            for letter in self._arrived[source]:
-                if receive.takes(source, letter.tag):
-                    self._arrived[source].remove(letter)
-                    self._deliver(receive, source, letter)
+            for announced in self._arrived[source]:
+                if receive.takes(source, announced.tag):
+                    self._arrived[source].remove(announced)
+                    self._deliver(receive, source, announced)
                     return
         self._wanted.append(receive)
         self._check_gone()
@@ -137,30 +137,30 @@ class Mailbox:
 
     def _come(self, source: int, work: Work) -> None:
         self._awaited.discard(source)
-        letter = self._opened(source, work)
-        receive = next((found for found in self._wanted if found.takes(source, letter.tag)), None)
+        announced = self._opened(source, work)
+        receive = next((found for found in self._wanted if found.takes(source, announced.tag)), None)
         if receive is None:
-            self._arrived[source].append(letter)
+            self._arrived[source].append(announced)
         else:
             self._wanted.remove(receive)
-            self._deliver(receive, source, letter)
+            self._deliver(receive, source, announced)
         waiting = [found for found in self._wanted if found.source in (None, source)]
         if waiting:
             self._await(source, waiting[0].work.label, tolerant=all(found.source is None for found in waiting))
 
-    def _opened(self, source: int, work: Work) -> _Letter:
+    def _opened(self, source: int, work: Work) -> _Announced:
         """Validate and parse a header and the data that come with it."""
         message, self._heard[source] = work.result, self._heard[source] + 1
         if len(message) < _HEADER.size:
             raise self._senseless(source, work.label, f"{len(message)} bytes in place of a header of {_HEADER.size}")
         tag, nbytes, number = _HEADER.unpack_from(message)
-        letter = _Letter(tag, nbytes, number, message[_HEADER.size :])
+        announced = _Announced(tag, nbytes, number, message[_HEADER.size :])
         if number != self._heard[source]:
             raise self._senseless(source, work.label, f"message {number} where {self._heard[source]} is the next")
-        if nbytes < 0 or len(letter.body) != (nbytes if nbytes <= _ALONG_BYTES else 0):
-            along = f"{len(letter.body)} bytes with the header of a message of {nbytes}"
+        if nbytes < 0 or len(announced.body) != (nbytes if nbytes <= _ALONG_BYTES else 0):
+            along = f"{len(announced.body)} bytes with the header of a message of {nbytes}"
             raise self._senseless(source, work.label, along)
-        return letter
+        return announced
 
     def _senseless(self, source: int, label: str, what: str) -> ProtocolError:
         us = self.us
@@ -171,26 +171,26 @@ class Mailbox:
         us.member.process.fail(error)
         return error
 
-    def _deliver(self, receive: _Receive, source: int, letter: _Letter) -> None:
+    def _deliver(self, receive: _Receive, source: int, announced: _Announced) -> None:
         us, label = self.us, receive.work.label
-        if letter.nbytes != receive.place.size:
+        if announced.nbytes != receive.place.size:
             error = MismatchError(
-                f"{label}: {us.name(source)} sends {letter.nbytes} bytes (tag {letter.tag}) where {us.name(us.rank)}"
-                f" receives {receive.place.size}; give tensors of the same size and type on both"
+                f"{label}: {us.name(source)} sends {announced.nbytes} bytes (tag {announced.tag}) where"
+                f" {us.name(us.rank)} receives {receive.place.size}; give tensors of the same size and type on both"
             )
             us.member.process.fail(error)
             raise error
         receive.work.result = source
-        if letter.nbytes <= _ALONG_BYTES:
-            receive.place[:] = np.frombuffer(letter.body, np.uint8)
+        if announced.nbytes <= _ALONG_BYTES:
+            receive.place[:] = np.frombuffer(announced.body, np.uint8)
             us.engine.fulfil(receive.work)
             return
-        topic = us.topic(_BODIES + letter.number)
-        body = us.engine.recv(us.ranks[source], topic, letter.nbytes, label, place=receive.place)
+        topic = us.topic(_BODIES + announced.number)
+        body = us.engine.recv(us.ranks[source], topic, announced.nbytes, label, place=receive.place)
 
         def come() -> None:
-            if body.result != letter.nbytes:
-                raise self._senseless(source, label, f"{body.result} bytes of a message of {letter.nbytes}")
+            if body.result != announced.nbytes:
+                raise self._senseless(source, label, f"{body.result} bytes of a message of {announced.nbytes}")
             us.engine.fulfil(receive.work)
 
         us.engine.then(label, [body], come)

@@ -4,8 +4,8 @@ Messages match receives by (sender, tag) in order; whichever comes first waits f
 one sender are limited, because a broken sender could otherwise fill the memory. Every operation ends exactly once and
 is reported exactly once. If its peer is gone, it fails.
 
-All transports use ``Operations`` and ``Matcher``, which do no I/O. ``Looped`` is the base of ``tcp`` and ``shm``: an
-end whose connections one event loop drives, and which can wait alone or together with other transports
+All transports use ``Operations`` and ``Matcher``, which do no I/O. ``LoopTransport`` is the base of ``tcp`` and
+``shm``: an end whose connections one event loop drives, and which can wait alone or together with other transports
 (``_auto.Member``). It does not know the meaning of frames.
 """
 
@@ -187,7 +187,7 @@ class Operations:
         return found
 
 
-class Looped(ABC):
+class LoopTransport(ABC):
     """Process ``rank`` and its ``links`` to the others, driven by the event loop of the subclass."""
 
     _loop: Loop

@@ -29,7 +29,7 @@ from ..kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from ..registry import register
 from ..wire.links import CONTROL, Frame, Link, Loop, broken, moved_bytes
 from . import Bytes, Handle, Words
-from ._operations import Looped, Matcher, Receive
+from ._operations import LoopTransport, Matcher, Receive
 from ._segments import Segments, check_bell, map_segment
 
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6
@@ -62,7 +62,7 @@ class _Sending:
 
 
 @register("transports", "shm", connection="unix", one_host=True)
-class Shm(Looped):
+class Shm(LoopTransport):
     """Shared memory between the processes of one machine.
 
     ``socks`` are authenticated UNIX connections of process ``rank`` to all others.

@@ -31,7 +31,7 @@ from ..wire.links import CONTROL, Frame, Link, Loop, broken
 from ..wire.scratch import Adding, Scratch, can_add
 from ..wire.shaped import NO_DELAY, Line, Shape, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
-from ._operations import UNCLAIMED_BYTES, Looped, Matcher, Receive
+from ._operations import UNCLAIMED_BYTES, LoopTransport, Matcher, Receive
 
 _DATA, _CREDIT = 1, 2
 
@@ -57,7 +57,7 @@ class _Reading:
 
 
 @register("transports", "tcp", connection="tcp", one_host=False, check=Shape)
-class Tcp(Looped):
+class Tcp(LoopTransport):
     """TCP, one connection per pair of processes; ``rate`` and ``delay`` simulate a slower network.
 
     ``socks`` are authenticated connections of process ``rank`` to all others. ``rate`` limits the payload that all of

@@ -40,8 +40,7 @@ from .. import registry
 from ..codecs import Chooses, Codec, Combine, Floats, NeedsFeedback, Rounds, Wraps, codec_of, warmup_of
 from ..codecs.dense import Dense
 from ..compression.reducers import Flows, Operand, Way
-from ..compression.reducers.ways import WAYS
-from ..compression.traffic import without_data
+from ..compression.reducers.ways import WAYS, without_data
 from ..errors import UsageError
 from ..nouns import Spec
 from ..strategy.grammar import Part, read_part

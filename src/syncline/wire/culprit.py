@@ -9,7 +9,7 @@ The answers of one search are of different moments: a busy process may not have 
 therefore counts only if a second one finds the same, and each process has looked for messages in between and not moved.
 Then all answers hold at one moment (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
 
-Pure: ``watch`` carries the answers, the engine's ``motion`` says when to search.
+Pure: ``watch`` carries the answers, the engine's ``watchdog`` says when to search.
 """
 
 from __future__ import annotations

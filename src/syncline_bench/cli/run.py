@@ -52,7 +52,7 @@ def run(
     servers = servers or 0
     assembly = None
     if trace is not None:
-        from syncline.timeline.assembly import Assembly
+        from syncline.timeline.folder import Assembly
 
         assembly = Assembly(trace)
         env |= assembly.environ()

@@ -18,8 +18,7 @@ def timeline(folder: Path, output: Path | None) -> None:
     The parts stay. Those of other hosts are to be copied into the folder before.
     """
     from syncline.errors import UsageError
-    from syncline.timeline.assembly import write_all
-    from syncline.timeline.folder import checked_target
+    from syncline.timeline.folder import checked_target, write_all
 
     from ..report.files import result_paths
 

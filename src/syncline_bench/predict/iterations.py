@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from syncline.compression.traffic import parts_of
+from syncline.compression.reducers.ways import parts_of
 from syncline.costs.clock import Begin, Call, Chain, Chains, Clock, Operations, Resource, Stage, Used
 from syncline.costs.iteration import Handed, VirtualWorker, run
 from syncline.costs.plans import ProcessPlacement

@@ -29,10 +29,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from syncline.compression.cuts import join_cuts
+from syncline.compression.compression import join_cuts
 from syncline.compression.reducers import Flows, Summed, levels, ways
 from syncline.compression.reducers.owners import pull_traffic, push_traffic
-from syncline.compression.traffic import parts_of
+from syncline.compression.reducers.ways import parts_of
 from syncline.costs.clock import Chain, Clock, Resource, Share, Stage, Used
 from syncline.costs.cluster import Cluster, CodecCosts
 from syncline.costs.iteration import Batches, Duties, Stretch

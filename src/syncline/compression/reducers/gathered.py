@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from . import Computing, Message, Operand, Participant, Reducer, Round, Traffic, Way
-from .letters import Letter, Post, name_of
+from .formats import MessageFormat, Packet, name_of
 from .owners import cut
 
 PIECE_ELEMENTS = 1 << 22
@@ -21,13 +21,13 @@ PIECE_ELEMENTS = 1 << 22
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """One reducer per piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
-    return [partial(reduce, piece, Letter(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
+    return [partial(reduce, piece, MessageFormat(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
     """For every piece, one message from each worker to each other worker."""
     src, dst = np.nonzero(~np.eye(workers, dtype=bool))
-    return [[Letter(piece).flows(src, dst)] for piece in cut(parts, PIECE_ELEMENTS)]
+    return [[MessageFormat(piece).flows(src, dst)] for piece in cut(parts, PIECE_ELEMENTS)]
 
 
 def computing(workers: int) -> Computing:
@@ -35,19 +35,19 @@ def computing(workers: int) -> Computing:
     return Computing(1, workers, 0)
 
 
-def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer:
+def reduce(piece: Sequence[Operand], form: MessageFormat, me: Participant) -> Reducer:
     """Exchange and add one piece."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
-    posts: dict[int, Post] = {me.index: letter.write(me.room, arrays, states, me.report)}
+    packets: dict[int, Packet] = {me.index: form.write(me.room, arrays, states, me.report)}
     others = me.others()
-    posts |= {other: letter.room(me.room) for other in others}
-    sends = [Message(other, posts[me.index].data, letter.fixed) for other in others]
-    lengths = yield Round(sends, [Message(other, posts[other].data, letter.fixed) for other in others])
+    packets |= {other: form.room(me.room) for other in others}
+    sends = [Message(other, packets[me.index].data, form.fixed) for other in others]
+    lengths = yield Round(sends, [Message(other, packets[other].data, form.fixed) for other in others])
     for other, length in zip(others, lengths, strict=True):
-        posts[other].nbytes = length
+        packets[other].nbytes = length
     for worker in range(me.workers):
-        letter.read(posts[worker], arrays, states, name_of(worker, me), add=worker > 0)
-        posts[worker].free()
+        form.read(packets[worker], arrays, states, name_of(worker, me), add=worker > 0)
+        packets[worker].free()
 
 
 WAY = Way(pieces, traffic, computing, "all payloads are gathered by all", carrier="direct")

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import Bytes, Flows, Message, Operand, Participant, Reducer, Round, Sum, Summed, Total, Traffic, ways
-from .letters import Column
+from .formats import Column
 from .owners import cut, most_elements, share_out
 
 _UNIT = 16

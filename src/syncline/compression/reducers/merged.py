@@ -13,27 +13,27 @@ from functools import partial
 import numpy as np
 
 from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Traffic, Way
+from .formats import MessageFormat, name_of
 from .gathered import PIECE_ELEMENTS
-from .letters import Letter, name_of
 from .owners import cut
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
     """One reducer per piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
-    return [partial(reduce, piece, Letter(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
+    return [partial(reduce, piece, MessageFormat(piece), me) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
 def traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
     """For every piece, messages up the tree level by level, then down again."""
-    return [_levels(Letter(piece), workers) for piece in cut(parts, PIECE_ELEMENTS)]
+    return [_levels(MessageFormat(piece), workers) for piece in cut(parts, PIECE_ELEMENTS)]
 
 
-def _levels(letter: Letter, workers: int) -> Traffic:
+def _levels(form: MessageFormat, workers: int) -> Traffic:
     steps: list[Flows] = []
     for distance in reversed(_halves(1 << (workers - 1).bit_length())):
         children = np.arange(distance, workers, 2 * distance)
-        steps.append(letter.flows(children, children - distance))
-    return [*steps, *(letter.flows(up.dst, up.src) for up in reversed(steps))]
+        steps.append(form.flows(children, children - distance))
+    return [*steps, *(form.flows(up.dst, up.src) for up in reversed(steps))]
 
 
 def computing(workers: int) -> Computing:
@@ -41,29 +41,29 @@ def computing(workers: int) -> Computing:
     return Computing(1, (workers - 1).bit_length() + 1, 0)
 
 
-def reduce(piece: Sequence[Operand], letter: Letter, me: Participant) -> Reducer:
+def reduce(piece: Sequence[Operand], form: MessageFormat, me: Participant) -> Reducer:
     """Merge one piece up the tree to rank 0, return it, and decode it."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
-    post = letter.write(me.room, arrays, states, me.report)
+    packet = form.write(me.room, arrays, states, me.report)
     distance = 1
     while distance < me.workers and me.index % (2 * distance) == 0:
         sender = me.index + distance
         if sender < me.workers:
-            theirs = letter.room(me.room)
+            theirs = form.room(me.room)
             theirs.nbytes = (yield Round([], [Message(sender, theirs.data)]))[0]
-            post = letter.merge(me.room, post, theirs, states, name_of(sender, me))
+            packet = form.merge(me.room, packet, theirs, states, name_of(sender, me))
         distance *= 2
     if me.index:
         parent = me.index - distance
-        yield Round([Message(parent, post.data)], [])
-        post.free()
-        post = letter.room(me.room)
-        post.nbytes = (yield Round([], [Message(parent, post.data)]))[0]
+        yield Round([Message(parent, packet.data)], [])
+        packet.free()
+        packet = form.room(me.room)
+        packet.nbytes = (yield Round([], [Message(parent, packet.data)]))[0]
     children = [me.index + step for step in _halves(distance) if me.index + step < me.workers]
     if children:
-        yield Round([Message(child, post.data) for child in children], [])
-    letter.read(post, arrays, states, name_of(0, me), add=False)
-    post.free()
+        yield Round([Message(child, packet.data) for child in children], [])
+    form.read(packet, arrays, states, name_of(0, me), add=False)
+    packet.free()
 
 
 def _halves(distance: int) -> list[int]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from ...codecs import Floats, relay_of
 from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Traffic, Way
-from .letters import Column, Letter, Post, name_of, spec_of
+from .formats import Column, MessageFormat, Packet, name_of, spec_of
 
 PIECE_BYTES = 2_000_000
 PIECE_ELEMENTS = 1 << 22
@@ -42,9 +42,9 @@ class OwnedPiece:
     shares: Sequence[Sequence[Operand]]
 
     @cached_property
-    def letters(self) -> list[Letter]:
+    def formats(self) -> list[MessageFormat]:
         """The formats of the workers' messages to the owners."""
-        return [Letter(share) for share in self.shares]
+        return [MessageFormat(share) for share in self.shares]
 
     @cached_property
     def relayed(self) -> list[list[Operand]]:
@@ -52,9 +52,9 @@ class OwnedPiece:
         return [[replace(part, codec=relay_of(part.codec)) for part in share] for share in self.shares]
 
     @cached_property
-    def answers(self) -> list[Letter]:
+    def answers(self) -> list[MessageFormat]:
         """The formats of the owners' messages to the workers."""
-        return [Letter(share) for share in self.relayed]
+        return [MessageFormat(share) for share in self.relayed]
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
@@ -95,16 +95,16 @@ def pull_traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) 
 
 
 def _to_owners(piece: OwnedPiece, workers: int, owners: Sequence[int]) -> Flows:
-    return _joined([letter.flows(*_others(owner, workers)) for owner, letter in _asked(piece.letters, owners)])
+    return _joined([form.flows(*_others(owner, workers)) for owner, form in _asked(piece.formats, owners)])
 
 
 def _from_owners(piece: OwnedPiece, workers: int, owners: Sequence[int]) -> Flows:
-    return _joined([letter.flows(*_others(owner, workers)[::-1]) for owner, letter in _asked(piece.answers, owners)])
+    return _joined([form.flows(*_others(owner, workers)[::-1]) for owner, form in _asked(piece.answers, owners)])
 
 
-def _asked(letters: Sequence[Letter], owners: Sequence[int]) -> list[tuple[int, Letter]]:
+def _asked(formats: Sequence[MessageFormat], owners: Sequence[int]) -> list[tuple[int, MessageFormat]]:
     """The owners with a share of a piece, and the formats of the messages about it."""
-    return [(owner, letter) for owner, letter in zip(owners, letters, strict=True) if letter.parts]
+    return [(owner, form) for owner, form in zip(owners, formats, strict=True) if form.parts]
 
 
 def _others(owner: int, workers: int) -> tuple[Column, Column]:
@@ -195,55 +195,55 @@ def collect(piece: OwnedPiece, me: Participant) -> Reducer:
 
     The arrays of other parts stay as they are.
     """
-    shares, letters = piece.shares, piece.letters
+    shares, formats = piece.shares, piece.formats
     mine = me.owner
     owned = shares[mine] if mine >= 0 else ()
-    posted = _written(letters, shares, me)
-    own = {me.index: posted.pop(mine)} if mine in posted else {}
-    came = {worker: letters[mine].room(me.room) for worker in me.others()} if owned else {}
-    sends = [Message(me.owners[owner], post.data, letters[owner].fixed) for owner, post in posted.items()]
-    lengths = yield Round(sends, [Message(worker, post.data, letters[mine].fixed) for worker, post in came.items()])
+    outgoing = _written(formats, shares, me)
+    own = {me.index: outgoing.pop(mine)} if mine in outgoing else {}
+    came = {worker: formats[mine].room(me.room) for worker in me.others()} if owned else {}
+    sends = [Message(me.owners[owner], packet.data, formats[owner].fixed) for owner, packet in outgoing.items()]
+    lengths = yield Round(sends, [Message(worker, packet.data, formats[mine].fixed) for worker, packet in came.items()])
     _note(came, lengths)
-    _free(posted)
+    _free(outgoing)
     if owned:
-        posts = {**came, **own}
+        packets = {**came, **own}
         if not me.works:
-            step = letters[mine].step_of(posts[0], name_of(0, me))
+            step = formats[mine].step_of(packets[0], name_of(0, me))
             for part in owned:  # a server takes the step from the message: in a resumed run it does not start at 0
                 part.state.step = step
         sums, states = [part.array for part in owned], [part.state for part in owned]
         # In rank order, whatever the order of arrival: sums have the same bits in every run.
         for worker in range(me.workers):
-            letters[mine].read(posts[worker], sums, states, name_of(worker, me), add=worker > 0)
-        _free(posts)
+            formats[mine].read(packets[worker], sums, states, name_of(worker, me), add=worker > 0)
+        _free(packets)
 
 
 def push(piece: OwnedPiece, me: Participant) -> Reducer:
     """A worker's share of ``collect`` without the others. The parts that it owns are replaced by their decoded
     payloads."""
-    posted = _written(piece.letters, piece.shares, me)
-    own = posted.pop(me.owner, None)
-    yield Round([Message(me.owners[owner], post.data) for owner, post in posted.items()], [])
-    _free(posted)
+    outgoing = _written(piece.formats, piece.shares, me)
+    own = outgoing.pop(me.owner, None)
+    yield Round([Message(me.owners[owner], packet.data) for owner, packet in outgoing.items()], [])
+    _free(outgoing)
     if own is not None:
         share = piece.shares[me.owner]
         arrays, states = [part.array for part in share], [part.state for part in share]
-        piece.letters[me.owner].read(own, arrays, states, name_of(me.index, me), add=False)
+        piece.formats[me.owner].read(own, arrays, states, name_of(me.index, me), add=False)
         own.free()
 
 
 def take(piece: OwnedPiece, me: Participant, worker: int) -> Reducer:
     """An owner's share of ``push``: its arrays are replaced by the worker's decoded payload."""
-    owned, letter = piece.shares[me.owner], piece.letters[me.owner]
+    owned, form = piece.shares[me.owner], piece.formats[me.owner]
     if not owned:
         return
-    came, sender = letter.room(me.room), name_of(worker, me)
+    came, sender = form.room(me.room), name_of(worker, me)
     (came.nbytes,) = yield Round([], [Message(worker, came.data)])
     arrays, states = [part.array for part in owned], [part.state for part in owned]
-    step = letter.step_of(came, sender)
+    step = form.step_of(came, sender)
     for state in states:
         state.step = step  # each worker counts its own steps
-    letter.read(came, arrays, states, sender, add=False)
+    form.read(came, arrays, states, sender, add=False)
     came.free()
 
 
@@ -260,29 +260,31 @@ def answer(
     ``said`` are this owner's arrays. ``wanted`` maps owners to the arrays into which their answers are decoded, or to
     which they are added; a worker wants the answers of all owners. Arrays of ``said`` may be among those of ``wanted``.
     """
-    relayed, letters = piece.relayed, piece.answers
+    relayed, formats = piece.relayed, piece.answers
     mine = me.owner
-    posts: dict[int, Post] = {}
+    packets: dict[int, Packet] = {}
     sends: list[Message] = []
     if said:
         states = [part.again for part in relayed[mine]]
-        posts[mine] = letters[mine].write(me.room, said, states, lambda _: None)
-        sends = [Message(worker, posts[mine].data, letters[mine].fixed) for worker in me.others()]
-    others = {owner: letters[owner].room(me.room) for owner in wanted if relayed[owner] and owner != mine}
-    receives = [Message(me.owners[owner], post.data, letters[owner].fixed) for owner, post in others.items()]
+        packets[mine] = formats[mine].write(me.room, said, states, lambda _: None)
+        sends = [Message(worker, packets[mine].data, formats[mine].fixed) for worker in me.others()]
+    others = {owner: formats[owner].room(me.room) for owner in wanted if relayed[owner] and owner != mine}
+    receives = [Message(me.owners[owner], packet.data, formats[owner].fixed) for owner, packet in others.items()]
     lengths = yield Round(sends, receives)
     _note(others, lengths)
-    posts |= others
-    for owner, post in posts.items():
+    packets |= others
+    for owner, packet in packets.items():
         if owner in wanted:
             states = [part.again for part in relayed[owner]]
-            letters[owner].read(post, wanted[owner], states, name_of(me.owners[owner], me), add=add)
-    _free(posts)
+            formats[owner].read(packet, wanted[owner], states, name_of(me.owners[owner], me), add=add)
+    _free(packets)
 
 
-def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Operand]], me: Participant) -> dict[int, Post]:
+def _written(
+    formats: Sequence[MessageFormat], shares: Sequence[Sequence[Operand]], me: Participant
+) -> dict[int, Packet]:
     """This worker's payloads by owner, starting after its own index."""
-    found: dict[int, Post] = {}
+    found: dict[int, Packet] = {}
     if me.works:
         count = len(me.owners)
         for k in range(1, count + 1):
@@ -290,18 +292,18 @@ def _written(letters: Sequence[Letter], shares: Sequence[Sequence[Operand]], me:
             share = shares[owner]
             if share:
                 arrays, states = [part.array for part in share], [part.state for part in share]
-                found[owner] = letters[owner].write(me.room, arrays, states, me.report)
+                found[owner] = formats[owner].write(me.room, arrays, states, me.report)
     return found
 
 
-def _note(came: dict[int, Post], lengths: Sequence[int]) -> None:
-    for post, length in zip(came.values(), lengths, strict=True):
-        post.nbytes = length
+def _note(came: dict[int, Packet], lengths: Sequence[int]) -> None:
+    for packet, length in zip(came.values(), lengths, strict=True):
+        packet.nbytes = length
 
 
-def _free(posts: dict[int, Post]) -> None:
-    for post in posts.values():
-        post.free()
+def _free(packets: dict[int, Packet]) -> None:
+    for packet in packets.values():
+        packet.free()
 
 
 WAY = Way(

@@ -11,7 +11,7 @@ from ...codecs import Codec, Sums
 from ...errors import UsageError
 from ...nouns import numpy_dtype
 from . import Computing, Operand, Participant, Reducer, Sum, Summed, Traffic, Way
-from .letters import spec_of
+from .formats import spec_of
 
 
 def pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:

@@ -1,16 +1,27 @@
 """Maps every codec to its way of combining payloads and groups a bucket's parts accordingly.
 
 Only this module reads ``Codec.combine``; all other code asks the ``Way``.
+
+It also describes the messages of a bucket without any gradients (``parts_of``, ``traffic``, ``moved_bytes``), for
+predictions. The sizes come from the code that cuts, encodes and sends, so predictions match runs. Payloads without a
+fixed size count with their expected bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
-from ...codecs import Codec, Combine
+import numpy as np
+from numpy.typing import NDArray
+
+from ...codecs import Applied, Codec, Combine, State, codec_of
+from ...codecs.dense import Uncompressed
 from ...errors import UsageError
-from . import Operand, Participant, Reducer, Traffic, Way, gathered, merged, owners, rounds, summed
+from ...nouns import Bucket, Layer, Spec
+from ...plans.plan import Plan
+from . import Flows, Operand, Participant, Reducer, Traffic, Way, gathered, merged, owners, rounds, summed
 
 WAYS: Mapping[Combine, Way] = {
     "sum": summed.WAY,
@@ -70,3 +81,45 @@ def _one_by_one(chain: Sequence[Callable[[], Reducer]]) -> Reducer:
     """Run the sums of one bucket one after the other: their messages carry the same key, that of the bucket."""
     for reducer in chain:
         yield from reducer()
+
+
+def codec_at(applied: Applied, step: int | None) -> Codec:
+    """The codec of a tensor's gradients at ``step``. Without a step, its warm-up has ended."""
+    warming = step is not None and step < applied.warmup
+    return Uncompressed(applied.codec.block) if warming else applied.codec
+
+
+# Predictions ----------------------------------------------------------------------------------------------------------
+
+
+def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | None = None) -> list[Operand]:
+    """A bucket's parts without data, as ``ways.traffic`` and the halves of ``owners`` need them.
+
+    ``layers`` are the model's. ``step`` counts from 0, for codecs that warm up; without it all warm-ups have ended.
+    """
+    found = []
+    for part in bucket.slices:
+        spec = replace(layers[part.tensor].spec, dtype="float32")
+        applied = codec_of(codec, spec)
+        found.append(without_data(spec.name, codec_at(applied, step), spec, part.start, part.stop))
+    return found
+
+
+def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int], Plan]) -> NDArray[np.float64]:
+    """The bytes from every process (row) to every other (column). ``plan(nbytes)`` is the plan that sums such an
+    array.
+    """
+    found = np.zeros((processes, processes))
+    for step in (step for one in traffic for step in one):
+        if isinstance(step, Flows):
+            np.add.at(found, (step.src, step.dst), step.nbytes)
+        else:
+            summing = plan(step.nbytes)
+            np.add.at(found, (summing.src, summing.dst), summing.count * (step.nbytes / summing.chunks))
+    return found
+
+
+def without_data(name: str, codec: Codec, spec: Spec, start: int, stop: int) -> Operand:
+    """Elements ``start`` to ``stop`` of a tensor, with a broadcast zero for its gradients."""
+    state = State(spec, 0)
+    return Operand(name, codec, np.broadcast_to(np.float32(0), stop - start), state, state, start)

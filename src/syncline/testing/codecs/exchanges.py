@@ -11,10 +11,10 @@ import numpy as np
 from ...codecs import Chooses, Codec, Decays, Floats, Sums, Wraps, codec_of
 from ...codecs.feedback import Feedback
 from ...compression.reducers import levels, ways
-from ...compression.traffic import parts_of
+from ...compression.reducers.ways import parts_of
 from ...nouns import Slice
 from ..laws import Laws, require, same
-from ..reducing import SHAPES, Ranks, as_foreseen
+from ..reducing import SHAPES, Ranks, as_predicted
 
 _EDGES = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
 
@@ -102,7 +102,7 @@ def what_travels_is_foreseen(case: Exchanged) -> None:
         foreseen = ways.traffic(parts, case.workers, at, served=bool(case.servers))
         if case.hosts:
             foreseen = levels.traffic(parts, case.hosts)
-        as_foreseen([rank.pieces(0) for rank in ranks.ranks], foreseen)
+        as_predicted([rank.pieces(0) for rank in ranks.ranks], foreseen)
         for rank in ranks.ranks:
             rank.finish(0)
 

@@ -2,7 +2,7 @@
 
 To autograd it is a chain of layers, so everything that hooks into backward (Syncline, DistributedDataParallel) sees a
 real network: layer l's gradients become ready when its backward time has passed, before layer l-1 begins, and forward
-is in layer order. Every layer is a module that owns its parameters. Time passes by sleeping (``_pace``), so there may
+is in layer order. Every layer is a module that owns its parameters. Time passes by sleeping ``_speed``, so there may
 be more ranks than cores.
 
 The memory is real, the mathematics is not. Layers pass one number per sample through, and all elements of a layer's
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._pace import Pacer
+from .._speed import Pacer
 from .._trace import Trace, TracedLayer
 
 

@@ -27,7 +27,7 @@ Column = NDArray[np.int64]
 _HEAD = 3
 
 
-class Letter:
+class MessageFormat:
     """The format of a message with given parts. It is made once and used for every rank's message of a round."""
 
     def __init__(self, parts: Sequence[Operand]) -> None:
@@ -49,10 +49,10 @@ class Letter:
 
     def write(
         self, room: Room, inputs: Sequence[Floats], states: Sequence[State], report: Callable[[str], None]
-    ) -> Post:
+    ) -> Packet:
         """Encode ``inputs``, one per part, into a new message."""
-        post = Post(room, self.greatest_bytes)
-        words = post.words
+        packet = Packet(room, self.greatest_bytes)
+        words = packet.words
         words[0], words[1], words[2] = self._check, self._elements, states[0].step & 0xFFFFFFFF
         at = self._first
         for number, (part, x, state) in enumerate(zip(self.parts, inputs, states, strict=True)):
@@ -62,23 +62,23 @@ class Letter:
             if not self.fixed:
                 words[_HEAD + number] = made.words
             at += made.words
-        post.nbytes = 4 * at
-        return post
+        packet.nbytes = 4 * at
+        return packet
 
-    def room(self, room: Room) -> Post:
+    def room(self, room: Room) -> Packet:
         """A buffer for an incoming message."""
-        return Post(room, self.greatest_bytes)
+        return Packet(room, self.greatest_bytes)
 
-    def step_of(self, post: Post, sender: str) -> int:
+    def step_of(self, packet: Packet, sender: str) -> int:
         """The step of a message; raises ReduceError if its header does not match."""
-        self.payloads(post, sender)
-        return int(post.words[2])
+        self.payloads(packet, sender)
+        return int(packet.words[2])
 
-    def payloads(self, post: Post, sender: str) -> list[Payload]:
+    def payloads(self, packet: Packet, sender: str) -> list[Payload]:
         """The payloads in a message; raises ReduceError if its header does not match."""
-        words = post.words[: post.nbytes // 4]
-        names = f"{sender}: a message of {post.nbytes} bytes for {self._text()}"
-        if post.nbytes % 4 or words.size < self._first:
+        words = packet.words[: packet.nbytes // 4]
+        names = f"{sender}: a message of {packet.nbytes} bytes for {self._text()}"
+        if packet.nbytes % 4 or words.size < self._first:
             raise ReduceError(f"{names} is too short")
         if words[0] != self._check:
             raise ReduceError(f"{names} was made by another codec")
@@ -92,25 +92,27 @@ class Letter:
         edges = np.cumsum([self._first, *lengths]).tolist()
         return [words[start:stop] for start, stop in pairwise(edges)]
 
-    def read(self, post: Post, outputs: Sequence[Floats], states: Sequence[State], sender: str, *, add: bool) -> None:
+    def read(
+        self, packet: Packet, outputs: Sequence[Floats], states: Sequence[State], sender: str, *, add: bool
+    ) -> None:
         """Decode a message into ``outputs``, or add it to them."""
-        payloads = self.payloads(post, sender)
-        self._check_step(post, states[0].step, sender)
+        payloads = self.payloads(packet, sender)
+        self._check_step(packet, states[0].step, sender)
         for part, payload, out, state in zip(self.parts, payloads, outputs, states, strict=True):
             try:
                 part.codec.decode(payload, out, state, add=add, start=part.start)
             except PayloadError as error:
                 raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
 
-    def _check_step(self, post: Post, step: int, sender: str) -> None:
-        found = int(post.words[2])
+    def _check_step(self, packet: Packet, step: int, sender: str) -> None:
+        found = int(packet.words[2])
         if found != step & 0xFFFFFFFF:
             raise ReduceError(
                 f"{sender}: a message for {self._text()} is of step {found}, this process is at step {step}: resume all"
                 " ranks from the same checkpoint"
             )
 
-    def merge(self, room: Room, mine: Post, theirs: Post, states: Sequence[State], sender: str) -> Post:
+    def merge(self, room: Room, mine: Packet, theirs: Packet, states: Sequence[State], sender: str) -> Packet:
         """Merge two messages into one and free both. Elements that do not fit go into the residuals of ``states``."""
         self._check_step(theirs, states[0].step, sender)
         merged = self.room(room)
@@ -138,7 +140,7 @@ class Letter:
         return f"{names} ({first.codec})"
 
 
-class Post:
+class Packet:
     """A message in memory. ``nbytes`` is its length, once it is written or received."""
 
     __slots__ = ("_room", "buffer", "nbytes")

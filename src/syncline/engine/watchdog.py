@@ -36,7 +36,7 @@ _ROUNDING_S = 1e-6
 _POLL_S = 1.0
 
 
-class Carries(Protocol):
+class CountsBytes(Protocol):
     """Anything that counts the bytes that it sends and receives."""
 
     @property
@@ -45,7 +45,7 @@ class Carries(Protocol):
         ...
 
 
-class Motion:
+class Watchdog:
     """Progress and stalls of one process. For the driving thread; ``answer``, ``allow`` and ``limit`` for any thread.
 
     ``waits`` names the processes that this one waits for; ``find_culprit`` finds the rank at fault. The driver
@@ -57,7 +57,7 @@ class Motion:
         limit_s: float,
         waits: Callable[[], Waits],
         find_culprit: Callable[[Waits], Found],
-        carrier: Carries,
+        carrier: CountsBytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limit(limit_s)
@@ -93,12 +93,12 @@ class Motion:
         self.moves += 1
         self.stall = None
 
-    def crept(self) -> bool:
+    def bytes_moved(self) -> bool:
         """Whether bytes have moved since the last call. This notices a message that takes longer than a poll."""
         before, self._bytes = self._bytes, self._carrier.moved_bytes
         return before != self._bytes
 
-    def looked_in_vain(self, needed: bool) -> None:
+    def found_nothing(self, needed: bool) -> None:
         """Record a poll that found nothing. If work is in flight (``needed``), raises PeerTimeout once the cause is
         certain.
 

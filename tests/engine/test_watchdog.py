@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.engine.motion import Motion
+from syncline.engine.watchdog import Watchdog
 from syncline.errors import PeerTimeout
 from syncline.wire.culprit import ANEW, Culprit, Found, Waits
 
@@ -18,7 +18,7 @@ class Here:
         self.now_s, self.moved_bytes = 0.0, 0
         self.searches: list[Waits] = []
         self._culprit = culprit
-        self.motion = Motion(LIMIT_S, lambda: {1: "sum"}, self._search, self, lambda: self.now_s)
+        self.watchdog = Watchdog(LIMIT_S, lambda: {1: "sum"}, self._search, self, lambda: self.now_s)
 
     def _search(self, waits: Waits) -> Found:
         self.searches.append(waits)
@@ -26,8 +26,8 @@ class Here:
 
     def look(self, needed: bool = True) -> None:
         """A look that lasts as long as it may."""
-        self.now_s += (self.motion.stall or self.motion).patience_s
-        self.motion.looked_in_vain(needed)
+        self.now_s += (self.watchdog.stall or self.watchdog).patience_s
+        self.watchdog.found_nothing(needed)
 
     def look_on(self) -> None:
         """Until it is a fault."""
@@ -58,21 +58,21 @@ def test_time_is_counted_anew(how: str) -> None:
         for _ in range(6):
             here.look()
         if how == "moves":
-            here.motion.moved()
+            here.watchdog.moved()
         elif how == "nobody needs it":
             here.look(needed=False)
         else:
-            here.motion.stall = None
+            here.watchdog.stall = None
     assert here.searches == []
 
 
 def test_a_longer_limit_holds_from_the_next_stall_on() -> None:
     here = Here(Culprit(2, "has not come"))
-    here.motion.allow(LIMIT_S / 2)
-    assert here.motion.limit_s == LIMIT_S
+    here.watchdog.allow(LIMIT_S / 2)
+    assert here.watchdog.limit_s == LIMIT_S
     here.look()
-    here.motion.allow(10 * LIMIT_S)
-    here.motion.moved()
+    here.watchdog.allow(10 * LIMIT_S)
+    here.watchdog.moved()
     while here.now_s < 9 * LIMIT_S:
         here.look()
     assert here.searches == []
@@ -80,27 +80,27 @@ def test_a_longer_limit_holds_from_the_next_stall_on() -> None:
 
 def test_bytes_that_move_are_seen_once() -> None:
     here = Here()
-    assert not here.motion.crept()
+    assert not here.watchdog.bytes_moved()
     here.moved_bytes = 5
-    assert [here.motion.crept(), here.motion.crept()] == [True, False]
+    assert [here.watchdog.bytes_moved(), here.watchdog.bytes_moved()] == [True, False]
 
 
 def test_who_asks_is_answered_at_once_and_looked_for_again() -> None:
     here = Here()
-    assert here.motion.looks >= here.motion.owed
-    here.motion.moved()
-    before = here.motion.answer(looking=True)
+    assert here.watchdog.looks >= here.watchdog.owed
+    here.watchdog.moved()
+    before = here.watchdog.answer(looking=True)
     assert (before.waits, before.moves, before.looks) == ({1: "sum"}, 1, 0)
     for _ in range(ANEW):
-        assert here.motion.looks < here.motion.owed
+        assert here.watchdog.looks < here.watchdog.owed
         here.look()
-    assert here.motion.looks >= here.motion.owed
-    assert here.motion.answer(looking=True).still(before)
-    here.motion.moved()
-    assert not here.motion.answer(looking=True).still(before)
+    assert here.watchdog.looks >= here.watchdog.owed
+    assert here.watchdog.answer(looking=True).still(before)
+    here.watchdog.moved()
+    assert not here.watchdog.answer(looking=True).still(before)
 
 
 def test_who_has_nothing_to_look_for_says_so() -> None:
     here = Here()
     here.look(needed=False)
-    assert here.motion.answer(looking=False).looks == -1
+    assert here.watchdog.answer(looking=False).looks == -1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ..engine.engine import Kept
+from ..engine.engine import PreparedRun
 from ..engine.order import Order, Work
 from ..errors import PeerTimeout
 from ..plans.messages import Program
@@ -32,14 +32,14 @@ _LABEL = CALLS[ALLREDUCE]
 
 @dataclass(eq=False)
 class _Prepared:
-    kept: Kept
+    kept: PreparedRun
     argument: int
     flags: int
     work: Work | None = None
     """The last background call, which uses its prepared run until it is done."""
 
 
-class Prompt:
+class FastAllreduce:
     """The allreduces of the ranks of ``us``, counted by ``collectives``. Hold ``lock`` to take keys."""
 
     def __init__(self, us: Communicator, collectives: Collectives, lock: threading.RLock) -> None:
