@@ -9,7 +9,7 @@ import elementwise
 import numpy as np
 import pytest
 
-from syncline.kernels.compiled import Parameter, Signature
+from syncline.kernels.marks import Parameter, Signature
 
 
 def test_a_signature_says_what_is_taken_and_returned() -> None:

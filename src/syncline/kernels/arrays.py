@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import compiled
+from .marks import machine_code
 from .native import load, view
 
 DATA: Final = 16
@@ -27,7 +27,7 @@ COLUMNS: Final = 3
 """Of the table of arrays: which word of the block, how many dimensions, and the address of the type's object."""
 
 
-@compiled("(int64, int64, int64) -> bool")
+@machine_code("(int64, int64, int64) -> bool")
 def spread(block, table, count):
     """Replace the addresses of array objects in a block by where their elements lie and their shapes, as in a call.
 

@@ -20,8 +20,8 @@ import numpy as np
 from llvmlite import binding
 from numba import njit, types
 
-from . import compiled, instructions, objects
-from .compiled import Parameter, Signature
+from . import instructions, marks, objects
+from .marks import Parameter, Signature
 from .places import keep
 
 C_LIBRARY: Final = frozenset(
@@ -70,7 +70,7 @@ def main() -> None:
     The digest is that of the text which the caller has; one line on standard error says why it cannot be done.
     """
     folder = int(sys.argv[2])
-    compiler = compiled.compiler = NumbaCompiler()
+    compiler = marks.compiler = NumbaCompiler()
     for argument in sys.argv[3:]:
         module, _, digest = argument.partition("=")
         try:

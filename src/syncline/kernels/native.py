@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .compiled import external, instruction
+from .marks import external, instruction
 
 write = external("write", "(int32, int64, int64) -> int64")
 """write(2); the buffer is given as an address."""
