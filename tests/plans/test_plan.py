@@ -209,7 +209,7 @@ def test_what_depends_on_what(first, second, expected):
 def test_dependencies_are_asked_for_in_order():
     plan = Plan.of("pair", 2, 1, PAIR)
     for i, j in ((1, 0), (0, 0), (0, 2), (-1, 1)):
-        with pytest.raises(PlanError, match="no pair in order"):
+        with pytest.raises(PlanError, match="are not in order"):
             depends(plan, i, j)
 
 

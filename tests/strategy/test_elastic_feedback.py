@@ -46,7 +46,7 @@ def refused(text: str) -> bool:
     try:
         Strategy.parse(f"ring sync=easgd(steps=4) codec={text}")
     except StrategyError as error:
-        return "how far once more" in str(error)
+        return "at a distance from the agreed weights" in str(error)
     return False
 
 

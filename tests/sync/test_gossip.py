@@ -86,9 +86,9 @@ def test_sums_that_make_no_sense_are_refused(sums: list[list[int]], says: str) -
 
 
 def test_mixes_that_lose_the_mean_or_leave_workers_apart_are_found() -> None:
-    with pytest.raises(PlanError, match=r"does not keep the mean: what rank 0 has counts 1\.5"):
+    with pytest.raises(PlanError, match=r"does not keep the mean: the array of rank 0 counts 1\.5"):
         check_mixing([mix([PAIR[0]], [[0], [0, 1]])])
-    with pytest.raises(PlanError, match="what rank 0 has never comes to rank 2, however often"):
+    with pytest.raises(PlanError, match="the array of rank 0 never reaches rank 2, however often"):
         check_mixing([mix(PAIR, [[0, 1], [0, 1], [2]])])
 
 

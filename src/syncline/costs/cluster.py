@@ -1,7 +1,7 @@
 """A cluster as numbers: links, adding, processors, codecs, topology; each number with its range and where it is from.
 
 Owns how long a message occupies a port, which links inside the network messages share, what constants are called, and
-copies with other ones. Does not know files (``predict.networks``) or times of anything that runs on it.
+copies with other ones. Does not know files or the times of anything that runs on it.
 
 **Links.** A message of n bytes occupies the sender's and the receiver's port for a + n b seconds (Hockney, "The
 communication challenge for MPP", Parallel Computing 1994), with constants of their own for each range of sizes, since

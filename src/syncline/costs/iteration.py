@@ -2,7 +2,7 @@
 
 What is foreseen is what is run: a ``VirtualWorker`` drives the very state machine, schedule, sync mode and buckets of a
 run. ``predict_iteration`` puts it on a link that two numbers describe, which choices at run time ask; ``syncline
-predict`` puts it on a cluster (``predict.iterations``).
+predict`` puts it on a cluster.
 
 **The worker.** It is a process that yields what it waits for, a ``Stage`` (time of its own) or an operation, and is
 given the clock back when that is over. A batch is loaded, beside the training where batches are prepared ahead, copied

@@ -6,7 +6,7 @@ trainings, which ask for thousands of exchanges, of payloads too, take it. ``pla
 of all ranks and ports. Collectives alone are answered by it, since by loads double trees come out up to 1.7 times as
 slow, and messages that meet on links inside the network up to a quarter faster or slower. Neither knows a schedule,
 another exchange under way, or how arrays are cut into segments that flow one behind the other. Both are held to the
-formulas of the literature (``predict.collectives``).
+formulas of the literature.
 
 **Loads.** An ``Outline`` is what is left of messages when places that have the same to do count as one, and steps that
 are the same as well: a ring of 512 ranks has one place and one step, 1022 times. It holds for arrays of any size and

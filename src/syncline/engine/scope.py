@@ -1,9 +1,9 @@
-"""A group of processes as the scope of what the engine is given: a run in small.
+"""A group of processes as a scope of the engine: it behaves like a small run.
 
 Code in a scope counts its processes from 0, uses any key and any topic, and knows no other scope. The engine translates
-what it is given there: plans become plans between the processes of the run, reducers' messages go to these, keys and
-tags get the scope's block, and labels name the scope. Connections, threads and the end are the run's. Time and bytes
-are also counted for the scope alone.
+its orders: plans and reducers' messages to the processes of the run, keys and tags to the scope's block, and labels to
+labels with the scope's name. Connections, threads and the end belong to the run. Time and bytes are also counted per
+scope.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NUMBER_BIT = 54
 
 
 class Scope:
-    """The processes ``ranks`` of a run, of which this one is number ``index`` among them.
+    """The processes ``ranks`` of a run. This process has the index ``index`` among them.
 
-    Peers are positions in ``ranks``. No other scope of any of these processes has its ``number``.
+    Peers are positions in ``ranks``. No other scope of any of these processes has the same ``number``.
     """
 
     def __init__(self, ranks: Sequence[int], index: int, number: int) -> None:
@@ -50,34 +50,34 @@ class Scope:
         self._counting = threading.Lock()
 
     def order(self, order: Order) -> Order:
-        """An order of the scope as one of the run."""
+        """An order of the scope, translated to the run."""
         return order._replace(program=self._counted(order), key=self._key(order.key), label=self.label(order.label))
 
     def coded_order(self, order: CodedOrder) -> CodedOrder:
-        """As ``order``."""
+        """A coded order of the scope, translated to the run."""
         key, label = self._key(order.key), self.label(order.label)
         return order._replace(
             pieces=partial(self._pieces, order), program=partial(self._sum, order), key=key, label=label
         )
 
     def tag(self, tag: int) -> int:
-        """The tag of a message in the run."""
+        """A message's tag, translated to the run."""
         return tag | self._tag if tag & 7 << 61 == 1 << 63 else tag
 
     def label(self, label: str) -> str:
-        """A label that names the scope."""
+        """A label with the scope's name."""
         return label if label.startswith(self.title) else f"{self.title}: {label}"
 
     def waits(self, waits: Waits) -> Waits:
-        """These waits, between processes of the run."""
+        """Waits of the scope, translated to processes of the run."""
         return {self.ranks[peer]: why for peer, why in waits.items()}
 
     def positions(self, processes: Iterable[int]) -> set[int]:
-        """The positions of those processes that are in it."""
+        """The positions of those ``processes`` that belong to the scope."""
         return {self._positions[process] for process in processes if process in self._positions}
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The bytes of arrays and payloads sent to each process of the run, and received, in this scope."""
+        """The bytes of arrays and payloads sent to, and received from, each process of the run in this scope."""
         return dict(self._sent), dict(self._received)
 
     def _key(self, key: int) -> int:
@@ -91,7 +91,7 @@ class Scope:
         return _translated(program.plan, self.ranks, self.index)
 
     def _counted(self, order: Order) -> Callable[[], Program]:
-        """The program of an order; it counts the bytes when it begins."""
+        """The program of an order. Calling it counts the bytes."""
         asked = order.program
         known = asked if callable(asked) else self._program(asked)
 
@@ -111,7 +111,7 @@ class Scope:
         return self._program(order.program(nbytes))
 
     def _reducer(self, piece: Callable[[], Reducer]) -> Generator[Round | Sum, Lengths, None]:
-        """A reducer whose rounds are between processes of the run."""
+        """A reducer whose rounds are translated to processes of the run."""
         reducer, lengths = piece(), Lengths()
         try:
             asked = next(reducer)
@@ -154,13 +154,13 @@ class Scope:
 
 @lru_cache(maxsize=256)
 def _translated(plan: Plan, ranks: tuple[int, ...], index: int) -> Program:
-    """A process's part in the plan of a scope, in the run."""
+    """A process's part in the plan of a scope, translated to the run."""
     return compile_program(plan if ranks == tuple(range(plan.world)) else plan.among(ranks), ranks[index])
 
 
 @lru_cache(maxsize=256)
 def _shares(plan: Plan, process: int) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """How much of an array a process sends to each other one by a plan, and receives."""
+    """The shares of an array that a process sends to each other one by a plan, and receives from it."""
     found = []
     for here, there in ((plan.src, plan.dst), (plan.dst, plan.src)):
         moved = np.bincount(there[here == process], weights=plan.count[here == process]) / plan.chunks

@@ -1,9 +1,9 @@
-"""One worker's steps as a state machine: what is handed over, what is waited for, what is applied, and when.
+"""The state machine of one worker's steps: what is submitted, awaited and applied, and when.
 
 It reads the schedule (``release``, ``phases``, ``apply``, ``priority``) and the sync mode (``due``, ``merges``,
-``averages``). It knows no framework, engine, thread, clock or array. Who drives it tells it what happens to a model
-and carries out what it answers, in order; an answered ``Wait`` is over before the next event comes. The adapters of
-frameworks drive it with real gradients, a simulator with a virtual clock: what is predicted is what is run.
+``averages``). It knows no framework, engine, thread, clock or array. The driver reports what happens to a model and
+carries out the answered actions in order; an answered ``Wait`` is over before the next event. Frameworks' adapters
+drive it with real gradients and a simulator with a virtual clock, so predictions match runs.
 
 A step, by what waits for its result (``apply``):
 
@@ -12,24 +12,26 @@ A step, by what waits for its result (``apply``):
     next_step   produced*  backward_ended   stepped: waits for, and applies, the step before
 
 Rules
-* Each bucket of a step that is due is submitted once in every phase, in the order of the schedule's list, so that all
-  workers submit alike whatever order backward completes buckets in. An all-gather goes behind its reduce-scatter: at
-  once, or, where layers wait for themselves, when backward has ended, layers that are needed first before the others.
-* Nothing is applied twice, before it has arrived, or before the step's own ``stepped``; steps are applied in order.
-* What is merged is agreed on before anything of it goes; where every push is an update by itself, nothing is.
-* A step that is not due is the worker's own: nothing of it is submitted, and its own gradients are applied.
-* After a step of which the mode says so (``Averages``) weights are exchanged: all buckets, once, when the optimizer has
-  run (``updated``), or before the next forward pass where nobody has called it, and waited for there. Such a step is
-  never due.
-* Who has read the gradients of a step (``flush``) may change them: it is applied when the optimizer is called, at once.
-* What a backward pass reads has been needed by the forward pass before it.
-* Where others hold the weights (``held``) nobody looks at sums of gradients: ``backward_ended`` waits for nothing, and
-  with ``step`` it is ``stepped`` that does.
-* What comes out of turn raises, and changes nothing.
+* Each bucket of a due step is submitted once per phase, in the order of the schedule's list. All workers thus submit
+  alike, whatever the order in which backward completes buckets. An all-gather follows its reduce-scatter: at once, or,
+  if each layer waits for itself, after backward, with the layers that are needed first in front.
+* A result is applied exactly once, after it has arrived and after the step's own ``stepped``. Steps are applied in
+  order.
+* Merged exchanges are agreed on before any of their data is sent. Pushes that are updates of their own need no
+  agreement.
+* A step that is not due is local: nothing of it is submitted, and the worker's own gradients are applied.
+* After the steps that the mode selects (``Averages``) weights are exchanged: all buckets, once, after the optimizer's
+  update (``updated``), or else before the next forward pass, and awaited there. Such a step is never due.
+* A script that has read the gradients of a step (``flush``) may change them, so the step is applied at once when the
+  optimizer is called.
+* The forward pass has already announced every tensor that its backward pass reads.
+* If owners hold the weights (``held``), workers never see sums of gradients: ``backward_ended`` does not wait, and with
+  ``step`` the wait moves to ``stepped``.
+* An event out of turn raises and changes nothing.
 
 Theory: wait-free backpropagation (Zhang et al., "Poseidon", USENIX ATC 2017), priorities and layers that wait for
-themselves (Jayarajan et al., "P3", MLSys 2019), reduce-scatter and all-gather apart (Zhang et al., "DeAR", ICDCS 2023),
-the step after (Xu et al., "OD-SGD", ACM TACO 2020).
+themselves (Jayarajan et al., "P3", MLSys 2019), separate reduce-scatter and all-gather (Zhang et al., "DeAR", ICDCS
+2023), delayed updates (Xu et al., "OD-SGD", ACM TACO 2020).
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ class BucketPhase(NamedTuple):
 
 
 class Agree(NamedTuple):
-    """Find out whether the others make this step too, and what has to be agreed in it; before anything of it goes."""
+    """Agree with the other workers on this step before any of its data is sent."""
 
     step: int
 
 
 class Submit(NamedTuple):
-    """Hand an operation over; it begins when ``after`` has arrived, the smallest priority before the others."""
+    """Submit an operation. It starts after ``after`` has arrived; the smallest priority goes first."""
 
     operation: BucketPhase
     priority: float
@@ -69,20 +71,20 @@ class Submit(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Block until these have arrived."""
+    """Block until these operations have arrived."""
 
     operations: tuple[BucketPhase, ...]
 
 
 class Apply(NamedTuple):
-    """Update the tensors of these buckets with what a step has brought."""
+    """Update the tensors of these buckets with the result of a step."""
 
     step: int
     buckets: tuple[int, ...]
 
 
 class Average(NamedTuple):
-    """Let the weights be what the exchange after a step has made of them."""
+    """Replace the weights by the result of the exchange after a step."""
 
     step: int
 
@@ -91,22 +93,23 @@ Action = Agree | Submit | Wait | Apply | Average
 
 
 class _Step:
-    """How far one step has come."""
+    """The progress of one step."""
 
     def __init__(self, number: int, due: bool, slices: Sequence[int]) -> None:
         self.number, self.due = number, due
         self.produced: set[int] = set()
-        self.left = list(slices)  # of each bucket, to be produced
+        self.left = list(slices)  # gradients per bucket that are not produced yet
         self.next = 0  # the first bucket that has not been submitted
         self.submitted: set[BucketPhase] = set()
         self.under_way: set[BucketPhase] = set()
         self.unapplied = dict.fromkeys(range(len(slices)))  # buckets, in order
         self.ended = self.stepped = False
-        self.read = False  # all has arrived, and may be changed, before the optimizer is called
-        self.instead_of: _Step | None = None  # the one before, whose gradients these are added to
+        self.read = False  # all data have arrived and may be changed before the optimizer is called
+        # the previous unapplied step, to whose gradients these are added
+        self.instead_of: _Step | None = None
 
     def came(self, operations: Iterable[BucketPhase]) -> None:
-        """These have arrived, and so has what they went behind."""
+        """Record that operations have arrived, which includes the operations that they followed."""
         for operation in operations:
             self.under_way.discard(operation)
             if operation.phase == "all_gather":
@@ -114,24 +117,23 @@ class _Step:
 
 
 class Laid(Protocol):
-    """How a model's tensors travel."""
+    """The layout of a model's buckets."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """In the order in which they go."""
+        """The buckets in the order in which they are submitted."""
         ...
 
     @property
     def priorities(self) -> Sequence[float]:
-        """Of the buckets, as the schedule gave them."""
+        """The priorities of the buckets, as given by the schedule."""
         ...
 
 
 class Steps:
-    """The steps of one worker with one model of ``tensors`` tensors, which travel as ``layout`` says.
+    """The steps of one worker for one model of ``tensors`` tensors in the buckets of ``layout``.
 
-    ``begun`` is the number of its first one, in a run that goes on from another. ``held`` says that others hold the
-    weights.
+    ``begun`` is the number of the first step, above 0 in a resumed run. ``held`` says that owners hold the weights.
     Raises UsageError for an event out of turn.
     """
 
@@ -152,46 +154,47 @@ class Steps:
         for number, bucket in enumerate(layout.buckets):
             for part in bucket.slices:
                 self._of_tensor[part.tensor].append(number)
-        self._open: deque[_Step] = deque()  # those of which something is left to apply, the oldest first
-        self._now: _Step | None = None  # the one whose backward pass is running
+        self._open: deque[_Step] = deque()  # steps with unapplied buckets, the oldest first
+        self._now: _Step | None = None  # the step whose backward pass is running
         self._averages = mode if isinstance(mode, Averages) else None
         self._when_ready = schedule.release == "ready"
         self._gathers_late = schedule.phases == "split" and schedule.apply == "layer"
         phases: tuple[Phase, ...] = ("allreduce",) if schedule.phases == "whole" else ("reduce_scatter", "all_gather")
         self._last = phases[-1]
-        self._at_once = phases[:1] if self._gathers_late else phases  # those in which a complete bucket is submitted
-        self._owed: int | None = None  # the last step after which weights are to be exchanged, and have not been
+        # the phases in which a complete bucket is submitted
+        self._at_once = phases[:1] if self._gathers_late else phases
+        self._owed: int | None = None  # the last step after which weights must be exchanged and have not been
         self.begun = begun
-        """How many steps have begun."""
+        """The number of steps that have begun."""
 
     @property
     def due(self) -> bool:
-        """Whether the present step is exchanged, or the next one where no backward pass is running."""
+        """Whether the current step is exchanged; between backward passes, the next one."""
         return self._mode.due(self.begun) if self._now is None else self._now.due
 
     @property
     def unstepped(self) -> bool:
-        """Whether a backward pass has ended for which the optimizer has not been called."""
+        """Whether a backward pass has ended without a call of the optimizer since."""
         last = self._open[-1] if self._open else None
         return last is not None and last.ended and not last.stepped
 
     @property
     def under_way(self) -> bool:
-        """Whether something has not arrived, or not been applied, that waits for another event."""
+        """Whether anything is in flight or unapplied that a later event completes."""
         return any(step.stepped or not step.read for step in self._open if step.due)
 
     @property
     def owes(self) -> bool:
-        """Whether weights are to be exchanged before another step begins."""
+        """Whether weights must be exchanged before another step begins."""
         return self._owed is not None
 
     @property
     def missing(self) -> list[int]:
-        """The tensors that the present backward pass has not produced."""
+        """The tensors that the current backward pass has not produced."""
         made = () if self._now is None else self._now.produced
         return [tensor for tensor in range(self._tensors) if tensor not in made]
 
-    # What happens to the model.
+    # Events
 
     def produced(self, tensor: int) -> list[Action]:
         """The gradient of a tensor is complete."""
@@ -211,7 +214,7 @@ class Steps:
         return actions
 
     def dropped(self) -> None:
-        """The backward pass was given up, and begins again in the same step; UsageError where a bucket has gone."""
+        """The backward pass was abandoned and starts again in the same step. UsageError if a bucket has been sent."""
         step = self._now
         if step is not None:
             if step.next:
@@ -238,7 +241,7 @@ class Steps:
         return actions
 
     def stepped(self) -> list[Action]:
-        """The optimizer is called; what it shall update now is answered."""
+        """The optimizer is called. The answer contains the updates to make now."""
         step = self._open[-1] if self._open else None
         if step is None or not step.ended or step.stepped:
             raise UsageError("the optimizer is called before a backward pass has ended, or a second time after it")
@@ -251,15 +254,15 @@ class Steps:
         return actions
 
     def made_alone(self) -> None:
-        """A step that is not due was made, up to the optimizer's call, by somebody who needs to be told nothing."""
+        """A local step was made, up to the optimizer's call, without reporting its events."""
         if self._now is not None or self.due or any(step.under_way for step in self._open):
             raise UsageError(f"step {self.begun} is no worker's own: it is exchanged, or another one is under way")
-        self._open.clear()  # of which nothing was left but to apply it
+        self._open.clear()  # only the applying was left
         self.begun += 1
         self._owe(self.begun - 1)
 
     def updated(self) -> list[Action]:
-        """The weights are those of a worker's own steps now: exchange them where that is due."""
+        """Local updates have been made. The answer exchanges weights if that is due."""
         if self._now is not None:
             raise UsageError(f"weights are updated in the middle of the backward pass of step {self._now.number}")
         actions: list[Action] = []
@@ -283,7 +286,7 @@ class Steps:
         return actions
 
     def arrived(self, operation: BucketPhase) -> None:
-        """An operation is done; what a ``Wait`` has named need not be told."""
+        """An operation is done. Reporting operations named by a ``Wait`` is optional."""
         oldest = self._open[0].number if self._open else self.begun
         step = next((step for step in self._open if step.number == operation.step), None)
         if step is None and not 0 <= operation.step < oldest:
@@ -294,9 +297,9 @@ class Steps:
             step.came((operation,))
 
     def flush(self) -> list[Action]:
-        """Somebody reads weights or gradients: wait for all that is under way, apply what was stepped.
+        """Weights or gradients are read: wait for everything in flight and apply the steps of finished optimizer calls.
 
-        Not in the middle of a backward pass, which needs the weights of its forward pass.
+        Not allowed during a backward pass, which needs the weights of its forward pass.
         """
         if self._now is not None:
             raise UsageError(
@@ -312,7 +315,7 @@ class Steps:
         return actions
 
     def abandon(self) -> None:
-        """The present backward pass has ended with an exception. Only a step of the worker's own can be given up."""
+        """The current backward pass has failed. Only a local step can be abandoned."""
         step = self._now
         if step is None:
             return
@@ -324,7 +327,7 @@ class Steps:
         self._now = None
         self.begun -= 1
 
-    # What follows from it.
+    # Consequences
 
     def _owe(self, step: int) -> None:
         if self._averages is not None and self._averages.averages(step):
@@ -345,11 +348,12 @@ class Steps:
                     f" gradients of which apply={self._schedule.apply!r} waits later cannot be added up by passes that"
                     " are exchanged; accumulate them under no_sync()"
                 )
-            self._open.pop()  # the script adds up averages, or applies them with an optimizer that nobody tells of
+            # the script accumulates averages, or applies them with an optimizer that does not report its steps
+            self._open.pop()
         else:
             last = None
         if self._schedule.apply == "layer":
-            self._finish(actions)  # layers that no forward pass has read, so that this backward pass does not either
+            self._finish(actions)  # no forward pass has read these layers, so this backward pass does not either
         step = self._now = _Step(self.begun, due, self._slices)
         step.instead_of = last
         self._open.append(step)
@@ -359,14 +363,14 @@ class Steps:
         return step
 
     def _submit_complete(self, step: _Step, actions: list[Action]) -> None:
-        """Submit the buckets that are complete, in the order of the list."""
+        """Submit the complete buckets, in the order of the list."""
         while step.next < len(step.left) and step.left[step.next] == 0:
             number = step.next
             step.next += 1
             self._submit(step, number, self._at_once, actions)
 
     def _submit(self, step: _Step, number: int, phases: tuple[Phase, ...], actions: list[Action]) -> None:
-        """Submit these phases of a bucket; an all-gather goes behind its reduce-scatter."""
+        """Submit these phases of a bucket; an all-gather follows its reduce-scatter."""
         for phase in phases:
             operation = BucketPhase(step.number, number, phase)
             step.submitted.add(operation)
@@ -375,7 +379,7 @@ class Steps:
             actions.append(Submit(operation, self._priorities[number], after))
 
     def _wait(self, step: _Step, buckets: Iterable[int], actions: list[Action]) -> None:
-        """Wait for what of these buckets has not arrived."""
+        """Wait for the operations of these buckets that have not arrived."""
         wanted = [BucketPhase(step.number, number, self._last) for number in buckets]
         late = [operation for operation in wanted if operation in step.under_way]
         if late:
@@ -383,7 +387,7 @@ class Steps:
             step.came(late)
 
     def _apply(self, step: _Step, buckets: list[int], actions: list[Action]) -> None:
-        """Apply these buckets of a step once they have arrived."""
+        """Apply these buckets of a step after they have arrived."""
         if not buckets:
             return
         if step.under_way:
@@ -395,7 +399,7 @@ class Steps:
             self._open.remove(step)
 
     def _finish(self, actions: list[Action], until: _Step | None = None) -> None:
-        """Apply all that is left of the steps before ``until``, or of all."""
+        """Apply everything that is left of the steps before ``until``, or of all steps."""
         for step in list(self._open):
             if step is until:
                 return

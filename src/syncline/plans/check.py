@@ -67,13 +67,17 @@ def check_mixing(plans: Sequence[Plan]) -> None:
         columns = matrix.sum(axis=0)
         if not np.allclose(columns, 1):
             rank = plan.members[int(np.argmax(np.abs(columns - 1)))]
-            raise PlanError(f"{plan.name}: it does not keep the mean: what rank {rank} has counts {columns.max():.3g}")
+            raise PlanError(
+                f"{plan.name}: it does not keep the mean: the array of rank {rank} counts {columns.max():.3g}"
+            )
         reached |= matrix > 0
     for _ in range(len(reached).bit_length()):  # Each product doubles the length of the paths that are covered.
         reached = reached.astype(np.float32) @ reached > 0
     if not reached.all():
         src, dst = (plans[0].members[int(place)] for place in np.argwhere(~reached.T)[0])
-        raise PlanError(f"{plans[0].name}: what rank {src} has never comes to rank {dst}, however often it is repeated")
+        raise PlanError(
+            f"{plans[0].name}: the array of rank {src} never reaches rank {dst}, however often it is repeated"
+        )
 
 
 def depends(plan: Plan, i: int, j: int) -> bool:
@@ -84,7 +88,7 @@ def depends(plan: Plan, i: int, j: int) -> bool:
     makes results repeatable bit for bit. Transfers of one step never depend on each other.
     """
     if not 0 <= i < j < len(plan):
-        raise PlanError(f"{plan.name}: transfers {i} and {j} are no pair in order out of {len(plan)}")
+        raise PlanError(f"{plan.name}: transfers {i} and {j} are not in order, or not among its {len(plan)}")
     first, second = plan[i], plan[j]
     if first.step == second.step:
         return False

@@ -48,7 +48,7 @@ class Pool:
         if not self._at[worker] <= epoch < MOST_EPOCHS:
             raise ValueError(f"it asks for epoch {epoch} behind epoch {self._at[worker]}")
         if epoch not in self._taken and len(self._taken) == MOST_OPEN:
-            raise ValueError(f"it begins epoch {epoch} while {MOST_OPEN} are under way")
+            raise ValueError(f"it begins epoch {epoch} while {MOST_OPEN} are open")
         self._at[worker] = epoch
         start = self._taken.get(epoch, 0)
         stop = self._taken[epoch] = min(start + self._piece, self._samples)
@@ -58,7 +58,7 @@ class Pool:
     def leave(self, worker: int) -> None:
         """Record that a worker makes no more requests. ValueError if it has left already."""
         if worker not in self._at:
-            raise ValueError("it has left before")
+            raise ValueError("it has left already")
         del self._at[worker]
         self._forget()
 

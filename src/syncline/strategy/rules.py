@@ -91,9 +91,7 @@ def _weights_follow_updates(given: Combination) -> Fault | None:
     inner = relay_of(codec.codec if isinstance(codec, Wraps) else codec)
     if inner.contraction or not inner.biased:
         return None
-    reason = (
-        f"codec={given.codec.name} does not say how large an update is, and servers that hold the weights tell updates"
-    )
+    reason = f"codec={given.codec.name} gives no magnitudes, and servers that hold the weights send updates"
     return reason, [*variants(given.architecture, lambda roles: not roles.holds_weights), {"codec": NONE}]
 
 
@@ -150,10 +148,10 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
         value = getattr(schedule, what, None)
         if value not in get_args(known):
             words = " or ".join(map(repr, get_args(known)))
-            return f"schedule={name} has {what}={value!r}, which no engine does: it is {words}", remedies
+            return f"schedule={name} has {what}={value!r}, which no engine supports: it is {words}", remedies
     in_flight = getattr(schedule, "in_flight", None)
     if not isinstance(in_flight, int) or in_flight < 1:
-        return f"schedule={name} lets {in_flight!r} buckets be under way at once: it has to be 1 or more", remedies
+        return f"schedule={name} lets {in_flight!r} buckets be in flight at once: it has to be 1 or more", remedies
     measures = getattr(schedule, "measures", None)
     if not isinstance(measures, int) or measures < 0:
         return f"schedule={name} measures {measures!r} steps: it has to be 0 or more", remedies
@@ -173,7 +171,7 @@ def _cannot_go_ahead(schedule: Schedule) -> str:
     """The fault in what a schedule says about local steps, if any."""
     local: object = isinstance(schedule, GoesAhead) and schedule.local
     if not isinstance(local, bool):
-        return f"has local={local!r}: it says by True or False whether workers go ahead"
+        return f"has local={local!r}: it must be True or False: whether workers go ahead"
     if local and schedule.apply != "next_step":
         return (
             f"has workers make steps of their own (local=True) with apply={schedule.apply!r}, which engines do with"
@@ -200,12 +198,12 @@ def _two_phases_need_owners_of_chunks(given: Combination) -> Fault | None:
     reason = f"schedule={given.schedule.name} exchanges in two phases, reduce-scatter and all-gather"
     remedies: list[dict[str, Part]] = [{"architecture": AUTO}, {"schedule": AUTO}]
     if given.codec != NONE:
-        why = f"and what codec={write('codecs', given.codec)} sends is not the sum that the second one takes on"
+        why = f"and what codec={write('codecs', given.codec)} sends is not a sum, which the second one needs"
         return f"{reason}, {why}", [{"codec": NONE}, {"schedule": AUTO}]
     if given.collective is not None:
         return f"{reason}, and {given.architecture.name} makes both at once", remedies
     if given.servers:
-        return f"{reason}, and servers answer what they have summed at once", remedies
+        return f"{reason}, and servers return their sums at once", remedies
     if given.architecture == AUTO:
         return None
     algorithm = registry.get("algorithms", given.architecture.name).target
@@ -261,7 +259,10 @@ def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
     reason = f"schedule={given.schedule.name} has two steps under way"
     mode = build("sync", given.sync)
     if not (mode.merges and all(mode.due(step) for step in range(TESTED_STEPS))):
-        return f"{reason}, which takes a sync mode that merges all in every step", [{"sync": BSP}, {"schedule": AUTO}]
+        return f"{reason}, which needs a sync mode that merges all pushes in every step", [
+            {"sync": BSP},
+            {"schedule": AUTO},
+        ]
     if given.servers:
         why = "and servers that only sum take them one by one"
         return f"{reason}, {why}", [{"architecture": AUTO}, {"schedule": AUTO}]
@@ -280,13 +281,13 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
     merges = getattr(mode, "merges", None)
     if merges not in (True, False):
         return (
-            f"sync={name} has merges={merges!r}: it says by True or False whether all pushes are one update",
+            f"sync={name} has merges={merges!r}: it must be True or False: whether all pushes are one update",
             remedies,
         )
     if why := wrong_application(mode):
         return f"sync={name} {why}", remedies
     if averages is not None and not merges:
-        return f"sync={name} exchanges weights, to which all come together, and has merges=False", remedies
+        return f"sync={name} exchanges weights, in which all workers take part, and has merges=False", remedies
     for clock in range(TESTED_STEPS):
         try:
             due, goes_on, runs_ahead = (
@@ -303,16 +304,19 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
             why = "which is due as well: gradients or weights are exchanged" if due else "not True or False"
             return f"sync={name} says {comes!r} of whether weights are averaged after step {clock}, {why}", remedies
         if runs_ahead and merges and averages is None:
-            return f"sync={name} lets workers run ahead of each other, which no engine does with merges=True", remedies
+            return (
+                f"sync={name} lets workers run ahead of each other, which no engine supports with merges=True",
+                remedies,
+            )
         if not goes_on:
-            return f"sync={name} lets nobody go on after step {clock}", remedies
+            return f"sync={name} lets no worker go on after step {clock}", remedies
     return None
 
 
 def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
     if build("sync", given.sync).merges or given.server_holds_weights:
         return None
-    reason = f"{_apart(given)}, which takes owners of the weights that apply it, and {given.architecture.name} has none"
+    reason = f"{_apart(given)}, which needs owners of the weights that apply it, and {given.architecture.name} has none"
     others = [] if given.roles is None else variants(given.architecture, lambda roles: roles.holds_weights)
     return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
 
@@ -382,9 +386,9 @@ def _what_is_left_is_told_once(given: Combination) -> Fault | None:
     if not (isinstance(codec, Wraps) and _leaves_out(codec.codec)):
         return None
     reason = (
-        f"sync={given.sync.name} leaves workers apart from what they agree on, so that each exchange tells how far once"
-        f" more, and the error feedback in codec={write('codecs', given.codec)} would add to it what it has not sent of"
-        " the last ones, until training diverges"
+        f"sync={given.sync.name} leaves workers at a distance from the agreed weights, which every exchange sends"
+        f" again; the error feedback in codec={write('codecs', given.codec)} would add what earlier exchanges have not"
+        " sent of it, until training diverges"
     )
     inner = [value for _, value in given.codec.args if isinstance(value, Part)]
     without: list[dict[str, Part]] = [{"codec": part} for part in inner if given.codec.name == "feedback"]
@@ -401,9 +405,7 @@ def _mixes_are_plans_between_workers(given: Combination) -> Fault | None:
         return None
     what = f"sync={given.sync.name} averages the weights of some workers"
     if given.codec != NONE:
-        reason = (
-            f"{what} as they are, and codec={given.codec.name} encodes what has been agreed on by all, or gradients"
-        )
+        reason = f"{what} as they are, and codec={given.codec.name} encodes gradients, or weights on which all agree"
         return reason, [{"codec": NONE}]
     if given.servers:
         return f"{what}, which servers take no part in", [{"architecture": AUTO}]
