@@ -70,6 +70,15 @@ def test_the_page_for_newcomers_names_files_and_laws_that_exist() -> None:
     assert len(page.splitlines()) <= 60
 
 
+def test_every_path_in_the_design_exists() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    places = [ROOT, ROOT / "src", ROOT / "src" / "syncline"]
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+)(?:\.py)?`", page))
+    assert len(named) > 30
+    for name in named:
+        assert any((place / name).is_dir() or (place / f"{name}.py").exists() for place in places), name
+
+
 def commands() -> list[tuple[str, str]]:
     """Every line of an indented or fenced block that begins with ``syncline``, and where it stands."""
     found = []
