@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from in_process import in_process
 from syncline.errors import PeerError
+from syncline.launch.connecting import in_process
 from syncline.session.session import Session
 
 LIMIT_S = 120.0

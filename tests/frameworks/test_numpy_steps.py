@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from in_process import in_process
 from recorded import Recorder
 from syncline.engine.step import BucketPhase
 from syncline.errors import GradientError, UsageError
 from syncline.frameworks.numpy import adapt
+from syncline.launch.connecting import in_process
 from syncline.session.session import Session
 
 OPTIONS = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}

@@ -12,11 +12,11 @@ import torch
 from toy import batch, loss_of, mlp
 
 from host_copier import HostCopier
-from in_process import in_process
 from recorded import Recorder
 from syncline.engine.trace import Span
 from syncline.frameworks.torch import prepare
 from syncline.frameworks.torch.hooks import NO_GRADIENT
+from syncline.launch.connecting import in_process
 from syncline.session.session import Session
 
 COMPUTE = ("forward", "backward", "optimizer")

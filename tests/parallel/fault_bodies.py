@@ -138,10 +138,10 @@ def ends_quickly(line: Connection, place: Place, path: str, fault: str) -> None:
     before = gc.get_freeze_count()
     atexit.register(lambda: print("frozen:", gc.get_freeze_count() > before))
     with joined(place, "ring"):
-        syncline.barrier()
         circle: list[Any] = [Path(path).open("w")]  # noqa: SIM115
         circle.append(circle)
         circle[0].write("written")
+        syncline.barrier()
         if fault == "raises" and place[0] == 1:
             raise ValueError("the data of this rank are spoilt")
         if fault == "raises":

@@ -11,10 +11,10 @@ from group_calls import all_calls, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from in_process import in_process
 from recorded import Recorder
 from syncline.engine.order import Order
 from syncline.errors import UsageError
+from syncline.launch.connecting import in_process
 from syncline.session.groups import found_group, new_group
 from syncline.session.session import MODEL_KEYS, Session
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from group_calls import all_calls, wanted
 
-from in_process import in_process
 from syncline.errors import MismatchError, PeerTimeout, UsageError
+from syncline.launch.connecting import in_process
 from syncline.session.groups import new_group
 from syncline.session.session import Session
 

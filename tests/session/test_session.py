@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from in_process import in_process
 from syncline.errors import ClosedError, MismatchError, PeerTimeout, ProtocolError, UsageError
+from syncline.launch.connecting import in_process
 from syncline.nouns import numpy_dtype
 from syncline.session.session import Session
 from syncline.session.tickets import BARRIER, BUCKET_KEYS, JOINED, NORM, STEP

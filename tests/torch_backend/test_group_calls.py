@@ -204,7 +204,7 @@ CALLS: Calls = {
     ],
 )
 def test_calls_that_do_not_match_are_named_on_all(run_on: Any, ours: str, theirs: str, parts: Sequence[str]) -> None:
-    from in_process import in_process
+    from syncline.launch.connecting import in_process
 
     said: list[str] = []
     lock = threading.Lock()

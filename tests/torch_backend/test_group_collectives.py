@@ -201,7 +201,7 @@ def test_one_rank_alone_has_every_collective(groups: Any) -> None:
 
 
 def test_what_is_not_there_says_what_is() -> None:
-    from in_process import in_process
+    from syncline.launch.connecting import in_process
 
     (session,) = in_process("direct", 1)
     mine = of(session)

@@ -11,7 +11,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ from ..timeline import folder
 from ..timeline.recording import SessionSpans
 from ..transports import Place, Transport
 from ..transports._auto import Auto
+from ..transports.inproc import Hub
 from ..tuning import algorithm_choice, codec_choice, schedule_choice
 from ..version import __version__
 from ..wire import listener, meeting_sockets, watch
@@ -47,6 +48,32 @@ _MEETING = 3
 """Of each in rank 0 while the group forms: the meeting, and handshakes under way."""
 _BESIDE = 256
 """What the script, its framework and the start itself may have open."""
+
+
+def in_process(
+    strategy: str, workers: int, observers: Sequence[Observer | None] = (), nodes: tuple[int, ...] = ()
+) -> list[Session]:
+    """The sessions of a group between threads of this process: workers, then servers. For tests and examples.
+
+    ``observers`` are those of the first processes, ``nodes`` the workers' hosts. Nothing is proved or watched.
+    """
+    asked = Strategy.parse(strategy)
+    check_asked(asked)
+    chosen = asked.resolve(Group(workers, nodes=nodes), inproc=True)
+    group = Group(workers, chosen.servers, nodes)
+    told = [*observers, *[None] * group.processes][: group.processes]
+    hub = Hub(group.processes)
+    ends = [None] if group.processes == 1 else map(hub.transport, range(group.processes))
+    sessions = [
+        Session(
+            chosen, Membership(Member(group, index, end, observer=told[index])), left_open=asked.architecture == AUTO
+        )
+        for index, end in enumerate(ends)
+    ]
+    for session in sessions:
+        session.chooses_schedule = workers > 1 and schedule_choice.is_wanted(asked, workers)
+        session.ending.neighbours = [other.ending for other in sessions if other is not session]
+    return sessions
 
 
 def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
