@@ -1,15 +1,15 @@
-"""Timing messages between ranks of a session, and the line, the flight and the processor time that the times make.
+"""Times messages between the ranks of a session, and fits the constants of a link and of the processor to the times.
 
-Owns the course: which cells are measured how often, and what of a run is timed. All ranks of the session call it
-together; rank 0 decides by its own clock and tells the others. A run is preceded by one of its kind that is not timed:
-it brings the ranks together, and uses up what a link lets pass at once after a pause. Cells take turns, round by round,
-so that a busy moment hits all alike.
+Owns the course of the measurement: how often each cell is measured, and which part of a run is timed. All ranks of the
+session call it together; rank 0 decides by its own clock and tells the others. An untimed run precedes each timed run:
+it synchronizes the ranks and uses up the burst that a link lets pass after a pause. The cells take turns, round by
+round, so that a busy moment affects all of them equally.
 
-Theory. A run of a plan takes ``start``, and per message in a row alpha and beta times its bytes, and a flight for each
-that has to arrive before the next may go. A stream has many messages to one flight, the steps of a ring have one to
-each: their difference is the flight. Lone messages are not fitted on, but held against the result. They take longer
-where a processor without work is slow to wake up, which those of a ring seldom are. Processor time is fitted on the
-steps of a ring: a bucket's share, and that per message and byte sent or received.
+Theory. A run of a plan takes ``start`` once, alpha and beta times its bytes for each message in sequence, and one
+flight for each message that must arrive before the next is sent. A stream has many messages per flight, the steps of a
+ring have one; the difference between them is the flight. Lone messages are excluded from the fit and compared with its
+result. They take longer if an idle processor is slow to wake up, which seldom happens in a ring. Processor time is
+fitted to the steps of a ring: one constant per bucket, one per message and one per byte, both sent or received.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .fits import Estimate, Fit, Row, Samples, fit, pieces
 from .patterns import SIZES, TINY, Cell, cells_of
 
 Told = Callable[[float, str], None]
-"""Told the share that is done, and what is going on."""
+"""Receives the share of the work that is done, and a text on the current step."""
 
 _LONGEST_S = 0.2
-"""Messages that are foreseen to take longer are not sent: their time follows from shorter ones."""
+"""Messages with a longer expected time are not sent: their time follows from the shorter ones."""
 
 _LEAST_SIZES, _PATIENCE = 5, 2
-"""On slow links no larger messages are sent once so many sizes have taken so many times the budget."""
+"""The sizes grow no further once this many sizes are measured and this many times the budget is spent."""
 
 _GROWTH = 4
 _LONG_BYTES = 16 << 20
-"""Runs of so many bytes need no other before them."""
+"""Before runs of at least this many bytes, the untimed run is a tiny one."""
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 30
 _LABEL = "calibration"
@@ -52,7 +52,7 @@ _LABEL = "calibration"
 
 @dataclass(frozen=True)
 class Timed:
-    """What was measured of one cell: seconds of the slowest rank, and processor seconds of each, in the mean."""
+    """The samples of one cell: seconds of the slowest rank, and the ranks' mean processor seconds."""
 
     cell: Cell
     times_s: Samples
@@ -60,24 +60,24 @@ class Timed:
 
 
 def measure(session: Session, members: Sequence[int], budget_s: float, told: Told) -> list[Timed]:
-    """Time all cells between an even number of ranks; all ranks of the session call it, and all get the same."""
+    """Time all cells between an even number of ranks. All ranks of the session call this and get the same result."""
     with _without_collector():
         return _Measuring(session, members, budget_s, told).run()
 
 
 class _Measuring:
-    """One course of measurements, as every rank goes through it."""
+    """One course of measurements; every rank executes it."""
 
     def __init__(self, session: Session, members: Sequence[int], budget_s: float, told: Told) -> None:
         self._session, self._members, self._budget_s, self._told = session, tuple(members), budget_s, told
-        # Where all ranks share memory a plan runs over smaller segments; a message is to be one, whole.
+        # A message has to be one whole segment, and segments are smaller if all ranks share memory.
         shared = getattr(session.engine.transport, "window", None) is not None
         self._most_bytes = SHARED_SEGMENT_BYTES if shared else SEGMENT_BYTES
         self._memory = session.engine.allocate(self._most_bytes, np.dtype(np.uint8))
         self._programs: dict[Cell, Program] = {}
 
     def run(self) -> list[Timed]:
-        """From small to large messages once, then in turn as often as there is time for."""
+        """Measure all cells once, from small to large messages, then in turn until the budget is spent."""
         once = self._once()
         rounds = self._rounds(once)
         samples: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in once}
@@ -94,7 +94,7 @@ class _Measuring:
         ]
 
     def _once(self) -> dict[Cell, float]:
-        """Every cell that is short enough, with its seconds."""
+        """Measure every cell that is short enough once. Returns the seconds of each."""
         self._round([TINY])  # first uses load code and map memory
         found = {TINY: self._round([TINY])[TINY][0]}
         begun = time.perf_counter()
@@ -111,17 +111,17 @@ class _Measuring:
         return found
 
     def _rounds(self, once: Mapping[Cell, float]) -> dict[Cell, int]:
-        """How often each cell is measured: each gets an equal part of the time."""
+        """The number of measurements of each cell: every cell gets an equal share of the budget."""
         share_s = self._budget_s / len(once)
         counts = [min(_MOST_ROUNDS, max(_LEAST_ROUNDS, round(share_s / seconds))) for seconds in once.values()]
         return dict(zip(once, self._agreed(counts), strict=True))
 
     def _agreed(self, mine: Any) -> Any:
-        """Rank 0's decision, whatever this rank would have decided."""
+        """Rank 0's value; the other ranks' values are ignored."""
         return json.loads(self._session.tell_all(json.dumps(mine).encode()))
 
     def _round(self, cells: Sequence[Cell]) -> dict[Cell, tuple[float, float]]:
-        """Each cell once: seconds of the slowest rank, and processor seconds of those that take part."""
+        """Measure each cell once: the slowest rank's seconds and the mean processor seconds, over the participants."""
         own = np.array([self._time(cell) for cell in cells])
         every = np.stack([np.frombuffer(data).reshape(own.shape) for data in self._session.gather(own.tobytes())])
         found = {}
@@ -147,7 +147,7 @@ class _Measuring:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """No search for garbage in the middle of a measurement."""
+    """Disable garbage collection during a measurement."""
     before = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -158,14 +158,14 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-# What the times say.
+# The fits.
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A link: where its pieces begin, with alpha and beta of each, and the flight.
+    """A link: the sizes at which its pieces begin, alpha and beta of each piece, and the flight.
 
-    ``off`` holds by how much lone messages, on which nothing was fitted, are longer than these say, by size.
+    ``off`` is the relative excess of the lone messages' times over the fit, which excludes them, by size in bytes.
     """
 
     starts: tuple[int, ...]
@@ -176,7 +176,7 @@ class LinkFit:
 
 
 def fit_link(timed: Sequence[Timed]) -> LinkFit:
-    """The link that a ring's steps and streams show."""
+    """Fit a link to the steps of a ring and to the streams."""
     fitted_on = [one for one in timed if one.cell.pattern != "lone"]
 
     def rows_of(starts: Sequence[int]) -> list[Row]:
@@ -204,7 +204,7 @@ def _sum(amounts: Mapping[str, float], constants: Mapping[str, Estimate]) -> flo
 
 
 def fit_processor(timed: Sequence[Timed]) -> Fit:
-    """``bucket``, ``message`` and ``byte_cpu`` of the ranks' processor time in the steps of a ring."""
+    """Fit ``bucket``, ``message`` and ``byte_cpu`` to the ranks' processor time in the steps of a ring."""
     rows = []
     for one in timed:
         if one.cell.pattern == "turns":

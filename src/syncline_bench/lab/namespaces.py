@@ -1,13 +1,13 @@
-"""Sets of Linux namespaces: held by a process, entered by commands, found and emptied when their lab is gone.
+"""Owns the Linux namespaces of a lab's hosts: their creation, how commands enter them, and the end of all processes.
 
-Owns how a host comes to life and how everything in it is ended. Does not know links, addresses or labs.
+Does not know links, addresses or labs.
 
-A host is a process that does nothing (as a container's pause process) in network, mount, UTS and IPC namespaces of its
-own (namespaces(7)); they live as long as a process is in them. It ends when the pipe on its standard input closes, as
-the kernel does when the owner dies, however it dies: no namespace has a name that would have to be removed afterwards.
+A host is an idle process (like a container's pause process) in network, mount, UTS and IPC namespaces of its own
+(namespaces(7)). Namespaces live as long as a process is in them. The idle process ends when the pipe on its standard
+input closes, and the kernel closes the pipe however the owner dies. Namespaces have no names that must be removed.
 
-Processes in a host are recognised by its tmpfs on /dev/shm, whose source is the lab's mark: it stands in the mountinfo
-of every process there and of no other. Inode numbers of namespaces would not do, since the kernel gives them out again.
+A process in a host is recognised by the tmpfs on /dev/shm, whose source is the lab's mark: the mark is in the mountinfo
+of every process of the lab and of no other. Inode numbers of namespaces cannot identify a lab: the kernel reuses them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOOLS = {
     "unshare": "util-linux",
     "env": "coreutils",
 }
-"""The programs that a lab is made with, and the Debian packages that have them."""
+"""The programs that create a lab, and the Debian packages that contain them."""
 
 USER_SPACE = (
     "a slow network can be had without a lab, in user space:"
@@ -48,8 +48,9 @@ _CLONE_NEWNET = 0x40000000
 _START_S = 20.0
 _END_S = 10.0
 
-# The mark comes first, so that whatever fails later can be found. /sys shows the network of whoever mounted it; the
-# control groups beneath it are carried over, since programs read their limits there.
+# The mark comes first, so that the process can be found if a later command fails. /sys shows the network namespace of
+# the process that mounted it, so it is mounted anew; the control groups are moved there, because programs read their
+# limits from them.
 _HOLD = """
 set -e
 mount -t tmpfs -o mode=1777,nosuid,nodev "$1" /dev/shm
@@ -67,7 +68,7 @@ exec cat
 
 
 def check_able(euid: int | None = None, find: Callable[[str], str | None] | None = None) -> None:
-    """Raise UsageError saying what this user or machine lacks to make namespaces, and what does without them."""
+    """Raise UsageError if this user or machine cannot create namespaces, with the cause and an alternative."""
     missing = [name for name in TOOLS if (find or _find)(name) is None]
     if missing:
         packages = sorted({TOOLS[name] for name in missing})
@@ -80,7 +81,7 @@ def check_able(euid: int | None = None, find: Callable[[str], str | None] | None
 
 
 def run_tool(*argv: str, feed: str = "") -> None:
-    """Run one of the tools to its end with ``feed`` on its standard input; raises UsageError with what it printed."""
+    """Run a tool with ``feed`` on its standard input. Raises UsageError with its output if it fails."""
     try:
         done = subprocess.run(
             argv, input=feed, text=True, capture_output=True, timeout=_START_S, check=False, env=_environ()
@@ -93,10 +94,10 @@ def run_tool(*argv: str, feed: str = "") -> None:
 
 
 class Host:
-    """A set of namespaces with a process that holds it: made at construction, gone with ``end``.
+    """A set of namespaces and the process that holds it, from the constructor until ``end``.
 
     ``name`` is its UTS name, ``mark`` the source of its /dev/shm and ``hosts_file`` its /etc/hosts. Raises UsageError
-    when this user or kernel cannot make it. Costs two processes, and the time of a few mounts.
+    if this user or kernel cannot create it. Costs two processes and the time of a few mounts.
     """
 
     def __init__(self, name: str, mark: str, hosts_file: Path) -> None:
@@ -122,11 +123,11 @@ class Host:
         return self._process.pid
 
     def enter(self) -> list[str]:
-        """What stands before a command that is to run in it, in the working directory of the caller."""
+        """The command prefix that runs a command in this host, in the caller's working directory."""
         return enter(self.pid)
 
     def end(self) -> None:
-        """End the process that holds it; the namespaces go with the last process in them."""
+        """End the process that holds the namespaces. They vanish with the last process in them."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -152,7 +153,7 @@ class Host:
 
 
 def enter(pid: int) -> list[str]:
-    """What stands before a command that is to run in the namespaces of ``pid``, in the caller's working directory."""
+    """The command prefix that runs a command in the namespaces of ``pid``, in the caller's working directory."""
     # Entering a mount namespace moves to its root. Both programs become the command, so that signals reach it.
     return [
         _find("nsenter") or "nsenter",
@@ -168,9 +169,9 @@ def enter(pid: int) -> list[str]:
 
 
 def within(pid: int, make: Callable[[], T]) -> T:
-    """What ``make`` returns when called in the network namespace of ``pid``: sockets stay in the one they were made in.
+    """Call ``make`` in the network namespace of ``pid``; its sockets stay in that namespace. Returns its result.
 
-    It runs in a thread of its own, as a thread cannot leave again without risk for the others' sockets.
+    ``make`` runs in a thread of its own: a failed return to the old namespace would affect the caller's later sockets.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_within, pid, make).result()
@@ -186,7 +187,7 @@ def _within(pid: int, make: Callable[[], T]) -> T:
 
 
 def end_marked(mark: str) -> None:
-    """Kill every process that has the mark and wait for its end; raises SynclineError when some do not end."""
+    """Kill all processes with the mark and wait for their end. Raises SynclineError if some do not end in time."""
     deadline = time.monotonic() + _END_S
     while found := list(_marked(mark)):
         if time.monotonic() > deadline:
@@ -202,12 +203,12 @@ def end_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """The processes with the mark, this one never."""
+    """The processes with the mark, except this one."""
     mine = Path("/proc/self/ns/mnt").readlink()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
-                # Most processes share our mounts, and only a link has to be read of them.
+                # Most processes share our mount namespace; one link tells, without their mountinfo.
                 if (entry / "ns" / "mnt").readlink() != mine and _has_mark(int(entry.name), mark):
                     yield int(entry.name)
 
@@ -221,7 +222,7 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 
 def _readable(fd: int, deadline: float) -> bool:
-    """Wait until there is something to read, or the process of a pidfd has ended; False after the deadline."""
+    """Wait for data, or for the end of a pidfd's process. Returns False after the deadline."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(1e3 * max(0.0, deadline - time.monotonic())))
@@ -241,7 +242,7 @@ def _pidfds(pids: list[int]) -> Iterator[dict[int, int]]:
 
 
 def _path() -> str:
-    """Where the tools lie, also for those whose PATH has no sbin."""
+    """The search path of the tools, including the sbin folders that some users' PATH lacks."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 
 
@@ -250,5 +251,5 @@ def _find(name: str) -> str | None:
 
 
 def _environ() -> dict[str, str]:
-    """What the tools run with: nothing of the user's settings changes what they do or how they report it."""
+    """The tools' environment, which excludes user settings that could change their behaviour or output."""
     return {"PATH": _path(), "LC_ALL": "C"}
