@@ -1,7 +1,7 @@
-"""One row's processes: start them, listen to them, and make a row of what they say.
+"""Owns the processes of one row: starts them, receives their reports and makes the row from the reports.
 
-Owns the life of a row from the start of its processes to their end. A row that fails becomes a row with an error: the
-text names the process that failed first, since the others usually fail because it did.
+A failure becomes a row with an error. The text names the process that failed first, because the others usually fail as
+a consequence.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ TRAIN = ("-m", "syncline_bench.train")
 _POLL_S = 0.1
 _KEPT_LINES = 12
 _LAST_WORDS_S = 2.0
-"""Of processes that stay: from the first report of a failure until the others' are not waited for any more."""
+"""For processes that stay: how long to wait for further reports after the first report of a failure."""
 
 
 class Progress(Protocol):
-    """What is told how far a row has come: ``progress.Display``, or the display of something larger."""
+    """Receives the progress of a row: ``progress.Display``, or the display of a larger task."""
 
     def begin(self, strategy: str, processes: int, iterations: int) -> None:
         """A row starts."""
 
     def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:
-        """The row has come that far."""
+        """The row has reached this iteration."""
 
     def end(self, outcome: str) -> None:
-        """The row has ended; ``outcome`` is a few words on how."""
+        """The row has ended; ``outcome`` describes the end in a few words."""
 
 
 def measure(
@@ -58,9 +58,8 @@ def measure(
 ) -> Row:
     """Run one row's processes to their end; a failure is in the row's ``error``.
 
-    ``limit_s`` is how long no process may report anything before the row counts as failed; ``site`` is where the
-    processes run; ``script`` is what Python is told to run, with the job as its last argument; ``env`` is added to
-    their environment.
+    The row fails if no process reports anything for ``limit_s`` seconds. The processes run at ``site``. ``script`` is
+    Python's command line, to which the job is appended as the last argument. ``env`` is added to the environment.
     """
     processes = case.workers + case.servers
     display.begin(case.name, processes, case.iterations)
@@ -89,7 +88,7 @@ def measure(
 
 
 class RowWatch:
-    """What is known of a row while its processes run; with ``stay`` these go on when the row is there (``warm``)."""
+    """The state of a row while its processes run. With ``stay`` the processes outlive the row (``warm``)."""
 
     def __init__(
         self, case: Case, display: Progress, limit_s: float, *, stay: bool = False, launcher: Launcher = LOCAL
@@ -106,11 +105,11 @@ class RowWatch:
         self._heard = time.monotonic()
 
     def output(self, rank: int, line: str) -> None:
-        """A process printed a line; the last ones become part of an error that has no other explanation."""
+        """Keep a line that a process printed. The last lines explain an error without a report."""
         self._printed.setdefault(rank, deque(maxlen=_KEPT_LINES)).append(line)
 
     def follow(self, mailbox: Mailbox, started: LocalRun) -> None:
-        """Take reports until all processes have ended; raises SynclineError after too long a silence."""
+        """Receive reports until all processes have ended. Raises SynclineError after ``limit_s`` without a report."""
         while not self._over(started):
             self._take(mailbox.receive(_POLL_S))
             self._look_for_lost(mailbox)
@@ -122,7 +121,7 @@ class RowWatch:
                 self._take(last)
 
     def _look_for_lost(self, mailbox: Mailbox) -> None:
-        """Raise SynclineError a while after a launched worker has gone, where neither launcher nor the others end."""
+        """Raise SynclineError if a launched worker is lost and the row has not ended ``GRACE_S`` later."""
         if self._launcher == LOCAL:
             return
         if self._lost is None:
@@ -132,23 +131,23 @@ class RowWatch:
             raise SynclineError(self._launched_error())
 
     def _over(self, started: LocalRun) -> bool:
-        """Whether nothing more will be reported: processes have ended, or wait for the next job."""
+        """Whether no more reports follow: the processes have ended, or they wait for the next job."""
         self._outcome = started.poll()
         complete = len(self._results) == self._case.workers
         return self._outcome is not None or (self._stay and (complete or self._given_up))
 
     @property
     def _given_up(self) -> bool:
-        """Whether a process that stays has said that it fails: all end then, and the first to say so is the cause."""
+        """Whether a process has reported a failure and the others had time to report; the first counts."""
         return bool(self._errors) and time.monotonic() - self._failed_at > _LAST_WORDS_S
 
     @property
     def told(self) -> Mapping[int, Message]:
-        """What each worker has reported at its end."""
+        """The final report of each worker, by rank."""
         return self._results
 
     def row(self) -> Row:
-        """The row that the reports make, or one that says why there is none."""
+        """The row from the reports, or a row with only an error if a worker's result is missing."""
         case = self._case
         error = self._error()
         if len(self._results) < case.workers:
@@ -171,7 +170,7 @@ class RowWatch:
                 self._display.advance(message["iteration"], message["loss"], message["images_per_s"])
 
     def _error(self) -> str | None:
-        """Why the row failed, None if it did not. The first failure is the cause, the others its consequences."""
+        """The error text of a failed row, else None. The first failure is the cause of the others."""
         missing = [rank for rank in range(self._case.workers) if rank not in self._results]
         outcome = self._outcome
         if self.failure is None and outcome is None and self._stay and not missing and not self._errors:
@@ -185,7 +184,7 @@ class RowWatch:
         culprit = next((ending for ending in failed if ending.status > 128), failed[0] if failed else None)
         told = [f"{self._name(rank)}: {text}" for _, rank, text in sorted(self._errors)]
         if culprit is not None and (culprit.status > 128 or not told):
-            # A process that was killed could not report: its last words, and what the first other one makes of it.
+            # A killed process could not report: show its last output, and the first report of another process.
             return "\n".join((culprit.text, *self._printed.get(culprit.rank, ()), *told[:1]))
         if told:
             return told[0]
@@ -194,7 +193,7 @@ class RowWatch:
         return f"rank {missing[0]} ended with status 0 but without a result" if missing else None
 
     def _launched_error(self) -> str:
-        """Why a row failed that a launcher has started: who is gone without a word, what ranks say, how it ended."""
+        """The error text of a launched row: the rank lost without a report, the ranks' reports, the launcher's end."""
         told = [(rank, f"{self._name(rank)}: {text}") for _, rank, text in sorted(self._errors)]
         ended = "; ".join(f"{self._launcher.name} {ending.how}" for ending in getattr(self._outcome, "endings", ()))
         silent = self._lost is not None and all(rank != self._lost[1] for rank, _ in told)

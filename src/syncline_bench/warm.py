@@ -1,12 +1,12 @@
-"""Ranks that stay: one row after the other is trained by the same processes, each row as a session of its own.
+"""Owns ranks that outlive a row: the same processes train one row after the other, each in a session of its own.
 
-Starting a rank costs seconds (the interpreter, the framework, the data), a session in it a tenth of one. Who measures
-many strategies for a few steps each therefore keeps the ranks. Each row still joins, prepares a fresh model from the
-same seed, trains, and leaves, as a script would. Orders go down the line to every process, and what the ranks report
-comes up as it does for ``processes``, whose ``RowWatch`` makes the row.
+The start of a rank takes seconds (the interpreter, the framework, the data); a session takes a tenth of a second. The
+measurement of many strategies over a few steps each therefore keeps the ranks. Each row still joins, prepares a fresh
+model from the same seed, trains and leaves, as a script would. Orders go to every process over its connection. The
+ranks report as in ``processes``, whose ``RowWatch`` makes the row.
 
-After a failure nothing is known of the ranks any more: they are ended, and started anew for the next row. All ranks are
-workers, so that strategies with server processes of their own are not for them.
+After a failure the state of the ranks is unknown: they are ended, and the next row starts new ones. All ranks are
+workers, so strategies with separate server processes are not supported.
 
 ``python -m syncline_bench.warm SEATS`` is one rank.
 """
@@ -47,7 +47,7 @@ from .train import side_of, train
 
 SCRIPT = ("-m", "syncline_bench.warm")
 START_LIMIT_S = 120.0
-"""Until ranks have loaded what they train with."""
+"""The time limit for the ranks to load the framework and the workload."""
 
 _POLL_S = 0.05
 _KEPT_LINES = 12
@@ -55,7 +55,7 @@ _KEPT_LINES = 12
 
 @dataclass(frozen=True)
 class Seats:
-    """What every rank is started with: what it will train, and where the rank of each number finds its line."""
+    """The arguments of every rank: workload and framework, and the address of each rank's connection."""
 
     workload: str
     framework: str
@@ -64,14 +64,14 @@ class Seats:
 
 @dataclass(frozen=True)
 class Trained:
-    """A row, and what rank 0 knows beside it: ``layers`` with their times, where its schedule has measured them."""
+    """A row, and the ``layers`` with their times if rank 0's schedule has measured them."""
 
     row: Row
     layers: tuple[Layer, ...] = ()
 
 
 class WarmRanks:
-    """So many workers of one workload; used as a context manager, which ends them."""
+    """The workers of one workload. As a context manager it ends them."""
 
     def __init__(self, workers: int, workload: str, framework: str, display: Progress, site: Site = HERE) -> None:
         self._workers, self._workload, self._framework = workers, workload, framework
@@ -94,7 +94,7 @@ class WarmRanks:
             self.end_at_once()
 
     def start(self) -> float:
-        """Start the ranks unless they are there; the seconds until all are ready. Raises SynclineError if one fails."""
+        """Start the ranks unless they run. Returns the seconds until all are ready; raises SynclineError on failure."""
         if self._stack is not None:
             return 0.0
         begun = time.monotonic()
@@ -117,9 +117,9 @@ class WarmRanks:
         return self._run.pids
 
     def end(self) -> None:
-        """Let the ranks go; the next row starts others."""
+        """End the ranks in an orderly way. The next row starts new ones."""
         if self._stack is not None:
-            self._mailbox.close_orders()  # which each reads as the end
+            self._mailbox.close_orders()  # each rank ends when its orders end
             stack, self._stack = self._stack, None
             limit = time.monotonic() + 5.0
             while self._run.poll(_POLL_S) is None and time.monotonic() < limit:
@@ -129,9 +129,10 @@ class WarmRanks:
     def train(
         self, case: Case, seed: int, limit_s: float, *, warmup: int | None = None, scored: bool = False
     ) -> Trained:
-        """Train one row; a failure is in the row's ``error``, and ends the ranks.
+        """Train one row. A failure is in the row's ``error``, and ends the ranks.
 
-        ``limit_s`` is how long no rank may report anything; ``warmup`` and ``scored`` are those of ``Job``.
+        The row fails if no rank reports anything for ``limit_s`` seconds. ``warmup`` and ``scored`` are those of
+        ``Job``.
         """
         self._display.begin(case.name, case.workers, case.iterations)
         watch = RowWatch(case, self._display, limit_s, stay=True)
@@ -154,7 +155,7 @@ class WarmRanks:
         return Trained(row, _layers(watch.told.get(0, {})))
 
     def calibrate(self, request: Request, limit_s: float) -> Cluster:
-        """The network between the ranks, as ``syncline calibrate`` measures it; raises SynclineError if that fails."""
+        """Measure the network between the ranks as ``syncline calibrate`` does. Raises SynclineError if that fails."""
         self.start()
         try:
             self._order("calibrate", {"request": request.to_json()})
@@ -165,7 +166,7 @@ class WarmRanks:
         return parse_network(str(told[0]["network"]), "measured here")
 
     def end_at_once(self) -> None:
-        """End the ranks, whatever they are doing."""
+        """End the ranks without waiting for their work."""
         if self._stack is not None:
             stack, self._stack = self._stack, None
             stack.close()
@@ -174,7 +175,7 @@ class WarmRanks:
         self._mailbox.tell({"kind": kind, **content})
 
     def _collect(self, kind: str, ranks: range, limit_s: float, what: str) -> dict[int, Message]:
-        """One message of that kind of each rank; raises SynclineError for one that fails or does not come in time."""
+        """Receive one message of ``kind`` from each rank. Raises SynclineError if a rank fails or exceeds the limit."""
         found: dict[int, Message] = {}
         limit = time.monotonic() + limit_s
         while len(found) < len(ranks):
@@ -207,7 +208,7 @@ def _layers(told: Message) -> tuple[Layer, ...]:
 
 
 def main(text: str) -> None:
-    """Be a rank until there are no orders any more; a failure is told, and ends it."""
+    """Run one rank until the orders end. A failure is reported and ends the rank."""
     told = json.loads(text)
     rank = recognise().rank
     seats = Seats(told["workload"], told["framework"], tuple(told["reports"]))
@@ -218,8 +219,8 @@ def main(text: str) -> None:
             connection.send("ready")
             while order := connection.hear():
                 _carry_out(order, workload, connection, rank)
-                gc.collect()  # models in circles of hooks, of hundreds of megabytes
-                gc.freeze()  # what is left was loaded, and stays
+                gc.collect()  # hooks keep models of hundreds of megabytes in reference cycles
+                gc.freeze()  # the remaining objects were loaded once and stay
         except Exception as error:
             connection.fail(error)
             raise
@@ -237,7 +238,7 @@ def _carry_out(order: dict[str, Any], workload: Workload, connection: Connection
 
 
 def _measured_layers() -> dict[str, Any]:
-    """The layers of the first model, once its schedule has measured them; nothing under a peer, or without PyTorch."""
+    """The layers of the first model if its schedule has measured them; empty under a peer, or without PyTorch."""
     from syncline.process import process
 
     if process.joined is None or not process.prepared:

@@ -1,7 +1,7 @@
-"""The network file that measurements make: constants with sources, the place that they are of, and what is assumed.
+"""Owns the network file of a calibration: the names of its constants, their sources and the assumptions.
 
-Owns names of constants and what the file says of where they come from. Measures nothing. Where there is no link to
-measure, those of a ready-made network are taken, and said to be assumed.
+Measures nothing. If there is no link to measure, the file takes the links of a ready-made network and marks them as
+assumed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .fits import TOLERANCE, Estimate
 from .links import LinkFit, Timed, fit_link, fit_processor
 
 ASSUMED = "loopback"
-"""The ready-made network whose links stand for those of one rank, which has none."""
+"""The ready-made network whose links are assumed for a single rank, which has none to measure."""
 
 Constants = dict[str, Constant]
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """What was measured on: the host of every rank, cores, and by which transport messages went.
+    """The place of a measurement: the host of every rank, the cores, and the transport.
 
-    ``one_machine``: all hosts are namespaces of one machine, whose cores they share.
+    If ``one_machine``, all hosts are namespaces of one machine and share its cores.
     """
 
     nodes: tuple[int, ...]
@@ -48,29 +48,29 @@ class Hosts:
 
     @property
     def per_host(self) -> int:
-        """Ranks of a host; of one host alone the ranks stand for hosts, since their links are all there is."""
+        """Ranks per host. On a single host each rank counts as a host, because only links between ranks exist."""
         return max(map(len, self.hosts)) if len(self.hosts) > 1 else 1
 
     @property
     def between(self) -> list[int]:
-        """An even number of ranks of different hosts, or of the only one, fewer than two where there is no link."""
+        """An even number of ranks, one per host, or ranks of the only host; empty if there is no link."""
         ranks = [ranks[0] for ranks in self.hosts] if len(self.hosts) > 1 else list(range(len(self.nodes)))
         return self._undisturbed(ranks, self.one_machine)
 
     @property
     def inside(self) -> list[int]:
-        """The same of the ranks of one host, where there are others."""
+        """An even number of ranks of one host if there are several hosts, else empty."""
         ranks = max(self.hosts, key=len) if len(self.hosts) > 1 else []
         return self._undisturbed(ranks, True)
 
     def _undisturbed(self, ranks: list[int], share_cores: bool) -> list[int]:
-        """As many as have a core each: how cores are shared is for a prediction to say."""
+        """An even number of ranks, limited to one per core (but two) if cores are shared; predictions model sharing."""
         most = min(len(ranks), max(2, self.cores)) if share_cores else len(ranks)
         return ranks[: most - most % 2]
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The place in words."""
         ranks, hosts = len(self.nodes), len(self.hosts)
         if hosts == 1:
             return f"{ranks} rank{'s' * (ranks > 1)} of one host" + (f" over {self.transport}" if ranks > 1 else "")
@@ -81,7 +81,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The network, the rows of its table, and what a reader has to know to judge them."""
+    """The network, the rows of its table, and remarks that help to judge them."""
 
     cluster: Cluster
     rows: tuple[ConstantRow, ...]
@@ -97,9 +97,9 @@ def calibration_of(
     origin: Mapping[str, Any],
     asked: str,
 ) -> Calibration:
-    """The network of what was measured; ``origin`` is what ``machine.provenance`` says, ``asked`` the command.
+    """Make the network from the measurements. ``origin`` comes from ``machine.provenance``; ``asked`` is the command.
 
-    Raises SynclineError where the times of a link do not grow with the size of its messages.
+    Raises SynclineError if the times of a link do not grow with the size of its messages.
     """
     versions = ", ".join(f"{package} {version}" for package, version in origin["versions"].items())
     source = f"{asked}; {origin['machine']}, {origin['cores']} cores; {versions}"
