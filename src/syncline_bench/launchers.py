@@ -1,10 +1,10 @@
-"""Who starts the processes of a row: this process itself, an MPI library's launcher, or Slurm's ``srun``.
+"""Owns the launchers of a row's processes: this process itself, an MPI library's launcher, or Slurm's ``srun``.
 
-Owns what ``--launcher`` may say, and the arguments that make a launcher start so many processes. Starts nothing, but
-for asking a launcher which MPI it belongs to. How processes then find their rank is ``launch.environment``'s matter,
-how they report ``messages``'.
+Owns the values of ``--launcher`` and the arguments with which a launcher starts a number of processes. Starts nothing
+except a query for the MPI library that a launcher belongs to. The processes find their rank by ``launch.environment``
+and report by ``messages``.
 
-Open MPI passes variables on to other hosts only where they are named (``-x``); MPICH and Slurm pass all of them.
+Open MPI passes only named variables (``-x``) on to other hosts; MPICH and Slurm pass all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kind = Literal["auto", "local", "openmpi", "mpich", "srun"]
 
 @dataclass(frozen=True)
 class Launcher:
-    """What starts processes: ``text`` is what was asked for, ``words`` are a launcher and the user's arguments for it.
+    """Starts processes. ``text`` is the user's request; ``words`` are a launcher and the user's arguments for it.
 
     ``auto`` is this process, and an MPI library's launcher for what talks over MPI. ``settings`` has the library whose
     settings the processes get; a launcher that was named by its path brings its own.
@@ -49,13 +49,13 @@ class Launcher:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name for error texts."""
         return Path(self.words[0]).name if self.words else self.text
 
     def command(
         self, processes: int, command: Sequence[str], env: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """What starts ``command`` so many times: arguments, and what to add to the environment, ``env`` included."""
+        """The arguments that start ``command`` so many times, and the variables to add, ``env`` included."""
         if self.kind == "srun":
             launcher, *given = self.words
             return [launcher, *_SRUN, *given, "--ntasks", str(processes), *command], dict(env)
@@ -72,7 +72,7 @@ AUTO, LOCAL = Launcher("auto", "auto"), Launcher("local", "local")
 
 
 def read_launcher(text: str) -> Launcher:
-    """The launcher that a text names; raises UsageError where there is none of that name, or it is not installed.
+    """The launcher that a text names. Raises UsageError if the name is unknown or the launcher is not installed.
 
     ``auto``, ``local``, ``openmpi`` and ``mpich`` stand alone or before arguments of that launcher; ``mpirun``,
     ``mpiexec`` and ``srun`` may be paths.
@@ -102,7 +102,7 @@ _CHOICES = "choose local, mpirun, mpiexec, openmpi, mpich or srun, or the path o
 
 
 def mpi_launcher() -> Launcher | str:
-    """The launcher of the installed MPI library, or why there is none."""
+    """The launcher of the installed MPI library, or the reason why there is none."""
     found = find_library("mpi")
     return _of_library("mpirun", found, ()) if isinstance(found, MpiLibrary) else found
 
@@ -131,7 +131,7 @@ def _found(head: str, what: str) -> str:
 
 
 def _asked(path: str) -> Kind:
-    """Whose launcher it is, as it says itself."""
+    """The MPI library of a launcher, from the launcher's own output."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False, stdin=subprocess.DEVNULL
@@ -142,7 +142,7 @@ def _asked(path: str) -> Kind:
 
 
 def _check_counts(text: str, given: Sequence[str]) -> None:
-    """Raise UsageError where the arguments say how many processes there are to be, which each row says."""
+    """Raise UsageError if the arguments set the number of processes, because each row sets it."""
     for word in given:
         name = word.partition("=")[0]
         if name in _COUNTS or (word.startswith("-n") and word[2:].isdecimal()):

@@ -1,7 +1,7 @@
-"""What a lab, its hosts and their addresses are called. Pure.
+"""Owns the names of labs and hosts, and the addresses of hosts. Pure.
 
-Everything follows from the lab's name, so that whoever knows a host's name finds its lab. Labs cannot reach each other,
-so two with the same addresses do no harm; different ones keep logs readable.
+Everything follows from the lab's name, so a host's name identifies its lab. Labs cannot reach each other, so two labs
+may have the same addresses; different addresses only keep logs readable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOST = re.compile(r"(?P<lab>[a-z][a-z0-9-]{0,30})-h(?P<host>\d{1,3})")
 
 
 def check_name(name: str) -> str:
-    """``name`` if hosts can be called after it; raises UsageError."""
+    """Return ``name`` if host names can contain it, else raise UsageError."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be a lab's name: use up to 31 small letters, digits and hyphens, beginning with a letter"
@@ -34,7 +34,7 @@ def free_name(taken: Collection[str]) -> str:
 
 
 def host_name(lab: str, host: int) -> str:
-    """What a host is called, in its lab and as its UTS name."""
+    """A host's name, in its lab and as its UTS name."""
     return f"{lab}-h{host}"
 
 
@@ -58,7 +58,7 @@ def address(lab: str, host: int) -> str:
 
 
 def hosts_file(lab: str, hosts: int) -> str:
-    """What /etc/hosts holds on every host of a lab.
+    """The text of /etc/hosts on every host of a lab.
 
     Programs that serve both versions of IP on one socket (PyTorch's store) see IPv4 addresses as mapped ones and look
     those up; they have lines of their own, since a lab has no name server that could answer.

@@ -1,11 +1,11 @@
-"""Which labs there are on this machine: one folder each under /run, with who owns it.
+"""Owns the records of this machine's labs: one folder per lab under /run, the lock over them, and whether owners live.
 
-Owns the folders, the lock over them and the question whether an owner is alive. A lab's owner is the process that made
-it; it is dead when no process has its number, or another one got it since (its start time differs), or the machine was
-started anew. Does not know what a lab consists of beyond the processes that hold its hosts.
+A lab's owner is the process that created it. The owner is dead if no process has its number, if a later process has the
+number (its start time differs), or if the machine was rebooted. Of the contents of a lab, this module knows only the
+processes that hold its hosts.
 
-All changes happen under one lock (flock(2), which the kernel releases when its holder dies), so that two starts never
-remove, or take, the same lab.
+All changes happen under one lock (flock(2), which the kernel releases when its holder dies). Two starts therefore never
+remove or claim the same lab.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, so described that no later one with its number is taken for it."""
+    """Identifies a process, even if a later process gets its number."""
 
     pid: int
     started: int
@@ -43,13 +43,13 @@ class Owner:
 
     @property
     def alive(self) -> bool:
-        """Whether it is still running."""
+        """Whether the process is still running."""
         return self == _process(self.pid)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a lab: ``mark`` is found in the mounts of its processes, ``holders`` hold its hosts in order."""
+    """A lab on record. ``mark`` is in the mounts of its processes; ``holders`` are its hosts' processes, in order."""
 
     name: str
     owner: Owner
@@ -66,11 +66,11 @@ class Registry:
         self.root = root
 
     def folder(self, name: str) -> Path:
-        """Where a lab keeps its files."""
+        """The folder of a lab's files."""
         return self.root / name
 
     def read(self, name: str) -> Record | None:
-        """A lab's record; None when there is none, or none that can be read."""
+        """A lab's record; None if it is missing or unreadable."""
         try:
             values = json.loads((self.folder(name) / _RECORD).read_text())
             values |= {"owner": Owner(**values["owner"]), "holders": tuple(values["holders"])}
@@ -79,13 +79,13 @@ class Registry:
             return None
 
     def labs(self) -> list[Record]:
-        """All labs, dead ones included, by name."""
+        """All labs, dead ones included, in the order of their names."""
         return [record for name in self._names() if (record := self.read(name)) is not None]
 
     def claim(self, name: str | None, hosts: int, rate: float | None, end: Callable[[str], None]) -> Record:
-        """A new lab of this process, called ``name`` or the first free name; leftovers of dead ones go first.
+        """Record a new lab of this process under ``name``, or the first free name, after the removal of dead labs.
 
-        ``end`` is called with a dead lab's mark and ends its processes. Raises UsageError when a live lab has the name.
+        ``end`` is called with a dead lab's mark and ends its processes. Raises UsageError if a live lab has the name.
         """
         if name is not None:
             check_name(name)
@@ -105,20 +105,20 @@ class Registry:
         return record
 
     def complete(self, record: Record, holders: tuple[int, ...]) -> Record:
-        """The record with the processes that hold the hosts, written down for those who enter them."""
+        """Add the processes that hold the hosts to the record, for commands that enter hosts. Returns the record."""
         known = replace(record, holders=holders)
         self._write(known)
         return known
 
     def release(self, record: Record) -> None:
-        """Forget a lab of this process, which has been taken down."""
+        """Remove the record of a lab that this process has taken down."""
         with self._locked():
             found = self.read(record.name)
             if found is None or found.mark == record.mark:
                 shutil.rmtree(self.folder(record.name), ignore_errors=True)
 
     def clean(self, end: Callable[[str], None]) -> list[str]:
-        """Remove what dead labs left behind; returns their names."""
+        """Remove the processes and folders of dead labs. Returns their names."""
         with self._locked():
             return self._clean(end)
 
@@ -139,7 +139,7 @@ class Registry:
         return sorted(path.name for path in self.root.glob("*") if path.is_dir())
 
     def _write(self, record: Record) -> None:
-        """Whole or not at all: those who read take no lock."""
+        """Write the record atomically, because readers take no lock."""
         target = self.folder(record.name) / _RECORD
         fresh = target.with_suffix(".new")
         fresh.write_text(json.dumps(asdict(record)))
@@ -169,7 +169,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def this_process() -> Owner:
-    """The process that asks."""
+    """The calling process. Raises UsageError if /proc does not show it."""
     found = _process(os.getpid())
     if found is None:
         raise UsageError("/proc is not mounted, or not that of this process: a lab needs it")
@@ -177,7 +177,7 @@ def this_process() -> Owner:
 
 
 def _process(pid: int) -> Owner | None:
-    """A running process, None when there is none or only a zombie is left."""
+    """The process with this number; None if there is none, or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
