@@ -1,15 +1,15 @@
-"""Constants from repeated measurements: lines through times, their pieces, intervals, and what lies far out.
+"""Fits constants to repeated measurements: piecewise lines, confidence intervals and outliers.
 
-Pure arithmetic; knows neither messages nor clocks. A measurement is a sum of constants, each so many times: rows of a
-matrix. All distances are relative, since times go from microseconds to seconds, and no constant is negative.
+Pure arithmetic; knows neither messages nor clocks. A measurement is a weighted sum of constants, one row of a matrix.
+All residuals are relative, because times range from microseconds to seconds. No constant is negative.
 
-Theory. A row counts by its median, after what lies far out has been set aside: modified z-score above 3.5 (Iglewicz and
-Hoaglin, "How to detect and handle outliers", 1993). Least squares, in units of what a row can be trusted to: the
-standard error of its median, or what no line has to be better than. Intervals are of 95 %, by the bootstrap (Efron and
-Tibshirani, "An introduction to the bootstrap", 1993): every row is drawn again from its own samples, and what the model
-leaves unexplained is drawn from all rows, so that neither noise nor a line that is none is forgotten. The number of
-pieces is that of the least Schwarz criterion (Annals of Statistics 6, 1978): the squares, and for each piece two
-numbers and its beginning, at ln(rows) each.
+Theory. A row counts by the median of its samples without outliers, which have a modified z-score above 3.5 (Iglewicz
+and Hoaglin, "How to detect and handle outliers", 1993). The fit is by least squares; each residual is divided by
+the standard error of the row's median, or by ``TOLERANCE`` if that is larger. The 95 % intervals are bootstrapped
+(Efron and Tibshirani, "An introduction to the bootstrap", 1993): every row is resampled from its own samples, and the
+residuals of the model are resampled from all rows. The intervals therefore cover both noise and a model that does not
+fit. The number of pieces minimizes the Schwarz criterion (Annals of Statistics 6, 1978): the sum of squares, plus
+ln(rows) for each parameter. Each piece after the first adds three parameters: two constants and its start.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 TOLERANCE = 0.05
-"""By how much, relatively, a line may miss a size that is not to be another piece."""
+"""The relative error that a line may have at a size without a need for another piece."""
 
 _FAR = 3.5
 _NORMAL = 0.6745
 """The median distance from the median of a normal distribution, in standard deviations."""
 
 _LEAST_SPREAD = 0.01
-"""Samples that agree better than this are not told apart: one of them would be far out by next to nothing."""
+"""The least relative spread. In samples that agree better, a tiny difference would make an outlier."""
 
 _FEWEST = 5
-"""Of fewer samples none is far out."""
+"""Fewer samples have no outliers."""
 
 _RESAMPLES = 300
 _ENDS = (2.5, 97.5)
@@ -47,7 +47,7 @@ _PER_PIECE = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A constant, the ends of its interval, and how many samples it is from, those set aside not counted."""
+    """A constant, its interval, and the numbers of samples (outliers excluded) and of outliers."""
 
     value: float
     low: float
@@ -58,34 +58,34 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Samples:
-    """One quantity measured again and again; ``far`` are those set aside."""
+    """Repeated measurements of one quantity; ``far`` are the outliers."""
 
     every: tuple[float, ...]
 
     @cached_property
     def kept(self) -> Floats:
-        """What counts."""
+        """The samples without outliers."""
         return self._split[0]
 
     @cached_property
     def far(self) -> Floats:
-        """What lies far out."""
+        """The outliers."""
         return self._split[1]
 
     @cached_property
     def median(self) -> float:
-        """Of what counts."""
+        """The median of the samples without outliers."""
         return float(np.median(self.kept))
 
     @cached_property
     def spread(self) -> float:
-        """The standard error of the median, relatively to it."""
+        """The standard error of the median, relative to the median."""
         distance = float(np.median(np.abs(self.kept - self.median)))
-        # 1.2533: by how much more the median of normal numbers varies than their mean.
+        # 1.2533: the standard error of the median over that of the mean, for a normal distribution.
         return 1.2533 * distance / _NORMAL / math.sqrt(len(self.kept)) / self.median if self.median else 0.0
 
     def medians(self, random: np.random.Generator, count: int) -> Floats:
-        """Medians of what might have been measured instead."""
+        """The medians of ``count`` bootstrap samples."""
         drawn = random.choice(self.kept, (count, len(self.kept)))
         found: Floats = np.median(drawn, axis=1)
         return found
@@ -110,7 +110,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement that should be the sum of its ``amounts`` times the constants of these names."""
+    """A measurement; the model is the sum of its ``amounts`` times the constants of these names."""
 
     amounts: Mapping[str, float]
     samples: Samples
@@ -118,14 +118,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants by name, and by how much the rows' medians are above what these make of them, relatively."""
+    """Constants by name, and the relative excess of each row's median over the model."""
 
     constants: Mapping[str, Estimate]
     misfits: tuple[float, ...]
 
 
 def fit(rows: Sequence[Row]) -> Fit:
-    """The constants that are nearest to the rows, with intervals."""
+    """Fit the constants to the rows, with intervals."""
     table = _Table(rows)
     values = table.nearest(table.medians)
     expected = table.amounts @ values
@@ -147,15 +147,15 @@ def fit(rows: Sequence[Row]) -> Fit:
 
 
 def pieces(sizes: Sequence[int], rows_of: Callable[[Sequence[int]], Sequence[Row]]) -> tuple[int, ...]:
-    """At which of the sizes, ascending, pieces begin, the first at 0.
+    """The sizes, ascending, at which the pieces begin; the first piece begins at 0.
 
-    ``rows_of`` gives the measurements as sums of the constants of such pieces.
+    ``rows_of`` returns the measurements as sums of the constants of pieces with these starts.
     """
     return min(_starts(sizes), key=lambda starts: _criterion(rows_of(starts), len(starts)))
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to cut the sizes into few pieces of enough of them; the fewest first."""
+    """All partitions into at most ``_MOST_PIECES`` pieces of enough sizes each; the fewest pieces first."""
     for cuts in range(_MOST_PIECES):
         for places in combinations(range(len(sizes)), cuts):
             ends = (0, *places, len(sizes))
@@ -170,7 +170,7 @@ def _criterion(rows: Sequence[Row], count: int) -> float:
 
 
 class _Table:
-    """Rows as a matrix; ``worth`` is to what, relatively, each can be trusted."""
+    """Rows as a matrix; ``worth`` is the relative accuracy of each."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.names = list(dict.fromkeys(name for row in rows for name in row.amounts))
@@ -180,9 +180,9 @@ class _Table:
         self.worth: Floats = np.array([max(TOLERANCE, row.samples.spread) for row in rows], np.float64)
 
     def nearest(self, times: Floats) -> Floats:
-        """The numbers, none negative, with which the rows sum up to times.
+        """The least-squares constants of the rows for these times, none negative.
 
-        Where noise would make one negative it is 0, and the others alone say most.
+        A constant that noise would make negative is 0, and the others are fitted without it.
         """
         rows = self.amounts / (times * self.worth)[:, None]
         scale = np.linalg.norm(rows, axis=0)
