@@ -1,15 +1,14 @@
-"""What ``tc`` is told, so that a link carries its rate, and no short message travels for nothing. Pure.
+"""Owns the ``tc`` settings that limit a link to its rate, for long and for short messages. Pure.
 
-A token bucket (tc-tbf(8)) lets pass ``burst`` bytes at once when the link was idle. What it cannot do is be late: the
-timer that wakes it comes some 50 to 100 us after its time, more on a busy machine, and tokens that do not fit into the
-bucket meanwhile are lost for ever. A bucket that is small enough for a 64 KiB message to feel the rate therefore loses
-rate, and one that is large enough not to lets that message pass in no time. So there are two buckets, for links slow
-enough for it to matter: the large one, some milliseconds deep, holds the rate over time, and a small one lets bytes out
-at no more than ``PEAK`` times the rate, which absorbs what its lateness loses.
+A token bucket (tc-tbf(8)) lets ``burst`` bytes pass at once after the link was idle. Its timer fires some 50 to 100 us
+late, more on a busy machine, and tokens that do not fit into the bucket meanwhile are lost. A bucket small enough to
+limit a 64 KiB message therefore loses rate, and a bucket large enough to keep the rate lets that message pass in no
+time. Links that are slow enough for this to matter have two buckets. The large one, some milliseconds deep, keeps the
+mean rate. The small one lets bytes out at no more than ``PEAK`` times the rate; this margin absorbs its timer's delay.
 
 Segments of TCP travel through the machine in one piece until they reach a wire (GSO); a bucket smaller than such a
-piece would cut it, packet by packet, at the cost of a core. Their size is therefore limited to some share of the small
-bucket. Queues are 5 ms deep, as a switch's port might be, and at least 32 frames; what does not fit is dropped.
+piece would cut it, packet by packet, at the cost of a core. Their size is therefore limited to a share of the small
+bucket. Queues are 5 ms deep, like those of a switch's port, and at least 32 frames; frames that do not fit are dropped.
 
 The rate counts Ethernet frames without preamble and gap: at an MTU of 1500, TCP carries at most 1448/1514 of it.
 """
