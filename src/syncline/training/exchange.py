@@ -1,14 +1,14 @@
-"""How the buckets of a model travel, in every framework, and how they are cut anew between two steps.
+"""Owns the exchange of a model's buckets, for every framework, and the replacement of their layout between steps.
 
-``BucketExchange`` owns what is prepared of each bucket (order, key, lane), the codec's memory of it, by which share it
-is weighed, and who takes it: the strategy's architecture, owners of the weights, or a plan that mixes some workers'.
-The sync mode says, step by step, whether gradients lie in the buckets or weights. Each of the two has a storage, and a
-codec's memory, of its own. Does not know when a bucket is complete (``engine.step``), nor what a tensor is.
+``BucketExchange`` prepares the order, key and lane of each bucket, keeps the codec's memory, weighs buckets by the
+rank's share, and submits them to the strategy's architecture, to owners of the weights, or to a plan that mixes some
+workers' weights. The sync mode decides for each step whether the buckets hold gradients or weights; each of the two has
+its own storage and its own codec memory. ``engine.step`` decides when a bucket is complete.
 
-How tensors travel is a layout: buckets, the storage that is cut into them, and the codec's memory of them. Another one
-may take its place between two steps (``session.layout``): the storage stays, with tensors where they are in it, and
-is cut into other buckets. That happens after steps in which rank 0 has timed the layers, or when it chooses another
-schedule (``Chooser``), which its ticket says, or as a checkpoint has it.
+A layout is the buckets, the storage that is cut into them, and the codec's memory of them. Another layout may replace
+it between two steps (``session.layout``). The storage stays, with the tensors in place, and is cut into other buckets.
+A layout is replaced after steps in which rank 0 has timed the layers, when rank 0's ticket announces another schedule
+(``Chooser``), or when a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from ..sync import Averages, exchanges_gradients
 from .memory import Staging, Stored
 
 REPLACES = 1
-"""Flag of rank 0's ticket: another layout takes the place of this one after the step."""
+"""Flag of rank 0's ticket: another layout replaces this one after the step."""
 
 _RULE_AT = 32
-"""Where the digest of the optimizer's rule begins in a ticket's flags."""
+"""The first bit of the digest of the optimizer's rule in a ticket's flags."""
 
 
 class MeasuresLayers(Protocol):
-    """What times the layers of a model in some training steps."""
+    """Times the layers of a model in some training steps."""
 
     @property
     def last(self) -> bool:
-        """Whether the step that begins is the last one to be measured."""
+        """Whether the step that begins is the last measured one."""
         ...
 
     def produced(self, tensor: int) -> None:
@@ -70,11 +70,11 @@ class MeasuresLayers(Protocol):
         ...
 
     def end_step(self) -> None:
-        """All gradients of a step have come."""
+        """All gradients of a step are complete."""
         ...
 
     def forget(self) -> None:
-        """What has come since the last step is of none."""
+        """Discard the times since the last step."""
         ...
 
     def of(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -82,54 +82,53 @@ class MeasuresLayers(Protocol):
         ...
 
     def detach(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         ...
 
 
 class Chooser(Protocol):
-    """What chooses the schedule, where the strategy leaves it open; all workers have one, and rank 0's decides."""
+    """Chooses the schedule where the strategy leaves it open. All workers have one; rank 0's decides."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing will be chosen any more."""
+        """Whether the choice is final."""
         ...
 
     def flags(self) -> int:
-        """What this rank's ticket says."""
+        """The flags of the choice in this rank's ticket."""
         ...
 
     def objects(self) -> bool:
-        """Whether this rank cannot have steps end in the next iteration."""
+        """Whether this rank cannot defer updates into the next iteration."""
         ...
 
     def saw(self, tickets: Sequence[Ticket]) -> None:
-        """A step is over, whose tickets these are."""
+        """Note the tickets of a finished step."""
         ...
 
     def choose(
         self, layers: Sequence[Layer], cost: LinearCost | None, resumed: Layout | None, objected: bool, lay: Lay
     ) -> Layout:
-        """Rank 0's choice; ``objected`` says whether a rank does now, ``resumed`` what a run before went on with."""
+        """Rank 0's choice. ``objected``: a rank objects now; ``resumed``: the layout of the resumed run."""
         ...
 
     def replaced(self) -> None:
-        """The layout is another one, or was found to be best again."""
+        """A layout has been chosen: another one, or the present one again."""
         ...
 
     def resume(self, layout: Layout, measured: bool) -> None:
-        """A layout of a run before is about to take the place of this one."""
+        """The layout of a resumed run is about to replace this one."""
         ...
 
     def resumed(self, measured: bool) -> None:
-        """It has; a run that had not measured enough begins to."""
+        """The layout of a resumed run has replaced this one. Measure if the run had not finished measuring."""
         ...
 
 
 class BucketTimes:
-    """Measures the exchanges of buckets; called in the thread that drives.
+    """Measures the exchanges of buckets, in the driving thread.
 
-    An exchange takes from where it begins here to its end. The shortest of the steps counts: in it nobody was waited
-    for.
+    The time of a bucket is the shortest over the steps: in that step no rank was waited for.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -142,21 +141,21 @@ class BucketTimes:
         self._begun[number] = self._clock()
 
     def end(self, number: int) -> None:
-        """It is over."""
+        """The exchange of a bucket is over."""
         spent_s = self._clock() - self._begun.pop(number)
         self._shortest_s[number] = min(spent_s, self._shortest_s.get(number, spent_s))
 
     def cost(self, buckets: Sequence[Bucket]) -> LinearCost | None:
-        """What an exchange takes by its bytes, as far as these buckets show; None where none was measured."""
+        """The cost of an exchange by its bytes, fitted to the measured buckets. None without measurements."""
         measured = sorted(self._shortest_s.items())
         return fit_line([buckets[number].nbytes for number, _ in measured], [seconds for _, seconds in measured])
 
 
 def storages_of(strategy: Strategy) -> int:
-    """How many storages a model's tensors have: one, or two.
+    """The number of storages of a model's tensors, 1 or 2.
 
-    One for gradients that are made and one for those that are under way, where they are used a step later; or one for
-    how weights differ, where gradients, which scripts may look at, are in another one.
+    Two where gradients are used a step later: one for those being produced, one for those in flight. Two also where a
+    mode exchanges both gradients and weights: scripts may look at gradients, so differences of weights lie elsewhere.
     """
     mode = strategy.sync_mode()
     both = isinstance(mode, Averages) and exchanges_gradients(mode)
@@ -164,11 +163,11 @@ def storages_of(strategy: Strategy) -> int:
 
 
 class BucketExchange:
-    """The buckets of one model in ``storages``, as ``storages_of`` counts them; ``key`` begins the range of their keys.
+    """The exchange of one model's buckets. All processes make it together.
 
-    ``rule`` says what the optimizer is, in words that have to be the same on all workers that make a step together;
-    ``measuring`` makes what times the layers in so many steps, forward passes too if it is told so. All processes make
-    it together.
+    ``storages`` are as many as ``storages_of`` says, and ``key`` is the first of the model's keys. ``rule`` describes
+    the optimizer; the text must be equal on all workers that make a step together. ``measuring(steps, forward)`` makes
+    the timer of the layers, with or without forward passes.
     """
 
     def __init__(
@@ -196,9 +195,9 @@ class BucketExchange:
         self._shown: Meeting | None = None  # of the last step, where what rank 0 tells in it counts
         self._replaces = False
         self.measured = self.schedule.measures == 0
-        """Whether the schedule asks for no other layout any more."""
+        """Whether measuring is finished, so that the schedule asks for no other layout."""
         self.times: MeasuresLayers | None = None
-        """What measures the layers, on rank 0 while it does."""
+        """The timer of the layers, on rank 0 while it measures."""
         self._costs: BucketTimes | None = None
         self._pull_costs: BucketTimes | None = None  # the same where weights are pulled, and have not come with that
         self._lanes = _lanes(self.schedule.in_flight)
@@ -206,29 +205,29 @@ class BucketExchange:
             self.measure(self.schedule.measures, forward=self.schedule.apply == "layer")  # others do not ask for it
 
     choosing: Chooser | None = None
-    """What chooses the schedule, where the strategy leaves it open."""
+    """Chooses the schedule where the strategy leaves it open."""
 
     program: Callable[[int], Program] | None = None
-    """Gives what exchanges weights after a step in place of the strategy's architecture."""
+    """The program, by step, that exchanges weights in place of the strategy's architecture."""
 
     owners: Exchanger | None = None
-    """Takes the buckets where others own the weights."""
+    """Receives the buckets where owners hold the weights."""
 
     on_replacing: Callable[[], Callable[[], None]] | None = None
-    """Called when another layout is about to take the place of this one; what it gives is called when it has."""
+    """Called before another layout replaces this one; the returned function is called afterwards."""
 
     @property
     def compression(self) -> Compression | None:
-        """The codec's memory; None where buckets travel as they are."""
+        """The codec's memory; None without a codec."""
         return self._compressions[0] if self._compressions else None
 
     @property
     def of_differences(self) -> Compression | None:
-        """The codec's memory of how weights differ, where it has another one of gradients."""
+        """The codec's memory of weight differences, if gradients have another one."""
         return self._compressions[1] if self._averages is not None and len(self._compressions) > 1 else None
 
     def compress(self) -> None:
-        """Compress as the session's strategy says, with a memory that is empty; between steps."""
+        """Begin with the codec of the session's strategy and an empty memory, between steps."""
         arrays = self.storages[0].arrays
         self._compress(self.session.compression(self.layout.layers, self.layout.buckets, arrays))
 
@@ -236,14 +235,14 @@ class BucketExchange:
         others, buckets = self.storages[1:], self.layout.buckets
         if compression is None:
             self._compressions = []
-        elif self._averages is not None:  # what is left of gradients is nothing that weights differ by
+        elif self._averages is not None:  # residuals of gradients must not enter differences of weights
             self._compressions = [compression, *(compression.fresh(buckets, other.arrays) for other in others)]
         else:
             self._compressions = [compression, *(compression.beside(other.arrays) for other in others)]
         self._reduced, self._orders = {}, {}
 
     def close(self) -> None:
-        """Nothing travels any more; tensors keep their values."""
+        """End all exchanges. Tensors keep their values."""
         self._measure_no_more()
         self._reduced, self._orders = {}, {}
         self.staging.close()
@@ -251,21 +250,20 @@ class BucketExchange:
     # Exchange.
 
     def place(self, step: int) -> int:
-        """The number of the storage that has the gradients of a step, or how weights differ after it."""
+        """The number of the storage for the gradients of a step, or for the weight differences after it."""
         if self._averages is not None:
             return len(self.storages) - 1 if self._averages.averages(step) else 0
         return step % len(self.storages)
 
     def of_weights(self, step: int) -> bool:
-        """Whether it is weights that are exchanged, after that step; gradients are not then, in it."""
+        """Whether weights are exchanged after that step, in place of its gradients."""
         return self._averages is not None and self._averages.averages(step)
 
     def start(self, operation: BucketPhase, meeting: Meeting | None, priority: float, after: Work | None) -> Work:
-        """A bucket is complete: copy it down where it lives elsewhere, exchange it, copy it up.
+        """Exchange a complete bucket; on a device, copy it down before and up afterwards.
 
-        In two phases the first begins with the copy down, and the second, which goes behind it, ends with the copy up.
-        What is pushed to those who hold the weights does not come back.
-        Without a meeting there is nothing to agree on in the step.
+        Of two phases the first begins with the copy down, and the second, which follows it, ends with the copy up. A
+        push to owners of the weights is not copied up. Steps on which ranks do not agree have no ``meeting``.
         """
         place, staging = self.place(operation.step), self.staging
         gate = after if after is not None or meeting is None else meeting.work
@@ -290,14 +288,14 @@ class BucketExchange:
         return self._begin(operation, place, when)
 
     def _check_and_weigh(self, array: Array, meeting: Meeting) -> None:
-        """In the thread that drives, when the tickets have come: a bucket may go, as much as this rank counts."""
+        """Weigh a bucket by this rank's share, in the driving thread, when the tickets have arrived."""
         if self._rule is not None and meeting is not self._checked:
             self._check_rule(meeting)
         if (share := meeting.share()) != 1.0:
             cpu.weigh(array, share)
 
     def _timed(self, costs: BucketTimes, operation: BucketPhase, place: int, when: When) -> Work:
-        """Measure the exchange, without what comes before."""
+        """Measure the exchange without the waits before it."""
 
         def begin() -> None:
             if when.before is not None:
@@ -308,7 +306,7 @@ class BucketExchange:
         return self.session.engine.then(work.label, [work], partial(costs.end, operation.bucket))
 
     def pull(self, number: int, start: Callable[[int, When], Work], priority: float) -> Work:
-        """Pull a bucket's new weights, as ``start`` does; in steps that are measured one exchange follows the other."""
+        """Pull a bucket's new weights by ``start``. In measured steps one exchange follows the other."""
         if self.measured:
             return start(number, When(priority=priority))
         lane, costs = self._lanes["allreduce"], self._pull_costs
@@ -322,7 +320,7 @@ class BucketExchange:
         if self.owners is not None:
             return self.owners.start(number, when)
         order, before = self._order(operation, place), self._reduced.get(number)
-        if before is not None and not before.done:  # what a codec has left of the step before goes into this one
+        if before is not None and not before.done:  # this step needs the residual of the step before
             gate = before if when.gate is None else self.session.engine.then(order.label, [when.gate, before])
             when = when._replace(gate=gate)
         work = self.session.engine.start(order, when)
@@ -331,7 +329,7 @@ class BucketExchange:
         return work
 
     def plan(self) -> None:
-        """Prepare all orders as the session's strategy says now: what it cannot run is refused here, not in a step."""
+        """Prepare all orders for the present strategy, so that impossible ones are refused here and not in a step."""
         self._orders, self._planned, self._chosen = {}, self.session.strategy, self.session.choice
         phases: tuple[Phase, ...] = ("allreduce",)
         if self.schedule.phases == "split":
@@ -341,7 +339,7 @@ class BucketExchange:
             self._orders = {what: self._prepared(*what) for what in product(places, numbers, phases)}
 
     def _order(self, operation: BucketPhase, place: int) -> Order | CodedOrder:
-        """What exchanges a bucket, made once for what runs; but where weights go another way after every step."""
+        """The order of a bucket. It is made once per strategy, except where weights take another plan each step."""
         step, number, phase = operation
         session = self.session
         if self.program is not None and not self._compressions and self.of_weights(step):
@@ -370,17 +368,17 @@ class BucketExchange:
         return Order(program, self.storages[place].arrays[number], self._key(place, number, phase), label)
 
     def _key(self, place: int, number: int, phase: Phase) -> int:
-        """Of two phases of a bucket, and of two steps, both may be under way."""
-        turn = place if self._averages is None else 0  # weights are waited for at once
+        """Two phases of a bucket, and two steps, may be in flight at once: each has its own key."""
+        turn = place if self._averages is None else 0  # an exchange of weights is waited for at once
         return self.key + number + BUCKETS * (2 * turn + (phase == "all_gather"))
 
     # What all workers update by.
 
     def _check_rule(self, meeting: Meeting) -> None:
-        """Raise MismatchError where a worker that makes the step updates by another rule than this one does."""
+        """Raise MismatchError if another worker makes this step with another rule of the optimizer."""
         tickets = meeting.tickets()
         mine = tickets[self.session.rank]
-        for rank, ticket in enumerate(tickets):  # flags of one that has no batches left say something else
+        for rank, ticket in enumerate(tickets):  # the flags of a rank without batches left mean something else
             if JOINED not in (mine.kind, ticket.kind) and ticket.flags >> _RULE_AT != mine.flags >> _RULE_AT:
                 raise self._parted(rank, step_of(ticket))
         self._checked = meeting
@@ -395,7 +393,7 @@ class BucketExchange:
 
     @property
     def flags(self) -> int:
-        """What this rank's ticket says of the layout, and of what updates the weights."""
+        """The flags of this rank's ticket: the layout, and the digest of the optimizer's rule."""
         found = REPLACES if self.times is not None and self.times.last else 0
         if self.choosing is not None:
             found |= self.choosing.flags()
@@ -404,7 +402,7 @@ class BucketExchange:
         return found
 
     def exchanged(self, meeting: Meeting | None) -> None:
-        """A step is over, in which rank 0 may tell that another layout is wanted."""
+        """Note a finished step. Rank 0's ticket in it may announce another layout."""
         self._exchanges += 1
         watches = self.choosing is not None and not self.choosing.over
         if watches or not self.measured:
@@ -412,7 +410,7 @@ class BucketExchange:
 
     @property
     def replaces(self) -> bool:
-        """Whether another layout has to take the place of this one before the next exchange; between two steps."""
+        """Whether another layout must replace this one before the next exchange; asked between steps."""
         if self._shown is not None:
             meeting, self._shown = self._shown, None
             self.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
@@ -423,9 +421,9 @@ class BucketExchange:
         return self._replaces
 
     def replace_layout(self) -> None:
-        """Go on with the buckets that the schedule makes of measured times, or with another schedule's.
+        """Replace the buckets by those for the measured times, or by another schedule's.
 
-        Between steps; all workers call it together, and rank 0's count.
+        All workers call it together, between steps; rank 0's times decide.
         """
         layers = self.layout.layers if self.times is None else self.times.of(self.layout.layers)
         buckets = self.layout.buckets
@@ -437,9 +435,9 @@ class BucketExchange:
             self.choosing.replaced()
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
-        """Go on with the buckets that a run before had, and measure where that one still did; all workers call it.
+        """Continue with the buckets of a resumed run, and measure if it was still measuring. All workers call it.
 
-        Raises UsageError for those that do not fit.
+        Raises UsageError for buckets that do not fit the model.
         """
         self._fits(layout.buckets)
         if self.choosing is not None:
@@ -456,9 +454,9 @@ class BucketExchange:
             self.measure(self.schedule.measures, forward=self.schedule.apply == "layer")
 
     def saved(self) -> dict[str, list[Saved]]:
-        """What every worker's codec has to keep in a checkpoint, in rank order, of gradients and of differences.
+        """The codec states of all workers for a checkpoint, in rank order: of gradients and of weight differences.
 
-        All workers call it together. A codec that keeps nothing is not in it.
+        All workers call it together. A codec without memory has no entry.
         """
         return {
             what: gather_saved(self.session, one.saved())
@@ -467,7 +465,7 @@ class BucketExchange:
         }
 
     def resume(self, step: int, saved: Mapping[str, Sequence[Saved] | None]) -> None:
-        """Go on from that step, counted from 0, with what ``saved`` gave; all workers call it together."""
+        """Continue at that step, counted from 0, with the states from ``saved``. All workers call it together."""
         self._begin_at(step)
         if self.of_differences is not None:
             self.of_differences.resume_at(0)
@@ -481,7 +479,7 @@ class BucketExchange:
         return {"codec": self.compression, "differences": self.of_differences}
 
     def _begin_at(self, step: int) -> None:
-        """Servers have posted what the first step of all begins with: where its payloads are others, all begin anew."""
+        """Set the codec's step. Servers have posted receives for step 0: if its payloads differ, all begin anew."""
         if self.compression is not None and self.compression.warms_up and self.session.group.servers:
             self._replace(Passed(self._exchanges, step, anew=True), self.layout.layers, chosen=self.layout)
         elif self.compression is not None:
@@ -503,10 +501,10 @@ class BucketExchange:
         before, session = self.layout, self.session
         lay_out = None if self.on_replacing is None else self.on_replacing()
         both: Cost | None = cost
-        if cost is not None and pull is not None:  # predicted as if one came behind the other
+        if cost is not None and pull is not None:  # predictions assume one direction after the other
             both, cost = PushAndPull(cost, pull), cost + pull
         choose = None if choosing is None else partial(choosing.choose, layers, cost, chosen)
-        kept = before if choosing is None else replace(before, cost=cost)  # where none can be chosen
+        kept = before if choosing is None else replace(before, cost=cost)  # kept if no layout can be chosen
         self.layout = agree_on_layout(
             session,
             layers,
@@ -537,14 +535,14 @@ class BucketExchange:
             lay_out()
 
     def _fits(self, buckets: Sequence[Bucket]) -> None:
-        """Raise UsageError for buckets that cannot take the place of these."""
+        """Raise UsageError for buckets that cannot replace these."""
         if place_tensors([layer.spec.elements for layer in self.layout.layers], buckets) != self.storages[0].placed:
             raise UsageError("other buckets list tensors in another order than the first ones, which memory has")
         if self.compression is not None:
             self.compression.check_cuts(buckets)
 
     def measure(self, steps: int, *, forward: bool) -> None:
-        """From now on time the layers, and one exchange after the other, so that each shows what it takes by itself."""
+        """Time the layers from now on. Exchanges run one after the other, so that each is timed alone."""
         self.measured, self._lanes = False, _lanes(1)
         if self.session.rank == 0 and self._measuring is not None:
             self.times = self._measuring(steps, forward)
@@ -559,6 +557,6 @@ class BucketExchange:
 
 
 def _lanes(in_flight: int) -> dict[Phase, Lane]:
-    """A gather goes behind its bucket's reduction, and must not keep the next reductions waiting."""
+    """The lane of each phase. An all-gather has its own, or it would delay the reductions of the next buckets."""
     reducing = Lane(in_flight)
     return {"allreduce": reducing, "reduce_scatter": reducing, "all_gather": Lane(in_flight)}

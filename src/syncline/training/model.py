@@ -1,14 +1,13 @@
-"""One worker's steps with one model, in every framework: what the state machine of a step says is carried out here.
+"""Carries out the steps of one worker with one model, for every framework.
 
-``engine.step`` decides what is agreed on, handed over, waited for, applied and averaged, and in which order.
-``exchange`` knows how buckets travel, ``weights`` what of weights does. ``Framework`` is what differs between
-frameworks. Owns the ticket of the step
-that is under way, what was handed over and has not been waited for, and whether the others wait for the rest of the
-step. Ranks may count differently (rank i counts w_i / sum of w; one without batches left counts nothing): the ticket
-shows it.
+``engine.step`` is the state machine of a step. It decides what ranks agree on, submit, wait for, apply and average, and
+in which order. This module owns the ticket of the current step, the submitted exchanges, and whether other ranks wait
+for the rest of the step. ``exchange`` moves the buckets, ``weights`` exchanges weights, and ``Framework`` holds the
+calls that differ between frameworks. Ranks may have different weights: rank i counts w_i / sum of w, and a rank without
+batches left counts 0. The ticket carries w_i.
 
-Does not know when a gradient is there, nor when the optimizer is called. An adapter tells ``machine`` of that, and has
-``do`` carry out what it answers.
+An adapter tells ``machine`` when a gradient is there and when the optimizer is called, and passes its answers to
+``do``.
 """
 
 from __future__ import annotations
@@ -38,48 +37,48 @@ def _all_alike() -> float:
 
 @dataclass(frozen=True)
 class Framework:
-    """What a framework has to do in the steps of a model; one that leaves a part out has nothing to do there.
+    """The calls of a framework in the steps of a model; the default of each does nothing.
 
-    A ``kind`` is that of the ticket: STEP where gradients are exchanged, AVERAGE or CONSOLIDATE where weights are.
+    ``kind`` is the ticket's: STEP for an exchange of gradients, AVERAGE or CONSOLIDATE for one of weights.
     """
 
     check: Callable[[], None] = _nothing
-    """Raises where nothing may be exchanged now."""
+    """Raises if no exchange is allowed now."""
     begin: Callable[[], None] = _nothing
-    """A step begins whose gradients are exchanged; what they count is known where pushes are not merged."""
+    """A step with exchanged gradients begins. Where pushes are not merged, this rank's weight is already known."""
     weight: Callable[[], float] = _all_alike
-    """How much this rank counts."""
+    """This rank's weight."""
     met: Callable[[int, Meeting, int], None] = _nothing
-    """The ticket of a kind is out, in that step or after it: buffers may go."""
+    """This rank has sent the ticket of that kind, in that step or after it: buffers may be exchanged."""
     apply: Callable[[Apply], None] = _nothing
-    """The weights of these buckets are to be updated."""
+    """Update the weights of these buckets."""
     averaged: Callable[[int], None] = _nothing
-    """Weights have come, in an exchange of that kind: buffers have to."""
+    """Averaged weights have arrived, in an exchange of that kind: wait for the buffers."""
 
 
 class TrainedModel:
-    """A model of so many ``tensors``, whose buckets ``exchange`` moves, from its first step until ``close``."""
+    """A model with that number of ``tensors`` from its first step until ``close``; ``exchange`` moves its buckets."""
 
     def __init__(self, session: Session, exchange: BucketExchange, tensors: int, framework: Framework) -> None:
         self._session, self._exchange, self._tensors, self._framework = session, exchange, tensors, framework
         self.weights: WeightExchange | None = None
-        """What exchanges weights, where the sync mode does."""
+        """The exchange of weights, if the sync mode has one."""
         self.meeting: Meeting | None = None
-        """What all have come to, where they agree on a step."""
+        """The meeting of the current step, where ranks agree on steps."""
         self.begun = False
-        """Whether others wait for the rest of this step."""
+        """Whether other ranks wait for the rest of this step."""
         self.weight = 1.0
-        """What the gradients of the last step that was pushed by itself count."""
+        """This rank's weight in its last push that was an update by itself."""
         self.share = 1.0 if alone(exchange.mode) else 1.0 / session.world_size
-        """Of a gradient in what is exchanged: a part of a mean, unless each push is an update by itself."""
+        """The factor of a gradient in its bucket: 1/N in a mean of N, 1 if each push is an update by itself."""
         self._works: dict[BucketPhase, Work] = {}
         self.steps = 0
-        """How many steps have been made."""
+        """The number of finished steps."""
         self.machine = self._machine(0)
-        """Which step it is, and how far it has come."""
+        """The state machine of the current step."""
 
     def resume_at(self, step: int) -> None:
-        """Go on from a step, counted from 0, of which nothing has begun, by the layout and the schedule of now."""
+        """Continue at that step, counted from 0, with the present layout and schedule."""
         self.steps, self.machine = step, self._machine(step)
 
     def resume(self, step: int, saved: Mapping[str, Sequence[Saved] | None]) -> None:
@@ -100,7 +99,7 @@ class TrainedModel:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Nothing is left of a step that was begun."""
+        """Discard the progress of the current step."""
         self.resume_at(self.steps)
 
     def _machine(self, begun: int) -> Steps:
@@ -108,7 +107,7 @@ class TrainedModel:
         return Steps(self._tensors, exchange.layout, exchange.schedule, exchange.mode, begun=begun, held=held)
 
     def do(self, actions: Sequence[Action]) -> None:
-        """What the state machine says."""
+        """Carry out the state machine's answers."""
         for action in actions:
             if isinstance(action, Submit):
                 self._submit(action)
@@ -124,14 +123,14 @@ class TrainedModel:
                 self._average(action.step)
 
     def made_alone(self) -> None:
-        """A step of the worker's own is made, whose gradients are left as they are."""
+        """Note a step that this worker makes alone; its gradients are not exchanged."""
         if self.weights is not None:
             self.weights.made_alone()
         self.machine.made_alone()
         self.steps += 1
 
     def made_step(self, due: bool) -> None:
-        """A step was made, whose gradients were exchanged where that was ``due``, or are under way."""
+        """Note a step. If it was ``due``, its gradients have been exchanged or are in flight."""
         self.steps += 1
         if due:
             self._exchange.exchanged(self.meeting)
@@ -141,7 +140,7 @@ class TrainedModel:
             self.weights.updated_alike()
 
     def settle(self) -> None:
-        """Exchange the weights that are to be exchanged before another step."""
+        """Carry out an exchange of weights that is due before the next step."""
         if self.machine.owes:
             self._session.check_usable()
             actions = self.machine.updated()
@@ -149,13 +148,13 @@ class TrainedModel:
                 self.do(actions)
 
     def rest(self) -> None:
-        """The same, and let what all agree on be what they have, before all do something together."""
+        """``settle``, and take equal weights as the agreed ones, before a joint call."""
         self.settle()
         if self.weights is not None:
             self.weights.rest()
 
     def consolidate(self) -> None:
-        """Give all workers the same weights, where they exchange them; all call it together, between two steps."""
+        """Give all workers the same weights, if the mode exchanges them. All call it together, between steps."""
         if self.weights is None:
             return
         self.rest()
@@ -166,9 +165,9 @@ class TrainedModel:
             framework.averaged(CONSOLIDATE)
 
     def shadow(self, kind: int, meeting: Meeting, step: int) -> None:
-        """Take part in what the others exchange in a step of theirs, or after it, with what lies in the buckets.
+        """Take part in the exchanges of a step of the other ranks, which this rank does not make.
 
-        This rank makes no such step. All have met already.
+        The present contents of the buckets are sent. All ranks have met already.
         """
         with self.others_waiting():
             self._shadow(kind, meeting, step)
@@ -186,18 +185,18 @@ class TrainedModel:
         self.do([action for action in actions if not isinstance(action, Agree)])
 
     def forget(self) -> None:
-        """The step is over, or was given up before the others were told of it."""
+        """Forget the current step: it is over, or was abandoned before any other rank knew of it."""
         self.meeting = None
         self.begun = False
 
     def close(self) -> None:
-        """Nothing of the framework is held any more."""
+        """Release all references to the framework."""
         self._framework, self._works, self.weights = Framework(), {}, None
         self.forget()
 
     @contextmanager
     def others_waiting(self) -> Iterator[None]:
-        """What is raised inside leaves the others waiting for the rest of an exchange, of which they are told."""
+        """Report an exception inside to the other ranks, which would wait for the rest of an exchange."""
         try:
             yield
         except BaseException as error:
@@ -218,14 +217,14 @@ class TrainedModel:
         self._met(kind, meeting, step)
 
     def _met(self, kind: int, meeting: Meeting, step: int) -> None:
-        """All come, in that step or after it."""
+        """Note a meeting, in that step or after it."""
         self.meeting = meeting
         self._framework.met(kind, meeting, step)
         if self.weights is not None and kind == AVERAGE:
             self.weights.put()
 
     def _average(self, step: int) -> None:
-        """The exchange of weights after a step has come: they are what follows from it."""
+        """Take the result of the exchange of weights after a step."""
         assert self.weights is not None
         assert self.meeting is not None
         self.weights.take(self.meeting, step)
@@ -234,8 +233,8 @@ class TrainedModel:
         self.forget()
 
     def _submit(self, submit: Submit) -> None:
-        """A bucket is complete."""
-        if self.meeting is None and not self.begun:  # nothing is agreed on where pushes are not merged
+        """Start the exchange of a complete bucket."""
+        if self.meeting is None and not self.begun:  # pushes that are not merged have no meeting
             self._framework.check()
             self.weight = self._framework.weight()
             self._framework.begin()

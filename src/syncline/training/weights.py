@@ -1,13 +1,13 @@
-"""Weights that workers exchange after some updates: what of them travels, and what becomes of them by it.
+"""Owns the exchange of weights by workers that train alone between exchanges.
 
-Workers that train by themselves meet after the steps of which the sync mode says so (``sync.Averages``). What travels
-lies in the last storage of the model's buckets: the differences from the weights that all have agreed on last, whose
-mean gives the next agreed ones (``AgreedWeights``: local SGD, DiLoCo, EASGD), or the weights themselves, which a worker
-averages with those of some others (``MixedWeights``: gossip). ``WeightExchange`` has the sequence, the same for every
-framework.
+The sync mode names the steps after which workers exchange weights (``sync.Averages``). The last storage of the model's
+buckets holds the data to exchange. Under local SGD, DiLoCo and EASGD these are the differences from the last agreed
+weights, and their mean gives the next agreed weights (``AgreedWeights``). Under gossip they are the weights themselves,
+which a worker averages with those of some others (``MixedWeights``). ``WeightExchange`` runs the sequence, the same for
+all frameworks.
 
-How numbers are computed with is ``WeightMemory``'s, one for each kind of memory. Does not know when weights are
-exchanged (``engine.step``), nor how they travel (``exchange``).
+``WeightMemory`` computes in one kind of memory. ``engine.step`` decides when weights are exchanged, and ``exchange``
+moves them.
 """
 
 from __future__ import annotations
@@ -26,94 +26,96 @@ from ..sync._periodic import agree_in_blocks
 
 
 class Values(NamedTuple):
-    """Memory laid out as the buckets of a model's weights: its tensors, and the flat blocks that they lie in."""
+    """Memory in the layout of the buckets: a model's tensors, and the flat blocks that contain them."""
 
     tensors: Sequence[Elements]
     blocks: Sequence[Elements]
 
 
 class WeightMemory(Protocol):
-    """A model's weights, and the buckets in which they travel, in one kind of memory, whose arithmetic this is."""
+    """The arithmetic on a model's weights and buckets in one kind of memory."""
 
     sums_differences: bool
-    """Whether the final mean is the agreed weights and the mean difference, in place of a mean of weights."""
+    """Whether ``consolidate`` averages differences and adds the agreed weights. Otherwise it averages weights."""
 
     @property
     def buckets(self) -> Values:
-        """What travels."""
+        """The data to exchange."""
         ...
 
     def zeros(self) -> Values:
-        """More memory of that layout."""
+        """Allocate memory of the same layout, filled with zeros."""
         ...
 
     def read(self, into: Values) -> None:
-        """Copy the weights."""
+        """Copy the model's weights ``into`` memory of the layout."""
         ...
 
     def write(self, values: Values) -> None:
-        """Let the weights be these."""
+        """Set the model's weights to ``values``."""
         ...
 
     def subtract(self, values: Values) -> None:
-        """Let the buckets be the weights less ``values``."""
+        """Set the buckets to the weights minus ``values``."""
         ...
 
     def give_up(self, part: float) -> None:
-        """Take so much of what the buckets hold from the weights."""
+        """Subtract ``part`` times the buckets from the weights."""
         ...
 
     def share_out(self, weight: float) -> None:
-        """Let the buckets be this worker's part of a mean in which it counts so much, on the average 1."""
+        """Scale the buckets to this worker's share of a mean. The ``weight`` is 1 on average over the workers."""
         ...
 
     def bytes_of(self, block: Elements) -> Array:
-        """Those of a block, on the host."""
+        """The bytes of a block, on the host."""
         ...
 
     def at_once(self, block: Elements) -> int:
-        """Of how many of its elements an update is computed at once."""
+        """The number of elements of a block that one update computes at once."""
         ...
 
     def add_up(self, add: Callable[[Array], None]) -> None:
-        """Have ``add`` replace each bucket, in the transport's memory, by the workers' sum."""
+        """Call ``add`` for each bucket, in the transport's memory; it replaces the bucket by the workers' sum."""
         ...
 
     def saved(self, values: Values) -> list[Elements]:
-        """Copies for a checkpoint."""
+        """Copy ``values`` for a checkpoint."""
         ...
 
     def load(self, values: Values, saved: Sequence[Elements]) -> None:
-        """Have ``values`` be what ``saved`` gave; raises UsageError for that of another model."""
+        """Restore ``values`` from a checkpoint. UsageError if it is another model's."""
         ...
 
 
 class Mix(NamedTuple):
-    """This rank's part in a plan that adds some workers' arrays, and how many it adds up."""
+    """This rank's program in a plan that sums some workers' arrays, and the number of arrays in its sum."""
 
     program: Program
     parts: int
 
 
 class AgreedWeights:
-    """By how much weights differ from those that all workers have agreed on last, at first the present ones."""
+    """Exchanges the differences from the last agreed weights. The first agreed weights are the present ones."""
 
     alike = False
 
     def __init__(self, mode: Agrees, workers: int, memory: WeightMemory) -> None:
         self._mode, self._memory, self._pull = mode, memory, mode.pull(workers)
         self.agreed = memory.zeros()
-        """What this worker's weights are at first and after an exchange, unless it is a centre that no worker has."""
+        """This worker's weights at first and after each exchange. Under EASGD: the centre, which no worker has."""
         self._remembered = memory.zeros() if mode.remembers else Values((), ())
-        self._mark: int | None = 0  # None where it has to be computed: this rank alone says what was agreed on
+        # No digest is needed after an exchange, which leaves the same weights on all ranks. None: to be computed, since
+        # this rank has set the agreed weights by itself.
+        self._mark: int | None = 0
         memory.read(self.agreed)
 
     def mix(self, step: int) -> None:
-        """All are averaged."""
+        """No plan of its own: all workers are averaged."""
 
     @property
     def fingerprint(self) -> int:
-        """Of the agreed weights, where no exchange has made them: it has to be the same on all workers."""
+        """A digest of agreed weights that no exchange has made, else 0. It must be equal on all workers."""
         if self._mark is None:
             self._mark = 0
             for block in (*self.agreed.blocks, *self._remembered.blocks):
@@ -121,25 +123,25 @@ class AgreedWeights:
         return self._mark
 
     def anew(self) -> None:
-        """The present weights count as agreed on: all workers have to have the same, which the next exchange checks."""
+        """Take the present weights as the agreed ones. The next exchange checks that all workers have the same."""
         self._memory.read(self.agreed)
         self._mark = None
 
     def forget(self) -> None:
-        """The same, and nothing is remembered."""
+        """Take the present weights as the agreed ones, and clear the outer momentum."""
         for block in self._remembered.blocks:
             block[...] = 0
         self.anew()
 
     def put(self) -> None:
-        """Let the buckets be this worker's part of the mean difference, and the weights give up what they have to."""
+        """Set the buckets to this worker's share of the mean difference. Under EASGD pull the weights to the centre."""
         self._memory.subtract(self.agreed)
         if self._pull < 1:
             self._memory.give_up(self._pull)
         self._memory.share_out(1.0)
 
     def take(self, step: int) -> None:  # noqa: ARG002
-        """The mean has come, after that step: agree on what follows from it, and go on from there."""
+        """Compute the next agreed weights from the mean in the buckets, and continue from them."""
         remembered = self._remembered.blocks or [None] * len(self.agreed.blocks)
         for mean, agreed, memory in zip(self._memory.buckets.blocks, self.agreed.blocks, remembered, strict=True):
             agree_in_blocks(self._mode, agreed, mean, memory, self._memory.at_once(mean))
@@ -148,11 +150,11 @@ class AgreedWeights:
             self.give()
 
     def give(self) -> None:
-        """Let the weights be the agreed ones."""
+        """Set the weights to the agreed ones."""
         self._memory.write(self.agreed)
 
     def put_own(self, weight: float) -> bool:
-        """Let the buckets be this worker's part of the final weights; False where the centre is that."""
+        """Set the buckets to this worker's share of the final weights. False under EASGD, where the centre is final."""
         if self._pull < 1:
             return False
         if self._memory.sums_differences:
@@ -163,7 +165,7 @@ class AgreedWeights:
         return True
 
     def take_final(self) -> None:
-        """The sum of all parts has come, where there are some: let the weights be the final ones."""
+        """Set the weights to the final ones: the centre under EASGD, otherwise the sum in the buckets."""
         if self._pull < 1:
             self.give()
             return
@@ -173,14 +175,14 @@ class AgreedWeights:
         self._memory.write(self._memory.buckets)
 
     def saved(self) -> dict[str, list[Elements]]:
-        """What all workers have alike and a resumed run has to know."""
+        """The state that all workers share and that a resumed run needs."""
         found = {"agreed": self._memory.saved(self.agreed)}
         if self._mode.remembers:
             found["memory"] = self._memory.saved(self._remembered)
         return found
 
     def load(self, saved: Mapping[str, Sequence[Elements]]) -> None:
-        """All workers call it with the same, which the next exchange checks."""
+        """Restore ``saved``. All workers load the same state, which the next exchange checks."""
         self._memory.load(self.agreed, saved["agreed"])
         if self._mode.remembers:
             self._memory.load(self._remembered, saved["memory"])
@@ -188,9 +190,9 @@ class AgreedWeights:
 
 
 class MixedWeights:
-    """All of the weights, which a worker averages with those of some others: nothing is agreed on.
+    """Averages the weights of a worker with those of some others; there are no agreed weights.
 
-    Raises PlanError for a mode whose plans do not bring what each has to everybody.
+    Raises PlanError for a mode whose plans do not spread each worker's weights to all workers.
     """
 
     alike, fingerprint = True, 0
@@ -200,56 +202,56 @@ class MixedWeights:
         self._mode, self._workers, self._rank, self._memory = mode, workers, rank, memory
 
     def mix(self, step: int) -> Mix:
-        """As the mode has it."""
+        """The mode's plan after that step, for this rank."""
         plan = self._mode.mix(self._workers, step)
         return Mix(compiled(plan, self._rank), len(plan.sums[self._rank]))
 
     def program(self, step: int) -> Program:
-        """What takes the place of the strategy's architecture after that step."""
+        """The program that replaces the strategy's architecture after that step."""
         return self.mix(step).program
 
     def anew(self) -> None:
-        """Weights are what they are."""
+        """No effect: there are no agreed weights."""
 
     def forget(self) -> None:
-        """There is nothing to remember."""
+        """No effect: there is no outer momentum."""
 
     def give(self) -> None:
-        """Nothing is agreed on."""
+        """No effect: there are no agreed weights to give."""
 
     def put(self) -> None:
-        """What is added up is divided afterwards."""
+        """Set the buckets to the weights; ``take`` divides their sum."""
         self._memory.read(self._memory.buckets)
 
     def take(self, step: int) -> None:
-        """The weights are the mean of the sum."""
+        """Set the weights to the mean: the sum in the buckets by the number of its parts."""
         parts = self.mix(step).parts
         for block in self._memory.buckets.blocks:
             block /= parts
         self.take_final()
 
     def put_own(self, weight: float) -> bool:
-        """A part of the mean of all workers' weights."""
+        """Set the buckets to this worker's share of the mean over all workers."""
         self.put()
         self._memory.share_out(weight)
         return True
 
     def take_final(self) -> None:
-        """What has come."""
+        """Set the weights to the buckets."""
         self._memory.write(self._memory.buckets)
 
     def saved(self) -> dict[str, list[Elements]]:
-        """Workers have nothing alike."""
+        """Nothing: workers share no state."""
         return {}
 
     def load(self, saved: Mapping[str, Sequence[Elements]]) -> None:
-        """There is nothing to take up."""
+        """No effect: nothing is saved."""
 
 
 class WeightExchange:
-    """The exchanges of one model's weights, whose first key is ``key``; all workers make it together.
+    """The exchanges of one model's weights. All workers make it together; ``key`` is the first key of the exchanges.
 
-    ``follows`` says whether what they agree on has yet to be taken from the weights.
+    ``follows`` tells whether the agreed weights have yet to be taken from the present ones.
     """
 
     def __init__(
@@ -257,68 +259,68 @@ class WeightExchange:
     ) -> None:
         self._session, self._key, self._memory = session, key, memory
         self.travelling: AgreedWeights | MixedWeights
-        """What of the weights is exchanged."""
+        """The kind of exchange: differences from agreed weights, or weights."""
         if isinstance(mode, Agrees):
             self.travelling = AgreedWeights(mode, session.world_size, memory)
         else:
             assert isinstance(mode, Mixes)
             self.travelling = MixedWeights(mode, session.world_size, session.rank, memory)
         self.follows = follows
-        """Whether all have the same weights, which those that are agreed on have yet to become."""
+        """Whether an update that is equal on all workers has changed the weights since they were agreed."""
         self.since = 0
-        """How many steps of its own this worker has made since weights were exchanged last."""
+        """The steps that this worker has made alone since the last exchange of weights."""
 
     @property
     def program(self) -> Callable[[int], Program] | None:
-        """What exchanges them in place of the strategy's architecture, by step, where anything does."""
+        """The program by step that replaces the strategy's architecture; None if the architecture is used."""
         return self.travelling.program if isinstance(self.travelling, MixedWeights) else None
 
     def weight(self, counted: Callable[[], float]) -> float:
-        """What this worker counts: ``counted``, or nothing where it has made no step since the last exchange."""
+        """This worker's weight in the mean: ``counted``, or 0 if it has made no step since the last exchange."""
         if self.travelling.alike:
             return 1.0
         return counted() if self.since else 0.0
 
     def made_alone(self) -> None:
-        """A step of the worker's own is made, whose update is yet to come."""
+        """Note a step that this worker makes alone, before its update."""
         if self.follows:
             self.travelling.anew()
             self.follows = False
         self.since += 1
 
     def updated_alike(self) -> None:
-        """Weights have had an update that is the same on all workers."""
+        """Note an update that is equal on all workers."""
         self.follows = True
 
     def rest(self) -> None:
-        """What all agree on is what they have, before something that all do together between two steps."""
+        """Take the present weights as agreed if they are equal on all workers, before a joint call between steps."""
         if self.follows:
             self.travelling.anew()
 
     @property
     def fingerprint(self) -> int:
-        """What has to be the same on all workers for an exchange to make sense."""
+        """The digest that must be equal on all workers for an exchange to be meaningful."""
         return self.travelling.fingerprint
 
     def put(self) -> None:
-        """All come to exchange weights: what of them travels goes into the buckets."""
+        """Fill the buckets for an exchange."""
         self.travelling.put()
 
     def take(self, meeting: Meeting, step: int) -> None:
-        """What was exchanged after that step has come."""
+        """Take the result of the exchange after that step. GradientError if workers started from different weights."""
         self._check_alike(meeting)
         self.travelling.take(step)
         self.since = 0
 
     def forget(self) -> None:
-        """A state that has nothing of this was loaded: go on from the weights that there are, as in the beginning."""
+        """Begin again from the present weights, after a state without agreed weights was loaded."""
         self.travelling.forget()
         self.since, self.follows = 0, False
 
     def consolidate(self, step: int, counted: Callable[[], float], met: Callable[[Meeting], None]) -> None:
-        """Let all workers' weights be what the run gives, whose course stays what it would be without it.
+        """Give all workers the final weights without changing the further course of the run.
 
-        All call it together, behind ``rest``; ``met`` is told when this worker has come.
+        All workers call it together, after ``rest``. ``met`` is called with this worker's meeting.
         """
         session, travelling = self._session, self.travelling
         argument, weight = step_argument(self._key, step), self.weight(counted)
@@ -331,11 +333,11 @@ class WeightExchange:
         travelling.take_final()
 
     def _add(self, array: Array) -> None:
-        """Between the workers alone: servers and codecs have no part in it."""
+        """Sum a bucket among the workers alone, without servers or codec."""
         self._session.run(self._session.allreduce_program(array.nbytes), array, "consolidate")
 
     def _check_alike(self, meeting: Meeting) -> None:
-        """Raise GradientError where workers have gone on from different weights."""
+        """Raise GradientError if workers have continued from different weights."""
         marks = {ticket.flags for ticket in meeting.tickets() if ticket.kind != JOINED}
         if len(marks) > 1:
             raise self._session.fault(
