@@ -1,26 +1,27 @@
-"""Overlap with the next forward pass: schedules whose results are needed by a layer, or a step, later.
+"""Overlaps the exchange with the next forward pass, under schedules with ``apply="layer"`` or ``"next_step"``.
 
-``backward()`` ends while gradients are still under way. ``optimizer.step()`` then notes the values of its groups and
-returns; every parameter is updated with its averaged gradient when somebody looks at it (``deferred``), which as a rule
-is its layer in the next forward pass. The script's loop stays as it is:
+``backward()`` ends while gradients are still in flight. ``optimizer.step()`` then records the values of its groups and
+returns. Each parameter is updated with its averaged gradient at its first use (``deferred``), usually by its layer in
+the next forward pass. The script's loop stays as it is:
 
-* Who looks at a gradient (clipping, a GradScaler) waits for all of them, and has averages from there on. The optimizer
-  then updates at once, whatever has become of them. So it does where a script has put gradients of its own in place.
-* Who has kept gradients from before, to change them by, waits in ``optimizer.step()``; who changes them in a way that
-  nobody could know of is refused.
-* Who looks at a weight (an evaluation, a moving average, ``state_dict``) has it updated first.
-* A second backward pass without a step, and whatever ends an exchange (a checkpoint, another layout, the end), waits.
-* Weights of compiled models, and those of whose use torch does not tell, wait at the model's own forward pass. The
-  first pass shows which ones these are; the gradient of a weight that has been read too early is refused.
+* Reading a gradient (clipping, a GradScaler) waits for all gradients, which are averages from then on. The optimizer
+  then updates at once, with the gradients as the script has left them, or with the script's own gradients.
+* If the script has kept a gradient tensor through which it could change the gradient, ``optimizer.step()`` waits. A
+  change that cannot be noticed in time is refused.
+* Reading a weight (an evaluation, a moving average, ``state_dict``) updates it first.
+* A second backward pass without a step waits, and so does the end of an exchange: a checkpoint, another layout, the
+  shutdown.
+* Weights of compiled models, and weights whose use torch does not report, wait at the model's own forward pass. The
+  first pass shows which weights these are. The gradient of a weight that was read before its update is refused.
 
-Each parameter is updated by a copy of the user's optimizer object whose groups hold nothing else.
+A copy of the user's optimizer object, whose groups hold these parameters alone, updates them.
 
-Where the schedule is yet to be chosen (``choosing``) a crossing only watches: steps end where they always did, and who
-would have to wait is noticed.
+While the schedule is being chosen (``choosing``), a ``Crossing`` only watches: steps end as without overlap, and it
+notes whether the script would have had to wait.
 
-Under ``apply="next_step"`` weights are updated with the gradients of the step before. With ``local`` a worker goes on
-from weights that are ahead of that by its own gradient, a step of plain SGD; the optimizer sees averages
-only, and who looks at weights between steps, on any rank, sees those that all have.
+Under ``apply="next_step"`` an update uses the gradients of the step before. With ``local`` a worker continues from
+weights that include its own latest gradient by a step of plain SGD. The optimizer sees averages only, and a script that
+reads weights between steps sees, on every rank, the weights that all ranks share.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ from .supported import check_held
 
 
 class Owed:
-    """What a step still owes to the weights: the gradients in ``storage``, as ``written`` knows them, in ``buckets``.
+    """The deferred update of one step: its gradients in ``storage``, exchanged in ``buckets``.
 
-    The optimizer has the tensors ``held``, and its groups had these ``values``.
+    ``written`` detects changes of the gradients, ``values`` are the optimizer's group values at the step, and ``held``
+    are the tensors in its groups.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Owed:
                 self._left[part.tensor] = self._left.get(part.tensor, 0) + 1
 
     def complete(self, buckets: Iterable[int]) -> list[int]:
-        """The tensors that the optimizer has of which these were the last buckets."""
+        """The tensors in the optimizer's groups that these buckets complete."""
         found = []
         for number in buckets:
             for part in self._buckets[number].slices:
@@ -84,7 +86,7 @@ class Owed:
 
     @property
     def over(self) -> bool:
-        """Whether all tensors have had the update."""
+        """Whether all tensors have been updated."""
         return not self._left
 
 
@@ -92,15 +94,15 @@ log = logging.getLogger("syncline")
 
 
 class Crossing:
-    """One model's deferred updates, which ``optimizer`` does, whose class is ``plain``; ``replica`` has the steps.
+    """One model's deferred updates by ``optimizer``, whose original class is ``plain``; ``replica`` has the steps.
 
-    ``later`` is for ``apply="next_step"``, and ``local`` says whether workers go on ahead of it.
+    ``later``: ``apply="next_step"``. ``local``: workers add their own gradient ahead of the update.
     """
 
     def __init__(
         self, replica: Replica, optimizer: torch.optim.Optimizer, plain: type, *, later: bool, local: bool
     ) -> None:
-        replica.guard.check_trained(replica.steps)  # no hook can be put on what was frozen since
+        replica.guard.check_trained(replica.steps)  # a parameter frozen since then takes no hook
         self._replica, self._optimizer, self._plain, self._later = replica, optimizer, plain, later
         self._parameters = [parameter for _, parameter in replica.named]
         self._deferral = Deferral(self._parameters, self._read, self.flush)
@@ -108,47 +110,47 @@ class Crossing:
         self.local = LocalSteps(self._parameters, optimizer) if local else None
         self._alone = updates_alone(optimizer)
         self._owed: dict[int, Owed] = {}  # updates, by step
-        self._failed: BaseException | None = None  # what kept an update from being made
-        self._written = Writes(replica.storage)  # the gradients, as backward has left them
-        self._left: Writes | None = None  # the same as the optimizer has, where steps are watched
-        self._early: list[int] = []  # parameters that are read where nobody sees it
-        self._first = True  # no step has been exchanged
-        self._looked: set[int] | None = None  # those that were looked at in the first pass, while that lasts
-        self._unread: frozenset[int] = frozenset()  # those that no forward pass had read when a backward pass began
-        self._pass = -1  # the backward pass that they are of
+        self._failed: BaseException | None = None  # the error that prevented an update
+        self._written = Writes(replica.storage)  # detects changes of the gradients since backward
+        self._left: Writes | None = None  # the same since the optimizer's step, while watching
+        self._early: list[int] = []  # parameters whose reads torch does not report
+        self._first = True  # no step has been exchanged yet
+        self._looked: set[int] | None = None  # parameters read in the first pass, during that pass
+        self._unread: frozenset[int] = frozenset()  # parameters unread when the backward pass began
+        self._pass = -1  # that backward pass
         self.looked = False
-        """Whether the script has looked at what was, or would have been, under way."""
+        """Whether the script has read a value that was in flight, or would have been."""
         self.gives_way = False
-        """Whether another schedule may take the place of one that crosses iterations."""
+        """Whether another schedule may replace one with deferred updates."""
         self.refused = False
-        """Whether it has to, since the optimizer holds what does not go with one."""
-        self._in_forward = False  # a forward pass of the model is running, in which weights are read
+        """Whether another schedule must replace it, since the optimizer holds a group that cannot be deferred."""
+        self._in_forward = False  # a forward pass of the model, which reads weights, is running
         self._handles: list[Any] = [
             parameter.register_hook(partial(self._before_gradient, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self._parameters)
         ]
         after = eager(lambda *_: self._after_forward())
-        self._handles.append(replica.model.register_forward_hook(after, always_call=True))  # also where the pass fails
+        self._handles.append(replica.model.register_forward_hook(after, always_call=True))  # also if the pass fails
         replica.hooks.keep(self._handles[-1:])
 
     @property
     def model(self) -> torch.nn.Module:
-        """Whose steps these are."""
+        """The model of these updates."""
         return self._replica.model
 
     @property
     def updates_alone(self) -> bool:
-        """Whether parameters may be updated one after the other."""
+        """Whether the optimizer can update parameters one by one."""
         return self._alone
 
     @property
     def name(self) -> str:
-        """The schedule's."""
+        """The name of the schedule."""
         return self._replica.exchange.layout.strategy_in(self._replica.session.strategy).schedule.name
 
     @property
     def watches(self) -> bool:
-        """Whether nothing waits, and who would have to is only noticed."""
+        """Whether updates are not deferred, and reads that would have waited are only noted."""
         return self._deferral.watches
 
     @watches.setter
@@ -157,16 +159,16 @@ class Crossing:
 
     @property
     def attached(self) -> bool:
-        """Whether steps are still this one's affair."""
+        """Whether this object still handles the model's steps."""
         return bool(self._handles)
 
     def take_looked(self) -> bool:
-        """Whether the script has looked since this was asked last."""
+        """Whether the script has read a deferred value since the last call."""
         found, self.looked = self.looked, False
         return found
 
     def detach(self) -> None:
-        """Parameters are what they seem to be; what is under way is not waited for."""
+        """Give parameters their class back, without waiting for exchanges in flight."""
         if self._owed and self._failed is None and self._replica.session.engine.error is None:
             log.warning(
                 "%s: the run ends between two steps: some weights have had the last update and others not; call"
@@ -181,19 +183,19 @@ class Crossing:
     # The optimizer's side.
 
     def step(self, whole: Callable[[], Any]) -> None:
-        """The script calls the optimizer, which would do ``whole``."""
+        """The script calls ``optimizer.step()``. ``whole`` is the optimizer's original step."""
         with self._deferral.lock:
             if self._replica.trained.machine.unstepped:
                 if self._defer_step():
                     return
             else:
                 self.flush()
-        whole()  # without the lock: what it calls may look at parameters in a thread of autograd's, of a device
+        whole()  # without the lock: autograd's threads of a device may read parameters meanwhile
         if self.watches:
             self._watch_weights()
 
     def _defer_step(self) -> bool:
-        """Have the weights updated later; False where the optimizer has to do it now, as somebody has looked."""
+        """Defer the update. False if the optimizer must update now, because the script has read a gradient."""
         held = self._of_groups()
         if not self._deferral.any or not self._nobody_looked(held):
             self.flush()
@@ -204,7 +206,7 @@ class Crossing:
         if now:
             self._deferral.release_all()
             return False
-        values = values_of(self._optimizer)  # behind the update before
+        values = values_of(self._optimizer)  # after the update before this one
         storage, buckets = self._replica.storage_of(number), self._replica.exchange.layout.buckets
         self._owed[number] = Owed(storage, self._written, buckets, values, frozenset(held))
         self._deferral.defer(range(len(self._parameters)))
@@ -214,13 +216,13 @@ class Crossing:
         return True
 
     def _watch_weights(self) -> None:
-        """The optimizer has updated them: until the next forward pass nobody has to look."""
+        """After an update at once, note reads of weights before the next forward pass."""
         with self._deferral.lock:
             self._deferral.defer(range(len(self._parameters)))
             self._left = Writes(self._replica.storage)
 
     def at_once(self, whole: Callable[[], Any]) -> Any:
-        """Let the optimizer update all that it has, with gradients as they are when it looks at them."""
+        """Finish all deferred updates, and let the optimizer's ``whole`` step use the gradients as they are."""
         with self._deferral.lock:
             self.flush()
             if self._replica.trained.machine.unstepped:
@@ -228,7 +230,7 @@ class Crossing:
         return whole()
 
     def check_added(self, group: dict[str, Any]) -> None:
-        """Raise UsageError where a group that is given to the optimizer cannot be, unless another schedule can."""
+        """Raise UsageError if a new group cannot be deferred, unless another schedule may replace this one."""
         try:
             check_held(self.name, self.model, group)
         except UsageError:
@@ -237,12 +239,12 @@ class Crossing:
             self.refused = True
 
     def _of_groups(self) -> list[int]:
-        """The parameters that the optimizer updates."""
+        """The numbers of the parameters in the optimizer's groups."""
         held = (one for group in self._optimizer.param_groups for one in group["params"])
         return [number for one in held if (number := self._numbers.get(id(one))) is not None]
 
     def _nobody_looked(self, held: Iterable[int]) -> bool:
-        """Whether all gradients are still what backward has made of them."""
+        """Whether all gradients are unread and unchanged since backward."""
         if has_hooks(self._optimizer):
             return False
         storage = self._replica.storage
@@ -257,14 +259,14 @@ class Crossing:
         return not self._keeps()
 
     def _keeps(self) -> bool:
-        """Whether the script has kept what shows, or changes, what is under way: nobody would see it do so."""
+        """Whether the script has kept a tensor that shares memory with a value in flight: its use is not reported."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.gives_way and any(shares_memory(parameter) for parameter in self._parameters):
                 return True
             return self._replica.storage.kept
 
     def _check_unwritten(self, written: Writes, tensors: Iterable[int] | None = None) -> None:
-        """Raise GradientError where one of these gradients, or of all, was changed while it was under way."""
+        """Raise GradientError if one of these gradients (all by default) was changed while it was in flight."""
         if (number := written.since(tensors)) is not None:
             raise self._replica.fault(
                 f"the gradient of {self._replica.named[number][0]!r} was changed through a tensor that was kept from"
@@ -273,14 +275,14 @@ class Crossing:
             )
 
     def _update_others(self, values: Values) -> None:
-        """Parameters whose gradients are not exchanged are updated at once."""
+        """Update parameters whose gradients are not exchanged at once."""
         others = [one for group in values for one in group["params"] if id(one) not in self._numbers]
         mine = [one for one in others if one.grad is not None]
         if mine:
             update(self._optimizer, self._plain, values, mine, [one.grad for one in mine])
 
     def zero_grad(self, plain: Callable[[], None], *, looks: bool) -> None:
-        """The script clears gradients, as ``plain`` does; torch's own way of setting them to None looks at none."""
+        """The script clears gradients by ``plain``. ``looks``: it reads them, as setting to None does not."""
         if looks:
             self.flush()
             plain()
@@ -291,23 +293,23 @@ class Crossing:
     # The model's side.
 
     def before_forward(self) -> None:
-        """The model's own forward pass begins."""
+        """The model's own forward pass begins: complete the parameters whose reads torch does not report."""
         if self._in_forward:  # the pass before was interrupted
             self._looked = None
         self._in_forward = True
-        self.looked |= in_transform()  # in which nothing can be updated
+        self.looked |= in_transform()  # inside a transform no update is possible
         if torch._C._get_tracing_state() is not None:
-            with _untraced():  # or the trace would have the updates, as what the model computes
+            with _untraced():  # or the trace would contain the updates
                 self.flush()
         elif self._replica.trained.machine.unstepped and self._deferral.any:
-            self.flush()  # gradients will be added to these
+            self.flush()  # backward will add to these gradients
         elif is_compiled(self._replica.model):
             self.flush()
         elif self._first:
             if torch.is_grad_enabled():
                 self._looked = self._looked or set()
                 self._deferral.defer(range(len(self._parameters)))
-            else:  # an evaluation shows nothing of what training reads
+            else:  # an evaluation does not show which weights training reads
                 self._deferral.release_all()
         elif self.watches or (self._later and torch.is_grad_enabled() and self._replica.model.training):
             self._deferral.release_all()
@@ -315,13 +317,13 @@ class Crossing:
             self._deferral.complete(self._parameters[number] for number in self._early)
 
     def _after_forward(self) -> None:
-        """Who looks at weights from now on is not this pass."""
+        """The model's own forward pass is over; later reads are not the pass's."""
         self._in_forward = False
         if self._looked is not None:
             self._deferral.release_all()
 
     def _before_gradient(self, number: int, _: torch.Tensor) -> None:
-        """Backward is about to add to the gradient of a parameter."""
+        """Backward is about to add to a parameter's gradient."""
         if self._left is not None:
             self.looked |= self._left.since() is not None
             self._left = None
@@ -339,7 +341,7 @@ class Crossing:
             )
 
     def _check_free(self, number: int) -> None:
-        """Raise GradientError where backward would add to a gradient that is under way."""
+        """Raise GradientError if backward would add to a gradient that is in flight."""
         gradient = self._parameters[number].grad
         if gradient is not None and any(
             gradient.data_ptr() == owed.storage.places[number] for owed in self._owed.values()
@@ -356,7 +358,7 @@ class Crossing:
             self.looked |= unstepped
             self._deferral.release_all()
             return
-        if watching or (self._later and not unstepped):  # another forward pass than the model's has read them as is
+        if watching or (self._later and not unstepped):  # a forward pass other than the model's has read the weights
             self._deferral.release_all()
             return
         if not unstepped:
@@ -365,9 +367,9 @@ class Crossing:
         self.settle()
 
     def backward_over(self) -> None:
-        """What is exchanged of this pass is under way from now on."""
+        """Backward is over. Gradients are in flight, so defer the parameters."""
         self._unread = frozenset()
-        self._first = self._first and self._looked is None and self.watches  # it may watch from mid-step on
+        self._first = self._first and self._looked is None and self.watches  # watching may begin mid-step
         self._looked, self._in_forward = None, False
         if self._replica.trained.machine.under_way:
             self._written = Writes(self._replica.storage)
@@ -376,7 +378,7 @@ class Crossing:
     # What completes parameters.
 
     def _do(self, actions: Sequence[Action]) -> None:
-        """Carry out what the state machine says, which has passed on by then: what fails now fails for good."""
+        """Carry out answers of the state machine. It has advanced already, so an error is final."""
         if self._failed is not None:
             raise self._failed
         try:
@@ -386,7 +388,7 @@ class Crossing:
             raise
 
     def _read(self, numbers: Sequence[int]) -> None:
-        """Somebody looks at these parameters."""
+        """The script or a layer reads these parameters: complete their updates."""
         if self._looked is not None and not self._owed:
             self._looked.update(numbers)
         elif self._later or self._replica.trained.machine.unstepped:
@@ -397,13 +399,13 @@ class Crossing:
                 self._do(self._replica.trained.machine.needed(number))
 
     def flush(self) -> None:
-        """The script wants to see what is under way: wait for it, and update what the optimizer was called for."""
+        """Wait for all exchanges and finish all deferred updates, because the script reads a value."""
         with self._deferral.lock:
             self.looked |= bool(self._owed) or self._deferral.any
             self.settle()
 
     def settle(self) -> None:
-        """The same without the script."""
+        """Wait for all exchanges and finish all deferred updates, without a read by the script."""
         with self._deferral.lock:
             if self._owed or self._deferral.any:
                 if self._replica.trained.machine.unstepped and self._deferral.any and not self.watches:
@@ -412,10 +414,10 @@ class Crossing:
                 self._deferral.release_all()
 
     def apply(self, action: Apply) -> None:
-        """The results of a step have come for these buckets."""
+        """Update the parameters that these buckets complete."""
         owed = self._owed.get(action.step)
         if owed is None:
-            return  # the optimizer has done it at once
+            return  # the optimizer has updated at once
         tensors = owed.complete(action.buckets)
         self._check_unwritten(owed.written, tensors)
         self._deferral.release(tensors)
@@ -436,7 +438,7 @@ class Crossing:
 
 
 def watch_zero_grad(crossing: Crossing) -> None:
-    """The model's ``zero_grad``, if it is torch's own, looks at no gradient where it sets them to None."""
+    """Replace torch's own ``zero_grad`` of a model: setting gradients to None does not read them."""
     if type(crossing.model).zero_grad is torch.nn.Module.zero_grad:
         crossing.model.zero_grad = partial(_zero_grad, crossing)  # type: ignore[method-assign]
 
@@ -448,7 +450,7 @@ def _zero_grad(crossing: Crossing, set_to_none: bool = True) -> None:
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Inside, torch.jit.trace records nothing."""
+    """Suspend the recording of torch.jit.trace."""
     library: Any = torch._C
     tracing = library._get_tracing_state()
     library._set_tracing_state(None)
