@@ -1,21 +1,21 @@
-"""The forward and backward passes of a model: where its gradients come from, and what is done at each.
+"""Owns the forward and backward passes of a model: takes its gradients and makes steps of them.
 
-A hook on each parameter fires when its gradient is complete. It is moved into its place in a contiguous bucket, divided
-on the way by the number of ranks unless each rank's is an update by itself, and ``param.grad`` becomes a view of it:
-after ``zero_grad(set_to_none=True)`` that is the only copy (``Produced``). The state machine of the step
-(``engine.step``) is told, whose answers are carried out (``training.model``); what it wants to be waited for at the end
-has arrived when ``backward()`` returns, so that what follows (clipping, GradScaler, the step) sees averaged gradients.
-The step's ticket, which says how much this rank counts (``options``), goes with the first gradient, unless the pass may
-still add to the weight.
+A hook on each parameter fires when its gradient is complete. The gradient moves into its place in a contiguous bucket,
+divided by the number of ranks unless each rank's push is an update by itself, and ``param.grad`` becomes a view of the
+bucket. After ``zero_grad(set_to_none=True)`` that is the only copy (``Produced``). The state machine of the step
+(``engine.step``) hears of the gradient, and ``training.model`` carries out its answers. When ``backward()`` returns,
+all exchanges that the step waits for have arrived, so clipping, a GradScaler and the optimizer see averaged gradients.
+The step's ticket carries this rank's weight (``options``). It is sent at the first gradient, unless the pass may still
+add to the weight.
 
-A re-entrant checkpoint may produce a gradient several times in one backward pass (``backward``). Whether a model has
-some shows in its first pass, which is therefore *held*: gradients are moved, but nothing is scaled or sent before the
-pass ends. So is every later one if there were some.
+A re-entrant checkpoint may produce a gradient several times in one backward pass (``backward``). The first pass shows
+whether a model has any. It is therefore *held*: gradients are moved, but nothing is scaled or sent before the pass
+ends. If there were any, all later passes are held too.
 
-A backward pass that makes no gradients of parameters (``torch.autograd.grad``) is none of ours.
+A backward pass without gradients of parameters (``torch.autograd.grad``) is ignored.
 
-Owns what else has to do with the passes: updates that wait for the next one (``overlap``), weights that are exchanged
-in place of gradients (``averaging``), batch statistics (``buffers``).
+Passes also drive deferred updates (``overlap``), exchanges of weights (``averaging``) and batch statistics
+(``buffers``).
 """
 
 from __future__ import annotations
@@ -65,36 +65,36 @@ class TrainedReplica(Replica):
         self._fills_missing = options.unused == "zeros"
         self._backward = Backward(self._end_backward, self._given_up)
         self._samples = self.counting if isinstance(self.counting, Samples) else None
-        self._synchronising = True  # False while the script has said that gradients are only to be added up here
-        self._synchronises = self._alone = False  # the present backward pass is exchanged, or a step of the rank's own
-        self._held = True  # nothing of a backward pass is sent before it ends
-        self._touched = False  # the present backward pass has made a gradient
+        self._synchronising = True  # False inside no_sync()
+        self._synchronises = self._alone = False  # the backward pass is exchanged, or is a step of this rank alone
+        self._held = True  # nothing is sent before the backward pass ends
+        self._touched = False  # the backward pass has produced a gradient
         self._produced = Produced(self.named, self.storage, self.fault)
-        self._untold: list[int] = []  # of those that have come, what the state machine does not know yet
-        self.made_local_steps = False  # which were not exchanged
+        self._untold: list[int] = []  # complete gradients that the state machine does not know yet
+        self.made_local_steps = False  # whether any step was not exchanged
         self.buffers = Buffers(session, self.selection, self.exchange.staging, first_key, self.fault)
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
 
     crossing: Crossing | None = None
-    """Where steps end in the next iteration."""
+    """The deferred updates, if the schedule has any."""
 
     averaging: Averaging | None = None
-    """Where workers train by themselves and exchange weights."""
+    """The exchange of weights, if workers train alone in between."""
 
     # The user's side.
 
     @property
     def synchronous_at_first(self) -> bool:
-        """Whether weights are exchanged, and gradients in other steps."""
+        """Whether the mode exchanges gradients in some steps and weights in others."""
         return self.averaging is not None and exchanges_gradients(self.exchange.mode)
 
     def flush(self) -> None:
-        """Wait for whatever is under way between two steps, and update what the optimizer was called for."""
+        """Wait for all exchanges in flight between two steps, and finish all deferred updates."""
         if self.crossing is not None:
             self.crossing.flush()
 
     def settle(self) -> None:
-        """The same, for what is ours: it is no sign of a script that looks."""
+        """``flush``, and exchange weights that are due, without counting as a read by the script."""
         if self.crossing is not None:
             self.crossing.settle()
         if self.averaging is not None:
@@ -110,7 +110,7 @@ class TrainedReplica(Replica):
             self._synchronising = before
 
     def shadow(self, meeting: Meeting, number: int) -> None:
-        """Take part in the others' step of that number with zeros."""
+        """Take part with zeros in the step of that number of the other ranks."""
         self.turn(number)
         self._zero()
         self.trained.shadow(STEP, meeting, number)
@@ -119,8 +119,8 @@ class TrainedReplica(Replica):
         self.reset()
 
     def _zero(self) -> None:
-        """Let the gradients of the present step be zeros."""
-        self.exchange.staging.synchronize()  # the last step's copies may still read what is now overwritten
+        """Set the gradients of the present step to zero."""
+        self.exchange.staging.synchronize()  # copies of the last step may still read this memory
         with torch.no_grad():
             for flat in self.storage.resident.values():
                 flat.zero_()
@@ -162,13 +162,13 @@ class TrainedReplica(Replica):
                 self._samples.before_forward(arguments, keywords)
 
     def on_state_loaded(self, module: torch.nn.Module) -> None:
-        """The script has loaded a state."""
-        if module is self.model:  # and no copy of it
+        """The script has loaded a state into a module."""
+        if module is self.model:  # not a copy of the model
             self.guard.check_same_parameters()
             self.listeners.loaded()
 
     def after_forward(self, output: Any) -> None:
-        """When backward comes through this output, its samples count."""
+        """Note an output: its samples count when backward passes through it."""
         if torch.is_grad_enabled() and self._samples is not None and not self._samples.after_forward(output):
             raise self.fault(
                 f"the model gives a {type(output).__name__} in which no tensor was found, so that nothing says which"
@@ -177,13 +177,13 @@ class TrainedReplica(Replica):
             )
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is complete, or, in a pass that is held, some of it."""
-        if torch._C._current_graph_task_id() not in self._backward.tasks:  # two calls less for each other gradient
+        """A parameter's gradient is complete, or in a held pass a part of it."""
+        if torch._C._current_graph_task_id() not in self._backward.tasks:  # saves two calls for every further gradient
             self._enter(index)
         if not self._touched:
             self._touch()
         gradient = parameter.grad
-        if gradient is None or not self._synchronises:  # an autograd function may give None
+        if gradient is None or not self._synchronises:  # an autograd function may return None
             return
         times, produced = self.exchange.times, self._produced
         if times is not None:
@@ -196,25 +196,27 @@ class TrainedReplica(Replica):
                 self._tell()
 
     def _touch(self) -> None:
-        """The first gradient of a pass has come."""
+        """The first gradient of a pass is complete."""
         self._touched = True
         if not self._synchronises:
             return
         if self.crossing is not None and self.crossing.local is not None:
             self.crossing.local.forget()
-        if self.exchange.replaces and self.exchange.on_replacing is None:  # with owners, behind the optimizer
+        if (
+            self.exchange.replaces and self.exchange.on_replacing is None
+        ):  # with owners it is replaced after the optimizer's step
             self.replace_layout()
         self._produced.share = 1.0 if self._held or not self.trained.machine.due else self.trained.share
 
     @property
     def _local(self) -> Keep | None:
-        """What takes weights ahead by this worker's own gradients, where anything does."""
+        """Keeps this worker's own gradients for a local step, if the schedule has local steps."""
         return None if self.crossing is None or self.crossing.local is None else self.crossing.local.keep
 
     # One backward pass.
 
     def _tell(self) -> None:
-        """Let the state machine know which gradients have come, and do what it says."""
+        """Report complete gradients to the state machine, and carry out its answers."""
         trained = self.trained
         for index in self._untold:
             if actions := trained.machine.produced(index):
@@ -222,7 +224,7 @@ class TrainedReplica(Replica):
         self._untold.clear()
 
     def came_through_output(self) -> None:
-        """The first sign of a backward pass, before any gradient."""
+        """Backward has reached an output: the first sign of a pass, before any gradient."""
         if self.hooks.attached:
             self._enter()
 
@@ -233,7 +235,7 @@ class TrainedReplica(Replica):
             self.listeners.backward(first)
             self.turn(self.trained.machine.begun)
             self._produced.storage = self.storage
-            # Set by scripts on the model, where they would set it on DistributedDataParallel's wrapper.
+            # Scripts set it on the model, as they would on DistributedDataParallel's wrapper.
             synchronises = self._synchronising and getattr(self.model, "require_backward_grad_sync", True)
             self._alone = synchronises and self.averaging is not None and not self.trained.machine.due
             self._synchronises = synchronises and not self._alone
@@ -255,7 +257,7 @@ class TrainedReplica(Replica):
         self._forget()
 
     def reset(self) -> None:
-        """The exchange is over."""
+        """End the pass after its exchange."""
         self._backward.leave()
         self.counting.reset()
         self._forget()
@@ -267,7 +269,7 @@ class TrainedReplica(Replica):
         self._untold = []
 
     def _end_backward(self) -> None:
-        """At the end of backward: nothing may be missing, everything has to arrive."""
+        """End the backward pass: make a step of it if it is exchanged."""
         held, self._held = self._held, self._backward.nested
         if self._touched and self._synchronises:
             self._end_step(held)
@@ -275,7 +277,7 @@ class TrainedReplica(Replica):
             self._end_own()
 
     def _end_own(self) -> None:
-        """The pass is not exchanged: it accumulates, is a step of the rank's own, or is none of ours."""
+        """End a pass that is not exchanged: it accumulates, is a step of this rank alone, or is ignored."""
         averaging = self.averaging
         if self.exchange.times is not None:
             self.exchange.times.forget()
@@ -291,14 +293,14 @@ class TrainedReplica(Replica):
             self.crossing.backward_over()
 
     def _end_step(self, held: bool) -> None:
-        """The pass makes a step; where it was ``held`` nothing of it has been sent so far."""
+        """Make a step of the pass. If it was ``held``, none of its gradients has been sent."""
         due = self.trained.machine.due
         try:
             if not due:
                 self.listeners.local_step()
             self._send_rest(held and due)
         except BaseException as error:
-            if self.trained.begun:  # the others wait for the rest of this step
+            if self.trained.begun:  # the other ranks wait for the rest of this step
                 self.session.member.process.interrupted(error)
             self.trained.begin_anew()
             self.reset()
@@ -311,7 +313,7 @@ class TrainedReplica(Replica):
         self.listeners.exchanged(meeting)
 
     def _send_rest(self, unshared: bool) -> None:
-        """Send what has not gone yet, divided where it is ``unshared`` so far, and wait as the state machine says."""
+        """Send the remaining gradients, divided first if they are ``unshared``, and wait as the state machine says."""
         self._produced.check_untouched()
         if unshared:
             self._produced.share_out(self.trained.share)
@@ -330,7 +332,7 @@ class TrainedReplica(Replica):
     # Steps.
 
     def _made_step(self, due: bool) -> None:
-        """A step was made, which was exchanged where that was ``due``."""
+        """Note a step. It was exchanged if that was ``due``."""
         self.trained.made_step(due)
         if self.exchange.times is not None:
             self.exchange.times.end_step()
