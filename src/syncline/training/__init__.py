@@ -1,5 +1,5 @@
-"""The training of a model by several workers, the same for every framework: memory, buckets on their way, steps.
+"""Owns the training of a model by several workers, for all frameworks: its memory, its exchanges and its steps.
 
-Knows no framework: tensors are flat arrays of the host, or whatever a framework's ``Staging`` copies from and to those.
-A framework says when gradients are there, when its optimizer is called, and what an update is.
+It depends on no framework. Tensors are flat arrays on the host, or device tensors that a framework's ``Staging`` copies
+to and from such arrays. A framework reports complete gradients and calls of its optimizer, and defines an update.
 """

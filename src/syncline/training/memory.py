@@ -1,8 +1,9 @@
-"""A model's tensors in contiguous memory of the transport, cut into buckets, and laid out alike on all processes.
+"""Owns a model's tensors in contiguous memory of the transport, cut into buckets in the same layout on all processes.
 
-``Stored`` is what buckets need of such memory, ``Blocks`` is the memory of frameworks whose tensors are arrays of the
-host. Where tensors live on a device, ``Staging`` copies buckets to the transport's memory and back. All processes begin
-with rank 0's model: ``agree_on_model``, ``copy_from_rank_0``. Does not know what the tensors are.
+``Stored`` is the interface of such memory; ``Blocks`` implements it for frameworks whose tensors are arrays on the
+host. ``Staging`` copies the buckets of tensors on a device to the transport's memory and back. All processes start with
+rank 0's model: ``agree_on_model`` compares the models, ``copy_from_rank_0`` broadcasts the weights. Nothing here
+depends on whether the tensors are weights or gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..session.session import MODEL_KEYS, Session
 from ..session.tickets import BUCKET_KEYS
 
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
-"""Gives memory of so many bytes, as an array of that type."""
+"""Allocates memory of the given size in bytes, as an array of the given element type."""
 
 
 class Stored(Protocol):
@@ -36,54 +37,54 @@ class Stored(Protocol):
 
     @property
     def placed(self) -> Sequence[Placed]:
-        """Where each tensor lies in the block of its type."""
+        """The place of each tensor in the block of its element type."""
         ...
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Let ``arrays`` be these buckets of the same tensors; raises UsageError unless they lie together in one."""
+        """Set ``arrays`` to other buckets of the same tensors. UsageError if one would not be contiguous."""
         ...
 
     def pair(self, number: int) -> Any:
-        """A bucket as ``Staging`` copies it."""
+        """The bucket with this number in the form that ``Staging`` copies."""
         ...
 
 
 class Staging(Protocol):
-    """How buckets get into the transport's memory and back; a ``pair`` is what ``Stored.pair`` gives."""
+    """Copies buckets to the transport's memory and back. A ``pair`` is a result of ``Stored.pair``."""
 
     device: Any
-    """Where tensors live; None where that is the transport's memory, and nothing is copied."""
+    """The device of the tensors; None if they are in the transport's memory, where nothing is copied."""
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
-        """Memory of the transport, fit for copies."""
+        """Allocate memory of the transport that the device can copy to and from."""
         ...
 
     def down(self, pair: Any, gate: Work | None, label: str) -> Work | None:
-        """Begin to copy down: the exchange may start when the returned work is done; it is also behind ``gate``."""
+        """Start a copy to the host. The exchange may start once the returned work is done, which follows ``gate``."""
         ...
 
     def up(self, pair: Any, exchange: Work, label: str) -> Work:
-        """Copy up when the exchange is done: the returned work is done when that has been ordered.
+        """Copy to the device once the exchange is done. The returned work is done when the copy has been enqueued.
 
-        What the training thread has computed with so far, in its own order, still sees the old values.
+        Everything that the training thread has enqueued before this call still reads the old values.
         """
         ...
 
     def join(self) -> None:
-        """Once the works of ``up`` are done: let the training thread see what has come."""
+        """Make the new values visible to the training thread. Call it once the works of ``up`` are done."""
         ...
 
     def synchronize(self) -> None:
-        """Return when no copy is under way."""
+        """Block until no copy is in flight."""
         ...
 
     def close(self) -> None:
-        """End; nothing may be under way."""
+        """Release all resources. No exchange may be in flight."""
         ...
 
 
 class InPlace:
-    """Tensors lie in the transport's memory: nothing has to be copied."""
+    """The staging of tensors that are in the transport's memory: it copies nothing."""
 
     device: Any = None
 
@@ -91,27 +92,27 @@ class InPlace:
         self.allocate = engine.allocate
 
     def down(self, pair: Any, gate: Work | None, label: str) -> Work | None:  # noqa: ARG002
-        """Nothing but the gate."""
+        """Returns the gate."""
         return gate
 
     def up(self, pair: Any, exchange: Work, label: str) -> Work:  # noqa: ARG002
-        """The exchange itself."""
+        """Returns the exchange."""
         return exchange
 
     def join(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Blocks:
     """The tensors of ``layers`` in the transport's memory, one block per element type, in the order of ``buckets``.
 
-    ``flat`` are the tensors, and ``arrays`` the buckets, which begin at ``starts`` of their blocks.
+    ``flat`` contains the tensors and ``arrays`` the buckets; ``starts`` has the offset of each bucket in its block.
     """
 
     def __init__(self, layers: Sequence[Layer], buckets: Sequence[Bucket], allocate: Allocate) -> None:
@@ -127,7 +128,7 @@ class Blocks:
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """As ``Stored.cut``."""
-        starts = tuple(place_bucket(bucket, self.placed) for bucket in buckets)  # refused before anything is another
+        starts = tuple(place_bucket(bucket, self.placed) for bucket in buckets)  # may raise: before any change
         self.buckets, self.starts = tuple(buckets), starts
         self.arrays: tuple[Array, ...] = tuple(
             self.blocks[bucket.dtype][start : start + bucket.elements]
@@ -135,19 +136,20 @@ class Blocks:
         )
 
     def pair(self, number: int) -> Array:
-        """The bucket itself."""
+        """The bucket itself: nothing is copied."""
         return self.arrays[number]
 
     def take(self, other: Blocks) -> None:
-        """Have the values of others of the same layout."""
+        """Copy the values of blocks with the same layout."""
         for mine, theirs in zip(self.arrays, other.arrays, strict=True):
             mine[...] = theirs
 
 
 def agree_on_model(session: Session, key: int, specs: Sequence[Spec], rule: str = "") -> Layout:
-    """The layout of these tensors; raises MismatchError, on all, where a process has others than rank 0.
+    """The layout of these tensors, once all processes have compared them with rank 0's; all processes call it.
 
-    ``key`` is the model's first, and has to be everyone's, and so has ``rule``, the optimizer in words.
+    ``key`` is the model's first key and ``rule`` describes the optimizer. Both must be the same on all processes, like
+    the tensors. MismatchError on all processes if one of them differs from rank 0.
     """
     mine = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
     said = session.everyone.tell(json.dumps([key, mine, rule]).encode(), "comparing models")
@@ -177,7 +179,7 @@ def agree_on_model(session: Session, key: int, specs: Sequence[Spec], rule: str 
 
 
 def copy_from_rank_0(session: Session, arrays: Sequence[Array]) -> None:
-    """Let buckets be rank 0's; all processes call it."""
+    """Overwrite the buckets with rank 0's; all processes call it."""
     for number, array in enumerate(arrays):
         label = f"copying weights of bucket {number} from {session.called(0)}"
         session.engine.wait(session.everyone.broadcast(array, BUCKET_KEYS, label))

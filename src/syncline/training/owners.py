@@ -1,11 +1,12 @@
-"""The training of a model whose weights other processes own, for every framework: the worker's side, and a server's.
+"""Owns a worker's sequence of push, update and pull with owners of weights, and the start of a server's.
 
 A worker pushes its gradients bucket by bucket during backward. ``OwnedModel.step`` then sends the owners the values of
 the optimizer's groups (learning rate and so on), the owners update their slices, and the worker pulls the new weights.
-Where weights come by layer, the worker sends the values at the first gradient of a step, and pulls each bucket as soon
-as it has pushed it. Between two steps workers may meet (``consolidate``) and leave.
+If weights are pulled by layer, the worker sends the values at the first gradient of a step, and pulls each bucket as
+soon as it has pushed it. Between two steps workers may meet (``consolidate``) and leave.
 
-A framework finds out which weights and gradients a script has changed. ``serving.owners`` has the messages to owners.
+A framework detects the weights and gradients that a script has changed. ``serving.owners`` sends the messages to
+owners.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from .model import TrainedModel
 class OwnedModel:
     """A worker's model. ``exchange`` pushes its gradients, and its weights are pulled into ``weights``.
 
-    Under ``on=workers`` this process may own a part of the weights: ``build`` makes the optimizer that updates them.
-    ``learnt`` is the optimizer's state so far, which rank 0 sends to servers. ``apart`` is for ``Shard``. All workers
-    make it together.
+    Under ``on=workers`` this process may own a part of the weights; ``build`` then makes the optimizer that updates
+    them. ``learnt`` is the optimizer's state so far; rank 0 sends it to servers. ``apart`` is passed on to ``Shard``.
+    All workers construct it together.
     """
 
     def __init__(
@@ -54,43 +55,43 @@ class OwnedModel:
         self._session = session = exchange.session
         mode = session.strategy.sync_mode()
         self.together = mode.merges
-        """Whether workers come to every step together."""
+        """Whether the pushes of all workers form one update, so that they train in lockstep."""
         self._traffic = traffic_of(session, self._model())
         self.owners = _owners(session, self._traffic, build, list(learnt), apart)
         self.scale = 1.0
-        """What the next update's gradients are multiplied by."""
-        self._squared: float | None = None  # the squared norm of the gradients that have been pushed, once asked for
+        """The factor of the next update's gradients."""
+        self._squared: float | None = None  # of the pushed gradients, once computed
         self.steps = 0
-        """The clock of this session's protocol; a resumed run begins at 0 again."""
-        self._unsaid = 0  # which changed weights the owners have taken while the workers have not compared them
+        """The clock of this session's protocol with the owners. A resumed run starts at 0 again."""
+        self._unsaid = 0  # sum of the numbers of changes that owners have but workers have not compared yet
         self.met = ""
-        """The call at which all workers have met last, where they go at their own pace."""
+        """The call at which all workers met last; empty if workers train in lockstep."""
         self._applied = None if self.together else PushGroups(mode, 1, session.strategy.sync.name)
         self._pushes: dict[int, Work] = {}
-        self._pushed: dict[int, Work] = {}  # what the pulls of this step go behind
+        self._pushed: dict[int, Work] = {}  # the work that precedes the pull of each bucket in this step
         self.taken: Callable[[], None] = _nothing
-        """What a framework does when the weights of all buckets have come."""
+        """Called when the weights of all buckets have arrived; a framework sets it."""
         exchange.owners = self
 
     by_layer = False
-    """Whether each bucket is pulled as it is pushed, and taken up when a layer needs it."""
+    """Whether the pull of a bucket starts with its push, and the weights are used when a layer needs them."""
 
     # One step.
 
     def start(self, bucket: int, when: When = NOW) -> Work:
-        """Push a bucket whose gradients are complete. The work is the push, or where ``by_layer``, the pull."""
+        """Push a bucket whose gradients are complete. Returns the push, or the pull if ``by_layer``."""
         work = self._pushes[bucket] = self._traffic.push(bucket, when)
         self._pushed[bucket] = self.owners.updated(bucket, work)
         return self.pull(bucket, When(priority=when.priority)) if self.by_layer else work
 
     def clip(self, max_norm: float) -> float:
-        """Have the next update's gradients clipped to a norm of ``max_norm``; their norm."""
+        """Clip the next update's gradients to the norm ``max_norm``. Returns their norm before."""
         norm: float = self.scale * self._squared_norm() ** 0.5
-        self.scale *= 1.0 if norm + 1e-6 <= max_norm else max_norm / (norm + 1e-6)  # NaN stays, as in PyTorch
+        self.scale *= 1.0 if norm + 1e-6 <= max_norm else max_norm / (norm + 1e-6)  # NaN stays NaN, as in PyTorch
         return norm
 
     def overflown(self) -> bool:
-        """Whether anything in the pushed gradients of all workers is not finite; all of them ask."""
+        """Whether the pushed gradients of any worker contain an infinity or a NaN; all workers call it."""
         return not math.isfinite(self._squared_norm())
 
     def _squared_norm(self) -> float:
@@ -99,29 +100,29 @@ class OwnedModel:
         return self._squared
 
     def begin(self, groups: Groups, *, skip: bool = False) -> None:
-        """Have the owners apply the gradients of the present step, or drop them (``skip``); does not wait for that.
+        """Tell the owners to apply the gradients of the present step, or to drop them (``skip``), without waiting.
 
-        Where each push is an update by itself, the owners also learn the weight of this worker's gradients.
+        If each push is an update by itself, the owners also learn the weight of this worker's gradients.
         """
         scale, self.scale, self._squared = self.scale, 1.0, None
         changed, self._unsaid = self._unsaid, 0
         self.steps += 1
         weight = 1.0
         if self._applied is not None:
-            self._applied(groups)  # which owners do: here it says what is wrong
+            self._applied(groups)  # owners apply it; calling it here raises its UsageError on the worker
             weight = self.trained.weight
         self.owners.tell(self.steps, StepValues(groups=groups, scale=scale, skip=skip, weight=weight), changed)
 
     def step(self, groups: Groups, *, skip: bool = False) -> None:
-        """Have the owners apply the pushed gradients, or drop them (``skip``), and wait for the new weights."""
+        """Tell the owners to apply the pushed gradients, or to drop them (``skip``), and wait for the new weights."""
         self.begin(groups, skip=skip)
         self.owners.told()
         self._take_up(self._pulls(), self.trained.machine.stepped)
 
     def shadow(self, kind: int, teller: int) -> bool:
-        """Take part without batches in a call of the workers that show tickets of ``kind``; whether the step is over.
+        """Take part in a call of the workers that show tickets of ``kind``, without a batch; this worker pushed zeros.
 
-        ``teller`` is one of them. This worker has pushed zeros.
+        ``teller`` is the rank of one of those workers. Returns whether the step is over.
         """
         pulls = self.owners.shadow(kind, self.steps + 1, teller)
         self.steps += pulls
@@ -130,12 +131,12 @@ class OwnedModel:
         return pulls
 
     def pull(self, number: int, when: When = NOW) -> Work:
-        """Start the pull of a bucket's new weights, behind its push, if there is one, and ``begin``."""
+        """Start the pull of a bucket's new weights. It follows the bucket's push, if any, and ``begin``."""
         return self._traffic.pull(number, when._replace(gate=self._pushed.pop(number, None)))
 
     @property
     def pushes(self) -> list[Work]:
-        """The last one of each bucket."""
+        """The last push of each bucket."""
         return list(self._pushes.values())
 
     def _pulls(self) -> list[Work]:
@@ -143,7 +144,7 @@ class OwnedModel:
         return [self.exchange.pull(number, self.pull, priority) for number, priority in enumerate(priorities)]
 
     def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
-        """Wait for the pulls of all buckets, and for the copies to the device."""
+        """Wait for the pulls of all buckets and enqueue their copies to the device."""
         staging, pair = self.exchange.staging, self._weights.pair
         if staging.device is not None and not self.by_layer:
             pulls = [staging.up(pair(number), pull, pull.label) for number, pull in enumerate(pulls)]
@@ -158,13 +159,13 @@ class OwnedModel:
     def consolidate(self, call: str = "consolidate()") -> None:
         """Meet all workers that have not left, and pull the same weights as they do.
 
-        Does nothing where workers go in step. ``met`` is the ``call`` at which all have met.
+        Does nothing if workers train in lockstep. Sets ``met`` to the ``call`` at which all have met.
         """
         if not self.together:
             self._take_up(self._meet(call))
 
     def _meet(self, call: str) -> list[Work]:
-        """Meet all workers, and start the pulls of the weights of all; none where workers go in step."""
+        """Meet all workers and start the pulls of all buckets. Returns the pulls; none if workers train in lockstep."""
         if self.together:
             return []
         self.steps, self.met = self.owners.meet(self.steps, call)
@@ -172,23 +173,24 @@ class OwnedModel:
 
     @property
     def keeps(self) -> bool:
-        """True when the owners' weights may say more than the workers', which a checkpoint then needs."""
+        """Whether the owners' weights may hold more than the workers'. A checkpoint then needs the owners'."""
         return self._traffic.keeps
 
     def weights(self) -> list[Record]:
-        """The weights as the owners have them, with what the script has changed; all workers call it."""
+        """The owners' weights, including changes by the script; all workers call it."""
         if self.together:
             self._session.barrier()
             return self.owners.ask("weights")
         self._session.engine.wait(*self._meet("state_dict()"))
         found = self.owners.ask("weights")
-        self._session.engine.wait(*self._meet("state_dict()"))  # nobody goes on before all have asked
+        self._session.engine.wait(*self._meet("state_dict()"))  # no worker may push before all have asked
         return found
 
     def change(self, weights: list[Record], number: int) -> None:
-        """Give the owners weights that the script has changed; the next step tells by ``number`` which.
+        """Give the owners weights that the script has changed.
 
-        Raises UsageError where workers do not come to a step together, so that no one could say whose weights count.
+        ``number`` is a digest of the change, which workers compare at the next step. UsageError if workers do not train
+        in lockstep, because then no worker's weights take precedence.
         """
         if not self.together:
             raise UsageError(
@@ -206,19 +208,19 @@ class OwnedModel:
         self._session.barrier()
         if self._session.rank == 0:
             self.owners.load(records)
-        self._session.barrier()  # nobody pushes before all owners have it
+        self._session.barrier()  # no worker may push before all owners have the state
 
     def resume(self, step: int, weights: list[Record]) -> None:
-        """Have the owners go on from that step, with these weights if there are any; all workers call it.
+        """Tell the owners to continue from that step, with these weights if there are any; all workers call it.
 
-        Where workers do not go in step, they pull the weights.
+        If workers do not train in lockstep, they pull the weights.
         """
         self._session.engine.wait(*self._meet("load_state_dict()"))
         self.owners.resume(step, weights)
         self.consolidate("load_state_dict()")
 
     def lay_out(self) -> None:
-        """Go on with the buckets that the exchange has now, whose gradients are cut already; all workers call it."""
+        """Switch to the present buckets of the exchange, which has cut the gradients already; all workers call it."""
         self.owners.move_out(self.keeps)
         self._weights.cut(self.exchange.layout.buckets)
         model = self._model()
@@ -228,7 +230,7 @@ class OwnedModel:
         self.owners.move_in(self._traffic, len(model.layout.buckets))
 
     def _model(self) -> Model:
-        """The model in its present layout, as ``serving`` takes it."""
+        """The model in its present layout, for ``serving``."""
         exchange = self.exchange
         gradients, weights = exchange.storages[0].arrays, self._weights.arrays
         return Model(exchange.layout, gradients, weights, exchange.compression, exchange.key)
@@ -239,14 +241,14 @@ def _nothing() -> None:
 
 
 def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Record], apart: bool) -> Owners:
-    """The owners that the strategy names: servers, or workers, which may include this one."""
+    """The owners that the strategy names: servers, or workers, possibly including this one."""
     together = session.strategy.sync_mode().merges
     if session.group.servers:
         remote = RemoteOwners(session)
-        if learnt and session.rank == 0:  # as the weights, also where a server's script has not loaded it, or another
+        if learnt and session.rank == 0:  # like the weights, rank 0's state replaces a server's own
             remote.load(learnt)
         if not together:
-            session.barrier()  # before it has, nothing may be applied
+            session.barrier()  # no push may be applied before the state is loaded
             session.member.process.before_end.append(partial(remote.leave, None))
         return remote
     holdings = traffic.holdings()
@@ -269,7 +271,7 @@ def serve_model(
     *,
     apart: bool = False,
 ) -> None:
-    """Own a part of a model's weights on a server, until all workers have left; arguments as for ``OwnedModel``."""
+    """Own a part of a model's weights on a server until all workers have left. Arguments as for ``OwnedModel``."""
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
 
     def lay(buckets: Sequence[Bucket]) -> tuple[Sequence[Array], Sequence[Array]]:
@@ -279,7 +281,7 @@ def serve_model(
 
 
 def add_up(session: Session, layout: Layout, gradients: Stored) -> None:
-    """Add up a model's gradients on a server, until all workers have left."""
+    """Sum a model's gradients on a server until all workers have left."""
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
     Summing(session, layout, gradients.arrays, compression, partial(_cut, gradients)).serve()
 
