@@ -18,7 +18,7 @@ __all__ = ["Options", "Prepared", "adapt", "prepare", "release"]
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-    """The model and its optimizer are returned as they are, with hooks."""
+    """Attach hooks to the model and its optimizer, and return the same objects. UsageError unless it is a module."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"a model of PyTorch is a torch.nn.Module, this is {type(model).__name__}")
     ignored = options["ignore"]

@@ -1,14 +1,14 @@
-"""A backward pass of a model: when it begins and ends (``Backward``), and which gradients have come (``Produced``).
+"""Owns the bounds of a model's backward pass (``Backward``) and the gradients that it has produced (``Produced``).
 
-Autograd runs a pass as a *graph task* with a number of its own, which grows, and calls back at its end. A pass begins
-with the first gradient that it makes, which may come in a task that a re-entrant checkpoint runs inside the backward of
-its node. At the end of such an inner task that node is still being evaluated; the task around it is then asked for
-its end as soon as the node is done, and so on outwards.
+Autograd runs each pass as a *graph task* with an increasing number, and runs queued callbacks at its end. A pass begins
+with its first gradient, possibly in an inner task that a re-entrant checkpoint runs during the backward of its node. At
+the end of an inner task that node is still being evaluated. A hook on the node therefore queues a callback in the task
+around it, and so on outwards.
 
-A pass that ends with an exception does not call back. That is noticed when a gradient comes in a task that is newer
-and not inside it, or by who knows that no backward is running.
+A pass that ends with an exception runs no callback. This shows when a gradient arrives in a newer task that is not
+inside the pass; a caller that knows that no backward pass is running calls ``give_up``.
 
-Nothing here knows of other ranks.
+Nothing here depends on other ranks.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from ...errors import GradientError
 from .storage import Storage
 
 Keep = Callable[[int, torch.Tensor, bool], None]
-"""Is given a gradient as this worker has made it, and whether it has to be copied."""
+"""Receives the number of a parameter, this worker's own gradient, and whether it must be copied to be kept."""
 
 _NAMED = 8
-"""So many names of parameters are in an error."""
+"""The maximum number of parameter names in an error."""
 
 
 class Backward:
     """The backward passes of one model.
 
-    ``ended`` is called at the end of a pass, inside autograd, and may raise: ``backward()`` then does. ``given_up`` is
-    called when a pass is found to have ended with an exception; it raises where that cannot be mended.
+    ``ended`` is called at the end of a pass, inside autograd. ``backward()`` raises its exceptions. ``given_up`` is
+    called when a pass turns out to have ended with an exception; it raises if the run cannot recover.
     """
 
     def __init__(self, ended: Callable[[], None], given_up: Callable[[], None]) -> None:
-        self.nested = False  # some pass so far ran others inside it: a gradient may come several times in one
+        self.nested = False  # a pass has had inner tasks, so one pass may produce a gradient several times
         self._ended, self._given_up = ended, given_up
         self.tasks: list[int] = []
-        """The tasks of the present pass that have been seen, in the order in which they came."""
-        self._depth = 0  # of the outermost task that is known to surround them, in the thread where the first one came
+        """The known tasks of the present pass, in order of arrival."""
+        self._depth = 0  # of the outermost known task around them, in the thread of the first task
         self._thread = 0
 
     def enter(self) -> None:
-        """Something comes in the task that autograd is running; called at least where that is none of ``tasks``."""
+        """Note the task that autograd is running. Call it at least whenever that is not in ``tasks``."""
         task = torch._C._current_graph_task_id()
         if task in self.tasks:
             return
         depth, thread = _depth(), threading.get_ident()
         if self.tasks and task > max(self.tasks):
-            # Autograd's own threads, which run what is on a device, have no outer pass among their calls.
+            # Autograd runs device nodes in threads of its own, whose stacks do not show an outer pass.
             if depth > (self._depth if thread == self._thread else 0):
                 self.nested = True
             else:
@@ -69,7 +69,7 @@ class Backward:
         return bool(self.tasks)
 
     def give_up(self) -> None:
-        """The present pass has ended with an exception."""
+        """Report that the present pass has ended with an exception, and forget it."""
         self._given_up()
         self.leave()
 
@@ -98,7 +98,7 @@ def _at_end_of_task(call: Callable[[], None]) -> None:
 
 
 def _depth() -> int:
-    """How many backward passes run one inside the other in this thread, as far as Python has called them."""
+    """The number of nested backward passes that Python has started in this thread."""
     frame: FrameType | None = sys._getframe(1)
     engine, found = torch.autograd.graph._engine_run_backward.__code__, 0
     while frame is not None:
@@ -108,7 +108,7 @@ def _depth() -> int:
 
 
 class Produced:
-    """Which gradients of a pass have come, of the parameters ``named``, where they are put, and what none may be."""
+    """Puts the gradients of the parameters ``named`` into their buckets, and refuses those that cannot be exchanged."""
 
     def __init__(
         self,
@@ -118,23 +118,23 @@ class Produced:
     ) -> None:
         self._named, self._fault = named, fault
         self.storage = storage
-        """Where they are put, from one pass to the next."""
+        """The buckets of the present pass."""
         self._share, self._factor = 1.0, torch.ones((), dtype=torch.float32, device="cpu")
-        self._versions = [(0, 0)] * len(named)  # of parameters and gradients, as they were sent
+        self._versions = [(0, 0)] * len(named)  # of each parameter and gradient, when it was placed
         self.forget()
 
     def forget(self) -> None:
-        """The pass is over."""
+        """Forget the gradients of the pass."""
         self._came = [False] * len(self._named)
 
     @property
     def any(self) -> bool:
-        """Whether one has come."""
+        """Whether any gradient has been produced in the pass."""
         return True in self._came
 
     @property
     def share(self) -> float:
-        """Of each gradient that comes, what is put there."""
+        """The factor by which gradients are multiplied as they are placed."""
         return self._share
 
     @share.setter
@@ -143,9 +143,9 @@ class Produced:
             self._share, self._factor = value, torch.tensor(value, dtype=torch.float32, device="cpu")
 
     def place(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, keep: Keep | None) -> bool:
-        """Put a gradient where it belongs in its bucket; whether it is the first of that parameter in the pass.
+        """Put a gradient into its place in its bucket. Returns whether it is that parameter's first in the pass.
 
-        ``keep`` is given it as it was.
+        ``keep`` receives the gradient before it is scaled. GradientError for a gradient that cannot be exchanged.
         """
         if gradient.is_sparse or gradient.requires_grad:
             self._refuse(index, gradient)
@@ -155,7 +155,7 @@ class Produced:
             keep(index, gradient, not moves)
         if moves:
             view = storage.fresh(index)
-            # A number would be made a tensor in each call, which takes longer than the product of a small gradient.
+            # torch turns a Python number into a tensor in every call, which costs more than scaling a small gradient.
             torch.mul(gradient, self._factor if gradient.dtype is torch.float32 else share, out=view)
             parameter.grad = gradient = view
         elif share != 1.0:
@@ -165,7 +165,7 @@ class Produced:
         return not came
 
     def fill(self, index: int, keep: Keep | None) -> None:
-        """Take a gradient that has not come for zeros, or for what was accumulated before, which still counts."""
+        """Stand in for a missing gradient: with what was accumulated before the pass, or else with zeros."""
         parameter = self._named[index][1]
         if parameter.grad is None:
             parameter.grad = self.storage.fresh(index).zero_()
@@ -173,13 +173,13 @@ class Produced:
             self.place(index, parameter, parameter.grad, keep)
 
     def share_out(self, share: float) -> None:
-        """Multiply all that have come."""
+        """Multiply all gradients of the pass by ``share``."""
         for came, view in zip(self._came, self.storage.views, strict=True):
             if came:
                 view.mul_(share)
 
     def check_first(self, index: int) -> None:
-        """Raise GradientError for a gradient that comes a second time when the first has been sent."""
+        """Raise GradientError if a gradient is produced a second time after it was sent."""
         if self._came[index]:
             raise self._fault(
                 f"the gradient of {self._named[index][0]!r} was produced again after it had been sent: this backward"
@@ -188,7 +188,7 @@ class Produced:
             )
 
     def check_untouched(self) -> None:
-        """Raise GradientError where a parameter or its gradient was changed after the gradient had come."""
+        """Raise GradientError if a parameter or its gradient was changed after the gradient was placed."""
         places = self.storage.places
         for index, (name, parameter) in enumerate(self._named):
             gradient = parameter.grad
@@ -204,7 +204,7 @@ class Produced:
                 )
 
     def _refuse(self, index: int, gradient: torch.Tensor) -> NoReturn:
-        """Raise GradientError for one that is sparse, or that can itself be differentiated."""
+        """Raise GradientError for a gradient that is sparse or can itself be differentiated."""
         name = self._named[index][0]
         if gradient.is_sparse:
             raise self._fault(f"the gradient of {name!r} is sparse, which cannot be exchanged: use sparse=False")
@@ -214,7 +214,7 @@ class Produced:
         )
 
     def refuse_missing(self, missing: Sequence[int]) -> NoReturn:
-        """Raise GradientError for those that have not come."""
+        """Raise GradientError that names the parameters without a gradient."""
         names = ", ".join(repr(self._named[index][0]) for index in missing[:_NAMED])
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise self._fault(

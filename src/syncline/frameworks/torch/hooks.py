@@ -1,19 +1,18 @@
-"""What a replica has attached to its model: it is told what passes do, and so is who observes; copies have none of it.
+"""Owns the hooks on a model: they report its passes to the replica and to the observer. Copies do not have them.
 
-A copy of a prepared model is a plain model, and so is what a pickle of it becomes (``PlainCopies``). Hooks are entries
-of a module's dictionaries, which copying and pickling take along: they would hold the whole run, and the forward passes
-of a copy would count as the original's. Python asks the object itself how to copy and pickle it, so the answer is put
-on this one model and leaves out hooks by their numbers; the model keeps its class. A class may have an answer of its
-own (``__deepcopy__``, ``__reduce__``, ``__getstate__``; torch.fx.GraphModule has the first two). It is asked, and finds
-the module as it is, since other threads may be in a forward pass: what it copies of the dictionaries of hooks is
-replaced beforehand (``memo``), and what it gives out is cleaned afterwards. A class whose ``__copy__`` hands on the
-dictionaries themselves shares hooks with its copies, as it shares parameters.
+A copy of a prepared model is a plain model, and so is an unpickled one (``PlainCopies``). Hooks are entries in a
+module's dictionaries, and copies and pickles include these. A copied hook would keep the whole run alive and count the
+forward passes of the copy as the original's. Python asks the object itself for its ``__reduce_ex__`` and
+``__deepcopy__``. This one model therefore gets its own, which leave out our hooks by their numbers; the model keeps its
+class. The class may define such methods too (``__deepcopy__``, ``__reduce__``, ``__getstate__``; torch.fx.GraphModule
+has the first two). They are called on the unchanged module, since other threads may be in a forward pass: ``memo``
+substitutes the dictionaries of hooks beforehand, and the result is cleaned afterwards. If a class's ``__copy__`` reuses
+the dictionaries themselves, the copies share the hooks, as they share the parameters.
 
-The session's observer is told what a model computes: its forward and backward passes, and the optimizer's steps. A
-forward pass is a call of the model, also without gradients, as in an evaluation. A backward pass is told from where it
-enters the output of the model, and ends before what its end waits for. What a pass leaves unfinished, since the script
-has caught an exception, ends when the next one begins. On a GPU, which computes behind the script, these are the times
-at which the script has given its orders.
+The session's observer receives spans of the forward and backward passes and of the optimizer's steps. A forward pass is
+a call of the model, also without gradients, as in an evaluation. The span of a backward pass begins when the pass
+enters the model's output, and ends before the waits at its end. If the script catches an exception in a pass, the span
+stays open until the next pass begins. A GPU computes asynchronously; there the times are those of the kernel launches.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .options import tensors_in
 
 
 class Told(Protocol):
-    """Who is told."""
+    """Receives the events of a model."""
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""
@@ -47,7 +46,7 @@ class Told(Protocol):
         ...
 
     def came_through_output(self) -> None:
-        """A backward pass has come through what a forward pass gave."""
+        """A backward pass has reached the output of a forward pass."""
         ...
 
     def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
@@ -60,7 +59,7 @@ class Told(Protocol):
 
 
 class Hooks:
-    """Those of one model, until they are removed; of outputs only where ``outputs`` says so."""
+    """The hooks of one model, until they are removed. ``outputs`` adds the hook on the model's output."""
 
     def __init__(
         self,
@@ -89,62 +88,62 @@ class Hooks:
 
     @property
     def attached(self) -> bool:
-        """Whether they have not been removed."""
+        """Whether the hooks are still on the model."""
         return bool(self._handles)
 
     def keep(self, handles: Iterable[Any]) -> None:
-        """Remove these too; copies of the model have none of them either."""
+        """Take over these handles: ``remove`` removes them, and copies of the model leave them out."""
         kept = list(handles)
         self._copies.leave_out(kept)
         self._handles += kept
 
     def remove(self) -> None:
-        """End them."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def nothing(*_: object) -> None:
-    """Of which nobody is told."""
+    """The default listener: it does nothing."""
 
 
 @dataclass
 class Listeners:
-    """Who is told of a replica's steps."""
+    """The functions that are called at points of a replica's steps."""
 
     first_exchange: Callable[[], None] = nothing
     """Called before the first exchange, when all models have been prepared."""
 
     forward: Callable[[], None] = nothing
-    """Called when a forward pass begins that a backward pass may follow."""
+    """Called at the start of a forward pass that a backward pass may follow."""
 
     backward: Callable[[int | None], None] = nothing
-    """Called when a backward pass begins, with the parameter whose gradient has come already, if any has."""
+    """Called at the start of a backward pass, with the number of a parameter whose gradient is complete, or None."""
 
     begin: Callable[[], None] = nothing
-    """Called when a step that is exchanged begins, with its first gradient."""
+    """Called at the first gradient of a step that is exchanged."""
 
     second_backward: Callable[[], None] = nothing
-    """Called when a second exchange begins before the step of the first; a parameter server refuses that."""
+    """Called if a second exchange begins before the optimizer's step of the first; a parameter server refuses it."""
 
     exchanged: Callable[[Meeting | None], None] = nothing
-    """Called at the end of every step's backward pass, with what was agreed on in it; pushes may be under way."""
+    """Called at the end of every step's backward pass with its meeting, if any; pushes may still be in flight."""
 
     local_step: Callable[[], None] = nothing
-    """Called when a step is each rank's own; a parameter server refuses that."""
+    """Called if a step is not exchanged; a parameter server refuses it."""
 
     loaded: Callable[[], None] = nothing
     """Called when the script has loaded a state into the model."""
 
     joined: Callable[[int], None] = nothing
-    """Called when ranks with different numbers of batches have joined, with the one that trained longest."""
+    """Called when ranks with different numbers of batches have joined, with the rank that trained longest."""
 
 
 def _put_first(key: int, hooks: dict[int, Any]) -> None:
-    """Let a hook be called before those that were there: they may take away what it looks at.
+    """Move a hook before the present ones, which may remove the gradient that it reads.
 
-    Autograd goes by the order of insertion, whatever order an OrderedDict says it has.
+    The others are inserted again, because autograd follows the order of insertion and ignores ``move_to_end``.
     """
     for other in [other for other in hooks if other != key]:
         hooks[other] = hooks.pop(other)
@@ -152,17 +151,17 @@ def _put_first(key: int, hooks: dict[int, Any]) -> None:
 
 _REDUCE, _DEEPCOPY = "__reduce_ex__", "__deepcopy__"
 _OURS = (_REDUCE, _DEEPCOPY, "zero_grad")
-"""What is put on the model beside hooks."""
+"""The attributes that the model gets besides hooks."""
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _LEFT_OUT = "left out"
 _DEPTH = 4
-"""So deep in what a class says of itself are a module's attributes: in arguments, or in a state, or in a part of it."""
+"""The depth at which ``__reduce_ex__`` may hold a module's attributes: in arguments, a state, or a part of one."""
 
 
 class PlainCopies:
-    """As long as it is not removed, copies and pickles of ``module`` have none of the hooks with these handles.
+    """Keeps the hooks with these handles out of copies and pickles of ``module`` until it is removed.
 
-    Several may be on one module.
+    A module may have several; they share one ``_Answer``.
     """
 
     def __init__(self, module: torch.nn.Module, handles: Iterable[Any]) -> None:
@@ -176,11 +175,11 @@ class PlainCopies:
         self.leave_out(handles)
 
     def leave_out(self, handles: Iterable[Any]) -> None:
-        """Nor those with these."""
+        """Leave out the hooks with these handles too."""
         self._answer.ours.update(handle.id for handle in handles)
 
     def remove(self) -> None:
-        """End it; named as the handle of a hook has it."""
+        """Restore the module's own behaviour. The name is that of a hook's handle, so that both end alike."""
         self._answer.asked -= 1
         if not self._answer.asked:
             for name in (_REDUCE, _DEEPCOPY):
@@ -188,7 +187,7 @@ class PlainCopies:
 
 
 class _Answer:
-    """What a module answers when it is copied; ``ours`` are the numbers of the hooks that copies do not have."""
+    """The copy methods of one module. ``ours`` are the numbers of the hooks that copies leave out."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -207,20 +206,20 @@ class _Answer:
         )
         found = kind.__deepcopy__(self._module, memo)
         memo[id(self._module)] = found
-        for name, empty in copies.items():  # now that what refers to the module finds its copy
+        for name, empty in copies.items():  # only now: hooks that refer to the module then find its copy in ``memo``
             empty.update(copy.deepcopy(self._theirs(here[name]), memo))
         if isinstance(found, torch.nn.Module) and found is not self._module:
             for name in [name for name in vars(found) if name in _OURS]:
                 del vars(found)[name]
             for name, value in vars(found).items():
-                if _are_hooks(name, value) and not self.ours.isdisjoint(value):  # it took the dictionary itself
+                if _are_hooks(name, value) and not self.ours.isdisjoint(value):  # reuses the dictionary itself
                     vars(found)[name] = self._theirs(value)
         return found
 
     def _cleaned(self, said: Any, depth: int) -> Any:
-        """What a class says of itself, with attributes of the module as they were without us.
+        """A result of ``__reduce_ex__`` without our attributes and hooks.
 
-        The same object where there are none: what is in it twice has to stay one.
+        Returns the same object if it has none: an object that occurs twice must stay one object.
         """
         if not depth or type(said) not in (tuple, list, dict):
             return said
@@ -245,11 +244,11 @@ def _are_hooks(name: Any, value: Any) -> bool:
 
 
 NO_GRADIENT = "no gradient"
-"""The phase of forward passes that no backward pass can follow."""
+"""The phase of a forward pass without gradients: no backward pass can follow it."""
 
 
 class _Spans:
-    """Tells of one kind of span after the other."""
+    """Reports successive spans of one kind; a new span ends the open one."""
 
     def __init__(self, observer: Observer, kind: Kind, label: str) -> None:
         self._observer, self._kind, self._label = observer, kind, label
@@ -266,14 +265,14 @@ class _Spans:
 
 
 class _Passes:
-    """The passes of one model."""
+    """Reports the passes of one model."""
 
     def __init__(self, observer: Observer) -> None:
         self._forward, self._backward = _Spans(observer, "forward", "forward"), _Spans(observer, "backward", "backward")
-        self._task = -1  # the backward pass that has begun
+        self._task = -1  # the graph task of the last backward pass
 
     def enter(self) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint, in the backward pass
+        if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint recomputes inside a backward pass
             self._forward.begin("" if torch.is_grad_enabled() else NO_GRADIENT)
 
     def leave(self, output: Any) -> None:
@@ -291,7 +290,7 @@ class _Passes:
 
 
 def passes_of(session: Session, model: torch.nn.Module) -> Iterable[Any]:
-    """Handles of the hooks that tell of a model's passes; none where nobody observes."""
+    """Handles of the hooks that report a model's passes; none without an observer."""
     if session.observer is None:
         return []
     passes = _Passes(session.observer)
@@ -302,7 +301,7 @@ def passes_of(session: Session, model: torch.nn.Module) -> Iterable[Any]:
 
 
 def steps_of(session: Session, optimizer: torch.optim.Optimizer | None) -> Iterable[Any]:
-    """Handles of the hooks that tell of an optimizer's steps; none where another model's tell of them already."""
+    """Handles of the hooks that report an optimizer's steps; none without an observer or if they are there already."""
     if session.observer is None or optimizer is None:
         return []
     if any(isinstance(hook, Telling) for hook in optimizer._optimizer_step_pre_hooks.values()):
@@ -315,11 +314,11 @@ def steps_of(session: Session, optimizer: torch.optim.Optimizer | None) -> Itera
 
 
 class Telling:
-    """A hook before or after a step that only tells of it, which is known by its class."""
+    """A hook before or after a step that only reports it. Its class identifies it among other hooks."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 
     def __call__(self, *_: Any) -> None:
-        """It is there."""
+        """Report the step."""
         self._tell()
