@@ -18,7 +18,7 @@ __all__ = ["Options", "Prepared", "adapt", "prepare", "release"]
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-    """Attach hooks to the model and its optimizer, and return the same objects. UsageError unless it is a module."""
+    """Attach hooks to the model and its optimizer; the result holds the same objects. UsageError for no module."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"a model of PyTorch is a torch.nn.Module, this is {type(model).__name__}")
     ignored = options["ignore"]

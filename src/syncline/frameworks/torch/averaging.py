@@ -1,22 +1,22 @@
-"""Workers that train by themselves and exchange weights after some updates: one model's side of it.
+"""Owns the exchange of one model's weights by workers that train alone between exchanges (local SGD and the like).
 
-Such a step is a plain one: gradients stay where autograd has put them, and the optimizer is called as ever, or not, as
-GradScaler decides. When it has run after a step of which the sync mode says so, weights are exchanged and waited for.
-Where it has not been called, that is done before the model's next forward pass in training, and where a GradScaler has
-left the call out, before any other call at which workers meet. A step is a backward
-pass outside ``no_sync``, or what one call of the optimizer makes of several (LBFGS). So all ranks count alike whatever
-their gradients are.
+Steps between exchanges are plain: gradients stay where autograd has put them, and the script or a GradScaler calls the
+optimizer as usual. The sync mode names the steps after which weights are exchanged. The exchange runs, and is waited
+for, at the end of the optimizer's call. If the optimizer was not called, it runs before the model's next forward pass
+in training. If a GradScaler has skipped the call, it also runs before any other call at which workers meet. A step is
+one backward pass outside ``no_sync``, or all passes within one call of the optimizer (LBFGS). All ranks therefore count
+the same steps, whatever their gradients are.
 
-What travels, and what becomes of it, is ``training.weights``'; it lies in the buckets of the strategy's schedule
-(``ParameterMemory``), which gradients of such steps do not use. Buffers go along.
+``training.weights`` decides which values are exchanged and applies the result. The values use the buckets of the
+strategy's schedule (``ParameterMemory``), which the gradients of such steps do not need. Buffers are exchanged too.
 
-A GradScaler asks an optimizer whether that handles overflows itself, and where it does not calls it at once or, if a
-gradient has overflown, not at all (``torch.amp.GradScaler.step``). So an optimizer that has been asked, and not been
-called since, has been skipped; one that has not been asked may still be called (``ScalerCalls``). Optimizers that do
-handle overflows are called in every step and need no telling.
+A GradScaler asks an optimizer whether it handles overflows itself. If the answer is no, the scaler calls the optimizer
+at once, or not at all if a gradient has overflowed (``torch.amp.GradScaler.step``). An optimizer that was asked and not
+called since has therefore been skipped, whereas one that was not asked may still be called (``ScalerCalls``). An
+optimizer that handles overflows is called in every step and needs no such rule.
 
-Evaluation exchanges nothing, nor does the end. ``consolidate`` gives all workers the same weights; the run's course
-stays what it would be without it: what was agreed on, and what is counted, are left as they are.
+Evaluation exchanges nothing, and neither does the end of the run. ``consolidate`` gives all workers the same weights
+without an effect on later training: agreed weights and counts stay unchanged.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ParameterMemory:
-    """A model's parameters as ``training.weights`` computes with them; ``storage`` has the buckets.
+    """The ``WeightMemory`` of a model's parameters; ``storage`` has the buckets.
 
-    Where a worker counts nothing its part is 0, whatever its weights are: NaN, where it had no samples.
+    A worker of weight 0 contributes zeros even if its own weights are NaN, as they may be after a step without samples.
     """
 
     sums_differences = True
@@ -56,61 +56,61 @@ class ParameterMemory:
 
     @property
     def buckets(self) -> Values:
-        """Where the tensors live."""
+        """On the device of the parameters."""
         return Values(self._storage.views, list(self._storage.resident.values()))
 
     def zeros(self) -> Values:
-        """The same."""
+        """On the device of the parameters."""
         blocks = {dtype: torch.zeros_like(flat) for dtype, flat in self._storage.resident.items()}
         tensors = [self._storage.view_in(blocks, tensor) for tensor in range(len(self._parameters))]
         return Values(tensors, list(blocks.values()))
 
     @torch.no_grad()
     def read(self, into: Values) -> None:
-        """Tensor by tensor."""
+        """One copy per tensor."""
         for value, parameter in zip(into.tensors, self._parameters, strict=True):
             value.copy_(parameter)
 
     @torch.no_grad()
     def write(self, values: Values) -> None:
-        """The other way round."""
+        """One copy per tensor."""
         for parameter, value in zip(self._parameters, values.tensors, strict=True):
             parameter.copy_(value)
 
     @torch.no_grad()
     def subtract(self, values: Values) -> None:
-        """Tensor by tensor."""
+        """One subtraction per tensor."""
         for parameter, value, view in zip(self._parameters, values.tensors, self._storage.views, strict=True):
             torch.sub(parameter, value, out=view)
 
     @torch.no_grad()
     def give_up(self, part: float) -> None:
-        """In one operation, which may round once."""
+        """In one operation per tensor, whose product and sum may be rounded once (a fused multiply-add)."""
         for parameter, view in zip(self._parameters, self._storage.views, strict=True):
             parameter.sub_(view, alpha=part)
 
     @torch.no_grad()
     def share_out(self, weight: float) -> None:
-        """By a product."""
+        """By a product, except that weight 0 writes zeros: NaN times 0 would stay NaN."""
         share = weight / self._workers
         for flat in self._storage.resident.values():
             flat.mul_(share) if share > 0 else flat.zero_()
 
     def equal(self, values: Values) -> bool:
-        """Whether the weights are these."""
+        """Whether the parameters equal ``values``."""
         return all(map(torch.equal, values.tensors, self._parameters))
 
     def bytes_of(self, block: torch.Tensor) -> Array:
-        """From wherever it lies."""
+        """Copied to the host from a device."""
         found: Array = as_bytes(block).cpu().numpy()
         return found
 
     def at_once(self, block: torch.Tensor) -> int:
-        """Elsewhere than on the CPU all."""
+        """The whole block on a device, and a part of fixed size on the CPU."""
         return BLOCK_ELEMENTS if block.is_cpu else max(1, block.numel())
 
     def add_up(self, add: Callable[[Array], None]) -> None:
-        """Down and up again, where they live elsewhere."""
+        """Copies the buckets of a device to the host first, and back afterwards."""
         storage = self._storage
         storage.bring_all_down()
         for array in storage.arrays:
@@ -119,17 +119,17 @@ class ParameterMemory:
             storage.bring_up(number)
 
     def saved(self, values: Values) -> list[torch.Tensor]:
-        """By parameter."""
+        """One tensor per parameter, on the CPU."""
         return [value.cpu().clone() for value in values.tensors]
 
     def load(self, values: Values, saved: Sequence[torch.Tensor]) -> None:
-        """By parameter."""
+        """One tensor per parameter."""
         for mine, value in zip(values.tensors, saved, strict=True):
             mine.copy_(value)
 
 
 class Averaging:
-    """When a model's weights are exchanged, which ``mode`` has; all workers make it together."""
+    """Runs the exchanges of a model's weights at the steps that ``mode`` names; all workers construct it together."""
 
     def __init__(self, replica: Replica, mode: Averages) -> None:
         session, parameters = replica.session, [parameter for _, parameter in replica.named]
@@ -139,19 +139,19 @@ class Averaging:
         replica.listeners.loaded = self._weights.travelling.anew
         staging = replica.exchange.staging
         self._buffers = MeanBuffers(replica.session, replica.selection, staging, replica.first_key, replica.fault)
-        self._in_step = self._counted = False  # the optimizer has been called; and has made a step of its own since
-        self._scaled = False  # a GradScaler has come with the optimizer, which has not been called since
+        self._in_step = self._counted = False  # the optimizer is running; it has begun a step since its call
+        self._scaled = False  # a GradScaler has asked the optimizer and not called it since
         self._telling: ScalerCalls | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Be told when the optimizer runs."""
+        """Hook the optimizer's calls, and the calls at which workers meet."""
         before, after = eager(lambda _, *given: self._before_step(*given)), eager(lambda *_: self._after_step())
         self._replica.hooks.keep([optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)])
         self._telling = ScalerCalls(optimizer, self._note_scaler)
         self._replica.session.member.before_calls[self._replica.first_key] = self._catch_up
 
     def detach(self) -> None:
-        """The run is over for this model."""
+        """Stop watching the GradScaler and the calls at which workers meet. The replica removes the other hooks."""
         if self._telling is not None:
             self._telling.remove()
             self._replica.session.member.before_calls.pop(self._replica.first_key, None)
@@ -160,11 +160,11 @@ class Averaging:
 
     @property
     def repeats(self) -> bool:
-        """Whether backward passes evaluate the step again that the optimizer, which is running, has begun."""
+        """Whether a backward pass now belongs to a step that the running optimizer has begun (a further evaluation)."""
         return self._in_step and self._counted
 
     def begin_step(self) -> bool:
-        """A backward pass of the worker's own has ended: whether it is a step, and no further part of one."""
+        """Note the end of a backward pass without an exchange. Returns whether it begins a step."""
         if self.repeats:
             return False
         self._counted, self._scaled = self._in_step, False
@@ -178,7 +178,7 @@ class Averaging:
         return (arguments[0], partial(self._evaluate, closure)), {}
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure; when it raises, the optimizer has ended, and tells nobody."""
+        """Call a closure. If it raises, the optimizer ends without its post-step hooks, so its end is noted here."""
         try:
             return closure()
         except BaseException:
@@ -190,7 +190,7 @@ class Averaging:
         self.settle()
 
     def before_forward(self) -> None:
-        """A forward pass begins: what the optimizer was not called for is exchanged now, if the pass is of training."""
+        """Exchange weights for a step without a call of the optimizer, if this forward pass is one of training."""
         training = torch.is_grad_enabled() and self._replica.model.training
         if training and not self._in_step and torch._C._current_graph_task_id() == -1:
             self.settle()
@@ -199,37 +199,37 @@ class Averaging:
         self._scaled = True
 
     def _catch_up(self) -> None:
-        """The others have exchanged before they come to a call of the script's, if a GradScaler skips on this rank."""
+        """Exchange now if a GradScaler has skipped the step: the other ranks have exchanged before this call."""
         if self._scaled:
             self.settle()
 
     def settle(self) -> None:
-        """Exchange what is to be exchanged before another step."""
+        """Exchange weights that are due before the next step."""
         self._replica.trained.settle()
 
     # Exchange.
 
     @property
     def weight(self) -> float:
-        """What this rank counts in an exchange of weights: nothing where it has made no step since the last one."""
+        """This rank's weight in the mean: 0 if it has made no step since the last exchange."""
         return self._weights.weight(self._replica.weight)
 
     def met(self, kind: int, meeting: Meeting, step: int) -> None:
-        """All come to exchange weights after that step, or to consolidate them."""
+        """Start the exchange of buffers: all ranks exchange weights after that step, or consolidate them."""
         mix = self._weights.travelling.mix(step) if kind == AVERAGE else None
         self._buffers.start(meeting, *(mix or ()))
 
     def averaged(self, kind: int) -> None:
-        """All of it has come."""
+        """Finish the exchange of buffers. After an exchange of weights, restart this rank's count of samples."""
         self._buffers.finish()
         if kind == AVERAGE:
             self._replica.counting.reset()
 
     def saved(self) -> dict[str, Any]:
-        """What a resumed run has to know: of all workers, which call it together.
+        """The state of all workers for a resumed run; all workers call it.
 
-        Each worker's own weights and buffers are in it, as many bytes as there are workers times the model's, unless
-        all have agreed on theirs.
+        It contains each worker's own weights and buffers, so its size is that of the model times the number of workers.
+        A worker adds none if it has made no step since the last exchange and its weights are the agreed ones.
         """
         replica, weights = self._replica, self._weights
         replica.trained.rest()
@@ -247,7 +247,7 @@ class Averaging:
 
     @property
     def _all_agree(self) -> bool:
-        """Whether this worker has the very weights that all have agreed on."""
+        """Whether this worker's weights are equal to the agreed ones."""
         travelling = self._weights.travelling
         return isinstance(travelling, AgreedWeights) and self._memory.equal(travelling.agreed)
 
@@ -255,7 +255,7 @@ class Averaging:
         return self._replica.selection.tensors()
 
     def _own(self, rank: Saved) -> Tensors:
-        """A worker's own tensors, as it has told them; none where all agree."""
+        """A worker's own tensors from its gathered state; none if it sent none."""
         if len(rank) == 1:
             return {}
         return {
@@ -264,9 +264,9 @@ class Averaging:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there; all workers call it with the same. Raises UsageError for the state of another model.
+        """Continue from a saved state; all workers call it with the same one. UsageError for another model's state.
 
-        Where there are more or fewer workers than there were, all begin with the mean of what these had.
+        If the number of workers has changed, all start from the mean of the former workers' tensors.
         """
         ranks, session, weights = saved["ranks"], self._replica.session, self._weights
         try:
@@ -283,13 +283,13 @@ class Averaging:
             self._replica.counting.resume(float(saved["counted"][session.rank]))
 
     def forget(self) -> None:
-        """A state that has nothing of this was loaded: go on from the weights that there are, as in the beginning."""
+        """Continue from the present weights as in a new run: the script has loaded a state without agreed weights."""
         self._weights.forget()
         self._replica.counting.resume(0.0)
 
 
 def _load_own(tensor: torch.Tensor, of_ranks: Sequence[torch.Tensor | None], rank: int | None) -> None:
-    """Let a tensor be what that worker had, or, without one, the mean of what workers had, if it is a number."""
+    """Set a tensor to the value of that ``rank``, or without one to the mean (if not floating point, the first)."""
     known = [value for value in of_ranks if value is not None]
     if not known:
         return
@@ -305,7 +305,7 @@ _ASKED = "_step_supports_amp_scaling"
 
 
 class _Asked:
-    """In place of the answer, which is no: calls all of ``tells`` when it is looked at."""
+    """Replaces the answer False, and calls all of ``tells`` whenever a GradScaler tests it."""
 
     def __init__(self) -> None:
         self.tells: list[Callable[[], None]] = []
@@ -317,7 +317,7 @@ class _Asked:
 
 
 class ScalerCalls:
-    """Calls ``tell`` whenever a GradScaler comes with this optimizer, until it is removed."""
+    """Calls ``tell`` whenever a GradScaler asks this optimizer whether it handles overflows, until it is removed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, tell: Callable[[], None]) -> None:
         self._optimizer, self._tell = optimizer, tell
@@ -329,7 +329,7 @@ class ScalerCalls:
             asked.tells.append(tell)
 
     def remove(self) -> None:
-        """The optimizer is as it was."""
+        """Restore the optimizer's own answer once no other model watches it."""
         found = vars(self._optimizer).get(_ASKED)
         if isinstance(found, _Asked) and self._tell in found.tells:
             found.tells.remove(self._tell)

@@ -1,9 +1,9 @@
 """Owns the bounds of a model's backward pass (``Backward``) and the gradients that it has produced (``Produced``).
 
 Autograd runs each pass as a *graph task* with an increasing number, and runs queued callbacks at its end. A pass begins
-with its first gradient, possibly in an inner task that a re-entrant checkpoint runs during the backward of its node. At
-the end of an inner task that node is still being evaluated. A hook on the node therefore queues a callback in the task
-around it, and so on outwards.
+with its first gradient, or earlier if it reaches a model output that counts samples. The first gradient may arrive in
+an inner task that a re-entrant checkpoint runs during the backward of its node. At the end of an inner task that node
+is still being evaluated. A hook on the node therefore queues a callback in the task around it, and so on outwards.
 
 A pass that ends with an exception runs no callback. This shows when a gradient arrives in a newer task that is not
 inside the pass; a caller that knows that no backward pass is running calls ``give_up``.
