@@ -24,8 +24,8 @@ import numpy as np
 from syncline.registry import register
 
 from . import Array, Seat
+from ._ring import Ring, pieces
 
-_PIECE_BYTES = 1 << 20
 _SMALL_BYTES = 64 * 1024
 _METHOD = "/ring/pass"
 _OPTIONS = (
@@ -36,16 +36,13 @@ _OPTIONS = (
 
 
 @register("peers", "grpcio:ring", collectives=("allreduce", "reduce-scatter", "all-gather"), moves="link", needs="grpc")
-class GrpcRing:
+class GrpcRing(Ring):
     """Ring allreduce, or one of its halves, on one stream to the next rank."""
 
     def __init__(self, seat: Seat) -> None:
         import grpc
 
-        self._rank, self._ranks, self._collective = seat.rank, seat.world, seat.collective
-        self._version = f"ring on grpcio {grpc.__version__}"
-        self._all: Array = np.zeros(seat.elements, np.float32)
-        self._whole = self._all
+        super().__init__(seat, f"grpcio {grpc.__version__}")
         self._leaving: SimpleQueue[Any] = SimpleQueue()
         self._come: SimpleQueue[bytes] = SimpleQueue()
         self._copied: SimpleQueue[None] = SimpleQueue()
@@ -60,28 +57,12 @@ class GrpcRing:
         stream = self._channel.stream_unary(_METHOD, request_serializer=self._serialize)
         self._passing = stream.future(iter(self._leaving.get, None), wait_for_ready=True)
 
-    def select(self, elements: int) -> Array:
-        """The first ``elements`` as the array to work on."""
-        self._whole = self._all[:elements]
-        return self._whole
-
     def run(self) -> None:
-        """Once around for each half."""
-        if self._collective != "all-gather":
-            self._reduce_scatter()
-        if self._collective != "reduce-scatter":
-            self._all_gather()
+        """Once around for each half, until gRPC has copied what is sent."""
+        super().run()
         for _ in range(self._to_copy):  # the array is the caller's again
             self._copied.get()
         self._to_copy = 0
-
-    def result(self) -> Array:
-        """The array; after a reduce-scatter this rank's part of it, summed in place."""
-        return self._part(self._rank) if self._collective == "reduce-scatter" else self._whole
-
-    def chosen(self) -> str:
-        """The library that carries the messages."""
-        return self._version
 
     def close(self) -> None:
         """All ranks end together: the stream, and then what served the one that came."""
@@ -96,19 +77,11 @@ class GrpcRing:
             self._come.put(message)
         return b""
 
-    def _part(self, number: int) -> Array:
-        number, size = number % self._ranks, self._whole.size
-        return self._whole[number * size // self._ranks : (number + 1) * size // self._ranks]
-
-    def _pieces(self, number: int) -> Iterator[Array]:
-        part, step = self._part(number), _PIECE_BYTES // 4
-        return (part[at : at + step] for at in range(0, part.size, step))
-
     def _reduce_scatter(self) -> None:
         """Rank r ends with the sum of part r: in step s it adds to part r-1-s and passes it on."""
         self._send(self._rank - 1)
         for step in range(1, self._ranks):
-            for piece in self._pieces(self._rank - 1 - step):
+            for piece in pieces(self._part(self._rank - 1 - step)):
                 np.add(piece, np.frombuffer(self._come.get(), np.float32), out=piece)
                 if step < self._ranks - 1:
                     self._pass_on(piece)
@@ -117,14 +90,14 @@ class GrpcRing:
         """Part r goes from rank r to all: in step s a rank takes part r-s and passes it on."""
         self._send(self._rank)
         for step in range(1, self._ranks):
-            for piece in self._pieces(self._rank - step):
+            for piece in pieces(self._part(self._rank - step)):
                 message = self._come.get()
                 piece[:] = np.frombuffer(message, np.float32)
                 if step < self._ranks - 1:
                     self._leaving.put(message)
 
     def _send(self, number: int) -> None:
-        for piece in self._pieces(number):
+        for piece in pieces(self._part(number)):
             self._pass_on(piece)
 
     def _pass_on(self, piece: Array) -> None:

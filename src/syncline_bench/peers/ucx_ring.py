@@ -18,12 +18,11 @@ import numpy as np
 from syncline.registry import register
 
 from . import Array, Seat
-
-_PIECE_BYTES = 1 << 20
+from ._ring import PIECE_BYTES, Ring
 
 
 @register("peers", "ucxx:ring", collectives=("allreduce", "reduce-scatter", "all-gather"), moves="memory", needs="ucxx")
-class UcxRing:
+class UcxRing(Ring):
     """Ring allreduce, or one of its halves, on tag_send and tag_recv."""
 
     def __init__(self, seat: Seat) -> None:
@@ -33,46 +32,17 @@ class UcxRing:
         from ucxx.types import Tag
 
         self._memory_of, self._tag = Memory, Tag
-        self._rank, self._ranks, self._collective = seat.rank, seat.world, seat.collective
-        self._version = f"ring on UCX {'.'.join(map(str, ucxx.get_ucx_version()))}"
+        super().__init__(seat, f"UCX {'.'.join(map(str, ucxx.get_ucx_version()))}")
         context = libucxx.UCXContext({}, (libucxx.Feature.TAG,))
         self._worker = libucxx.UCXWorker(context)
         to = bytes.fromhex(seat.share(bytes(self._worker.address).hex())[(seat.rank + 1) % seat.world])
         self._next = self._worker.create_endpoint_from_worker_address(libucxx.UCXAddress.create_from_buffer(to), False)
-        self._all = np.zeros(seat.elements, np.float32)
         self._arriving: Array = np.empty(seat.elements // seat.world + 1, np.float32)
-        self._whole: Array = self._all
-
-    def select(self, elements: int) -> Array:
-        """The first ``elements`` as the array to work on."""
-        self._whole = self._all[:elements]
-        return self._whole
-
-    def run(self) -> None:
-        """Once around for each half."""
-        if self._collective != "all-gather":
-            self._reduce_scatter()
-        if self._collective != "reduce-scatter":
-            self._all_gather()
-
-    def result(self) -> Array:
-        """The array; after a reduce-scatter this rank's part of it, summed in place."""
-        return self._part(self._rank) if self._collective == "reduce-scatter" else self._whole
-
-    def chosen(self) -> str:
-        """The library that carries the messages."""
-        return self._version
 
     def close(self) -> None:
         """Nobody needs anything any more: all ranks end together."""
         self._next.close_blocking()
         del self._next, self._worker
-
-    def _part(self, number: int) -> Array:
-        """Part ``number`` (counted around the ring) of the array."""
-        number %= self._ranks
-        start, stop = (self._whole.size * edge // self._ranks for edge in (number, number + 1))
-        return self._whole[start:stop]
 
     def _send(self, data: Array) -> Any:
         return self._next.tag_send(self._memory_of(data), self._tag(1))
@@ -89,7 +59,7 @@ class UcxRing:
 
     def _reduce_scatter(self) -> None:
         """Rank r ends with the sum of part r: in step s it passes on part r-1-s."""
-        step = _PIECE_BYTES // 4
+        step = PIECE_BYTES // 4
         for turn in range(1, self._ranks):
             leaving, into = self._part(self._rank - turn), self._part(self._rank - turn - 1)
             starts = range(0, into.size, step)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,17 @@ from syncline.launch.environment import recognise
 from syncline.registry import register
 
 from . import Array, Seat
-
-_PIECE_BYTES = 1 << 20
+from ._ring import Ring, pieces
 
 
 @register("peers", "pyzmq:ring", collectives=("allreduce", "reduce-scatter", "all-gather"), moves="link", needs="zmq")
-class ZmqRing:
+class ZmqRing(Ring):
     """Ring allreduce, or one of its halves, on PUSH and PULL."""
 
     def __init__(self, seat: Seat) -> None:
         import zmq
 
-        self._rank, self._ranks = seat.rank, seat.world
-        self._collective = seat.collective
-        self._all = np.zeros(seat.elements, np.float32)
-        self._whole: Array = self._all
-        self.version = f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
+        super().__init__(seat, f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._next, self._last = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         for end in (self._next, self._last):
@@ -54,41 +48,15 @@ class ZmqRing:
         port = self._last.bind(f"ipc://@pyzmq-{secrets.token_hex(12)}" if near else where)
         return seat.share(port.addr)[(self._rank + 1) % self._ranks]
 
-    def select(self, elements: int) -> Array:
-        """Memory of this process."""
-        self._whole = self._all[:elements]
-        return self._whole
-
-    def run(self) -> None:
-        """Once around for each half."""
-        if self._collective != "all-gather":
-            self._reduce_scatter()
-        if self._collective != "reduce-scatter":
-            self._all_gather()
-
-    def result(self) -> Array:
-        """The array; after a reduce-scatter this rank's part of it, summed in place."""
-        return self._part(self._rank) if self._collective == "reduce-scatter" else self._whole
-
-    def chosen(self) -> str:
-        """The library that carries the messages."""
-        return f"ring on {self.version}"
-
     def close(self) -> None:
         """End the context with its thread."""
         self._context.destroy(linger=0)
-
-    def _part(self, number: int) -> Array:
-        """Part ``number`` (counted around the ring) of the array."""
-        number %= self._ranks
-        start, stop = (self._whole.size * edge // self._ranks for edge in (number, number + 1))
-        return self._whole[start:stop]
 
     def _reduce_scatter(self) -> None:
         """Rank r ends with the sum of part r: in step s it passes on part r-1-s."""
         for turn in range(1, self._ranks):
             sending = self._send(self._part(self._rank - turn))
-            for piece in _pieces(self._part(self._rank - turn - 1)):
+            for piece in pieces(self._part(self._rank - turn - 1)):
                 arrived = self._last.recv(copy=False)
                 np.add(piece, np.frombuffer(arrived.buffer, np.float32), out=piece)
             self._end(sending)
@@ -97,20 +65,15 @@ class ZmqRing:
         """Part r goes from rank r to all: in step s a rank passes on part r-s."""
         for turn in range(self._ranks - 1):
             sending = self._send(self._part(self._rank - turn))
-            for piece in _pieces(self._part(self._rank - turn - 1)):
+            for piece in pieces(self._part(self._rank - turn - 1)):
                 self._last.recv_into(piece)
             self._end(sending)
 
     def _send(self, part: Array) -> list[Any]:
         """Pass on a part; what tells when ZeroMQ has done with its memory."""
-        return [self._next.send(piece, copy=False, track=True) for piece in _pieces(part)]
+        return [self._next.send(piece, copy=False, track=True) for piece in pieces(part)]
 
     def _end(self, sending: list[Any]) -> None:
         """The memory of what was sent may be written again."""
         for message in sending:
             message.wait()
-
-
-def _pieces(part: Array) -> Iterator[Array]:
-    step = _PIECE_BYTES // 4
-    return (part[at : at + step] for at in range(0, part.size, step))
