@@ -216,7 +216,7 @@ def test_the_reader_of_imports_sees_all_forms(tmp_path: Path, monkeypatch: pytes
 
 
 def test_threads_of_our_own_are_known_by_their_names() -> None:
-    """``session.ending`` tells the user's threads from them."""
+    """``session.member`` tells the user's threads from them."""
     for path in sorted(ROOTS["syncline"].rglob("*.py")):
         if "testing" in path.parts:
             continue

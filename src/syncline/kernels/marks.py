@@ -93,7 +93,7 @@ def _letter(element: str) -> str:
 
 
 def machine_code(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Mark a function that takes the address of its parameters, and that machine code calls or ``compiled`` does."""
+    """Mark a function whose machine code is called with the address of its parameters, without checks."""
     parsed = Signature.parse(signature)
 
     def decorate(function: Callable[..., Any]) -> Any:

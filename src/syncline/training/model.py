@@ -27,8 +27,8 @@ from .exchange import BucketExchange
 from .weights import WeightExchange
 
 
-def _nothing(*_: object) -> None:
-    pass
+def nothing(*_: object) -> None:
+    """The default of an optional call: it does nothing."""
 
 
 def _all_alike() -> float:
@@ -42,17 +42,17 @@ class Framework:
     ``kind`` is the ticket's: STEP for an exchange of gradients, AVERAGE or CONSOLIDATE for one of weights.
     """
 
-    check: Callable[[], None] = _nothing
+    check: Callable[[], None] = nothing
     """Raises if no exchange is allowed now."""
-    begin: Callable[[], None] = _nothing
+    begin: Callable[[], None] = nothing
     """A step with exchanged gradients begins. Where pushes are not merged, this rank's weight is already known."""
     weight: Callable[[], float] = _all_alike
     """This rank's weight."""
-    met: Callable[[int, Meeting, int], None] = _nothing
+    met: Callable[[int, Meeting, int], None] = nothing
     """This rank has sent the ticket of that kind, in that step or after it: buffers may be exchanged."""
-    apply: Callable[[Apply], None] = _nothing
+    apply: Callable[[Apply], None] = nothing
     """Update the weights of these buckets."""
-    averaged: Callable[[int], None] = _nothing
+    averaged: Callable[[int], None] = nothing
     """Averaged weights have arrived, in an exchange of that kind: wait for the buffers."""
 
 

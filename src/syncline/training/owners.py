@@ -30,7 +30,7 @@ from ..session.layout import Layout, copy_weights
 from ..session.session import Session
 from .exchange import BucketExchange
 from .memory import Stored
-from .model import TrainedModel
+from .model import TrainedModel, nothing
 
 
 class OwnedModel:
@@ -69,7 +69,7 @@ class OwnedModel:
         self._applied = None if self.together else PushGroups(mode, 1, session.strategy.sync.name)
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # the work that precedes the pull of each bucket in this step
-        self.taken: Callable[[], None] = _nothing
+        self.taken: Callable[[], None] = nothing
         """Called when the weights of all buckets have arrived; a framework sets it."""
         exchange.owners = self
 
@@ -234,10 +234,6 @@ class OwnedModel:
         exchange = self.exchange
         gradients, weights = exchange.storages[0].arrays, self._weights.arrays
         return Model(exchange.layout, gradients, weights, exchange.compression, exchange.key)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Record], apart: bool) -> Owners:

@@ -153,7 +153,7 @@ class Row:
 
     @property
     def reasoned(self) -> bool:
-        """Whether something was chosen by measuring, of which ``chosen`` says why (``session.stats``)."""
+        """Whether ``chosen`` gives the reason of a choice made by measuring."""
         return self.chosen is not None and " (" in self.chosen
 
     @property

@@ -29,6 +29,7 @@ import torch
 from ...engine.trace import Kind, Observer, Span, begin
 from ...session.session import Session
 from ...session.tickets import Meeting
+from ...training.model import nothing
 from .buffers import synchronise
 from .compiled import eager
 from .options import tensors_in
@@ -102,10 +103,6 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def nothing(*_: object) -> None:
-    """The default listener: it does nothing."""
 
 
 @dataclass

@@ -24,9 +24,9 @@ from ...errors import GradientError, UsageError
 from ...session.layout import decide_layout
 from ...session.session import Session
 from ...training.exchange import BucketExchange, storages_of
-from ...training.model import Framework, TrainedModel
+from ...training.model import Framework, TrainedModel, nothing
 from .buffers import unsynchronised
-from .hooks import Hooks, Listeners, Told, nothing
+from .hooks import Hooks, Listeners, Told
 from .options import Counting, Fixed, Named, Options, Samples, Selection
 from .staging import Copier, device_of, staging_for
 from .storage import Storage, layers_of
