@@ -52,8 +52,9 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Asked:
     given: Asked = []
 
     def choose(
-        strategy: Strategy, layers: Sequence[Layer], cost: LinearCost | None, lay: Lay, crossing: bool
+        strategy: Strategy, layers: Sequence[Layer], cost: LinearCost | None, lay: Lay, crossing: bool, *, crowded: bool
     ) -> Layout:
+        assert not crowded  # ranks are threads of one process here
         assert cost is not None
         assert any(layer.backward_s > 0 for layer in layers)
         given.append(crossing)

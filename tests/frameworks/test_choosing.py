@@ -217,7 +217,7 @@ def test_schedules_are_chosen_for_the_codec_that_is_resumed(group: Any, monkeypa
     """Where codec=auto has taken another one than the run before: it may not go with what goes with that."""
     asked_for: list[Strategy] = []
 
-    def choose(strategy: Strategy, _: Any, cost: LinearCost, lay: Lay, crossing: bool) -> Layout:
+    def choose(strategy: Strategy, _: Any, cost: LinearCost, lay: Lay, crossing: bool, **_more: Any) -> Layout:
         assert crossing
         asked_for.append(strategy)
         laid = lay(replace(strategy, schedule=read_part("wait_free")))
@@ -262,7 +262,7 @@ def test_a_push_and_its_pull_are_predicted_as_one_and_cut_as_two(
         cut.append(cost)
         return buckets(self, layers, cost)
 
-    def choose(strategy: Strategy, _: Any, cost: LinearCost | None, lay: Lay, crossing: bool) -> Layout:
+    def choose(strategy: Strategy, _: Any, cost: LinearCost | None, lay: Lay, crossing: bool, **_more: Any) -> Layout:
         assert not crossing
         predicted.append(cost)
         laid = lay(replace(strategy, schedule=read_part("merged")))
@@ -281,7 +281,7 @@ def test_what_was_measured_is_kept_where_no_schedule_can_be_chosen(
 ) -> None:
     cost = LinearCost(1.0, 2.0)
 
-    def choose(*_: object) -> Layout:
+    def choose(*_: object, **_more: object) -> Layout:
         raise UsageError("none fits")
 
     def body(here: Here) -> Layout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from schedule_bodies import chooses
@@ -28,6 +30,7 @@ def test_processes_choose_alike(pool: Pool, address: str, strategy: str, workers
     assert not any(schedule in said[-1] for schedule in ("priority", "split"))
     assert reason.startswith("schedule=")
     assert "predicted" in reason
+    assert ("without overlap" in reason) == (processes > len(os.sched_getaffinity(0)))
     for other in others:
         assert other[:2] == [said, reason]
         assert all(np.array_equal(other[2][name], array) for name, array in weights.items())

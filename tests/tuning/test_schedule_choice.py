@@ -85,8 +85,8 @@ class Made:
         buckets = tuple(schedule.buckets(self.layers, self.cost))
         return Layout(tuple(self.layers), buckets, tuple(map(schedule.priority, buckets)))
 
-    def chosen(self, crossing: bool = True, text: str = "ring") -> Layout:
-        return choose_schedule(strategy(text), self.layers, self.cost, self.lay, crossing)
+    def chosen(self, crossing: bool = True, text: str = "ring", *, crowded: bool = False) -> Layout:
+        return choose_schedule(strategy(text), self.layers, self.cost, self.lay, crossing, crowded=crowded)
 
 
 SLOW, FAST = LinearCost(1e-3, 4e-8), LinearCost(1e-6, 1e-12)
@@ -113,6 +113,20 @@ def test_latencies_that_cost_much_merge() -> None:
     found = Made(model(60, 1000, 1e-4, 1e-3), LinearCost(0.02, 1e-12)).chosen(crossing=False)
     assert found.schedule in ("fixed", "merged")
     assert len(found.buckets) < 10
+
+
+def test_crowded_cores_overlap_nothing() -> None:
+    """A schedule of many buckets then costs their latencies and hides none of them."""
+    made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
+    overlapped, crowded = made.chosen(), made.chosen(crowded=True)
+    assert overlapped.schedule != "fixed"
+    exchange_s = 20 * 4 * MEGABYTE * SLOW.per_byte_s + SLOW.base_s * len(crowded.buckets)
+    assert crowded.schedule == "fixed"
+    assert f"predicted {1e3 * (0.6 + exchange_s):.4g} ms" in crowded.reason
+    assert crowded.reason.endswith("without overlap as processes outnumber cores")
+    layers, by = made.layers, strategy("ring")
+    first, *_ = worth_a_trial(by, layers, SLOW, made.lay, True, lambda _: True, crowded=True)
+    assert first.buckets == crowded.buckets
 
 
 @pytest.mark.parametrize("cost", [None, SLOW])

@@ -71,3 +71,10 @@ def test_nodes_are_numbered_as_they_appear() -> None:
     assert roll.hosts == 2
     assert roll.near == {3}
     assert replace(roll, index=1).near == {2}
+
+
+@pytest.mark.parametrize(("cores", "crowded"), [((2, 1, 1, 2), False), ((1, 1, 1, 2), True), ((2, 1, 1, 1), True)])
+def test_a_host_is_crowded_when_its_processes_outnumber_the_cores_of_one(cores: tuple[int, ...], crowded: bool) -> None:
+    placed = zip("abca", cores, strict=True)
+    members = tuple(replace(member(index, machine), cores=count) for index, (machine, count) in enumerate(placed))
+    assert Roll(0, members, "a run", b"").crowded is crowded

@@ -4,7 +4,8 @@ The steps of a run time the layers and the exchanges of buckets of all sizes. Fr
 every candidate is predicted (``costs.iteration``) by the state machine that would run it: to try each in turn would
 cost more steps, and ranks that are busy otherwise would choose. Rank 0 decides and tells the others with the layout.
 Candidates are those that leave the mathematics as it is and go with the rest of the strategy. The simplest counts that
-is as fast as the best, give or take ``MARGIN``.
+is as fast as the best, give or take ``MARGIN``. Processes that outnumber the cores of their only host overlap nothing:
+each message then takes a core from a computation.
 
 Under a budget ``Trials`` follow on the live run: each of a few layouts runs for some steps, in turn. They are told when
 steps end, by their caller's clock, and answer which layout comes next; rank 0 alone has them. Layouts come in the order
@@ -209,12 +210,15 @@ def choose_schedule(
     lay: Lay,
     crossing: bool,
     fits: Callable[[Strategy], bool] = lambda _: True,
+    *,
+    crowded: bool = False,
 ) -> Layout:
     """The layout of the schedule that is predicted to be fastest with these times of layers and exchanges.
 
-    ``lay`` makes a schedule's buckets; those that it or ``fits`` refuses are left out. Whatever else fails, the first
-    one runs: the buckets of steps that are measured are not to stay. Raises UsageError where all are refused. Takes
-    some tenths of a second in models of hundreds of tensors.
+    ``lay`` makes a schedule's buckets; those that it or ``fits`` refuses are left out. ``crowded`` says that exchanges
+    and computation share too few cores to overlap. Whatever else fails, the first one runs: the buckets of steps that
+    are measured are not to stay. Raises UsageError where all are refused. Takes some tenths of a second in models of
+    hundreds of tensors.
     """
     offered = list(filter(fits, candidates(strategy, crossing)))
     if cost is None or not any(layer.backward_s for layer in layers):
@@ -223,7 +227,7 @@ def choose_schedule(
     for one in offered:
         try:
             laid = lay(one)
-            times = predict_iteration(layers, laid, one.schedule_object(), one.sync_mode(), cost)
+            times = _predicted(layers, laid, one, cost, crowded)
         except UsageError:
             continue
         except Exception as error:
@@ -239,6 +243,8 @@ def choose_schedule(
     first, _, beside = found[0]
     others = "" if by is first else f", {_ms(beside.whole_s)} with {_text(first)}"
     why = f"predicted {_ms(times.whole_s)} per iteration{others}, {_ms(times.computing_s)} computing"
+    if crowded:
+        why += ", without overlap as processes outnumber cores"
     return _chosen(by, laid, cost, why)
 
 
@@ -249,6 +255,8 @@ def worth_a_trial(
     lay: Lay,
     crossing: bool,
     fits: Callable[[Strategy], bool],
+    *,
+    crowded: bool = False,
 ) -> list[Layout]:
     """The layouts that may be the fastest, all of schedules that ``fits`` takes: that of ``choose_schedule`` first.
 
@@ -256,7 +264,7 @@ def worth_a_trial(
     whose steps end by themselves is always among them; where none can be predicted, the simplest schedule is alone. Of
     schedules that lie and go alike one is left. Raises UsageError where no schedule can be laid out.
     """
-    chosen = choose_schedule(strategy, layers, cost, lay, crossing, fits)
+    chosen = choose_schedule(strategy, layers, cost, lay, crossing, fits, crowded=crowded)
     found: dict[object, tuple[float, Layout]] = {}
     quiet: tuple[float, Layout] | None = None
     for one in candidates(strategy, crossing, (*CANDIDATES, *MORE)):
@@ -266,7 +274,7 @@ def worth_a_trial(
             laid = lay(one)
             expected_s = 0.0  # of all where no exchange was measured
             if cost is not None:
-                times = predict_iteration(layers, laid, one.schedule_object(), one.sync_mode(), cost)
+                times = _predicted(layers, laid, one, cost, crowded)
                 expected_s = with_crossing_s(one, times.whole_s)
         except UsageError:
             continue
@@ -288,6 +296,17 @@ def worth_a_trial(
     least_s = min(seconds for seconds, _ in rows)
     left = [laid for seconds, laid in rows if seconds <= least_s * (1 + UNLIKELY) or laid is rows[0][1]]
     return left if quiet[1] in left else [*left, quiet[1]]
+
+
+def _predicted(
+    layers: Sequence[Layer], laid: Layout, strategy: Strategy, cost: LinearCost, crowded: bool
+) -> IterationTimes:
+    """One iteration; where exchanges take the cores from computation, both last in sum what each takes alone."""
+    times = predict_iteration(layers, laid, strategy.schedule_object(), strategy.sync_mode(), cost)
+    if not crowded:
+        return times
+    exchange_s = math.fsum(cost(bucket.nbytes) for bucket in laid.buckets)
+    return replace(times, whole_s=times.computing_s + exchange_s)
 
 
 def with_crossing_s(strategy: Strategy, predicted_s: float) -> float:

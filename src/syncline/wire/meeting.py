@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -75,6 +76,12 @@ class Roll:
     def hosts(self) -> int:
         """On how many hosts the processes are: those of one can share memory."""
         return len({member.machine for member in self.members})
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a host runs more processes than a process on it may use cores."""
+        processes = Counter(member.machine for member in self.members)
+        return any(processes[member.machine] > member.cores for member in self.members)
 
     @property
     def near(self) -> frozenset[int]:

@@ -4,7 +4,7 @@ A file makes of a workload a ``Training``: the model, its solver, and one step o
 ``syncline_bench.train`` makes. It is registered under the framework's name and declares
 
 * ``needs``: the packages that have to be installed, and ``install``: what installs them,
-* ``environ``: variables that its processes are started with, so that each computes with one thread.
+* ``environ``: variables of its processes, with which each computes with one thread and keeps freed memory.
 
 A file of this folder imports its framework when ``loaded`` is called or an object is made, so that a run imports that
 framework and no other, and the process that starts a comparison none. Most build their model from the workload's
@@ -27,6 +27,12 @@ from ..messages import Job
 from ..sides import Side
 
 DEFAULT = "torch"
+KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
+"""The environment in which glibc keeps freed memory for the process instead of returning it to the system.
+
+By default glibc raises these limits by what a process has freed so far. A training whose activations lie above them
+takes page faults in every step (75,000 a second for ``digits``, a fifth of the step), and a comparison of two processes
+then compares their allocators."""
 
 
 class Training(Protocol):

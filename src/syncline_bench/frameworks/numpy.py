@@ -23,6 +23,7 @@ from syncline.workloads import _blueprint as plain
 from ..batches import Batch
 from ..messages import Job
 from ..sides import Side
+from . import KEEPS_FREED_MEMORY
 from ._from_blueprint import FromBlueprint, scores
 
 Array = NDArray[Any]
@@ -193,7 +194,10 @@ class _Bare:
     "numpy",
     needs=("numpy",),
     install="syncline",
-    environ=dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS"), "1"),
+    environ={
+        **dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS"), "1"),
+        **KEEPS_FREED_MEMORY,
+    },
 )
 class NumpyTraining(FromBlueprint):
     """Layers by hand."""

@@ -13,12 +13,13 @@ from syncline.workloads import Part, Workload
 from ..batches import Batch
 from ..messages import Job
 from ..sides import Side
+from . import KEEPS_FREED_MEMORY
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@register("frameworks", "torch", needs=("torch",), install="syncline[torch]", environ={})
+@register("frameworks", "torch", needs=("torch",), install="syncline[torch]", environ=KEEPS_FREED_MEMORY)
 class TorchTraining:
     """A module under autograd: forward, ``loss.backward()``, ``optimizer.step()`` and ``zero_grad()``."""
 

@@ -43,6 +43,7 @@ from .compiled import is_compiled
 from .deferred import updates_alone
 from .optimizer import defer_steps, end_deferred_steps
 from .passes import TrainedReplica
+from .staging import device_of
 from .supported import check_crossing
 
 log = logging.getLogger("syncline")
@@ -139,16 +140,30 @@ class Choosing:
         tries = self._trials is None and self._strategy.budget_s > 0
         keeps_bits = tries and self._replica.session.adds_in_one_order
         if self._phase == _MEASURING and keeps_bits:
-            layouts = worth_a_trial(self._strategy, layers, cost, lay, crossing, self._keeps_bits)
+            layouts = worth_a_trial(
+                self._strategy, layers, cost, lay, crossing, self._keeps_bits, crowded=self._crowded
+            )
             self._trials = Trials(layouts, self._until_s, time.perf_counter, self._crossed_by)
         if self._trials is None:
-            found = choose_schedule(self._strategy, layers, cost, lay, crossing)
+            found = choose_schedule(self._strategy, layers, cost, lay, crossing, crowded=self._crowded)
             return replace(found, reason=f"{found.reason}{_UNTRIED}") if tries and not keeps_bits else found
         if self._phase not in (_MEASURING, _TRYING):
             return self._trials.best(crossing=crossing)
         if not crossing:
             self._trials.refuse_crossing()
         return self._trials.following()
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether computing and exchanging take turns on cores: on one host with fewer of them than processes.
+
+        Messages between hosts, or over a link that is slowed down, wait for the link and leave the cores alone.
+        """
+        roll = self._replica.session.family[0].roll
+        if roll is None or roll.hosts > 1 or not roll.crowded or device_of(self._replica.named).type != "cpu":
+            return False
+        link = self._strategy.transport.arguments
+        return not (link.get("rate") or link.get("delay"))
 
     def _crossed_by(self, layout: Layout) -> bool:
         return _crosses(layout.strategy_in(self._strategy))
