@@ -15,8 +15,8 @@ from syncline.launch.connecting import in_process
 from syncline.nouns import Group
 from syncline.plans import COPY, REDUCE, Plan, check
 from syncline.registry import register
-from syncline.report.draw import draw_plan
 from syncline.session.session import Session
+from syncline_bench.report.plan_drawing import draw_plan
 
 WORKERS, STEPS = 4, 20
 

@@ -20,21 +20,21 @@ ROWS = (
     ("errors", "version"),
     ("nouns", "kernels"),
     ("registry", "wire", "plans"),
-    ("algorithms", "collectives", "codecs", "schedules", "searchers", "sync", "transports"),
+    ("algorithms", "collectives", "codecs", "schedules", "sync", "transports"),
     ("compression",),
     ("strategy",),
     ("engine",),
     ("costs",),
     ("session",),
     ("tuning", "serving", "timeline"),
-    ("launch", "report", "testing", "workloads", "sampling", "training"),
+    ("launch", "testing", "sampling", "training"),
     ("frameworks",),
     ("checkpoint", "optim", "process", "torch_backend"),
     ("api", "jax", "lightning", "tensorflow"),
     ("",),  # the package itself: the public names
 )
 LABORATORY = (
-    ("report",),
+    ("report", "searchers", "workloads"),
     ("predict",),
     ("lab", "reproduction"),
     ("",),  # what measures: all that no other row names

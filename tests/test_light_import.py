@@ -94,7 +94,7 @@ def test_replayed_networks_are_counted_without_torchs_compiler() -> None:
     """Which takes seconds to import, in every rank."""
     names = "alexnet", "googlenet", "resnet50"
     script = (
-        "import sys\nfrom syncline.workloads.replay import replay\n"
+        "import sys\nfrom syncline_bench.workloads.replay import replay\n"
         f"for name in {names!r}: assert replay(name).trace.layers\n"
         "assert 'torch._dynamo' not in sys.modules and 'torch.onnx' not in sys.modules"
     )

@@ -111,7 +111,7 @@ from syncline_bench.batches import batches
 from syncline_bench.frameworks import frameworks_of
 from syncline_bench.messages import Job
 from syncline_bench.sides import Alone
-from syncline.workloads import load
+from syncline_bench.workloads import load
 
 name, path = sys.argv[1:]
 workload, (entry,) = load("digits"), frameworks_of([name])

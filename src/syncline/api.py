@@ -12,8 +12,7 @@ import numpy as np
 from . import checkpoint
 from .errors import NotBuiltError, UsageError
 from .process import process
-from .sampling import Sampler, sampler_of
-from .sampling.order import SampleOrder
+from .sampling import SampleOrder, Sampler, sampler_of
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
 from .session.session import Session, Stats

@@ -46,8 +46,8 @@ KINDS = (
     "transports",
     "workloads",
 )
-_FOLDERS = {"frameworks": "syncline_bench.frameworks", "peers": "syncline_bench.peers"}
-"""Of kinds that the laboratory alone asks for: who trains in a comparison, and what is measured beside Syncline."""
+_LABORATORY = ("frameworks", "peers", "searchers", "workloads")
+"""Kinds of the laboratory: what trains in a comparison, what is measured beside Syncline, what searches, and models."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -158,7 +158,8 @@ def _load(kind: str) -> None:
     _loaded.add(kind)
     _entered.append([])  # keep the error of another package's part that failed while importing this kind
     try:
-        package = importlib.import_module(_FOLDERS.get(kind, f"{__package__}.{kind}"))
+        top = "syncline_bench" if kind in _LABORATORY else __package__
+        package = importlib.import_module(f"{top}.{kind}")
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     finally:

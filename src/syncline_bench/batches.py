@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from syncline.strategy.strategy import Strategy
 from syncline.sync import Averages, Mixes, SyncMode
-from syncline.workloads import Part, Workload
 
 from .contenders import peer_of
 from .messages import Job
 from .report.rows import BASELINE
+from .workloads import Part, Workload
 
 
 class Batch(NamedTuple):

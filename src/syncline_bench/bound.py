@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from syncline.workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace
-
 from .report.rows import Row
+from .workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace
 
 PAYLOAD_SHARE = 1448 / 1514
 

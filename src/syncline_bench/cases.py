@@ -18,7 +18,6 @@ from syncline.nouns import Rate
 from syncline.strategy.grammar import read_value
 from syncline.strategy.presets import Preset
 from syncline.timeline.folder import checked_target
-from syncline.workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
 
 from .contenders import Contender, belongs, check_peers, check_strategies, contender_of
 from .frameworks import DEFAULT, check_workload, frameworks_of
@@ -26,6 +25,7 @@ from .launchers import AUTO, Launcher, read_launcher
 from .report.files import STANDARD_OUTPUT, result_paths
 from .report.rows import BASELINE
 from .site import check_site
+from .workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
 
 LOOKS = 8
 """How often in an epoch a model is looked at whose time to an accuracy is asked for."""

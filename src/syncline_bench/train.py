@@ -29,7 +29,6 @@ from typing import Any, cast
 
 from syncline.launch.environment import recognise
 from syncline.strategy.parts import build
-from syncline.workloads import Feed, Tempo, Workload, load
 
 from .batches import Batch, batches, pooled, weighed
 from .contenders import peer_of
@@ -39,6 +38,7 @@ from .measure import IterationClock, Record
 from .messages import Connection, Job, connect
 from .report.rows import BASELINE
 from .sides import Alone, Counters, Side
+from .workloads import Feed, Tempo, Workload, load
 
 _REPORT_EVERY_S = 0.1
 

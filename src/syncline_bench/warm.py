@@ -31,7 +31,6 @@ from syncline.errors import SynclineError
 from syncline.launch.environment import recognise
 from syncline.launch.local import LocalRun
 from syncline.nouns import Layer, Spec
-from syncline.workloads import Workload, load
 
 from .calibration.command import calibrated
 from .calibration.request import Request
@@ -44,6 +43,7 @@ from .processes import Progress, RowWatch
 from .report.rows import Row
 from .site import HERE, Site
 from .train import side_of, train
+from .workloads import Workload, load
 
 SCRIPT = ("-m", "syncline_bench.warm")
 START_LIMIT_S = 120.0

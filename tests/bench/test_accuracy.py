@@ -12,11 +12,11 @@ from accuracies import CURVE, Trained, command, read
 from syncline import registry
 from syncline.strategy import presets
 from syncline.strategy.strategy import Strategy
-from syncline.workloads import load
 from syncline_bench import accuracy, compare, processes
 from syncline_bench.accuracy import strategy_of
 from syncline_bench.cases import comparison_of
 from syncline_bench.contenders import contender_of
+from syncline_bench.workloads import load
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import syncline
-from syncline.sampling.pool import Pool
-from syncline.workloads import Images, Part, Workload
+from syncline.sampling import Pool
 from syncline_bench.batches import Batch, batches, in_step, pooled, weighed
 from syncline_bench.messages import Job
+from syncline_bench.workloads import Images, Part, Workload
 
 WORLD, BATCH, SAMPLES = 2, 4, 14  # three batches of four, and one of two
 

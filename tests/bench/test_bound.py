@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.nouns import Seconds, Spec
-from syncline.workloads import Pipeline, Speed
-from syncline.workloads._trace import Trace, TracedLayer
 from syncline_bench.bound import bound_s, bounded, link_bytes_per_s
 from syncline_bench.report.rows import Row
+from syncline_bench.workloads import Pipeline, Speed
+from syncline_bench.workloads._trace import Trace, TracedLayer
 
 
 def trace_of(elements: int, seconds: float) -> Trace:

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from syncline import registry
 from syncline.errors import UsageError
-from syncline.workloads import load
 from syncline_bench import compare
 from syncline_bench.cases import comparison_of
 from syncline_bench.frameworks import numpy as by_hand
+from syncline_bench.workloads import load
 from trained_apart import FRAMEWORKS, check_rows, compared, foreign, same_steps
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from syncline.errors import UsageError
 from syncline.nouns import Rate, Spec
-from syncline.workloads._trace import Trace, TracedLayer
 from syncline_bench import compare
 from syncline_bench.cases import Case, Comparison
 from syncline_bench.report.rows import Row
 from syncline_bench.site import HERE, Site, site_of
+from syncline_bench.workloads._trace import Trace, TracedLayer
 
 TRACE = Trace("t", (TracedLayer("a", (Spec("weight", (1_000_000,)),), 0.001, 0.001),))
 

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from syncline import registry
-from syncline.searchers import Space
 from syncline.strategy.strategy import Strategy
+from syncline_bench.searchers import Space
 from syncline_bench.tuner.candidates import Offer, text_of
 
 Program = Callable[[str], ModuleType]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from syncline.workloads._trace import read_trace
 from syncline_bench.cli import cli
+from syncline_bench.workloads._trace import read_trace
 
 SCRIPT = """
 import sys, torch

@@ -45,7 +45,7 @@ def test_show_understands_what_others_call_it(name: str, says: str) -> None:
 def test_show_draws_the_plan_for_the_group(
     monkeypatch: pytest.MonkeyPatch, line: str, group: tuple[int, int, tuple[int, ...]]
 ) -> None:
-    module: Any = types.ModuleType("syncline.report.draw")
+    module: Any = types.ModuleType("syncline_bench.report.plan_drawing")
     module.draw_plan = lambda plan: f"{plan.name} of {plan.world} in {plan.steps} steps"
     monkeypatch.setitem(sys.modules, module.__name__, module)
     from syncline import registry

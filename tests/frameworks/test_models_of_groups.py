@@ -17,8 +17,7 @@ from syncline.errors import GradientError, MismatchError, PeerError, UsageError
 from syncline.frameworks import numpy
 from syncline.frameworks._supported import SILENT
 from syncline.frameworks.torch import Options, Prepared, prepare
-from syncline.sampling import sampler_of
-from syncline.sampling.order import SampleOrder
+from syncline.sampling import SampleOrder, sampler_of
 from syncline.session.groups import WorkerGroup, new_group
 from syncline.session.session import Session
 

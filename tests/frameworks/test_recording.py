@@ -10,7 +10,7 @@ import torch
 
 from syncline.errors import UsageError
 from syncline.frameworks.torch.timing import Recorded, Recording, write_trace
-from syncline.workloads._trace import read_trace
+from syncline_bench.workloads._trace import read_trace
 
 
 class Gan(torch.nn.Module):

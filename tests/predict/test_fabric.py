@@ -16,12 +16,12 @@ from syncline.costs.plans import ProcessPlacement
 from syncline.engine.step import BucketPhase, Submit
 from syncline.nouns import Group, Spec
 from syncline.strategy.strategy import Strategy
-from syncline.workloads import Trace
-from syncline.workloads._trace import TracedLayer
 from syncline_bench.predict.fabric import Fabric, max_min_rates, shared_s
 from syncline_bench.predict.iterations import simulate
 from syncline_bench.predict.networks import inline
 from syncline_bench.predict.settings import Habits, setting_of, traced
+from syncline_bench.workloads import Trace
+from syncline_bench.workloads._trace import TracedLayer
 
 FLOWS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), min_size=1, max_size=6)
 CAPACITIES = st.lists(st.floats(0.1, 10), min_size=5, max_size=5)

@@ -16,11 +16,11 @@ from syncline.errors import UsageError
 from syncline.nouns import Layer, Spec
 from syncline.strategy.strategy import Strategy
 from syncline.sync.bsp import Bsp
-from syncline.workloads import Images, Speed, Trace, Workload
-from syncline.workloads._trace import TracedLayer
 from syncline_bench.predict.iterations import Together, simulate
 from syncline_bench.predict.networks import inline
 from syncline_bench.predict.settings import Habits, Iteration, Model, lay_out, model_of, setting_of, traced
+from syncline_bench.workloads import Images, Speed, Trace, Workload
+from syncline_bench.workloads._trace import TracedLayer
 
 MEGABYTE = 1 << 18
 

@@ -8,10 +8,10 @@ from importlib import resources
 import pytest
 
 from syncline.strategy.strategy import Strategy
-from syncline.workloads import load
 from syncline_bench.predict.iterations import simulate
 from syncline_bench.predict.networks import holdout_of, load_network, network_names
 from syncline_bench.predict.settings import model_of, setting_of
+from syncline_bench.workloads import load
 
 FOLDER = resources.files("syncline_bench.predict") / "measured"
 FILES = sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir())

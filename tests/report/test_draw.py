@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from syncline import registry
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
-from syncline.report.draw import WIDTH, draw_plan
+from syncline_bench.report.plan_drawing import WIDTH, draw_plan
 
 
 def make(name: str, workers: int) -> Plan:

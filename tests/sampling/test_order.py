@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.sampling.order import MOST_SAMPLES, MOST_SEED, SampleOrder
+from syncline.sampling import MOST_SAMPLES, MOST_SEED, SampleOrder
 
 
 @given(st.integers(1, 60), st.integers(0, 9), st.integers(0, 9))

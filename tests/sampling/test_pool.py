@@ -6,9 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from syncline.sampling import pool as pool_module
-from syncline.sampling.order import MOST_EPOCHS
-from syncline.sampling.pool import MOST_OPEN, Pool
+from syncline import sampling as pool_module
+from syncline.sampling import MOST_EPOCHS, MOST_OPEN, Pool
 
 ranks = st.integers(0, 3)
 

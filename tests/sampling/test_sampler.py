@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 import syncline
+from syncline import sampling
 from syncline.errors import MismatchError, ProtocolError, SynclineError, UsageError
-from syncline.sampling import Sampler, pool, sampler_of
-from syncline.sampling.order import MOST_EPOCHS, SampleOrder
-from syncline.sampling.pool import ASKED
+from syncline.sampling import ASKED, MOST_EPOCHS, SampleOrder, Sampler, sampler_of
 from syncline.session.session import Session
 
 POOLED, SPLIT = "ps(servers=1, on=workers) sync=asp", "ring"
@@ -176,12 +175,12 @@ def test_a_request_that_is_too_long_ends_the_run(group: Any) -> None:
 
 @pytest.mark.parametrize("answer", [{"start": 4, "stop": 2}, {"start": 0, "stop": 11}, {"start": -1, "stop": 2}])
 def test_an_answer_that_is_none_is_named(group: Any, monkeypatch: pytest.MonkeyPatch, answer: dict[str, int]) -> None:
-    send = pool.Pools._send
+    send = sampling.Pools._send
 
     def lie(self: Any, to: int, message: dict[str, object], *rest: Any, **more: Any) -> None:
         send(self, to, dict(answer) if "start" in message else message, *rest, **more)
 
-    monkeypatch.setattr(pool.Pools, "_send", lie)
+    monkeypatch.setattr(sampling.Pools, "_send", lie)
     with pytest.raises(ProtocolError, match="the next batch of epoch 0 from rank 0 makes no sense"):
         group(POOLED, 2, lambda session: list(sampler_of(session, SampleOrder(10, 2))))
 
@@ -241,7 +240,7 @@ def test_a_pool_has_no_length_and_no_epoch_twice(group: Any) -> None:
 
 
 def test_a_run_has_so_many_samplers(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MOST_SAMPLERS", 1)
+    monkeypatch.setattr(sampling, "MOST_SAMPLERS", 1)
 
     def body(session: Session) -> None:
         sampler_of(session, SampleOrder(10, 2))

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from syncline import registry
-from syncline.searchers import Axis, Candidate, Searcher, Space
+from syncline_bench.searchers import Axis, Candidate, Searcher, Space
 
 NAMES = registry.names("searchers")
 AXES = (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spaces import AXES, FASTEST, NAMES, asked, made, spaces, truth, valid
 
 from syncline.errors import UsageError
-from syncline.searchers import Candidate, Space
+from syncline_bench.searchers import Candidate, Space
 
 GUIDED = [name for name in NAMES if name != "random"]
 SPACE = Space(AXES, valid, truth)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from spaces import AXES, FASTEST, spaces, valid
 
-from syncline import searchers
 from syncline.errors import UsageError
-from syncline.searchers import Axis, Space
-from syncline.searchers._failures import chances, flags
+from syncline_bench import searchers
+from syncline_bench.searchers import Axis, Space
+from syncline_bench.searchers._failures import chances, flags
 
 
 @given(spaces())

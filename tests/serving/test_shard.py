@@ -114,7 +114,7 @@ def test_pushes_go_by_their_own_workers_state(apart: bool) -> None:
 def test_owners_share_the_weights_evenly(network: str, schedule: str) -> None:
     """Within 2 % of each other, and nothing is left out, for 65 of them too."""
     pytest.importorskip("torch")
-    from syncline.workloads import layers, load
+    from syncline_bench.workloads import layers, load
 
     found = layers(load(f"synthetic:{network}").model(0))
     made = Strategy.parse(f"ps schedule={schedule}").schedule_object()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import DataError
-from syncline.workloads import cifar10, load
-from syncline.workloads.cifar10 import FOLDER, PARTS, RECORD_BYTES, read
+from syncline_bench.workloads import cifar10, load
+from syncline_bench.workloads.cifar10 import FOLDER, PARTS, RECORD_BYTES, read
 
 IMAGES = 4
 

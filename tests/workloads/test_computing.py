@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from syncline.errors import UsageError
-from syncline.workloads import Computing, load
+from syncline_bench.workloads import Computing, load
 
 NHWC = torch.channels_last
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from syncline.errors import UsageError
-from syncline.workloads import Workload, load
-from syncline.workloads import digits as workload
+from syncline_bench.workloads import Workload, load
+from syncline_bench.workloads import digits as workload
 
 
 @pytest.fixture(scope="module")

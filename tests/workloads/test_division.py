@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.workloads import Images, Workload
+from syncline_bench.workloads import Images, Workload
 
 
 def counting(samples: int, global_batch: bool = True, repeats: int = 1) -> Workload:

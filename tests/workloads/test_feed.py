@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import UsageError
 from syncline.nouns import Seconds
-from syncline.workloads import Feed, Pipeline
+from syncline_bench.workloads import Feed, Pipeline
 
 LIMIT_S = 60.0
 

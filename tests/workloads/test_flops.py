@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from syncline.errors import UsageError
-from syncline.workloads.models.flops import trace_of
-from syncline.workloads.models.googlenet import GoogLeNet
-from syncline.workloads.models.resnet50 import ResNet50
+from syncline_bench.workloads.models.flops import trace_of
+from syncline_bench.workloads.models.googlenet import GoogLeNet
+from syncline_bench.workloads.models.resnet50 import ResNet50
 
 
 def small() -> nn.Module:

@@ -10,7 +10,7 @@ import pytest
 from syncline import registry
 from syncline.errors import UsageError
 from syncline.registry import Entry, entries, names
-from syncline.workloads import Workload, load
+from syncline_bench.workloads import Workload, load
 
 
 def test_the_workloads_are_registered_and_documented():
@@ -84,8 +84,8 @@ def test_workloads_of_others_load_and_prefetch_too(monkeypatch: pytest.MonkeyPat
 def test_names_and_synthetic_data_do_not_import_torch():
     program = (
         "import sys; from syncline.registry import names; names('workloads')\n"
-        "import syncline.workloads, syncline.workloads.models\n"
-        "syncline.workloads.load('synthetic:alexnet')\n"
+        "import syncline_bench.workloads, syncline_bench.workloads.models\n"
+        "syncline_bench.workloads.load('synthetic:alexnet')\n"
         "print([name for name in ('torch', 'sklearn') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

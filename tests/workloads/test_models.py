@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.workloads import layers
-from syncline.workloads.models.alexnet import AlexNet
-from syncline.workloads.models.cifar10_quick import Cifar10Quick
-from syncline.workloads.models.digits_cnn import DigitsCNN
-from syncline.workloads.models.fillers import he, xavier
-from syncline.workloads.models.googlenet import GoogLeNet
-from syncline.workloads.models.resnet50 import ResNet50
+from syncline_bench.workloads import layers
+from syncline_bench.workloads.models.alexnet import AlexNet
+from syncline_bench.workloads.models.cifar10_quick import Cifar10Quick
+from syncline_bench.workloads.models.digits_cnn import DigitsCNN
+from syncline_bench.workloads.models.fillers import he, xavier
+from syncline_bench.workloads.models.googlenet import GoogLeNet
+from syncline_bench.workloads.models.resnet50 import ResNet50
 
 
 def auxiliary() -> GoogLeNet:

@@ -13,11 +13,11 @@ from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare
 from syncline.nouns import Seconds, Spec
 from syncline.session.session import Session
-from syncline.workloads import Speed, Workload, load
-from syncline.workloads._speed import Pacer
-from syncline.workloads._trace import Trace, TracedLayer
-from syncline.workloads.models.replayed import Replayed
-from syncline.workloads.replay import replayed
+from syncline_bench.workloads import Speed, Workload, load
+from syncline_bench.workloads._speed import Pacer
+from syncline_bench.workloads._trace import Trace, TracedLayer
+from syncline_bench.workloads.models.replayed import Replayed
+from syncline_bench.workloads.replay import replayed
 
 
 def layer(name: str, *shapes: tuple[int, ...], forward_s: float = 0.0, backward_s: float = 0.0) -> TracedLayer:

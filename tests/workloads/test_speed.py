@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from syncline.errors import UsageError
 from syncline.nouns import Seconds
-from syncline.workloads import EVEN, Speed, Tempo, load
-from syncline.workloads._speed import CARRIED_S, INTERPRETER_S, Pacer
+from syncline_bench.workloads import EVEN, Speed, Tempo, load
+from syncline_bench.workloads._speed import CARRIED_S, INTERPRETER_S, Pacer
 
 spans = st.floats(1e-4, 0.2)
 parts = st.tuples(spans, spans, st.floats(0, 0.2))

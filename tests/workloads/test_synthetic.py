@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from syncline.workloads import load
+from syncline_bench.workloads import load
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from syncline.errors import DataError, UsageError
 from syncline.nouns import Spec
-from syncline.workloads import load
-from syncline.workloads._trace import COLUMNS, Trace, TracedLayer, read_trace
+from syncline_bench.workloads import load
+from syncline_bench.workloads._trace import COLUMNS, Trace, TracedLayer, read_trace
 
 HEAD = ",".join(COLUMNS)
 

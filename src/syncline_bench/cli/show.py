@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
     """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
     from syncline.errors import UsageError
-    from syncline.report.draw import draw_plan
     from syncline.strategy.parts import bind, build, roles_of, write
+
+    from ..report.plan_drawing import draw_plan
 
     part = _planned(algorithm)
     if servers is not None:

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 from syncline.errors import UsageError
 from syncline.registry import Entry, get, names
 from syncline.strategy.strategy import Strategy
-from syncline.workloads import Part, Workload
 
 from ..batches import Batch
 from ..messages import Job
 from ..sides import Side
+from ..workloads import Part, Workload
 
 DEFAULT = "torch"
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}

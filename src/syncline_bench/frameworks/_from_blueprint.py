@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from syncline.workloads import PLAIN, Part, Workload
-
 from ..batches import Batch
+from ..workloads import PLAIN, Part, Workload
 
 Array = NDArray[Any]
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from syncline.frameworks._supported import check_mode, check_schedule
 from syncline.registry import register
 from syncline.strategy.strategy import Strategy
-from syncline.workloads import Workload
-from syncline.workloads import _blueprint as plain
 
 from ..batches import pooled
 from ..messages import Job
 from ..sides import Side
+from ..workloads import Workload
+from ..workloads import _blueprint as plain
 from ._from_blueprint import FromBlueprint, InOneStep, filled, scores
 
 if TYPE_CHECKING:

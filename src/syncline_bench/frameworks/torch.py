@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.registry import register
 from syncline.strategy.strategy import Strategy
-from syncline.workloads import Part, Workload
 
 from ..batches import Batch
 from ..messages import Job
 from ..sides import Side
+from ..workloads import Part, Workload
 from . import KEEPS_FREED_MEMORY
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 
 from syncline.errors import UsageError
-from syncline.workloads import layers, load
 
 from ..machine import available_memory_bytes
 from ..report.units import size as size_text
+from ..workloads import layers, load
 from .forms import FORMS, Form, exchanges_only, forms_of
 
 DEFAULT_WORKLOADS = ("synthetic:alexnet", "synthetic:googlenet", "synthetic:resnet50")

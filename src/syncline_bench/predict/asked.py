@@ -22,8 +22,8 @@ from syncline.sync import Averages, exchanges_gradients
 from syncline.tuning import codec_choice, schedule_choice
 from syncline.tuning.algorithm_choice import candidates as algorithms
 from syncline.tuning.algorithm_choice import is_wanted as algorithm_is_wanted
-from syncline.workloads import load
 
+from ..workloads import load
 from .collectives import check_plan
 from .iterations import simulate
 from .networks import load_network

@@ -46,7 +46,8 @@ from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import NONE
 from syncline.sync import Averages, Mixes, SyncMode, mixes_of
-from syncline.workloads import EVEN, Speed, Trace, Workload
+
+from ..workloads import EVEN, Speed, Trace, Workload
 
 _AT_ONCE = Batches()
 

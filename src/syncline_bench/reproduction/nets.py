@@ -11,9 +11,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from syncline.workloads import Trace, load
-
 from ..predict import settings
+from ..workloads import Trace, load
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,8 +81,8 @@ def layer_bytes(name: str, width: int) -> tuple[int, ...]:
 
 
 def _bare_googlenet() -> Trace:
-    from syncline.workloads.models.flops import trace_of
-    from syncline.workloads.models.googlenet import GoogLeNet
+    from ..workloads.models.flops import trace_of
+    from ..workloads.models.googlenet import GoogLeNet
 
     return trace_of("googlenet", GoogLeNet, (3, 224, 224), 1, 1.0, 2.0)
 
@@ -93,7 +92,7 @@ _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
 def _vgg(depth: int, seconds: float) -> settings.Model:
-    from syncline.workloads.models.flops import trace_of
+    from ..workloads.models.flops import trace_of
 
     times = seconds * _FORWARD_SHARE, seconds * (1 - _FORWARD_SHARE)
     trace = trace_of(f"vgg{depth}", lambda: _vgg_module(depth), (3, 224, 224), _P100_BATCH, *times)

@@ -18,10 +18,10 @@ from syncline.costs.cluster import Floats
 from syncline.errors import DataError
 from syncline.nouns import Spec
 from syncline.schedules import Cost
-from syncline.workloads import Trace
-from syncline.workloads._trace import TracedLayer
 
 from ..predict import settings
+from ..workloads import Trace
+from ..workloads._trace import TracedLayer
 
 LAYERS = "bcaffe_googlenet_k80_layers.csv"
 THROUGHPUTS = "bcaffe_measured_throughput.csv"

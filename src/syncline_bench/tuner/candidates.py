@@ -20,12 +20,13 @@ from syncline.compression.reducers.ways import way_of
 from syncline.errors import StrategyError, UsageError
 from syncline.nouns import Group, Layer
 from syncline.schedules import Schedule
-from syncline.searchers import Axis, Space
 from syncline.strategy.grammar import Part, read_part
 from syncline.strategy.parts import bind, build, write
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO, NONE, kind_of
 from syncline.tuning.algorithm_choice import candidates as distinct_algorithms
+
+from ..searchers import Axis, Space
 
 BUCKETS = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "25MiB", "64MiB")
 SLICES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB")

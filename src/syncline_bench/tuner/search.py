@@ -26,10 +26,8 @@ from syncline import registry
 from syncline.costs.cluster import Cluster
 from syncline.errors import DataError, SynclineError, UsageError
 from syncline.nouns import Layer
-from syncline.searchers import Searcher
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO, NONE
-from syncline.workloads import Trace, TracedLayer, Workload, load
 
 from ..calibration.request import request_of
 from ..cases import Case, Comparison, comparison_of, console_beside
@@ -41,8 +39,10 @@ from ..progress import Display
 from ..report import tuning_table, units
 from ..report.files import keep_text
 from ..report.tuning_rows import Tried, Tuned
+from ..searchers import Searcher
 from ..site import Site, site_of
 from ..warm import Trained, WarmRanks
+from ..workloads import Trace, TracedLayer, Workload, load
 from .candidates import Offer, changes_mathematics, choices_of, text_left_open, text_of
 from .foresight import Foresight
 from .guard import judge

@@ -29,7 +29,8 @@ from typing import final
 
 import numpy as np
 
-from ..registry import register
+from syncline.registry import register
+
 from . import Axis, Floats, Indices, Searcher, Space
 
 MODELS = 128

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, UsageError
-from ..registry import register
+from syncline.errors import DataError, UsageError
+from syncline.registry import register
+
 from ._workload import Images, Workload
 
 if TYPE_CHECKING:

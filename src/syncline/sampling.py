@@ -1,4 +1,9 @@
-"""The pool of an asynchronous run: each request of a worker gets the next piece of the epoch.
+"""Selects the samples that a worker trains on: a fixed share, or batches from a common pool in asynchronous runs.
+
+The order of a data set's samples in an epoch follows from the seed and the epoch and is the same on every worker, so
+only positions in it are exchanged. Workers that exchange in lockstep have fixed shares of equal size, as in PyTorch's
+DistributedSampler. Workers at their own pace get their shares from a pool. No framework is needed: PyTorch's
+``DataLoader`` accepts any iterable of indices, or of lists of them.
 
 ``Pool`` is a pure state machine. Every position of an epoch is handed out once, to whichever worker asks. A slow worker
 thus does fewer batches and delays no one, and an epoch ends for all workers when nothing of it is left. Positions that
@@ -16,16 +21,164 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, Protocol
 
-from ..engine.order import Work
-from ..errors import UsageError
-from ..serving.messages import check_fields, nonsense, read_message
-from ..session.session import Session
-from .order import MOST_EPOCHS, SampleOrder
+import numpy as np
+from numpy.typing import NDArray
 
+from .engine.order import Work
+from .errors import MismatchError, UsageError
+from .serving.messages import check_fields, nonsense, read_message
+from .session.session import Session
+
+MOST_SAMPLES = 1 << 48
+MOST_EPOCHS = 1 << 32
+MOST_SEED = 1 << 63
+_PIECES = 64
+"""The minimum number of pieces per worker and epoch without a batch size."""
+_MOST_PIECE = 256
 MOST_OPEN = 1 << 12
 """The most epochs that may be open at once."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The samples of a data set, in batches of ``batch_size`` or single. Raises UsageError for invalid values."""
+
+    samples: int
+    batch_size: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("batch_size", self.batch_size, 1, MOST_SAMPLES),
+            ("seed", self.seed, 0, MOST_SEED),
+            ("the data set's length", self.samples, 1, MOST_SAMPLES),
+        ):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UsageError(f"sampler(): {name} must be a whole number, got {value!r}")
+            if not least <= value <= most:
+                raise UsageError(f"sampler(): {name} must be a number from {least} to {most}, got {value}")
+
+    def indices(self, epoch: int) -> NDArray[np.int64]:
+        """All sample indices in the order of that epoch."""
+        if not self.shuffle:
+            return np.arange(self.samples)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.samples)
+
+    def positions(self, rank: int, world: int) -> NDArray[np.int64]:
+        """An equal share: every ``world``-th position from ``rank`` on. The first positions repeat to fill up the
+        shares."""
+        return np.arange(rank, -(-self.samples // world) * world, world) % self.samples
+
+    def piece(self, workers: int) -> int:
+        """The number of samples that a pool hands out at once: a batch, or a few if there is no batch size."""
+        return self.batch_size or max(1, min(_MOST_PIECE, self.samples // (workers * _PIECES)))
+
+    def check_alike(self, session: Session) -> None:
+        """Raise MismatchError unless all workers have this order. Collective."""
+        mine = asdict(self)
+        for rank, text in enumerate(session.gather(json.dumps(mine).encode())):
+            if (theirs := json.loads(text)) != mine:
+                name = next(name for name in mine if theirs.get(name) != mine[name])
+                error = MismatchError(
+                    f"sampler(): {name} is {theirs.get(name)} on {session.name(rank)} and {mine[name]} on"
+                    f" {session.name(session.rank)}: give all workers the same data set and the same arguments"
+                )
+                session.fail(error)
+                raise error
+
+
+class Shares(Protocol):
+    """A worker's positions in an epoch's order."""
+
+    @property
+    def size(self) -> int | None:
+        """Their number in an epoch; None if it is not known in advance."""
+        ...
+
+    def parts(self, epoch: int) -> Iterator[range | NDArray[np.int64]]:
+        """Positions in the order of that epoch, as they become available."""
+        ...
+
+
+class Split:
+    """A fixed share per worker, all of equal size (``SampleOrder.positions``)."""
+
+    def __init__(self, order: SampleOrder, rank: int, world: int) -> None:
+        self._order, self._rank, self._world = order, rank, world
+        self.size = -(-order.samples // world)
+
+    def parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:  # noqa: ARG002 - all epochs have the same positions
+        positions = self._order.positions(self._rank, self._world)
+        step = self._order.batch_size or len(positions)
+        return (positions[start : start + step] for start in range(0, len(positions), step))
+
+
+class Sampler:
+    """Indices for one worker; with a batch size, lists of them for ``DataLoader(dataset, batch_sampler=)``.
+
+    Every iteration is the next epoch, in a new order if samples are shuffled; ``set_epoch`` selects another epoch, for
+    example in a resumed run. ``len`` works for fixed shares; batches from a pool have no known number.
+    """
+
+    def __init__(self, order: SampleOrder, shares: Shares) -> None:
+        self._order, self._shares = order, shares
+        self._epoch = 0
+
+    @property
+    def pooled(self) -> bool:
+        """Whether batches come from a pool, so that their number per worker is not known in advance."""
+        return self._shares.size is None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that epoch, counted from 0."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
+            raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._walk(epoch, self._shares.parts(epoch))
+
+    def __len__(self) -> int:
+        size = self._shares.size
+        if size is None:
+            raise TypeError(
+                "a sampler from a pool has no length: how many batches a worker gets depends on how fast the others"
+                " are; all workers together get those of the whole data set"
+            )
+        return size if self._order.batch_size is None else -(-size // self._order.batch_size)
+
+    def _walk(self, epoch: int, parts: Iterator[range | NDArray[np.int64]]) -> Iterator[Any]:
+        order = self._order.indices(epoch)
+        for part in parts:
+            found = order[part.start : part.stop] if isinstance(part, range) else order[part]
+            if self._order.batch_size is None:
+                yield from found.tolist()
+            else:
+                yield found.tolist()
+
+
+def sampler_of(session: Session, order: SampleOrder) -> Sampler:
+    """This worker's sampler. Collective: all workers call it with the same order at the same point of their scripts.
+
+    Raises MismatchError if a worker has another order. A server, which does not train, gets the last worker's shares.
+    """
+    if session.strategy.sync_mode().merges or not session.is_worker:
+        if session.is_worker:
+            order.check_alike(session)
+        shares: Shares = Split(order, session.rank, session.world_size)
+    else:
+        if session.pools is None:
+            session.pools = Pools(session)
+        shares = session.pools.enter(order)
+    return Sampler(order, shares)
 
 
 class Pool:

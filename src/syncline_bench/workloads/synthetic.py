@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UsageError
-from ..registry import register
+from syncline.errors import UsageError
+from syncline.registry import register
+
 from ._workload import Images, Workload
 
 if TYPE_CHECKING:

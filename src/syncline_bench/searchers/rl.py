@@ -19,7 +19,8 @@ from typing import final
 
 import numpy as np
 
-from ..registry import register
+from syncline.registry import register
+
 from . import Floats, Indices, Searcher, Space
 from ._failures import flags
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
-from ..registry import register
+from syncline.errors import UsageError
+from syncline.registry import register
+
 from ._blueprint import Blueprint, Convolution, Dense, Flatten, MaxPooling, Relu
 from ._workload import Images, Workload
 

@@ -18,11 +18,12 @@ import re
 from dataclasses import replace
 from typing import TypeVar
 
-from ..errors import UsageError
-from ..nouns import Seconds
-from ..registry import get, parameters_of
-from ..strategy.grammar import read_part
-from ..strategy.parts import bind, write
+from syncline.errors import UsageError
+from syncline.nouns import Seconds
+from syncline.registry import get, parameters_of
+from syncline.strategy.grammar import read_part
+from syncline.strategy.parts import bind, write
+
 from ._blueprint import Blueprint
 from ._computing import PLAIN, Computing
 from ._feed import AT_ONCE, Feed, Pipeline

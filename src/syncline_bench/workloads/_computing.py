@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import UsageError
+from syncline.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

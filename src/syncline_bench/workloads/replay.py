@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import UsageError
-from ..registry import register
+from syncline.errors import UsageError
+from syncline.registry import register
+
 from ._trace import COLUMNS, Trace, read_trace
 from ._workload import Images, Workload
 

@@ -37,8 +37,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import UsageError
-from ..nouns import Seconds
+from syncline.errors import UsageError
+from syncline.nouns import Seconds
+
 from ._feed import GREATEST_S
 
 _NO_TIME = Seconds(0.0)

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import DataError, UsageError
-from ..nouns import Spec
+from syncline.errors import DataError, UsageError
+from syncline.nouns import Spec
 
 COLUMNS = ("name", "elements", "forward_s", "backward_s")
 """The required columns of a trace file; others are ignored, except ``h2d_s``."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
-from ..nouns import Layer, Spec
+from syncline.errors import UsageError
+from syncline.nouns import Layer, Spec
+
 from ._blueprint import Blueprint
 from ._computing import PLAIN, Computing
 from ._feed import AT_ONCE, Pipeline

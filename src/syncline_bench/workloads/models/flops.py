@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import UsageError
-from ...nouns import Spec
+from syncline.errors import UsageError
+from syncline.nouns import Spec
+
 from .._trace import Trace, TracedLayer
 
 _NORMALISING = 8

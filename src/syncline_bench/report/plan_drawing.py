@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..plans.plan import Plan, Transfer
+from syncline.plans.plan import Plan, Transfer
 
 WIDTH = 80
 _MOST_LINES = 60

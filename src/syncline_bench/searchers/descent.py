@@ -15,7 +15,8 @@ from typing import final
 
 import numpy as np
 
-from ..registry import register
+from syncline.registry import register
+
 from . import Indices, Searcher, Space
 
 

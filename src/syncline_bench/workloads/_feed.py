@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from ..errors import SynclineError, UsageError
-from ..nouns import Seconds
+from syncline.errors import SynclineError, UsageError
+from syncline.nouns import Seconds
 
 T = TypeVar("T")
 

@@ -29,7 +29,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
+from syncline.errors import UsageError
+
 from ._failures import chances
 
 Indices = NDArray[np.intp]
