@@ -1,10 +1,11 @@
-"""The laboratory of Syncline: what measures, predicts and shows, and the command line. The library imports none of it.
+"""The laboratory of Syncline: measurements, predictions, reports and the command line. The library imports none of it.
 
-What is measured is measured beside what a user would pick instead, on the same work, in the same run.
+Every benchmark runs its peers (the alternatives to Syncline) on the same work in the same run.
 
-``compare`` trains one workload under several strategies and fills the rows of a result file; ``train`` is the script
-that each of its processes runs, on the hosts of ``site``; ``peers`` are what stands beside Syncline there; ``measure``
-holds the clocks and the arithmetic between them, ``bound`` what cannot be beaten; ``machine`` says where it all
-happened. ``collectives``, ``codecs``, ``gradients``, ``steps`` and ``calibration`` are verbs of their own. ``report``
-shows results, ``predict`` computes them for other clusters, ``lab`` makes hosts, ``cli`` has the verbs.
+``compare`` trains one workload under several strategies and peers. Each of its processes runs the script ``train``.
+``site`` and ``launchers`` decide where and how these processes start, ``messages`` carries their reports, ``measure``
+computes the rows of the result file, ``bound`` the lower bound of a replayed iteration, and ``machine`` describes the
+machine. ``collectives``, ``codecs``, ``gradients``, ``steps`` and ``calibration`` are the other benchmarks. ``report``
+renders results, ``predict`` simulates other clusters, ``tuner`` searches strategies, ``lab`` makes hosts with slow
+links, and ``cli`` defines the commands.
 """

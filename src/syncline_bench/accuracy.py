@@ -1,12 +1,12 @@
-"""``syncline accuracy``: what strategies, or all codecs with and without error feedback, leave of a network's accuracy.
+"""``syncline accuracy``: trains a network under strategies or codecs, and compares the accuracies that it reaches.
 
-Owns which ways of using codecs are trained, the order of the trainings, what is kept of an earlier table, and when
-files are written: after every training, so that an interrupt or a fault costs one at most. Checks and trains by what
-``compare`` checks and trains with; ``report`` knows what the numbers mean.
+Owns the list of trainings, their order, and the reuse of an earlier table. The result file is written after every
+training, so an interrupt or a failure loses at most one training. ``cases`` checks and ``processes`` runs a training,
+as for ``compare``; ``report`` interprets the numbers.
 
-Codecs are strategies of the architecture ``direct``, whose sums have one order: nothing is chosen by measuring that
-could differ from one training to the next. Those that cannot travel so take the way of their kind, and every training
-says which.
+Codecs are trained under the architecture ``direct``, which adds in a fixed order, so no choice made by a measurement
+can make two trainings differ. A codec that ``direct`` cannot carry uses the exchange of its own kind. Every training
+records its exchange.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SEEDS = (0, 1, 2)
 _LABEL_MOST = 24
 
 Way = tuple[str, bool]
-"""A codec's text without error feedback, and whether it gets some."""
+"""A codec's text without error feedback, and whether error feedback is added."""
 
 DENSE: Way = ("none", False)
-"""The exchange without a codec, which all codecs stand beside."""
+"""The exchange without a codec: the reference for all codecs."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """One training that the table needs; ``codec`` and ``feedback`` are None where a strategy is asked for."""
+    """One training of the table. ``codec`` and ``feedback`` are None if the request names strategies."""
 
     case: Case
     seed: int
@@ -57,12 +57,12 @@ class Training:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What makes two trainings of a table the same."""
+        """The identity of the training within a table: strategy and seed."""
         return self.case.strategy, self.seed
 
     @property
     def label(self) -> str:
-        """How progress names it, short enough to leave a bar of 80 columns its room."""
+        """The name in the progress display, short enough for a terminal of 80 columns."""
         name = self.codec or self.case.strategy
         if len(name) > _LABEL_MOST:
             name = f"...{name[3 - _LABEL_MOST :].lstrip()}"  # the ends of strategies differ, not their beginnings
@@ -71,7 +71,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that the table will need, checked: what all others stand beside first, those of one row together."""
+    """The checked request. The trainings of the reference come first; the seeds of one row are adjacent."""
 
     comparison: Comparison
     workers: int
@@ -94,11 +94,11 @@ def run(
     console: Console | None = None,
     launcher: str = "auto",
 ) -> int:
-    """Train what ``request_of`` says, print the table and write the files; returns the exit status.
+    """Run the trainings of ``request_of``, print the table and write the files. Returns the exit status.
 
-    0: every training finished and its replicas agreed; 1: not so; 130: interrupted, what has ended is written. With
-    ``resume_path`` the finished trainings of that file are kept, and those added that are asked for and not in it; it
-    is written again unless ``json_path`` names another. Raises UsageError before any process starts.
+    The status is 0 if every training finished with equal replicas, 130 after an interrupt (finished trainings are
+    written), else 1. With ``resume_path``, the finished trainings of that file are kept and only the missing ones run;
+    the file is overwritten unless ``json_path`` names another. Raises UsageError before any process starts.
     """
     paths = {"--json": json_path or resume_path, "--markdown": markdown_path, "--report": report_path}
     request = request_of(workload, workers, seeds, codecs, strategies, epochs, iterations, launcher)
@@ -136,10 +136,10 @@ def request_of(
     iterations: int | None = None,
     launcher: str = "auto",
 ) -> Request:
-    """A checked request for strategies, or for codecs, all where neither is named; raises UsageError with the remedy.
+    """Check a request for strategies, or for codecs (all codecs if neither is named). Raises UsageError.
 
-    The strategy ``single`` is one worker alone, which all others then stand beside; otherwise they stand beside the
-    first strategy, or the dense exchange where codecs are asked for.
+    The reference is the strategy ``single`` (one worker) if listed, else the first strategy. For codecs it is the
+    dense exchange.
     """
     if workers < 2:
         raise UsageError(f"--workers has to be 2 or more, got {workers}: one worker alone sends nothing")
@@ -159,7 +159,7 @@ def request_of(
     texts = [case.strategy for case in comparison.cases]
     twice = next((text for text in texts if texts.count(text) > 1), None)
     if twice is not None:
-        raise UsageError(f"two of the presets stand for {twice}, which is trained once: leave one of them out")
+        raise UsageError(f"two of the presets stand for {twice}, which would be trained twice: leave one of them out")
     alone = any(text.strip() == BASELINE for text in asked)
     cases = comparison.cases[0 if alone else 1 :]
     names = ways or [(None, None)] * len(cases)
@@ -168,9 +168,9 @@ def request_of(
 
 
 def ways_of(texts: Sequence[str]) -> tuple[Way, ...]:
-    """The dense exchange, then every way of using the codecs of the texts, all codecs where there are none.
+    """The dense exchange, then each codec with and without error feedback. Without ``texts``, all codecs.
 
-    Codecs that choose among others per tensor bring their own feedback and are used as they are.
+    A codec that chooses another codec for each tensor has its own feedback and is listed once.
     """
     found: list[Way] = [DENSE]
     for text in texts or every_codec(choosing=True):
@@ -183,7 +183,7 @@ def ways_of(texts: Sequence[str]) -> tuple[Way, ...]:
 
 
 def strategy_of(way: Way) -> str:
-    """The strategy's text, feedback given or refused in it."""
+    """The text of the strategy that trains with this codec, with or without error feedback."""
     name, feedback = way
     codec = read_part(name)
     if feedback and not isinstance(build("codecs", codec), (Chooses, Wraps)):
@@ -192,7 +192,7 @@ def strategy_of(way: Way) -> str:
 
 
 def carry_out(request: Request, keeper: _Keeper, display: Display) -> None:
-    """Run the trainings that are not there yet, one after the other, each kept as soon as it has ended."""
+    """Run the missing trainings one after the other, and keep each result at once."""
     there = {run.key for run in keeper.result.runs}
     todo = [training for training in request.trainings if training.key not in there]
     site = Site(launcher=request.comparison.launcher)
@@ -208,7 +208,7 @@ def carry_out(request: Request, keeper: _Keeper, display: Display) -> None:
 
 
 def run_of(training: Training, row: Row) -> AccuracyRun:
-    """What is kept of a row of a comparison."""
+    """The result of a training from its row. Replicas that differ are an error."""
     error = row.error
     if error is None and not row.replicas_equal:
         error = "the replicas differ at the end of the training"
@@ -228,7 +228,7 @@ def run_of(training: Training, row: Row) -> AccuracyRun:
 
 
 def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
-    """``fresh`` with the finished trainings of a file of the same work; raises UsageError for another's."""
+    """``fresh`` with the finished trainings of the file. Raises UsageError if it is not of the same work."""
     try:
         before = AccuracyResult.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -238,15 +238,15 @@ def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
     if not before.same_work(fresh):
         raise UsageError(
             f"{path} is of another workload, number of workers, length, machine, or version of the code or its"
-            " libraries, so that its rows cannot stand beside new ones: choose another file, or delete it"
+            " libraries, so its rows cannot be compared with new ones: choose another file, or delete it"
         )
     kept = tuple(run for run in before.runs if run.finished)
-    # Rows stand beside the old reference until the new one has an accuracy to stand beside.
+    # Rows are compared with the old reference until the new reference has an accuracy.
     return replace(before, runs=kept).beside(fresh.reference)
 
 
 class _Keeper:
-    """The trainings so far, in memory and in the result file."""
+    """Keeps the results so far in memory and in the result file."""
 
     def __init__(self, request: Request, result: AccuracyResult, path: Path | None) -> None:
         self.result, self._path = result, path
@@ -254,34 +254,34 @@ class _Keeper:
         self._reference = request.trainings[0].case.strategy
 
     def add(self, run: AccuracyRun) -> None:
-        """Take over a training, and write it where a file is asked for."""
+        """Add a result, and write the result file if there is one."""
         self.result = self.result.with_run(run).arranged(self._order).beside(self._reference)
         keep_text(self._path, self.result.to_json())
 
 
 class _Progress:
-    """Counts the iterations of all trainings together for one task of a display."""
+    """Shows the iterations of all trainings together as one task of a display."""
 
     def __init__(self, task: Task) -> None:
         self.doing = ""
         self._task, self._before, self._iterations = task, 0, 0
 
     def begin(self, strategy: str, processes: int, iterations: int) -> None:  # noqa: ARG002 - all are alike
-        """A training starts."""
+        """Show the label of the training that starts."""
         self._iterations = iterations
         self._task.at(self._before, self.doing)
 
     def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:  # noqa: ARG002
-        """It has come that far."""
+        """Show the iterations of the earlier trainings plus those of this one."""
         self._task.at(self._before + iteration, self.doing)
 
     def end(self, outcome: str) -> None:  # noqa: ARG002 - the result says it
-        """It has ended."""
+        """Count all iterations of the training as done."""
         self._before += self._iterations
 
 
 def _write(result: AccuracyResult, target: Path | None, markdown: Path | None, report: Path | None) -> None:
-    """Write every file that is asked for; one that cannot be written is raised once the others are."""
+    """Write all requested files. If one cannot be written, raise its error after the others are written."""
 
     def page() -> str:
         from .report import accuracy_page  # matplotlib is only loaded for a page
@@ -301,7 +301,7 @@ def _write(result: AccuracyResult, target: Path | None, markdown: Path | None, r
 
 
 def _origin(request: Request) -> AccuracyResult:
-    """An empty result of this machine, code and work."""
+    """An empty result that describes this machine, this code and the request."""
     first = request.trainings[0].case
     return AccuracyResult(
         **provenance(),

@@ -1,6 +1,6 @@
-"""The addresses of a run's processes, told to all of them: for peers whose library wants to be given all.
+"""Exchanges the addresses of a run's processes, for peers whose library needs all addresses at its start.
 
-Owns a meeting at rank 0 of one line each; nothing of a run's own start uses it.
+Each rank sends rank 0 one line over TCP, and rank 0 answers with the list. Syncline's own start does not use this.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _RETRY_S = 0.05
 
 
 def all_addresses(environment: Environment, port: int, timeout_s: float) -> list[str]:
-    """An address with a free port of every process, in the order of ranks; all call it, rank 0 listens at ``port``.
+    """An address with a free port for each process, in rank order. All ranks call this; rank 0 listens at ``port``.
 
-    Raises GroupError where not all have come within that time.
+    Raises GroupError if not all ranks have called within ``timeout_s``.
     """
     due = time.monotonic() + timeout_s
     try:
@@ -38,7 +38,7 @@ def all_addresses(environment: Environment, port: int, timeout_s: float) -> list
 
 
 def _gathered(address: str, port: int, world: int, due: float) -> list[str]:
-    """What all say, told to all."""
+    """Rank 0's side: collect the address of every rank and send all of them to every rank."""
     found, files = {0: _free(address)}, []
     with ExitStack() as stack:
         door = stack.enter_context(socket.create_server((address, port)))
@@ -68,6 +68,6 @@ def _called(address: str, port: int, due: float) -> socket.socket:
 
 
 def _free(host: str) -> str:
-    """An address that nobody listens at now."""
+    """The host with a port that is free now. Another process may still take it before the caller does."""
     with socket.create_server((host, 0)) as probe:
         return f"{host}:{probe.getsockname()[1]}"

@@ -1,9 +1,9 @@
-"""The batches that one process of a comparison trains on, and how far the run is with each.
+"""The batches of one worker of a comparison, each with its position in the run.
 
-Owns which part of the training set a worker gets. Where workers exchange in step they all do as many steps, and every
-worker has its part of every global batch. Where each goes at its own pace the same parts lie in one pool, from which
-each takes the next: a slow worker does fewer, and the run is over for all when the pool is empty. So every strategy
-trains on the same batches, and the length of a run means the same for all.
+Owns the assignment of the training set to workers. Under a synchronous strategy, every worker trains on its part of
+each global batch. Under an asynchronous one, the same parts form a pool from which each worker takes the next: a slow
+worker takes fewer, and the run ends when the pool is empty. All strategies therefore train on the same batches, and a
+number of iterations means the same amount of data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .workloads import Part, Workload
 
 
 class Batch(NamedTuple):
-    """What one worker computes a gradient of, images and labels as its framework takes them.
+    """The part of a global batch that one worker computes a gradient from, as arrays of its framework.
 
-    ``position`` is how far the run is with it, in steps of all workers together, from 1. ``share`` is what its mean
-    counts in the mean over all workers' where gradients are averaged in every step, 1 for an even part.
+    ``position`` is the step of the run, from 1, counted over all workers. ``share`` is the weight of this part in the
+    average over all workers if every step averages gradients; 1 stands for an equal part.
     """
 
     inputs: Any
@@ -35,35 +35,35 @@ class Batch(NamedTuple):
 
 
 def pooled(contender: str) -> bool:
-    """Whether workers go at their own pace under a strategy, so that they take their batches from a pool."""
+    """Whether workers are asynchronous under this strategy, so that they take batches from a pool."""
     mode = _mode_of(contender)
     return mode is not None and not mode.merges
 
 
 def weighed(contender: str) -> bool:
-    """Whether a batch can count by its size: where all others' count too, and not only some neighbours'."""
+    """Whether batches are weighted by their size. Gossip averages with neighbours only and cannot do so."""
     return not isinstance(_mode_of(contender), Mixes)
 
 
 def in_step(contender: str, iterations: int) -> bool:
-    """Whether all workers exchange in each of so many steps."""
+    """Whether all workers exchange in every one of the first ``iterations`` steps."""
     mode = _mode_of(contender)
     return mode is None or (mode.merges and all(mode.due(step) for step in range(iterations)))
 
 
 def _mode_of(contender: str) -> SyncMode | None:
-    """How a strategy coordinates workers; None of one that is none, which keeps them in step."""
+    """The sync mode of a strategy; None for the single worker and for peers, which are synchronous."""
     if contender == BASELINE or peer_of(contender) is not None:
         return None
     return Strategy.parse(contender).sync_mode()
 
 
 Taken = Callable[[Part], tuple[Any, Any]]
-"""Makes of images and labels what a framework takes."""
+"""Converts images and labels to arrays of a framework."""
 
 
 def batches(workload: Workload, rank: int, world: int, job: Job, taken: Taken) -> Iterator[Batch]:
-    """This worker's batches of the whole job, one epoch after the other; called on all workers."""
+    """This worker's batches of the whole job, epoch after epoch. All workers call this."""
     if not pooled(job.strategy):
         return islice(_own(workload, rank, world, job, taken), job.iterations)
     import syncline
@@ -79,8 +79,9 @@ def _epochs(job: Job, steps: int) -> range:
 
 
 def _own(workload: Workload, rank: int, world: int, job: Job, taken: Taken) -> Iterator[Batch]:
-    """A part of every global batch."""
-    position, even = 0, isinstance(_mode_of(job.strategy), Averages)  # whose gradients are each worker's own
+    """This worker's part of every global batch."""
+    # A mode that averages weights applies each worker's own gradient, so there is no mean to weight the part in.
+    position, even = 0, isinstance(_mode_of(job.strategy), Averages)
     for epoch in _epochs(job, workload.steps_per_epoch(job.batch, world)):
         passing = workload.epoch(world, job.batch, job.seed, epoch)
         for step in range(passing.steps):
@@ -92,7 +93,7 @@ def _own(workload: Workload, rank: int, world: int, job: Job, taken: Taken) -> I
 def _pool(
     workload: Workload, world: int, job: Job, numbers: Iterator[tuple[int, int]], taken: Taken
 ) -> Iterator[Batch]:
-    """The parts that these are, of epochs and numbered within each."""
+    """The parts with these (epoch, number within the epoch) from the pool, up to the job's last iteration."""
     steps, known = workload.steps_per_epoch(job.batch, world), -1
     for epoch, number in numbers:
         step, rank = divmod(number, world)

@@ -1,15 +1,15 @@
-"""The bound of a replayed iteration: what it cannot be shorter than, however well communication is hidden.
+"""The lower bound of a replayed iteration's time, which assumes that communication is hidden perfectly.
 
-Owns the formula, for ``compare``'s ``bound_s`` and ``of_bound``:
+Owns the formula behind ``bound_s`` and ``of_bound`` of ``compare``:
 
     bound = max(compute, 2(N-1)/N bytes / link)    bytes: all gradients, uncompressed
     link  = max(measured goodput, rate * 1448/1514)
-    compute = copy + forward + backward            and loading: before them, or beside them where it is prefetched
+    compute = copy + forward + backward            plus loading; if prefetched, the larger of the two
 
-1448 of the 1514 bytes of a full Ethernet frame are payload of TCP (with timestamps); rate limits count whole frames.
-2(N-1)/N is what every rank of an allreduce among workers sends and receives at least. Servers with hosts of their own
-may do with less, and so may compression: ``of_bound`` above 1 says by how much. Where neither a lab nor the strategy
-limits the link (shared memory, loopback) the bound is compute alone.
+A full Ethernet frame of 1514 bytes carries 1448 bytes of TCP payload (with timestamps); rate limits count whole frames.
+In an allreduce each rank sends and receives at least 2(N-1)/N of the bytes. Servers on hosts of their own and
+compression can need less; ``of_bound`` is then above 1. If neither a lab nor the strategy limits the link (shared
+memory, loopback), the bound is compute alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PAYLOAD_SHARE = 1448 / 1514
 
 
 def link_bytes_per_s(goodput_bytes_per_s: float | None, lab_rate: float | None, own_rate: float | None) -> float | None:
-    """The speed of a rank's link in bytes/s, None when nothing limits it; rates are bits/s.
+    """The speed of a rank's link in bytes/s; None if nothing limits it. The rates are in bits/s.
 
-    ``lab_rate`` is the link's between hosts, ``own_rate`` what a strategy keeps to (``tcp(rate=)``); the lower counts.
+    ``lab_rate`` is the rate of a lab's links, ``own_rate`` the strategy's own limit (``tcp(rate=)``). The lower counts.
     """
     limits = []
     if lab_rate is not None:
@@ -36,7 +36,7 @@ def link_bytes_per_s(goodput_bytes_per_s: float | None, lab_rate: float | None, 
 
 
 def bound_s(trace: Trace, workers: int, link: float | None, pipeline: Pipeline = AT_ONCE, speed: Speed = EVEN) -> float:
-    """Seconds that an iteration takes at least, on a worker that nothing slows down; ``link`` in bytes/s."""
+    """The least time of an iteration in seconds, on a worker that is not slowed down; ``link`` in bytes/s."""
     wire_s = 0.0 if link is None else 2 * (workers - 1) / workers * trace.nbytes / link
     return max(pipeline.least_s(speed.least_s(trace.total_s)), wire_s)
 
@@ -44,7 +44,7 @@ def bound_s(trace: Trace, workers: int, link: float | None, pipeline: Pipeline =
 def bounded(
     row: Row, trace: Trace | None, link: float | None, pipeline: Pipeline = AT_ONCE, speed: Speed = EVEN
 ) -> Row:
-    """The row with its bound and the share of it that was reached; as it was for a workload that is not replayed."""
+    """The row with its bound and bound / iteration time. Unchanged if the workload is not a replay."""
     if trace is None:
         return row
     bound = bound_s(trace, row.workers, link, pipeline, speed)

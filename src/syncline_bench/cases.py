@@ -1,7 +1,7 @@
-"""What a comparison will do, checked as a whole before any process starts.
+"""Checks all arguments of a comparison before any process starts, and makes its plan, the ``Comparison``.
 
-Owns the ``Comparison`` and every refusal of bad input: numbers, strategies, peers, workload, rate of a lab, paths,
-packages that a report needs. Starts nothing and leaves nothing behind.
+Owns the checks of numbers, strategies, peers, workload, lab rate, paths, and the packages that a report needs. Starts
+no process and writes no file.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .site import check_site
 from .workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
 
 LOOKS = 8
-"""How often in an epoch a model is looked at whose time to an accuracy is asked for."""
+"""Evaluations per epoch if a target accuracy is given."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure: a strategy or peer on so many workers and servers, ``batch`` being the global one.
+    """One row to measure: a strategy or peer with its numbers of workers and servers. ``batch`` is the global batch.
 
-    ``rate`` is what the strategy limits itself to, in bits/s, None when it does not. ``requested`` is the text that it
-    was asked for with, ``preset`` the preset that this names. ``evaluate_every`` and ``target`` are those of ``Job``.
+    ``rate`` is the strategy's own limit in bits/s, or None. ``requested`` is the user's text, ``preset`` the preset
+    that it names, if any. ``Job`` explains ``evaluate_every`` and ``target``.
     """
 
     strategy: str
@@ -53,18 +53,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What it is called while it runs."""
+        """The name in the progress display and in timelines."""
         name = self.strategy if self.preset is None else self.preset.name
         return name if self.framework == DEFAULT else f"{self.framework} {name}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything a comparison will do, checked.
+    """The checked plan of a comparison.
 
-    ``lab`` is the rate of the links between the hosts of a lab, None to run on this machine as it is. ``trace`` is that
-    of a replayed workload, from which the rows get their bounds, with ``pipeline`` and ``speed``. ``scored`` says that
-    there is a test set, ``target`` is the accuracy whose time is asked for, ``launcher`` starts the processes.
+    ``lab`` is the rate of a lab's links, None without a lab. ``trace`` is the trace of a replayed workload; with
+    ``pipeline`` and ``speed`` it gives the bounds of the rows. ``scored`` is true if there is a test set. ``target`` is
+    the accuracy whose training time is wanted. ``launcher`` starts the processes.
     """
 
     workload: str
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def processes(self) -> int:
-        """Processes of the largest row: the hosts that a lab needs."""
+        """The number of processes of the largest row. A lab needs as many hosts."""
         return max(case.workers + case.servers for case in self.cases)
 
 
@@ -106,11 +106,11 @@ def comparison_of(
     framework: str | Sequence[str] = DEFAULT,
     launcher: str = "auto",
 ) -> Comparison:
-    """Check the whole comparison and say what it will do; raises UsageError or another error with the remedy.
+    """Check all arguments and return the plan. Raises UsageError, or another SynclineError, with the remedy.
 
-    With several numbers of ``workers`` every strategy has a row for each. With a ``target`` accuracy the model is
-    looked at ``LOOKS`` times in an epoch unless ``evaluate_every`` says after how many steps. With several frameworks
-    each has all rows, the single worker's first; a peer has a row under those that it belongs to.
+    Each strategy has a row for each number of ``workers`` and each framework; each framework's first row is its single
+    worker. A peer has rows only under its own framework. With a ``target``, the model is evaluated after every
+    ``evaluate_every`` steps, by default ``LOOKS`` times per epoch.
     """
     counts = _counts([workers] if isinstance(workers, int) else workers)
     _check_numbers(epochs, iterations, batch, evaluate_every, target, seed)
@@ -178,13 +178,13 @@ def _check_numbers(
 
 
 def _rows(contenders: Mapping[int, Sequence[Contender]], framework: str) -> list[tuple[int, Contender]]:
-    """What is trained by a framework, with how many workers: the single worker first, and no peers of others."""
+    """A framework's rows as (workers, contender): first the single worker, then all except other frameworks' peers."""
     every = [(count, one) for count, found in contenders.items() for one in found if belongs(one, framework)]
     return [(1, Contender(BASELINE)), *every]
 
 
 def _check_scored(workload: Workload, target: float | None, evaluate_every: int | None) -> None:
-    """Raise UsageError for questions about the accuracy of a workload that has none."""
+    """Raise UsageError if an option needs accuracy and the workload has no test set."""
     asked = {"--target": target, "--evaluate-every": evaluate_every}
     for name, value in asked.items():
         if value is not None and workload.test is None:
@@ -192,19 +192,19 @@ def _check_scored(workload: Workload, target: float | None, evaluate_every: int 
 
 
 def _looked_at(case: Case, workload: Workload, target: float | None, evaluate_every: int | None) -> Case:
-    """The case with the looks that are asked for at how accurate its model is."""
+    """The case with its evaluations during training."""
     if evaluate_every is None and target is not None:
         evaluate_every = max(1, workload.steps_per_epoch(case.batch, case.workers) // LOOKS)
     return replace(case, evaluate_every=evaluate_every or 0, target=target)
 
 
 def _counts(workers: Sequence[int]) -> list[int]:
-    """The numbers of workers, ascending; raises UsageError for none, a number below 1 or the same one twice."""
+    """The numbers of workers, ascending. Raises UsageError for an empty list, a number below 1 or a duplicate."""
     for count in workers:
         if count < 1:
             raise UsageError(f"--workers has to be 1 or more, got {count}")
     if len(set(workers)) < len(workers) or not workers:
-        raise UsageError(f"--workers takes numbers that differ, got {', '.join(map(str, workers)) or 'none'}")
+        raise UsageError(f"--workers takes different numbers, got {', '.join(map(str, workers)) or 'none'}")
     return sorted(workers)
 
 
@@ -216,7 +216,10 @@ def _rate(text: str) -> Rate:
 
 
 def _contenders(strategies: Sequence[str], workers: int, *, one_host: bool) -> list[Contender]:
-    """Every strategy and peer, checked for this group and each listed once; the single worker comes by itself."""
+    """All strategies and peers, checked for this group. Raises UsageError for duplicates.
+
+    ``single`` is skipped, because every comparison includes it.
+    """
     found: dict[str, Contender] = {}
     for text in strategies:
         if text.strip() == BASELINE:
@@ -238,7 +241,7 @@ def _case(
     framework: str,
 ) -> Case:
     total = workload.total_batch(workers, batch)
-    # Also refuses a batch that is too small to share.
+    # steps_per_epoch also raises for a batch with fewer samples than workers.
     steps = workload.steps_per_epoch(total, workers)
     if iterations is None:
         iterations = steps * (workload.epochs if epochs is None else epochs)
@@ -250,5 +253,5 @@ def _case(
 
 
 def console_beside(*paths: Path | None) -> Console:
-    """Where people read: standard output, unless that takes a result."""
+    """The console for the user: standard output, or standard error if a result is written to standard output."""
     return Console(stderr=STANDARD_OUTPUT in paths)

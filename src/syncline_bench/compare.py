@@ -1,11 +1,11 @@
-"""``syncline compare``: one workload trained under several strategies, side by side, by real processes.
+"""``syncline compare``: trains one workload under several strategies in real processes, and compares the results.
 
-Owns the order of things: check everything before any process starts, run the single worker and then every strategy
-and peer, all of them in one lab where one is asked for, keep what has been measured whatever happens later. Does not
-know how a strategy works or what its numbers mean: ``cases`` checks, ``processes`` runs ``train`` and makes a row of
-what it reports, ``bound`` says what a replayed iteration cannot beat, ``report`` shows the rows.
+Owns the sequence: ``cases`` checks all arguments, then the single worker runs, then each strategy and peer, all in one
+lab if ``--lab`` is given. For each row, ``processes`` runs ``train`` and makes the row from its reports, and ``bound``
+adds the lower bound of a replayed iteration. ``report`` renders the rows.
 
-A row that fails is listed with its error and does not stop the others. The result file is replaced after every row.
+A failed row keeps its error and does not stop the others. The result file is replaced after each row, so finished rows
+survive any later failure.
 """
 
 from __future__ import annotations
@@ -59,14 +59,13 @@ def run(
 ) -> int:
     """Compare the strategies on the workload and return the exit status.
 
-    0: every row finished and its replicas agree; 1: not so; 130: interrupted, the rows so far are kept. ``batch``
-    replaces the workload's default and means the same (of all workers, or of each); with several numbers of ``workers``
-    every strategy has a row for each; ``timeout`` is how many seconds a
-    row may go without any report before it counts as failed. With ``lab``, a rate such as ``1Gbit``, every process has
-    a host of its own behind links of that rate. The timeline is of all rows that Syncline runs. With a ``target`` the
-    rows say when they were that accurate, to the nearest of the looks that are taken every ``evaluate_every`` steps.
-    ``framework`` trains; of several each has all rows. ``launcher`` starts the processes (``launchers``).
-    Raises UsageError before any process starts.
+    The status is 0 if every row finished with equal replicas, 130 after an interrupt (finished rows are kept), else 1.
+    ``batch`` replaces the workload's default and has the same meaning: per worker or for all workers. Each strategy has
+    a row for each number of ``workers`` and each ``framework``. A row fails after ``timeout`` seconds without a report.
+    With ``lab``, a rate such as ``1Gbit``, every process has its own host behind links of that rate. The timeline
+    covers the rows that train under Syncline. With a ``target`` accuracy, rows have the training time until the first
+    evaluation that reached it; evaluations follow every ``evaluate_every`` steps. ``launcher`` is a text of
+    ``launchers``. Raises UsageError before any process starts.
     """
     comparison = comparison_of(
         workload,
@@ -93,7 +92,7 @@ def run(
 
 
 def carry_out(comparison: Comparison, limit_s: float, progress: Console, output: Console) -> int:
-    """Run the planned rows, save after each, print the table and write the page; returns the exit status."""
+    """Run the planned rows, save after each row, print the table and write the page. Returns the exit status."""
     result = _empty(comparison)
     assembly = None if comparison.timeline_path is None else Assembly(comparison.timeline_path)
     interrupted = False
@@ -138,19 +137,22 @@ def _empty(comparison: Comparison) -> Result:
 
 
 def _asked(case: Case, row: Row) -> Row:
-    """The row with what its strategy was asked for as."""
+    """The row with the user's text for the strategy, its preset and its framework."""
     row, preset = replace(row, requested=case.requested, framework=case.framework), case.preset
     return row if preset is None else replace(row, preset=preset.name, note=preset.note or None)
 
 
 def _title(case: Case, comparison: Comparison) -> str:
-    """What tells a row from others of a timeline."""
+    """The title of a row in the timeline, with the number of workers if rows differ in it."""
     counts = {other.workers for other in comparison.cases if other.name != BASELINE}
     return case.name if len(counts) < 2 else f"{case.name}, {case.workers} workers"
 
 
 def _link(case: Case, site: Site) -> float | None:
-    """The speed of the link by which a row is bound; None where some iteration exchanges no gradients."""
+    """The link speed for a row's bound. None if some iterations exchange no gradients, since the bound assumes all do.
+
+    Also None if nothing limits the link.
+    """
     if not in_step(case.strategy, case.iterations):
         return None
     return link_bytes_per_s(site.goodput_bytes_per_s, site.rate, case.rate)

@@ -1,7 +1,7 @@
-"""What a text in ``compare --strategies`` names: one of Syncline's strategies, or a peer that trains.
+"""Parses the texts of ``compare --strategies``: each names a strategy of Syncline or a peer that can train.
 
-Owns telling the two apart and checking them before any process starts. A peer's text is a name with arguments, as a
-strategy's parts are written: ``ddp``, ``ddp(bucket=5MiB)``. Nothing is started or imported here.
+Owns the distinction and the checks before any process starts. A peer's text has the syntax of a part of a strategy:
+``ddp``, ``ddp(bucket=5MiB)``. Starts no process and does not load the library of a peer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from syncline.strategy.strategy import Strategy
 
 @dataclass(frozen=True)
 class Contender:
-    """A checked contender: canonical text, server processes, and the rate in bits/s that it limits itself to.
+    """A checked strategy or peer: its canonical text, number of server processes, and own rate limit in bits/s.
 
-    ``preset`` is the name that was given for the whole strategy, None where the strategy itself was; ``requested`` is
-    the text as it was given, ``resolved`` the strategy without ``auto`` that it is in its group, None of a peer.
+    ``preset`` is the preset if the text names one, else None. ``requested`` is the user's text. ``resolved`` is the
+    strategy with every ``auto`` replaced for its group, None for a peer.
     """
 
     text: str
@@ -36,12 +36,12 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """What tells it from the others: presets may stand for the same strategy."""
+        """The unique name: the preset's name if there is one, since two presets can have the same strategy."""
         return self.text if self.preset is None else self.preset.name
 
 
 def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
-    """The contender that ``text`` names; raises UsageError when it is unknown or impossible for that group."""
+    """Parse a strategy or peer. Raises UsageError if it is unknown or impossible for this group."""
     peer = peer_of(text)
     if peer is not None:
         build("peers", peer)
@@ -58,7 +58,7 @@ def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
 
 
 def peer_of(text: str) -> Part | None:
-    """The peer that ``text`` names, bound to its arguments; None when it names a strategy."""
+    """The peer that ``text`` names, with its arguments; None if ``text`` is a strategy."""
     words = read_words(text)
     if not words or words[0][0] or words[0][1].name not in trainers():
         return None
@@ -66,18 +66,18 @@ def peer_of(text: str) -> Part | None:
 
 
 def trainers() -> tuple[str, ...]:
-    """The names of the peers that train."""
+    """The names of the peers that can train a model, not only run collectives."""
     return tuple(entry.name for entry in registry.entries("peers") if entry.capabilities.get("trains"))
 
 
 def belongs(contender: Contender, framework: str) -> bool:
-    """Whether a contender takes part under a framework: a strategy under any, a peer under its own."""
+    """Whether a contender has rows under this framework: strategies under every one, a peer under its own."""
     peer = peer_of(contender.text)
     return peer is None or _home(peer.name) == framework
 
 
 def check_peers(contenders: Sequence[Contender], frameworks: Sequence[str]) -> None:
-    """Raise UsageError for a peer that belongs to none of these frameworks."""
+    """Raise UsageError for a peer of a framework that is not in the list."""
     for one in contenders:
         if not any(belongs(one, framework) for framework in frameworks):
             peer = peer_of(one.text)
@@ -85,14 +85,14 @@ def check_peers(contenders: Sequence[Contender], frameworks: Sequence[str]) -> N
             known = {name: _home(name) for name in trainers()}
             own = [name for name, home in known.items() if home in frameworks]
             raise UsageError(
-                f"{one.text} is a peer under {_home(peer.name)}, and not under {' or '.join(frameworks)}: use"
+                f"{one.text} is a peer under {_home(peer.name)}, not under {' or '.join(frameworks)}: use"
                 f" --framework {_home(peer.name)}, or leave it out"
                 + (f"; the peer here is {' or '.join(own)}" if own else "")
             )
 
 
 def check_strategies(contenders: Sequence[Contender], frameworks: Sequence[registry.Entry]) -> None:
-    """Raise UsageError, with the frameworks that can, for a strategy that one of the frameworks cannot take."""
+    """Raise UsageError if a framework cannot train under a strategy. The text names the frameworks that can."""
     for one in contenders:
         for entry in frameworks:
             if why := _refusal(entry, one.resolved):

@@ -1,9 +1,8 @@
-"""What Syncline's data plane is meant to reach beside its peers, as data, and whether the rows of a bench show it.
+"""The performance goals of Syncline's collectives relative to peers, and their check against the rows of a benchmark.
 
-A goal says for which rows it holds, what figure it takes of each, and the bound on that figure. It is judged by the
-worst of its rows: reached everywhere or not at all. Rows are those of ``auto``, which is what a user gets without
-saying anything, but for codecs, which are asked for. Goals are ratios within one run, since ratios are what carries
-over between machines.
+A goal selects rows, computes one figure for each, and bounds the figure. The worst row decides whether the goal is
+reached. Goals apply to ``auto``, the user's default; rows with a codec are the exception, because a codec is never a
+default. Most goals are ratios within one run, because ratios carry over between machines.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from .report.goal_table import Verdict
 from .report.units import decimal_size, percent, seconds, significant
 
 Figure = Callable[[Measured, Sequence[Measured]], float | None]
-"""A figure of a row, given all rows of its place and size; None when there is nothing to compare with."""
+"""Computes a figure of a row, given all rows of the same place and size; None if there is no row to compare with."""
 
 _MPI = ("mpi:native", "openmpi:native")
 _MPI_RING = ("mpi:ring", "openmpi:ring")
 _GLOO = ("gloo:native",)
 _SLACK = 1.02
-"""What "no slower" allows."""
+"""The factor within which a time counts as no slower."""
 
 
 def times_faster(*peers: str) -> Figure:
-    """How many times faster than the fastest of the peers."""
+    """The figure "speed relative to the fastest of these peers"."""
 
     def figure(row: Measured, cell: Sequence[Measured]) -> float | None:
         found = [other.median_s for other in cell if other.contender in peers and other.median_s is not None]
@@ -36,7 +35,7 @@ def times_faster(*peers: str) -> Figure:
 
 
 def times_the_cpu(*peers: str) -> Figure:
-    """Processor seconds per gigabyte as a multiple of the least of the peers'."""
+    """The figure "processor time per gigabyte relative to the most economical of these peers"."""
 
     def figure(row: Measured, cell: Sequence[Measured]) -> float | None:
         found = [other.cpu_s_per_gb for other in cell if other.contender in peers and other.cpu_s_per_gb is not None]
@@ -46,17 +45,17 @@ def times_the_cpu(*peers: str) -> Figure:
 
 
 def of_limit(row: Measured, cell: Sequence[Measured]) -> float | None:  # noqa: ARG001 - one of the figures
-    """The share of the limit."""
+    """The achieved share of the limit (memory bandwidth or a link's goodput)."""
     return row.of_limit
 
 
 def median(row: Measured, cell: Sequence[Measured]) -> float | None:  # noqa: ARG001 - one of the figures
-    """The time itself."""
+    """The median time in seconds."""
     return row.median_s
 
 
 def of_best_fixed(row: Measured, cell: Sequence[Measured]) -> float | None:
-    """The time as a multiple of that of the best algorithm named on the same transport."""
+    """The time relative to the fastest explicitly chosen algorithm on the same transport."""
     found = [
         other.median_s
         for other in cell
@@ -67,9 +66,9 @@ def of_best_fixed(row: Measured, cell: Sequence[Measured]) -> float | None:
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table: ``figure`` of every row of ``contenders`` for which ``holds`` has to keep ``bound``.
+    """One line of the table: ``bound`` applies to ``figure`` of every row of ``contenders`` that ``holds`` selects.
 
-    The bound is the least, or with ``at_most`` the greatest, that the figure may be.
+    The bound is a minimum, or a maximum if ``at_most``.
     """
 
     where: str
@@ -80,12 +79,12 @@ class Goal:
     holds: Callable[[Measured], bool]
     at_most: bool = False
     lab: bool | None = False
-    """Whether it is about a lab; None for both."""
+    """Whether the goal is about rows in a lab; None for rows inside and outside."""
     write: Callable[[float], str] = lambda value: f"{significant(value)} x"
     per_host: int = 1
 
     def judge(self, rows: Sequence[Measured]) -> Verdict:
-        """The worst of its rows among these."""
+        """The verdict, from the worst of the goal's rows; open if there are none."""
         figures = [(value, row) for row in rows if self._is_about(row) for value in self._values(row, rows)]
         goal = f"{self.where}: {'at most' if self.at_most else 'at least'} {self.write(self.bound)} {self.against}"
         if not figures:
@@ -116,7 +115,7 @@ def _from(nbytes: float, to: float = float("inf")) -> Callable[[Measured], bool]
 
 _SHM, _TCP = ("shm:auto",), ("tcp:auto",)
 TWO_LEVELS, ONE_LEVEL = "auto:hierarchical codec=int8", "auto:direct codec=int8"
-"""Measured on hosts of two ranks, at ``TWO_LEVELS_BYTES``."""
+"""An int8 allreduce on two levels and on one, measured on hosts of two ranks, at ``TWO_LEVELS_BYTES``."""
 
 TWO_LEVELS_BYTES = 33_600_000
 
@@ -177,9 +176,9 @@ GOALS = (
         lab=None,
     ),
 )
-"""The table of goals, in the order of printing."""
+"""The table of goals, in print order."""
 
 
 def judge(rows: Sequence[Measured]) -> tuple[Verdict, ...]:
-    """Every goal with the worst of its rows."""
+    """The verdict on every goal, in the order of ``GOALS``."""
     return tuple(goal.judge(rows) for goal in GOALS)

@@ -1,8 +1,8 @@
-"""Owns the launchers of a row's processes: this process itself, an MPI library's launcher, or Slurm's ``srun``.
+"""The launchers of a row's processes: this process itself, an MPI library's launcher, or Slurm's ``srun``.
 
-Owns the values of ``--launcher`` and the arguments with which a launcher starts a number of processes. Starts nothing
-except a query for the MPI library that a launcher belongs to. The processes find their rank by ``launch.environment``
-and report by ``messages``.
+Owns the values of ``--launcher`` and the command line with which a launcher starts a number of processes. The only
+command that this module runs asks a launcher for its MPI library. The processes find their rank by
+``launch.environment`` and report by ``messages``.
 
 Open MPI passes only named variables (``-x``) on to other hosts; MPICH and Slurm pass all of them.
 """
@@ -28,8 +28,8 @@ _OPENMPI_NAMES = ("Open MPI", "OpenRTE", "PRRTE", "prterun")
 _LIBRARIES_READ = ("GLOO_", "NCCL_", "UCX_", "MPI4PY_", "MKL_", "OPENBLAS_", "JAX_", "XLA_FLAGS", "TF_", "KERAS_")
 _PASSED_ON = ("SYNCLINE_", *_LIBRARIES_READ, "OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 _SRUN = ("--export=ALL", "--kill-on-bad-exit=1", "--input=none")
-"""Before what the user says, who may want something else: whatever else a job's script has set, variables are passed
-on, one process that fails ends all, and no input is read."""
+"""Defaults that precede the user's arguments, which may override them. Whatever a job script has set, srun passes
+variables on, ends all processes if one fails, and reads no input."""
 
 Kind = Literal["auto", "local", "openmpi", "mpich", "srun"]
 
@@ -38,8 +38,8 @@ Kind = Literal["auto", "local", "openmpi", "mpich", "srun"]
 class Launcher:
     """Starts processes. ``text`` is the user's request; ``words`` are a launcher and the user's arguments for it.
 
-    ``auto`` is this process, and an MPI library's launcher for what talks over MPI. ``settings`` has the library whose
-    settings the processes get; a launcher that was named by its path brings its own.
+    ``auto`` is this process, or an MPI library's launcher for strategies over MPI. ``settings`` is the MPI library
+    whose settings the processes get; None for a launcher that the user named by its path.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Launcher:
     def command(
         self, processes: int, command: Sequence[str], env: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """The arguments that start ``command`` so many times, and the variables to add, ``env`` included."""
+        """The command line that starts ``command`` in each process, and the variables to add, including ``env``."""
         if self.kind == "srun":
             launcher, *given = self.words
             return [launcher, *_SRUN, *given, "--ntasks", str(processes), *command], dict(env)
@@ -91,14 +91,14 @@ def read_launcher(text: str) -> Launcher:
             raise UsageError(f"--launcher {head} takes no arguments, got {shlex.join(given)}")
         return AUTO if head == "auto" else LOCAL
     if head not in LIBRARIES and base != "srun" and not base.startswith(_MPI):
-        raise UsageError(f"--launcher {head!r} is none that is known: {_CHOICES}")
+        raise UsageError(f"--launcher {head!r} is unknown: {_CHOICES}")
     _check_counts(text, given)
     if base == "srun":
         return Launcher(text, "srun", (_found(head, "Slurm's launcher"), *given))
     return _mpi(text, head, given)
 
 
-_CHOICES = "choose local, mpirun, mpiexec, openmpi, mpich or srun, or the path of one, with arguments of its own"
+_CHOICES = "choose local, mpirun, mpiexec, openmpi, mpich or srun, or a launcher's path, with arguments if needed"
 
 
 def mpi_launcher() -> Launcher | str:
@@ -126,7 +126,7 @@ def _of_library(text: str, library: MpiLibrary, given: Sequence[str]) -> Launche
 def _found(head: str, what: str) -> str:
     path = shutil.which(head)
     if path is None:
-        raise UsageError(f"--launcher {head}: {what} is not there; install it, or give its path")
+        raise UsageError(f"--launcher {head}: {what} was not found; install it, or give its path")
     return path
 
 
@@ -137,7 +137,7 @@ def _asked(path: str) -> Kind:
             [path, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--launcher {path} cannot be asked for its version: {error}") from None
+        raise UsageError(f"--launcher {path} did not answer --version: {error}; check that it is a launcher") from None
     return "openmpi" if any(name in done.stdout + done.stderr for name in _OPENMPI_NAMES) else "mpich"
 
 

@@ -1,9 +1,9 @@
-"""How accurate a model was on the way, without the training noticing.
+"""Evaluates a model at several points of its training without disturbing the training.
 
-Owns when rank 0's weights are looked at, and their test. A test in the middle of a training would hold up the others
-where they wait for rank 0, and give them time for nothing where they do not. So weights are only copied on the way, and
-tested when the training is over; what an accuracy belongs to is the time on the training's clock when they were copied.
-Of a large model the copies are tested, and dropped, whenever they take too much memory.
+Owns the times of the evaluations on rank 0. An evaluation during training would delay the other workers if they wait
+for rank 0, and would give them a lead if they do not. The weights are therefore only copied during training and
+evaluated afterwards. An accuracy belongs to the training time at which its weights were copied. If the copies exceed
+``KEPT_BYTES``, they are evaluated at once and dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .frameworks import Training
 from .measure import Record
 
 KEPT_BYTES = 1 << 28
-"""What copies may take together before they are tested."""
+"""The most memory that copies may take before they are evaluated."""
 
 
 class _Look(NamedTuple):
@@ -23,14 +23,14 @@ class _Look(NamedTuple):
     seconds: float
     weights: Mapping[str, Any]
     needed: bool
-    """Whether it is tested even when the target was reached before."""
+    """Whether these weights are evaluated even if earlier ones reached the target."""
 
 
 class Looks:
-    """Looks at the model of ``training`` every ``every`` steps of all workers, and after every ``epoch`` of them.
+    """Evaluates a model after every ``every`` steps and every ``epoch`` steps, both counted over all workers.
 
-    Only where it ``keeps`` them are there any. With a ``target``, what was taken between epochs is tested only until
-    one had that accuracy.
+    ``keeps`` is true on the rank that evaluates. With a ``target``, copies from within epochs are evaluated only until
+    one has that accuracy.
     """
 
     def __init__(self, training: Training, *, every: int, epoch: int, target: float | None, keeps: bool) -> None:
@@ -40,12 +40,12 @@ class Looks:
         self._before = 0
 
     def look(self, record: Record) -> None:
-        """A step has ended; called on every rank, since what is read may still have to be exchanged."""
+        """Copy the weights if an evaluation is due. All ranks call it after each step, since a copy may exchange."""
         before, now = self._before, record.position
         self._before = max(before, now)
         epoch_ended = now // self._epoch > before // self._epoch
         if now >= record.iterations or not (epoch_ended or now // self._every > before // self._every):
-            return  # the end has a look of its own
+            return  # end() evaluates the final weights
         self._training.pause()
         if self._keeps:
             weights = self._training.copied()
@@ -55,7 +55,7 @@ class Looks:
         self._training.resume()
 
     def end(self, record: Record) -> None:
-        """Test what has been kept, and the model as it is now."""
+        """Evaluate the remaining copies and the final model."""
         if not self._keeps:
             return
         self._test_kept(record)

@@ -1,7 +1,7 @@
-"""Where a measurement was made: processor, memory, cores that may be used, versions, and the commit of the code.
+"""Describes the origin of a measurement: processor, memory, usable cores, package versions and the commit of the code.
 
-Owns nothing but reading these; every fact that cannot be found out is said to be unknown or None, and never fails a
-measurement. No host name is read: result files are meant to be published.
+A fact that cannot be read becomes "unknown" or None and never fails a measurement. Host names are left out, because
+result files are meant for publication.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLENTY_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that a result file carries about its origin."""
+    """The origin of a result file. ``modified`` says whether the checkout differs from ``commit``."""
 
     description: str
     cores: int
@@ -38,13 +38,13 @@ class Machine:
 
 
 def describe() -> Machine:
-    """The machine, cores, versions and commit of this process; takes some milliseconds and two calls of git."""
+    """Describe the machine and code of this process. Takes some milliseconds and two calls of git."""
     commit = _commit(_OURS[0])
     return Machine(
         description=", ".join(
             (platform.machine(), _processor(), _memory(), f"{platform.system()} {platform.release()}")
         ),
-        # The cores this process may run on, which on shared machines and in containers are fewer than there are.
+        # The usable cores: shared machines and containers restrict a process to some of the machine's cores.
         cores=len(os.sched_getaffinity(0)),
         versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         commit=commit,
@@ -53,7 +53,7 @@ def describe() -> Machine:
 
 
 def available_memory_bytes() -> int:
-    """What this process and its children can still have without swapping: the kernel's estimate, or less by cgroup."""
+    """The memory that is available without swapping: the kernel's estimate, or the rest of the cgroup's limit."""
     found = _PLENTY_BYTES
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
@@ -67,7 +67,7 @@ def available_memory_bytes() -> int:
 
 
 def source_sha256() -> str:
-    """A digest of the Python files: the same for the same code, committed or not."""
+    """A digest of all Python files of the library and the laboratory, which identifies code that is not committed."""
     digest = hashlib.sha256()
     for package in _OURS:
         for path in sorted(package.rglob("*.py")):
@@ -76,7 +76,7 @@ def source_sha256() -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """What every result file says of where, when and with which code it was made, as fields of its dataclass."""
+    """The fields of every result file that describe its machine, code and start time."""
     machine = describe()
     return {
         "machine": machine.description,
@@ -107,17 +107,17 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # A package used from its source tree is not installed, but may say its version itself.
+        # A package that runs from its source tree is not installed, but may have a __version__.
         return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
 def _commit(package: Path) -> str | None:
-    """The commit of the checkout that ``package`` is the source of; None when it is installed somewhere else."""
+    """The commit of the checkout that contains ``package``; None if the package is installed elsewhere."""
     answer = _git(package, "rev-parse", "--show-toplevel", "HEAD")
     if answer is None or answer.returncode != 0:
         return None
     top, commit = answer.stdout.split("\n")[:2]
-    # An environment inside another project's checkout must not claim that project's commit.
+    # A virtual environment may lie inside another project's checkout, whose commit would be wrong.
     return commit if Path(top).resolve() / "src" / package.name == package else None
 
 

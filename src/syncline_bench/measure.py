@@ -1,9 +1,8 @@
-"""The arithmetic of a measured run: an iteration's clock, medians of a worker, and a row made of all workers.
+"""The arithmetic of a measured training: the stages of an iteration, the medians of a worker, the row of all workers.
 
-Owns what the numbers of a row mean; does no I/O and reads no clock of its own, so that every rule here is tested
-without waiting. The split of an iteration follows Shi and Chu (arXiv 1711.05979); exposed communication is the time
-for which the training thread was blocked in the communication library, whatever stage it happened in, and is taken out
-of that stage.
+Owns the meaning of a row's numbers. Does no I/O and reads no clock of its own, so tests need not wait. The stages
+follow Shi and Chu (arXiv 1711.05979). Exposed communication is the time for which the training thread is blocked in
+the communication library; it is subtracted from the stage in which it occurs.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from .report.rows import BASELINE, STAGES, Point, Row
 COMPUTE_STAGES = tuple(stage for stage in STAGES if stage != "exposed_comm_s")
 MEASURES = (*STAGES, "iteration_s", "compute_s", "images_per_s", "bytes_sent_per_step")
 COUNTED = ("exposed_comm_s", "compute_s", "bytes_sent_per_step")
-"""What is known only when the communication library counts its waiting and its bytes."""
+"""Measures that exist only if the communication library counts its blocked time and bytes."""
 PASSES = ("forward_s", "backward_s", "update_s")
-"""What is known only where these three are not one computation, ``step_s``, which is known only where they are."""
+"""Measures that exist unless the framework fuses these stages into one computation, which is ``step_s``."""
 _CURVE_POINTS = 100
 _SLOWER = 1.25
-"""A worker that computes so many times as long as the median worker is named the slowest."""
+"""The slowest worker is named if its computation takes more than this factor of the median worker's."""
 
 
 @dataclass
 class IterationClock:
-    """Splits one iteration into stages, each net of the time blocked in communication.
+    """Splits an iteration into stages, excluding the time blocked in communication.
 
-    ``now`` is a clock in seconds, ``blocked`` the total time blocked so far. The calls of an iteration are ``begin``,
-    then ``lap`` at the end of each stage, then ``end``.
+    ``now`` reads a clock in seconds, ``blocked`` the total blocked time so far. Call ``begin``, then ``lap`` at the end
+    of each stage, then ``end``.
     """
 
     now: Callable[[], float]
@@ -43,19 +42,19 @@ class IterationClock:
     _stages: dict[str, float] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Start an iteration."""
+        """Start an iteration and set its stages to zero."""
         self._start = self._last = (self.now(), self.blocked())
         self._stages = dict.fromkeys(COMPUTE_STAGES, 0.0)
 
     def lap(self, stage: str) -> None:
-        """Everything since the last call was ``stage``."""
+        """Add the time since the last call to ``stage``."""
         at, blocked = self.now(), self.blocked()
-        # The two clocks are read one after the other, so a stage that only waited may come out a little below zero.
+        # The two clocks are read one after the other, so a stage that was blocked throughout can be slightly negative.
         self._stages[stage] += max(0.0, (at - self._last[0]) - (blocked - self._last[1]))
         self._last = (at, blocked)
 
     def end(self) -> dict[str, float]:
-        """Seconds of the iteration that ends with the last lap: every stage, iteration_s, compute_s, exposed_comm_s."""
+        """The seconds of all stages, and iteration_s, compute_s and exposed_comm_s, up to the last lap."""
         iteration = self._last[0] - self._start[0]
         exposed = min(iteration, self._last[1] - self._start[1])
         return {
@@ -68,36 +67,36 @@ class IterationClock:
 
 @dataclass
 class Record:
-    """What one worker has measured so far: every iteration's numbers and the points of its curves."""
+    """The measurements of one worker so far: the numbers of each iteration and the points of its curves."""
 
     iterations: int
-    """How many iterations the run will have."""
+    """The planned number of iterations."""
     counted: bool = True
-    """Whether the times and bytes of communication were counted, or stand at 0 for want of a counter."""
+    """Whether blocked time and bytes are counted; otherwise their zeros mean nothing."""
     fused: bool = False
-    """Whether a step is one computation."""
+    """Whether forward, backward and update are one computation."""
     warmup: int | None = None
-    """How many first iterations medians leave out; None for ``warmup`` of their number."""
+    """The number of first iterations that medians exclude; None for the default of ``warmup()``."""
     measures: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     points: list[Point] = field(default_factory=list)
     seconds: float = 0.0
     position: int = 0
-    """How far the run is, in steps of all workers together: where each goes at its own pace, not this one's."""
+    """The latest step of the run, counted over all workers; asynchronous workers have done fewer themselves."""
     last_loss: float | None = None
     _samples: list[int] = field(default_factory=list)
     _losses: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def done(self) -> int:
-        """Iterations measured so far."""
+        """The number of iterations measured so far."""
         return len(self.measures["iteration_s"])
 
     def add(
         self, times: Mapping[str, float], loss: float, samples: int, bytes_sent: int, position: int | None = None
     ) -> None:
-        """Enter one iteration: its times, its training loss, its samples and the bytes sent since the one before.
+        """Add an iteration: its times, training loss, number of samples, and bytes sent since the previous iteration.
 
-        ``position`` is that of its batch, by default the number of the iteration.
+        ``position`` is the position of its batch, by default the number of iterations so far.
         """
         for name, value in times.items():
             self.measures[name].append(value)
@@ -114,13 +113,13 @@ class Record:
     def evaluated(
         self, accuracy: float, loss: float, position: int | None = None, seconds: float | None = None
     ) -> None:
-        """Enter an evaluation on the test set: after so many steps and seconds, or at the end."""
+        """Add an evaluation on the test set, at this step and training time (by default the end of the run)."""
         at = self.iterations if position is None else position
         seconds = self.seconds if seconds is None else seconds
         self.points.append(Point(at, seconds, accuracy=accuracy, test_loss=loss))
 
     def report(self) -> dict[str, Any]:
-        """The worker's medians, means and curve, as JSON values; zeros of one that had no batch."""
+        """The worker's medians, means and curve as JSON values. All are zero for a worker that had no batch."""
         skip = warmup(self.done) if self.warmup is None else min(self.warmup, max(0, self.done - 1))
         if self._losses:
             self._enter_loss()
@@ -147,7 +146,7 @@ class Record:
 
 
 def warmup(iterations: int) -> int:
-    """How many first iterations medians leave out: a fifth, at most ten."""
+    """The default number of first iterations that medians exclude: a fifth, at most ten."""
     return min(10, iterations // 5)
 
 
@@ -159,11 +158,10 @@ def row_of(
     reports: Sequence[Mapping[str, Any]],
     served_s: float = 0.0,
 ) -> Row:
-    """One row made of the reports of all its workers, in rank order; what a worker does not know is None.
+    """Make a row from the reports of all workers, in rank order. A measure that one worker lacks is None.
 
-    ``served_s`` is the processor time of its servers.
-
-    A worker that had no batch, as a slow one may where all take them from a pool, has no part in medians.
+    ``served_s`` is the processor time of the servers. Medians exclude workers without a batch: the pool of an
+    asynchronous run may be empty before a slow worker takes its first.
     """
     first = reports[0]
     steps = [int(report["iterations"]) for report in reports]
@@ -203,7 +201,7 @@ def row_of(
 
 
 def _coordination(reports: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> dict[str, Any]:
-    """How the workers were coordinated: what each counted, added up, and who held up whom."""
+    """The coordination of the workers: summed staleness and version lags, waits by rank, and the slowest worker."""
     found: dict[str, Any] = {}
     for name in ("staleness", "version_lag"):
         total: Counter[int] = Counter()
@@ -228,7 +226,7 @@ def _coordination(reports: Sequence[Mapping[str, Any]], steps: Sequence[int]) ->
 
 
 def timed(row: Row, target: float | None) -> Row:
-    """The row with the training time after which its model was first seen to be so accurate."""
+    """The row with the training time at its first evaluation that reached ``target``; unchanged without a target."""
     if target is None:
         return row
     reached = (point.seconds for point in row.curve if point.accuracy is not None and point.accuracy >= target)
@@ -236,9 +234,9 @@ def timed(row: Row, target: float | None) -> Row:
 
 
 def scaled(row: Row, baseline: Row | None) -> Row:
-    """The row with its scaling efficiency: its throughput against that of one worker times the number of workers.
+    """The row with its scaling efficiency: its throughput / (workers * throughput of the baseline).
 
-    Without a ``baseline`` the row of a single worker is its own; None where either throughput is unknown.
+    A single worker's row without a ``baseline`` is its own baseline. The row is unchanged if a throughput is unknown.
     """
     base = row if baseline is None and row.strategy == BASELINE else baseline
     if row.images_per_s is None or base is None or not base.images_per_s:
@@ -249,10 +247,10 @@ def scaled(row: Row, baseline: Row | None) -> Row:
 def traffic(
     sent: Sequence[Mapping[str, float]], received: Sequence[Mapping[str, float]], servers: int
 ) -> tuple[tuple[float, ...], ...]:
-    """Who sent how much to whom: what each worker says that it sent, and that it received from servers.
+    """The traffic matrix in bytes per step, [sender][receiver], over workers and then servers.
 
-    Both are per worker in rank order, with the peer's process index (as text) as key; processes are the workers, then
-    the servers, which do not report themselves.
+    ``sent`` and ``received`` have an entry per worker in rank order, keyed by the other process's index (as text).
+    Servers do not report, so the workers' ``received`` counts give the servers' rows.
     """
     workers = len(sent)
     count = workers + servers
@@ -267,10 +265,10 @@ def traffic(
 
 
 def _curve(reports: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
-    """Rank 0's scores, and the training loss averaged over the workers that have the same point.
+    """Rank 0's evaluations, and the training losses, averaged over all workers with a point at the same step.
 
-    The points are those of the worker that made most steps: where each goes at its own pace, rank 0 may have few or
-    none. The last score is of what all workers did, so its time is when the last of them was done.
+    The losses use the steps of the worker with the most iterations, because in an asynchronous run rank 0 may have few
+    or none. The last evaluation is of the work of all workers, so its time is that of the last worker to finish.
     """
     losses: dict[int, list[float]] = {}
     for report in reports:
@@ -289,5 +287,5 @@ def _curve(reports: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
 
 
 def _furthest(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """That of the worker with most steps, of the first one where several have as many."""
+    """The report of the worker with the most iterations; the lowest rank if several have as many."""
     return max(reports, key=lambda report: int(report["iterations"]))

@@ -1,14 +1,14 @@
-"""What the process that starts a measured run and the processes that run it tell each other.
+"""The connections between the process that starts a measured run (the starter) and the processes of the run.
 
-Owns the ``Job`` that goes down as an argument, and a line between the starter and each process, on which both send JSON
-objects, one per line of text: reports come up, orders go down. Does not know what the objects mean. There is no pickle,
-and a line that is not JSON is an error of the run, not of the reader.
+Owns the ``Job``, which is a command-line argument, and one connection per process. Both ends send JSON objects, one per
+line: reports to the starter, orders to the processes. Nothing is pickled, and the meaning of the objects is left to the
+callers. A line that is not JSON fails the run with an error that names the process.
 
-On one machine a line is a pair of pipes, one pair per process, which keeps lines whole however long they are. A
-launcher passes no descriptors on, so every process opens its pipes as files of the starter in /proc; no pipe has a name
-in a folder that could be left behind. Between hosts a process calls the starter over TCP, and both prove that they hold
-a secret made for the run, which travels in the environment (``RemoteMailbox``). That call also says where the processes
-meet: a launcher decides where rank 0 runs, so rank 0 takes a port there and the starter tells it to all.
+On one machine a connection is a pair of pipes per process, so that long lines of different processes never mix. A
+launcher passes no descriptors on, so a process opens its pipes as files of the starter in /proc, and no named pipe can
+be left behind. Between hosts, each process connects to the starter over TCP, and both prove that they hold the run's
+secret from the environment (``RemoteMailbox``). The launcher decides where rank 0 runs: rank 0 therefore binds a port
+and reports it, and the starter sends the address to all processes as their meeting point.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from syncline.wire.listener import Doors, bind_here, dial, open_door
 from .report.result_file import finite
 
 START_S = 120.0
-"""Until all processes of another launcher have called: it may have to load what they run from a slow disk."""
+"""The time limit for all processes of a launcher to connect. A launcher may load programs from a slow disk."""
 
 _TOLD_S = START_S + 30.0
-"""How long a process that has come waits for the others, which the starter ends before."""
+"""How long a connected process waits for the meeting point. The starter gives up earlier and ends all processes."""
 
 LINE_BYTES = 1 << 26
-"""The longest message: a result's curve of a million looks fits."""
+"""The longest message. A result whose curve has a million points fits."""
 
 _READ_BYTES = 1 << 16
 _DIAL_S = 30.0
@@ -61,12 +61,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process has to do. ``batch`` is the global batch, ``iterations`` the length of the whole run.
+    """The task of one process. ``batch`` is the global batch, ``iterations`` the length of the whole run.
 
-    ``reports`` says where every process finds its line, workers first. ``evaluate_every`` is how many steps lie between
-    two looks at how accurate the model is, 0 for an epoch; ``target`` is the accuracy whose time is asked for;
-    ``framework`` is what trains. Medians leave out ``warmup`` first iterations, by default a fifth, at most ten.
-    Without ``scored`` no look is taken at how accurate the model is.
+    ``reports`` has the address of each process's connection, workers first. ``evaluate_every`` is the number of steps
+    between two evaluations, 0 for one evaluation per epoch; without ``scored`` there are none. ``target`` is the
+    accuracy whose training time is wanted. Medians exclude the first ``warmup`` iterations, by default a fifth, at
+    most ten.
     """
 
     workload: str
@@ -82,22 +82,22 @@ class Job:
     scored: bool = True
 
     def to_json(self) -> str:
-        """The job as the argument of the script."""
+        """The job as a command-line argument of the script."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Read the script's argument back."""
+        """Read a job from the script's argument."""
         data = json.loads(text)
         return cls(**{**data, "reports": tuple(data["reports"])})
 
 
 class Connection:
-    """A process's end of its line; writes block while the line is full.
+    """A process's end of its connection to the starter. A write blocks while the connection is full.
 
-    ``address`` is that of a ``Mailbox``. A process that calls over TCP learns where all meet, and finds it in
-    MASTER_ADDR and MASTER_PORT from then on. Raises GroupError where the starter cannot be reached, UsageError where
-    the launcher has not started as many processes as there are lines; the starter is told that too.
+    ``address`` comes from a ``Mailbox``. A process that connects over TCP also receives the meeting point of the run
+    and sets MASTER_ADDR and MASTER_PORT to it. Raises GroupError if the starter cannot be reached, and UsageError if
+    the launcher started a number of processes other than ``processes``; the starter receives that error too.
     """
 
     def __init__(self, address: str, place: Environment | None = None, processes: int = 1) -> None:
@@ -118,30 +118,30 @@ class Connection:
             self._arrive(place, processes, own)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one message; numbers that are not finite become null, since JSON has none."""
+        """Send one message. Infinities and NaN become null, because JSON lacks them."""
         line = json.dumps({"kind": kind, **finite(content)}, allow_nan=False).encode() + b"\n"
         view = memoryview(line)
         while view:
             view = view[os.write(self._up, view) :]
 
     def fail(self, error: Exception) -> None:
-        """Tell the starter what ends this process."""
+        """Report the error that ends this process."""
         self.send("error", at=time.time(), text=f"{type(error).__name__}: {error}")
 
     def hear(self) -> Any:
-        """What the starter says next; None when it is gone, or has nothing more to say."""
+        """The starter's next order; None if the starter has closed the connection or has ended."""
         with suppress(OSError):
             line = self._orders.readline()
             return json.loads(line) if line.endswith(b"\n") else None
         return None
 
     def end_with_starter(self) -> None:
-        """End this process when the starter is gone; nothing more can be heard then. Called once."""
+        """End this process as soon as the starter closes the connection. Call it once, and never ``hear`` after it."""
         self._watched = True
         threading.Thread(target=self._wait_for_end, name="bench-starter", daemon=True).start()
 
     def close(self) -> None:
-        """Close this end; a thread that waits for the starter does so until the process ends."""
+        """Close this end. A thread of ``end_with_starter`` keeps its own descriptor until the process ends."""
         os.close(self._up)
         if not self._watched:
             self._orders.close()
@@ -154,11 +154,11 @@ class Connection:
         os._exit(1)
 
     def _arrive(self, place: Environment, processes: int, own: str) -> None:
-        """Say where this process is, and learn where all meet."""
+        """Report this process's network and address, and receive the meeting point of the run."""
         if place.world != processes:
-            started = f"{place.launcher} has started {place.world}: leave their number to the row"
+            started = f"{place.launcher} has started {place.world}: leave the number out, each row sets it"
             if place.launcher == "none":
-                started = "the launcher tells them no rank in OMPI_COMM_WORLD_RANK, PMI_RANK or SLURM_PROCID"
+                started = "the launcher sets none of OMPI_COMM_WORLD_RANK, PMI_RANK and SLURM_PROCID"
             error = UsageError(f"the row needs {processes} processes, and {started}")
             self.fail(error)
             raise error
@@ -170,16 +170,16 @@ class Connection:
         came, _, _ = select.select([self._up], [], [], _TOLD_S)
         told = self.hear() if came else None
         if told is None:
-            why = "is gone" if came else f"has not said within {_TOLD_S:.0f} s where rank 0 is"
+            why = "is gone" if came else f"has not sent the address of rank 0 within {_TOLD_S:.0f} s"
             raise GroupError(f"rank {place.rank} of {processes}: the process that started this one {why}")
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = told["address"], str(told["port"])
 
 
 def connect(reports: Sequence[str]) -> Connection:
-    """This process's line among those of all, by its rank; see ``Connection``."""
+    """Connect this process, by its rank, to the starter. Raises as ``Connection`` does."""
     place = recognise()
     found = Connection(reports[min(place.rank, len(reports) - 1)], place, len(reports))
-    if place.launcher in ("mpirun", "srun"):  # whose processes may be on hosts where nobody else ends them
+    if place.launcher in ("mpirun", "srun"):  # the starter cannot end processes on other hosts
         found.end_with_starter()
     return found
 
@@ -198,10 +198,10 @@ def _call(address: str, place: Environment, processes: int) -> socket.socket:
 
 
 class Mailbox:
-    """The starter's ends of a run's lines on this machine, one per process.
+    """The starter's ends of the connections to all processes of a run on this machine.
 
-    ``addresses`` are for the processes to open; ``ended`` lists those whose lines have closed, in that order. Used as a
-    context manager, which closes everything. What was sent has come ``linger_s`` after the processes' end.
+    The processes open the ``addresses``. ``ended`` lists the processes whose connections have closed, in order. A
+    message arrives at most ``linger_s`` after the end of its process. As a context manager it closes everything.
     """
 
     linger_s = 0.0
@@ -210,11 +210,11 @@ class Mailbox:
         self._selector = selectors.DefaultSelector()
         self._rest: dict[int, bytes] = {}
         self._orders: dict[int, int] = {}
-        self._writing: dict[int, int] = {}  # open here until the process has opened its own
-        self._places: dict[int, Message] = {}  # what each process has said that is here
+        self._writing: dict[int, int] = {}  # kept open until the process has opened its own
+        self._places: dict[int, Message] = {}  # the "here" message of each connected process
         self.ended: list[int] = []
         self.environ: dict[str, str] = {}
-        """What the processes need in their environment."""
+        """Variables for the environment of the processes."""
         for rank in range(processes):
             reading, self._writing[rank] = os.pipe()
             os.set_blocking(reading, False)
@@ -243,21 +243,21 @@ class Mailbox:
         return bool(self._rest)
 
     def tell(self, what: Any) -> None:
-        """Send something to all processes; the end of one is seen by other means."""
+        """Send a JSON value to all processes. A process that has ended is skipped; ``receive`` reports its end."""
         line = json.dumps(what).encode() + b"\n"
         for fd in self._orders.values():
             with suppress(BrokenPipeError, ConnectionError):
                 _write(fd, line)
 
     def close_orders(self) -> None:
-        """Say nothing more: processes that listen hear the end."""
+        """Close the direction to the processes; their ``hear`` then returns None."""
         while self._orders:
             os.close(self._orders.popitem()[1])
 
     def receive(self, timeout: float) -> list[tuple[int, Message]]:
-        """The messages that have come, as (process index, message); waits up to ``timeout`` seconds for the first.
+        """The messages that have arrived, as (process index, message). Waits up to ``timeout`` seconds for the first.
 
-        Raises SynclineError for a line that is not a JSON object with a kind, or that has more than ``LINE_BYTES``.
+        Raises SynclineError for a line that is not a JSON object with a kind, or is longer than ``LINE_BYTES``.
         """
         found: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(timeout):
@@ -281,7 +281,7 @@ class Mailbox:
         return found
 
     def rest(self) -> Iterator[list[tuple[int, Message]]]:
-        """What processes that have ended had sent before, as far as it comes."""
+        """The remaining messages of processes that have ended, for up to ``linger_s`` without a new one."""
         until = time.monotonic() + self.linger_s
         while self.open and ((last := self.receive(self.linger_s / 10)) or time.monotonic() < until):
             yield last
@@ -291,14 +291,14 @@ class Mailbox:
         self._rest[reading] = b""
 
     def _here(self, rank: int, message: Message) -> None:
-        """A process has its end: without this one's copy of it, its end ends the line."""
+        """Close this process's copy of the pipe's writing end, so that the pipe ends when the process does."""
         if rank in self._places:
-            raise SynclineError(f"process {rank} has said twice that it is here")
+            raise SynclineError(f"process {rank} has reported its arrival twice: run the same Syncline everywhere")
         self._places[rank] = message
         self._release(rank)
 
     def _release(self, rank: int) -> None:
-        if rank in self._writing:  # only a line on this machine has a copy here
+        if rank in self._writing:  # only pipes have a copy here
             os.close(self._writing.pop(rank))
 
     def _forget(self, fd: int) -> None:
@@ -308,10 +308,10 @@ class Mailbox:
 
 
 class RemoteMailbox(Mailbox):
-    """The same for processes on whatever hosts a launcher starts them, which call over TCP and prove themselves.
+    """The starter's ends for processes on any hosts, which connect over TCP and prove that they hold the secret.
 
-    Listens until all have come, at SYNCLINE_INTERFACE or the address of this machine that others reach, else on the
-    loopback. ``receive`` raises SynclineError where some have not come within ``limit_s``.
+    Listens until all processes have connected: on SYNCLINE_INTERFACE if set, else on this machine's address for other
+    hosts, else on the loopback. ``receive`` raises SynclineError if a process has not connected within ``limit_s``.
     """
 
     linger_s = 1.0
@@ -319,7 +319,7 @@ class RemoteMailbox(Mailbox):
     def __init__(self, processes: int, limit_s: float = START_S) -> None:
         super().__init__(0)
         self._processes, self._deadline, self._limit_s = processes, time.monotonic() + limit_s, limit_s
-        self._callers: deque[tuple[int, socket.socket]] = deque()  # let in by the doors' thread
+        self._callers: deque[tuple[int, socket.socket]] = deque()  # accepted by the doors' thread
         self._known: set[int] = set()
         secret = secrets.token_hex(32)
         self.environ = {"SYNCLINE_SECRET": secret}
@@ -344,7 +344,7 @@ class RemoteMailbox(Mailbox):
         super().__exit__(kind, error, trace)
 
     def receive(self, timeout: float) -> list[tuple[int, Message]]:
-        """See ``Mailbox``."""
+        """Accept callers while processes are missing, then as ``Mailbox``. SynclineError if some are late."""
         if len(self._places) == self._processes:
             return super().receive(timeout)
         self._let_in()
@@ -377,7 +377,9 @@ class RemoteMailbox(Mailbox):
 
     def _here(self, rank: int, message: Message) -> None:
         if not message.keys() >= {"network", "address", "port"}:
-            raise SynclineError(f"process {rank} does not say where it is: another version of Syncline runs there")
+            raise SynclineError(
+                f"process {rank} did not send its address: its host has another version of Syncline installed"
+            )
         super()._here(rank, message)
         if len(self._places) == self._processes:
             self._doors.close()
@@ -387,7 +389,7 @@ class RemoteMailbox(Mailbox):
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Have the kernel end a connection whose other host is gone, or cannot be reached any more."""
+    """Set the kernel's keep-alive and user timeouts, which end a connection to a dead or unreachable host."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -395,7 +397,7 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def _reached_at() -> str:
-    """The address of this machine at which others call it."""
+    """The address on which the starter listens: SYNCLINE_INTERFACE, else this machine's own, else the loopback."""
     asked = os.environ.get(_INTERFACE)
     if asked:
         return interface_address(asked)

@@ -115,7 +115,10 @@ class RowWatch:
             self._look_for_lost(mailbox)
             silent = time.monotonic() - self._heard
             if silent > self._limit_s:
-                raise SynclineError(f"no report for {silent:.0f} s, so the row was ended: raise the limit if it works")
+                raise SynclineError(
+                    f"no report for {silent:.0f} s, so the row was ended: raise the limit (--timeout of compare) if"
+                    " its iterations take longer"
+                )
         if self._outcome is not None:
             for last in mailbox.rest():
                 self._take(last)
@@ -143,7 +146,7 @@ class RowWatch:
 
     @property
     def told(self) -> Mapping[int, Message]:
-        """The final report of each worker, by rank."""
+        """The final reports received so far, by worker."""
         return self._results
 
     def row(self) -> Row:

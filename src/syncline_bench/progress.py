@@ -1,7 +1,7 @@
-"""How a comparison shows that it advances: a bar per strategy on a terminal, plain lines elsewhere.
+"""Shows the progress of a comparison: a bar per row on a terminal, plain lines elsewhere.
 
-Owns the display only. The remaining time is that of the row; a narrow terminal loses the elapsed time, the rate and the
-bar before it. Without a terminal a line appears at every tenth of a row, so that a log stays short.
+The remaining time is that of the current row. A narrow terminal drops the elapsed time first, then the rate, the loss
+and the bar. Without a terminal, a line appears at each tenth of a row, which keeps logs short.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME_LEAST = 8
 
 
 class Display:
-    """Shows one row after the other; used as a context manager."""
+    """The display of one row after the other. A context manager, during which the terminal shows the bars."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
@@ -53,7 +53,7 @@ class Display:
             self._bars.stop()
 
     def begin(self, strategy: str, processes: int, iterations: int) -> None:
-        """A row starts."""
+        """Add a bar for the row that starts, or print a line."""
         self._strategy, self._iterations, self._tenth, self._first = strategy, iterations, 0, None
         text = f"starting {processes} process" + ("es" if processes > 1 else "")
         if self._bars is not None:
@@ -64,7 +64,7 @@ class Display:
             self.say(f"{strategy}: {text}")
 
     def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:
-        """The row has come that far."""
+        """Update the row's bar, or print a line at each tenth of its iterations."""
         now = self._clock()
         self._first = self._first or (iteration, now)
         loss_text, rate_text = f"loss {units.number(loss)}", f"{units.rate(images_per_s)} img/s"
@@ -76,7 +76,7 @@ class Display:
             self.say(f"{self._strategy}: iteration {iteration}/{self._iterations}, {loss_text}, {rate_text}{left}")
 
     def _left(self, iteration: int, now: float) -> str:
-        """How long the rest of the row takes at the pace since its first report."""
+        """The remaining time of the row as text, at the pace since its first report; empty if unknown."""
         assert self._first is not None
         done = iteration - self._first[0]
         if done <= 0 or iteration >= self._iterations:
@@ -85,7 +85,7 @@ class Display:
         return f", {minutes}:{seconds:02} left"
 
     def end(self, outcome: str) -> None:
-        """The row has ended; ``outcome`` is a few words on how."""
+        """Stop the row's bar and show ``outcome``, a few words on the end."""
         if self._bars is not None and self._task is not None:
             self._bars.stop_task(self._task)
             self._bars.update(self._task, loss=outcome, rate="")

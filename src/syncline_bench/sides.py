@@ -1,7 +1,7 @@
-"""Sides of a comparison: what the training loop asks of whoever exchanges gradients, and the one that exchanges none.
+"""The interface between the training loop of a comparison and the library that exchanges gradients.
 
-Owns the names, which are those of Syncline's public interface, so that the package itself is a side; ``peers`` has
-others. Does not know the loop (``train``), nor what anything is measured by.
+``Side`` has the names of Syncline's public interface, so the package ``syncline`` itself is a side. ``peers`` has
+others, and ``Alone`` is the single worker, which exchanges nothing. The loop (``train``) knows nothing else of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .report.rows import BASELINE
 
 
 class Counters(Protocol):
-    """What the measurement reads: seconds blocked so far, None where nobody counts, and bytes so far per process.
+    """The counters that a measurement reads: blocked seconds so far (None if not counted), bytes so far per process.
 
-    How the worker was coordinated with the others is what ``Stats`` says.
+    ``syncline.Stats`` documents the other counters, and provides all of them.
     """
 
     @property
@@ -39,7 +39,7 @@ class Counters(Protocol):
 
 @dataclass(frozen=True)
 class NoCounts:
-    """The counters of a side that has nothing to count, or, with ``blocked_s`` None, does not count."""
+    """The counters of a side without communication, or without counters if ``blocked_s`` is None."""
 
     chosen: str
     blocked_s: float | None
@@ -51,7 +51,7 @@ class NoCounts:
 
 
 class Side(Protocol):
-    """What a contender in a comparison has to offer."""
+    """A library that exchanges gradients in a comparison, as the training loop calls it."""
 
     def rank(self) -> int: ...  # noqa: D102
     def world_size(self) -> int: ...  # noqa: D102
@@ -63,44 +63,44 @@ class Side(Protocol):
 
 
 class Placed:
-    """A side whose rank and number of workers are what its process was started with."""
+    """A side that takes its rank and number of workers from the environment of its process."""
 
     def __init__(self) -> None:
         self.environment = recognise()
 
     def rank(self) -> int:
-        """This worker's rank."""
+        """The rank that the launcher has set."""
         return self.environment.rank
 
     def world_size(self) -> int:
-        """The number of workers."""
+        """The number of processes that the launcher has set."""
         return self.environment.world
 
 
 class Alone:
-    """One worker in plain PyTorch: the baseline, which no call of Syncline's or of a peer's is part of."""
+    """One worker in its plain framework, without any call of Syncline or a peer: the baseline."""
 
     def rank(self) -> int:
-        """The only one."""
+        """The rank of the only worker, 0."""
         return 0
 
     def world_size(self) -> int:
-        """One worker."""
+        """The number of workers, always 1."""
         return 1
 
     def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Both as they are."""
+        """Return the model and the optimizer unchanged."""
         return model, optimizer
 
     def stats(self) -> NoCounts:
-        """It is never blocked, and sends nothing."""
+        """Zero blocked time and no traffic."""
         return NoCounts(BASELINE, blocked_s=0.0)
 
     def barrier(self) -> None:
-        """Nobody is waited for."""
+        """Return at once: there is no other worker to wait for."""
 
     def consolidate(self) -> None:
-        """Nobody has other weights."""
+        """Return at once: there are no other weights to average with."""
 
     def shutdown(self) -> None:
-        """There is no group to leave."""
+        """Return at once: there is no group to leave."""

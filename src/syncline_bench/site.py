@@ -1,8 +1,7 @@
-"""Where the processes of a comparison run, and what starts them: on this machine as it is, in a lab, by a launcher.
+"""The place where a comparison's processes run: this machine, a lab, or the hosts of a launcher.
 
-Owns making and removing the lab of a comparison and measuring its link before the first row, and the start of every
-row's processes. What a lab is made of is ``lab``'s matter, which is imported only where one is asked for; what a
-launcher is told, ``launchers``'.
+Owns the lab's lifetime, the measurement of its links before the first row, and the start of each row's processes.
+``lab`` builds a lab and is imported only if one is needed; ``launchers`` has the launchers' command lines.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from .report.rows import BASELINE
 
 
 class LabLike(Protocol):
-    """What is needed of ``syncline_bench.lab.Lab``: hosts that are joined by links of one rate."""
+    """The part of ``syncline_bench.lab.Lab`` that a comparison needs: hosts joined by links of one rate."""
 
     def placement(self, rank: int, per_host: int = 1) -> Any:
-        """What LocalRun needs to start a rank inside its host."""
+        """The arguments with which LocalRun starts a rank inside its host."""
         ...
 
     def mpi_command(
         self, ranks: int, command: Sequence[str], library: str, per_host: int = 1
     ) -> tuple[list[str], dict[str, str]]:
-        """What starts an MPI job in the lab: arguments, and additions to the environment."""
+        """The command line of an MPI job in the lab, and the variables to add to its environment."""
         ...
 
     def goodput(self, seconds: float = 2.0) -> float:
-        """What one TCP stream between two hosts gets, in bytes per second."""
+        """Measure the goodput of one TCP stream between two hosts, in bytes per second."""
         ...
 
 
 @dataclass(frozen=True)
 class Site:
-    """What rows have to know of the place: how to start there, and what its links can do.
+    """A place for the processes of a row, with its launcher and the speed of its links.
 
-    ``lab`` is None on this machine as it is; ``rate`` is bits/s and ``goodput_bytes_per_s`` what one stream got of it,
-    both None where nothing limits the links; ``name`` is the rate as a result file shows it.
+    ``lab`` is None outside a lab. ``rate`` is the links' rate in bits/s, ``goodput_bytes_per_s`` the measured goodput
+    of one TCP stream; both are None if nothing limits the links.
     """
 
     lab: LabLike | None = None
@@ -57,11 +56,11 @@ class Site:
 
     @property
     def name(self) -> str | None:
-        """The rate as text, such as ``1Gbit``."""
+        """The links' rate as text for result files, such as ``1Gbit``."""
         return None if self.rate is None else write_value(self.rate, Rate)
 
     def launcher_of(self, strategy: str) -> Launcher:
-        """What starts the processes of a strategy or peer; raises SynclineError where MPI is needed and not there."""
+        """The launcher for a strategy or peer. Raises SynclineError if it needs MPI and no MPI library is installed."""
         if self.launcher != AUTO:
             return self.launcher
         if not _over_mpi(strategy):
@@ -72,7 +71,7 @@ class Site:
         return found
 
     def mailbox(self, launcher: Launcher, processes: int) -> Mailbox:
-        """The lines to so many processes: over TCP where a launcher may start them on any host."""
+        """The connections to this number of processes: over TCP if the launcher may use other hosts."""
         return Mailbox(processes) if launcher == LOCAL or self.lab is not None else RemoteMailbox(processes)
 
     def run(
@@ -85,7 +84,7 @@ class Site:
         env: Mapping[str, str],
         on_output: Output,
     ) -> LocalRun:
-        """The processes, not started yet: those of ``command``, or the launcher that starts them."""
+        """A run that has not started: of ``command`` in each process, or of the launcher that starts them."""
         if launcher == LOCAL:
             place = here if self.lab is None else self.lab.placement
             return LocalRun(command, processes, servers=servers, env=env, on_output=on_output, place=place)
@@ -97,14 +96,14 @@ class Site:
 
 
 HERE = Site()
-"""This machine as it is: shared memory and loopback, as fast as they are."""
+"""This machine without a lab: shared memory and loopback at full speed."""
 
 
 def check_site(launcher: Launcher, *, in_lab: bool) -> None:
     """Raise UsageError for a launcher that cannot start processes in a lab."""
     if in_lab and (launcher.kind == "srun" or (launcher.words and launcher.words != _bare(launcher))):
         raise UsageError(
-            f"--lab and --launcher {launcher.text!r} exclude each other: a lab's hosts are its own. Use openmpi or"
+            f"--lab and --launcher {launcher.text!r} exclude each other: a lab makes its own hosts. Use openmpi or"
             " mpich without arguments, or leave one of the two out"
         )
 
@@ -115,9 +114,9 @@ def _bare(launcher: Launcher) -> tuple[str, ...]:
 
 @contextmanager
 def site_of(hosts: int, rate: Rate | None, say: Callable[[str], None], launcher: Launcher = AUTO) -> Iterator[Site]:
-    """This machine, or for a ``rate`` a lab of so many hosts that lives as long as the context.
+    """This machine, or with a ``rate`` a lab of this number of hosts, which the end of the context removes.
 
-    ``say`` is told what takes its time. Raises UsageError where a lab cannot be made.
+    ``say`` receives a line about the finished lab. Raises UsageError if a lab cannot be made here.
     """
     if rate is None:
         yield Site(launcher=launcher)
@@ -133,7 +132,7 @@ def site_of(hosts: int, rate: Rate | None, say: Callable[[str], None], launcher:
 
 
 def _over_mpi(strategy: str) -> bool:
-    """Whether processes of that strategy talk over MPI, so that its launcher has to start them."""
+    """Whether the strategy's transport is MPI, so that an MPI launcher has to start the processes."""
     if strategy == BASELINE or peer_of(strategy) is not None:
         return False
     return str(Strategy.parse(strategy).transport.name) == "mpi"

@@ -1,20 +1,19 @@
-"""The script that every process of a comparison runs: ``python -m syncline_bench.train JOB``.
+"""The script of every process of a comparison: ``python -m syncline_bench.train JOB``.
 
-Owns the training loop and where its clock ticks; the loop is the one a user would write, with ``prepare`` and nothing
-else between it and the plain framework (``frameworks``), which is the only one that is imported. Strategy ``single``
-does not touch Syncline's communication at all: it is the peer that all others are compared with. Further peers, such as
-``ddp``, take Syncline's place behind the same calls. JOB is the JSON of ``Job``; results go to the line that it names
-for this process. One thread per process, so that rows with more processes do not get more of it each.
+Owns the training loop and the points where its clock is read. The loop is a user's loop: ``prepare`` is the only
+addition to the plain framework (``frameworks``), and no other framework is imported. The strategy ``single`` trains
+without Syncline's communication and is the baseline. Peers such as ``ddp`` replace Syncline behind the same calls. JOB
+is the JSON of a ``Job``, which also names the connection for the results. Each process has one thread, so that rows
+with few processes have no advantage.
 
-Stages of an iteration: *loading* waits for the next batch of the workload, which takes the time that its pipeline says
-or, prefetched, is there; *h2d* is the copy to the device, which is 0 on a CPU, where the batch already is, unless the
-pipeline says otherwise; *forward* includes the loss; *backward* is ``loss.backward()``; *update* is the optimizer's
-step, the learning-rate schedule's, and ``zero_grad``, which closes the iteration. Where a framework makes one
-computation of these three, that is the stage *step*. Each excludes the time blocked in Syncline; a peer does not say
-how long it was blocked. What the workload's text says of the speed of workers is slept in forward and backward, or
-before that one computation. Evaluation (``looks``), barriers, and the reports are outside of iterations. The start is
-joining the group and preparing the model; loading data and building the model are not. Replicas that differ on the way
-are brought together behind the last iteration, before the last evaluation.
+Stages of an iteration: *loading* waits for the next batch, whose delay the workload's pipeline sets, unless it is
+prefetched; *h2d* copies the batch to the device, which takes no time on a CPU unless the pipeline sets one; *forward*
+includes the loss; *backward* is ``loss.backward()``; *update* covers the steps of the optimizer and the learning-rate
+schedule, and ``zero_grad``. A framework that fuses the last three into one computation has the stage *step* instead.
+All stages exclude the time blocked in Syncline; peers do not count theirs. Slow workers of the workload sleep within
+forward and backward, or before the fused computation. Evaluations (``looks``), barriers and reports are outside
+iterations. The start time covers joining the group and preparing the model, but neither loading data nor building the
+model. Replicas that differ are consolidated after the last iteration, before the last evaluation.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _REPORT_EVERY_S = 0.1
 
 
 def main(text: str) -> None:
-    """Run the job; a failure is told to the process that started this one, and raised."""
+    """Run the job. A failure is reported to the starter and raised."""
     job = Job.from_json(text)
     with closing(connect(job.reports)) as connection:
         try:
@@ -65,10 +64,10 @@ def train(
     workload: Workload | None = None,
     beside: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
-    """Train to the end of the job and send one result, with what ``beside`` says when the last iteration is over.
+    """Train to the end of the job and send one result, extended by the fields that ``beside`` returns afterwards.
 
-    Joining the group took ``joined_s``; ``process`` is which of the run's processes this is. ``workload`` is the job's
-    where it was loaded before.
+    ``joined_s`` is the time that joining the group took, ``process`` this process's index in the run. ``workload`` is
+    the job's workload if already loaded.
     """
     workload = workload or load(job.workload)
     kind = cast("type[Training]", framework_of(job.framework).target)
@@ -100,12 +99,13 @@ def train(
     if rank == 0:
         _tell(connection, record, world)
     end, used_s = side.stats(), time.process_time() - used_s
-    # Who has no more batches holds nobody up here; whom a bound on staleness stops would wait for it at a barrier.
+    # Consolidate before the barrier: a worker without further batches would hold a worker at its staleness bound
+    # for ever if it waited at the barrier first.
     training.consolidate(side)
     side.barrier()
     training.pause()
     outcome = _outcome(training, start, end, record.done) | {"version": version, "cpu_s": used_s}
-    # Waits of workers in step are part of their exchanges, and nobody tells them apart.
+    # Synchronous workers wait within their exchanges, which do not count the waits separately.
     outcome["waited_s"] = _by_text(end.waited_s) if pooled(job.strategy) or end.waited_s else None
     looks.end(record)
     connection.send("result", **record.report(), start_s=start_s, **outcome, **beside())
@@ -113,7 +113,7 @@ def train(
 
 
 class _Loop:
-    """The body of the training loop, with the clock around its stages."""
+    """The body of the training loop, which measures its stages."""
 
     def __init__(self, training: Training, workload: Workload, job: Job, side: Side) -> None:
         self._training, self._copies, self._stats = training, workload.copied, side.stats
@@ -124,7 +124,7 @@ class _Loop:
         self._sent = _total(side.stats().bytes_sent)
 
     def iterate(self, feed: Feed[Batch], record: Record) -> bool:
-        """One iteration, entered into the record; False when there is no batch for it."""
+        """Run an iteration and add it to the record. False if there is no further batch."""
         training, clock, tempo = self._training, self._clock, self._tempo
         clock.begin()
         batch = next(feed, None)
@@ -152,7 +152,7 @@ class _Loop:
 
 
 def side_of(strategy: str) -> Side:
-    """Join the group that a strategy or peer makes; the single worker is in none."""
+    """Join the group of a strategy or peer. The single worker joins none."""
     if strategy == BASELINE:
         return Alone()
     peer = peer_of(strategy)

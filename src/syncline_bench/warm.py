@@ -204,7 +204,7 @@ def _layers(told: Message) -> tuple[Layer, ...]:
     )
 
 
-# A rank.
+# The process of a rank.
 
 
 def main(text: str) -> None:

@@ -173,7 +173,7 @@ def test_only_a_file_of_the_same_work_is_resumed(trained: Trained, tmp_path: Pat
     for arguments in (["--epochs", "1"], ["--workers", "3"]):
         done = command("--codecs", "none", "--seeds", "0", "--resume", path, *arguments)
         assert done.exit_code == 2
-        assert "cannot stand beside new ones" in done.output
+        assert "cannot be compared with new ones" in done.output
     assert path.read_text() == kept
     path.write_text("{}")
     assert "choose another file" in command("--resume", path).output

@@ -56,7 +56,7 @@ def test_every_row_does_the_same_work() -> None:
     [
         ({"workers": 0}, "--workers has to be 1 or more"),
         ({"workers": (2, 0)}, "--workers has to be 1 or more"),
-        ({"workers": (2, 4, 2)}, "--workers takes numbers that differ, got 2, 4, 2"),
+        ({"workers": (2, 4, 2)}, "--workers takes different numbers, got 2, 4, 2"),
         ({"workers": ()}, "got none"),
         ({"workers": (1, 2), "strategies": ["ps(servers=2, on=workers)"]}, "servers"),
         ({"iterations": 0}, "--iterations has to be 1 or more"),

@@ -115,7 +115,7 @@ REFUSED = [
     ({"framework": ["numpy", "numpy"]}, "--framework takes names that differ, got numpy, numpy"),
     (
         {"framework": "numpy", "strategies": ["ddp"]},
-        "ddp is a peer under torch, and not under numpy: use --framework torch, or leave it out",
+        "ddp is a peer under torch, not under numpy: use --framework torch, or leave it out",
     ),
     (
         {"framework": "numpy", "workload": "synthetic:alexnet"},

@@ -148,9 +148,9 @@ def test_launchers_are_found_by_name_or_path(tmp_path: Path, srun: str) -> None:
         ("", "empty"),
         ("local -x", "takes no arguments"),
         ("'mpirun", "cannot be read"),
-        ("aprun", "none that is known"),
-        ("/nowhere/srun", "not there"),
-        ("/nowhere/mpirun", "not there"),
+        ("aprun", "is unknown: choose"),
+        ("/nowhere/srun", "was not found"),
+        ("/nowhere/mpirun", "was not found"),
         ("srun -n 4", "leave -n out"),
         ("srun -n4", "leave -n4 out"),
         ("srun --ntasks=4", "leave --ntasks=4 out"),
@@ -373,7 +373,7 @@ def test_who_cannot_prove_itself_has_no_line() -> None:
 def test_a_process_that_does_not_say_where_it_is_ends_the_run() -> None:
     with RemoteMailbox(1) as mailbox, call(mailbox, 0) as line:
         line.sendall(b'{"kind": "here"}\n')
-        with pytest.raises(SynclineError, match="process 0 does not say where it is: another version"):
+        with pytest.raises(SynclineError, match="process 0 did not send its address: its host has another version"):
             heard(mailbox, lambda: False)
 
 
@@ -381,11 +381,11 @@ def test_a_process_that_says_twice_that_it_is_here_ends_the_run() -> None:
     here = b'{"kind": "here", "network": "a", "address": "10.1.2.3", "port": 5}\n'
     with RemoteMailbox(2) as mailbox, call(mailbox, 0) as line:
         line.sendall(2 * here)
-        with pytest.raises(SynclineError, match="process 0 has said twice that it is here"):
+        with pytest.raises(SynclineError, match="process 0 has reported its arrival twice"):
             heard(mailbox, lambda: False)
     with Mailbox(1) as mailbox:
         Path(mailbox.addresses[0].split()[0]).write_bytes(2 * b'{"kind": "here"}\n')
-        with pytest.raises(SynclineError, match="process 0 has said twice that it is here"):
+        with pytest.raises(SynclineError, match="process 0 has reported its arrival twice"):
             mailbox.receive(5.0)
 
 
