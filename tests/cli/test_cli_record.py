@@ -49,7 +49,7 @@ def test_a_script_is_recorded_and_ended(tmp_path: Path) -> None:
         (["-o", "nowhere/trace.csv", "train.py", "9"], "for trace.csv: make it"),
         (
             ["train.py", "4"],
-            "the script ended after 4 steps of its optimizer, and 5 are let pass before 20 are",
+            "the script ended after 4 steps of its optimizer, but 20 steps are measured after the first 5",
         ),
         (["train.py", "0"], "the script ended after 0 steps"),
         (["train.py", "-2"], "the script ended after 0 steps"),

@@ -1,8 +1,8 @@
-"""The verb ``syncline calibrate`` without its options' syntax: start ranks, or be one of them; file and table.
+"""Runs ``syncline calibrate``: starts the ranks, measures with them, writes the file and prints the table.
 
-Without a launcher the ranks are started here, on this machine or in a lab, each as this very command. Under torchrun,
-``syncline run``, mpirun or srun this process is a rank already. Ranks meet as those of a training do; once the links
-are measured all but rank 0 leave. Rank 0 measures what one thread computes, writes the file and prints the table.
+Without a launcher, this process starts the ranks on this machine or in a lab; each runs the same command. Under
+torchrun, ``syncline run``, mpirun or srun, this process is a rank itself. Ranks meet as in a training. All but rank 0
+leave after the measurement of the links; rank 0 then times the work of one thread, and writes and prints the result.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .network import Calibration, Hosts, calibration_of
 from .request import DEFAULT_RANKS, Request
 
 PROGRESS_S = 60.0
-"""For so long nothing may move between the ranks."""
+"""The time limit for progress between the ranks."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def run(request: Request, console: Console | None = None) -> int:
-    """Measure, write and print; the exit status. Raises UsageError before anything is started."""
+    """Measure, write and print. Returns the exit status; raises UsageError before any process starts."""
     environment = recognise()
     launched = environment.launcher != "none"
     if launched and request.ranks is not None:
@@ -54,32 +54,32 @@ def run(request: Request, console: Console | None = None) -> int:
     if launched or request.ranks == 1:
         _take_part(request, environment, console)
         return 0
-    _ = request.path  # what cannot be written is found out before anything starts
+    _ = request.path  # raises UsageError for a path that cannot be written, before any rank starts
     return _start(request, console or Console(stderr=True))
 
 
 def _start(request: Request, console: Console) -> int:
-    """Start the ranks, each of which is told the request, and follow them to their end."""
+    """Start the ranks with the request as their argument, and wait for their end."""
     told = replace(request, ranks=None)
     command = [sys.executable, "-m", "syncline", "calibrate", "--request", told.to_json()]
     ranks = DEFAULT_RANKS if request.ranks is None else request.ranks
     with ExitStack() as stack:
         place: Placing = here
         if request.lab_rate is not None:
-            from ..lab import Lab  # only a lab needs what a lab needs
+            from ..lab import Lab  # loads modules that only a lab needs
 
             lab = stack.enter_context(Lab(ranks // request.per_host, Rate(request.lab_rate)))
             place = partial(lab.placement, per_host=request.per_host)
         outcome = launch(command, ranks, place=place, stop_s=LEFT_S)
     if outcome.status == 128 + signal.SIGINT:
-        raise KeyboardInterrupt  # whoever of all that Ctrl-C reaches has ended first
+        raise KeyboardInterrupt  # Ctrl-C also reaches the ranks, and one of them may end first
     if outcome.status:
         console.print(Text(f"syncline: {outcome.text}"), soft_wrap=True)
     return outcome.status
 
 
 class _Found(NamedTuple):
-    """What ranks have measured together."""
+    """The times that ranks have measured together: between hosts, and inside a host."""
 
     place: Hosts
     between: Sequence[Timed] = ()
@@ -87,14 +87,14 @@ class _Found(NamedTuple):
 
 
 def _take_part(request: Request, environment: Environment, console: Console | None) -> None:
-    """One rank's part; rank 0 writes and prints."""
+    """Run one rank. Rank 0 also writes the file and prints the table."""
     found = calibrated(request, environment, console)
     if found is not None:
         _tell(found, request.path, console or console_beside(request.path))
 
 
 def calibrated(request: Request, environment: Environment, console: Console | None = None) -> Calibration | None:
-    """Join the others, measure and leave: what rank 0 has found, which goes on when the others have left."""
+    """Join the other ranks and measure. Returns the calibration on rank 0, which works on alone, else None."""
     if environment.world > 1:
         found = _joined(request, environment, console)
         if environment.rank > 0:
@@ -110,7 +110,7 @@ def calibrated(request: Request, environment: Environment, console: Console | No
 
 
 def _joined(request: Request, environment: Environment, console: Console | None) -> _Found:
-    """Meet the other ranks, measure with them, and leave."""
+    """Join the other ranks, measure the links with them, and leave."""
     api.init(request.strategy, progress=PROGRESS_S)
     try:
         leads = environment.rank == 0
@@ -119,7 +119,7 @@ def _joined(request: Request, environment: Environment, console: Console | None)
         session = api.session()
         place = _place(session, request.lab_rate)
         found: dict[str, list[Timed]] = {}
-        # One rank shows for all how far they have come.
+        # Rank 0 shows the progress of all ranks.
         with Display(
             console if console is not None and leads else Console(quiet=True, force_terminal=False)
         ) as display:
@@ -128,16 +128,16 @@ def _joined(request: Request, environment: Environment, console: Console | None)
                     found[title] = links.measure(session, ranks, request.budget_s, task.at) if ranks else []
         return _Found(place, *found.values())
     finally:
-        api.shutdown()  # an exception on its way is told to the others
+        api.shutdown()  # also reports an exception in flight to the other ranks
 
 
 def _place(session: Session, lab_rate: float | None) -> Hosts:
-    """Where all ranks are."""
+    """The hosts, cores and transport of all ranks. All ranks call it together."""
     mine = {"boot": _BOOT.read_text().strip(), "cores": _cores()}
     every = [json.loads(told) for told in session.gather(json.dumps(mine).encode())]
     one_machine = len({told["boot"] for told in every}) == 1
     cores = [int(told["cores"]) for told in every]
-    assert session.roll is not None  # there are others
+    assert session.roll is not None  # a session of several ranks has one
     rate = None if lab_rate is None else Rate(lab_rate)
     carrier = session.engine.transport.name
     return Hosts(session.roll.nodes, max(cores) if one_machine else min(cores), one_machine, carrier, rate)
@@ -148,7 +148,7 @@ def _cores() -> int:
 
 
 def _tell(found: Calibration, path: Path | None, console: Console) -> None:
-    """Write the file, and print the table with what it is for."""
+    """Write the file, and print the table with a line on its use."""
     if path is not None:
         replace_text(path, to_json(found.cluster))
     kept = path is not None and path != STANDARD_OUTPUT

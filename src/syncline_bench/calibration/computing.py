@@ -1,7 +1,7 @@
-"""What one thread takes per byte that it adds, copies, updates, encodes or decodes.
+"""Measures the time per byte that one thread needs to add, copy, update, encode and decode.
 
-Owns which work stands for what. How codecs are driven is ``tuning.codec_times``'s. An update is a step of torch's SGD,
-where torch is there; else three passes over memory, which is an assumption.
+Owns the work that represents each constant; ``tuning.codec_times`` times the codecs. An update is a step of torch's
+SGD. Without torch it is assumed to take as long as three passes over memory, and the result is marked as assumed.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from .fits import Estimate, Samples
 from .links import Told
 
 _ELEMENTS = 4 << 20
-"""Of the arrays that are added, copied and updated: larger than caches, as a model's buckets are."""
+"""The size of the arrays that are added, copied and updated. Like a model's gradients, it exceeds the caches."""
 
 _CODEC_ELEMENTS = 1 << 21
 _REPETITIONS, _CODEC_REPETITIONS = 15, 5
 _TOGETHER = 4
-"""Codecs that take turns: all at once would need gigabytes."""
+"""The number of codecs that take turns. All codecs at once would need gigabytes."""
 
 _PASSES = 1.5
-"""An update reads gradient and weight and writes the weight; a copy reads and writes."""
+"""The passes over memory of an update (two reads, one write) per those of a copy (one read, one write)."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Seconds per byte by constant, and what in them is assumed, with the reason."""
+    """Seconds per byte by constant, and the reasons for the constants that are assumed."""
 
     per_byte: dict[str, Estimate]
     assumed: dict[str, str]
 
 
 def ways_of(texts: Sequence[str]) -> tuple[tuple[str, bool], ...]:
-    """The codecs of these texts, all where there are none, with and without error feedback; raises UsageError.
+    """The codecs of these texts (all if empty), each with and without error feedback. UsageError for an unknown one.
 
-    ``none`` is no codec.
+    ``none`` selects no codec.
     """
     asked = texts or every_codec(choosing=True)
     return tuple(dict.fromkeys(way for text in asked if text != "none" for way in variants(text, _CODEC_ELEMENTS)))
 
 
 def measure(ways: Sequence[tuple[str, bool]], told: Told) -> Computed:
-    """What bytes take here; cost: about a second, and some tenths for each codec."""
+    """Measure all constants. Takes about a second, and some tenths of a second for each codec."""
     told(0.0, "adding, copying, updating")
     found, assumed = _plain()
     for first in range(0, len(ways), _TOGETHER):
@@ -65,7 +65,7 @@ def measure(ways: Sequence[tuple[str, bool]], told: Told) -> Computed:
 
 
 def _name(text: str, feedback: bool) -> str:
-    """The codec as a strategy's text has it; one with a warm-up has its feedback in its own text."""
+    """The codec as a strategy's text writes it. A codec with a warm-up contains ``feedback`` already."""
     return f"feedback({text})" if feedback and not text.startswith("feedback(") else text
 
 
@@ -93,13 +93,13 @@ def _per_byte(times_s: Sequence[float], elements: int) -> Estimate:
 
 
 class _Copy:
-    """One array over another."""
+    """A copy of one array to another."""
 
     def __init__(self, elements: int) -> None:
         self._out = np.zeros(elements, np.float32)
 
     def __call__(self, x: Floats) -> tuple[float]:
-        """Seconds of one copy."""
+        """Copy once. Returns the seconds."""
         begun = time.perf_counter()
         np.copyto(self._out, x)
         return (time.perf_counter() - begun,)
@@ -115,7 +115,7 @@ class _Update:
         self._optimizer = torch.optim.SGD([self._weight], lr=0.01)
 
     def __call__(self, x: Floats) -> tuple[float]:
-        """Seconds of one step by that gradient."""
+        """Apply the gradient ``x`` once. Returns the seconds."""
         import torch
 
         self._weight.grad = torch.from_numpy(x)

@@ -118,12 +118,12 @@ def calibration_of(
         estimates.processor(between)
     else:
         like = load_network(ASSUMED)
-        reason = f"assumed: that of the network {ASSUMED}, since one rank has no link that could be measured"
+        reason = f"assumed: from the network {ASSUMED}, since a single rank has no link to measure"
         wanted = ("between.alpha", "between.beta", "message", "byte_cpu")
         constants |= {key: replace(like.constants[key], measured=False, source=reason) for key in wanted}
         remarks.append(
-            "Links were not measured, since there was one rank: start two or more, on the hosts that are to be joined."
-            f" The constants of the network {ASSUMED} stand for them."
+            "Links were not measured, because there was only one rank: start two or more, on the hosts whose links you"
+            f" want to measure. The constants of the network {ASSUMED} are assumed instead."
         )
     estimates.computed(computed)
     constants |= estimates.constants
@@ -143,29 +143,29 @@ def calibration_of(
 
 
 class _Estimates:
-    """Constants as they are found, each with its estimate."""
+    """Collects the constants, each with its estimate and its source."""
 
     def __init__(self) -> None:
         self.found: dict[str, Estimate] = {}
         self.constants: Constants = {}
 
     def link(self, end: str, fit: LinkFit, timed: Sequence[Timed]) -> None:
-        """Alpha, beta and flight."""
+        """Add alpha, beta and flight of a link."""
         what = f"messages of {_span(timed)}"
         for start, alpha, beta in zip(fit.starts, fit.alpha, fit.beta, strict=True):
             key = f"{end}.from_{start}." if start else f"{end}."
-            self._add(f"{key}alpha", alpha, f"{what}, one behind the other, by all ranks of a ring at once")
-            self._add(f"{key}beta", beta, f"{what}, one behind the other, by all ranks of a ring at once")
-        self._add(f"{end}.flight", fit.flight, f"{what}: the step of a ring, less what a message takes in a stream")
+            self._add(f"{key}alpha", alpha, f"{what}, in sequence, by all ranks of a ring at once")
+            self._add(f"{key}beta", beta, f"{what}, in sequence, by all ranks of a ring at once")
+        self._add(f"{end}.flight", fit.flight, f"{what}: a step of a ring minus a message of a stream")
 
     def processor(self, timed: Sequence[Timed]) -> None:
-        """Message, byte and bucket."""
+        """Add the processor time per message, byte and bucket."""
         of = "processor time of a rank in the steps of a ring"
         for key, estimate in fit_processor(timed).constants.items():
             self._add(key, estimate, of)
 
     def computed(self, computed: Computed) -> None:
-        """What one thread does to bytes."""
+        """Add the times of one thread per byte."""
         for key, estimate in computed.per_byte.items():
             self._add(key, estimate, computed.assumed.get(key, "one thread"), key not in computed.assumed)
 
@@ -175,7 +175,7 @@ class _Estimates:
 
 
 def _shows_bandwidth(fit: LinkFit, timed: Sequence[Timed]) -> bool:
-    """Whether bytes are a part of what the largest message takes: without, the network would be of unlimited rate."""
+    """Whether the largest message's bytes take a notable share of its time; else the network would have no rate."""
     bytes_s = fit.beta[-1].value * max(one.cell.nbytes for one in timed)
     return bytes_s > TOLERANCE * (fit.alpha[-1].value + bytes_s)
 
@@ -192,11 +192,11 @@ def _row(key: str, constant: Constant, estimate: Estimate | None) -> ConstantRow
 
 
 def _held_against(end: str, fit: LinkFit) -> str:
-    """How far lone messages are from what was fitted without them."""
+    """A remark on the difference between the lone messages' times and the fit, which excludes them."""
     size = max(fit.off, key=lambda nbytes: abs(fit.off[nbytes]))
     mean = sum(map(abs, fit.off.values())) / len(fit.off)
     return (
-        f"{end}: messages sent to and fro alone, on which nothing was fitted, differ from these constants by"
+        f"{end}: the times of lone messages, which the fit excludes, differ from these constants by"
         f" {units.percent(mean)} on average, at worst by {_signed(fit.off[size])} (messages of {units.size(size)})."
     )
 
@@ -206,7 +206,7 @@ def _signed(share: float) -> str:
 
 
 def _outliers(timed: Sequence[Timed]) -> list[str]:
-    """How many samples were set aside, and the farthest of them."""
+    """A remark on the number of outliers and the farthest one; empty if there are none."""
     far = [(float(max(one.times_s.far) / one.times_s.median), one) for one in timed if len(one.times_s.far)]
     if not far:
         return []
@@ -214,6 +214,6 @@ def _outliers(timed: Sequence[Timed]) -> list[str]:
     every = sum(len(one.times_s.every) for one in timed)
     times, one = max(far, key=lambda found: found[0])
     return [
-        f"{count} of {every:,} times of messages were set aside as outliers; the farthest, {one.cell.text}, was"
+        f"{count} of {every:,} times of messages were excluded as outliers; the farthest, {one.cell.text}, was"
         f" {units.significant(times, 2)} times the median."
     ]

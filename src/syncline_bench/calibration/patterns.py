@@ -1,14 +1,13 @@
-"""Which messages are timed: plans between a few ranks, run by the engine as any other plan is.
+"""The patterns of messages that a calibration times: plans between a few ranks, which the engine runs like any plan.
 
-Owns the patterns and how many messages of a size are in one. Does not know how long anything takes.
+Owns the patterns and the number of messages of each size. Measures nothing.
 
-* ``lone``: two ranks send one message to and fro, and nothing else is under way.
-* ``turns``: a ring in which all send to the next one what they have received from the one before, step by step, as the
-  ring's own steps do.
-* ``stream``: a ring in which all send messages to the next one that wait for nothing.
+* ``lone``: two ranks send one message back and forth, and no other message is in flight.
+* ``turns``: in a ring, each rank sends the chunk that it received in the previous step, as in a ring allreduce.
+* ``stream``: in a ring, each rank sends a sequence of messages that wait for no other message.
 
-In rings every port sends and receives at the same time. Chunks are two sets, of which a rank sends one and receives the
-other, so that nothing has to be copied out of the way: an even number of ranks takes part.
+In rings every port sends and receives at the same time. Neighbours send different chunks, so that a rank never receives
+into a chunk that it is sending; the number of ranks is therefore even.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from syncline.plans.plan import COPY, Plan
 Pattern = Literal["lone", "turns", "stream"]
 
 SIZES = (*(1 << power for power in (6, 8, 10, 12, 14, 16, 17, 18, 20, 22, 24)),)
-"""Bytes of a message: four times as many each, and one more where libraries change how they send."""
+"""The message sizes in bytes: powers of 4, and 128 KiB, near which libraries change their protocol."""
 
 _IN_A_ROW: dict[Pattern, int] = {"lone": 16, "turns": 64, "stream": 128}
-"""Messages of a run: so many that its beginning and end are little of it."""
+"""The messages of a run: enough to make its beginning and end negligible."""
 
 _BYTES_IN_A_ROW: dict[Pattern, int] = {"lone": 1 << 20, "turns": 4 << 20, "stream": 4 << 20}
-"""Of large messages fewer. What a link lets pass at once after a pause is little of these."""
+"""The bytes that limit the number of large messages. A link's burst after a pause is small compared with them."""
 
 _LEAST_IN_A_ROW = 2
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A pattern of so many ``messages`` of a size; in rings as many by every rank."""
+    """A pattern with its number of messages (in rings, of every rank) and their size."""
 
     pattern: Pattern
     nbytes: int
@@ -43,35 +42,35 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """For messages."""
+        """The pattern and size for remarks."""
         return f"{self.pattern} of {self.nbytes} B"
 
     @property
     def flights(self) -> int:
-        """How many messages have to arrive one after the other."""
+        """The number of messages that have to arrive one after the other."""
         return 1 if self.pattern == "stream" else self.messages
 
     @property
     def moved(self) -> int:
-        """How many messages each rank sends or receives."""
+        """The number of messages that each rank sends or receives."""
         return self.messages if self.pattern == "lone" else 2 * self.messages
 
     @property
     def chunks(self) -> int:
-        """The parts of the array, each of ``nbytes``."""
+        """The number of chunks of the array, each of ``nbytes``."""
         return {"lone": 1, "turns": 2, "stream": 2 * self.messages}[self.pattern]
 
     @property
     def array_bytes(self) -> int:
-        """The array that the plan runs over."""
+        """The size of the array that the plan runs on."""
         return self.chunks * self.nbytes
 
     def taking_part(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Which of an even number of ranks have something to do."""
+        """The members that send or receive; the number of members is even."""
         return tuple(members[:2] if self.pattern == "lone" else members)
 
     def plan(self, world: int, members: Sequence[int]) -> Plan:
-        """The plan between these ranks of a world, of whom there is an even number."""
+        """The plan between these ranks, whose number is even, in a world of ``world`` ranks."""
         return Plan.of(f"calibration: {self.pattern}", world, self.chunks, list(self._transfers(members)))
 
     def _transfers(self, members: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -87,11 +86,11 @@ class Cell:
 
 
 TINY = Cell("turns", SIZES[0], 1)
-"""The least that an operation can be: what it takes beside its messages is the engine's own."""
+"""The smallest operation, which shows the engine's own time."""
 
 
 def cells_of(nbytes: int, most_bytes: int) -> tuple[Cell, ...]:
-    """The cells of a size, whose arrays have up to ``most_bytes``; none where even two messages are more."""
+    """The cells of a size, with arrays of up to ``most_bytes``; empty if two messages exceed that."""
     if 2 * nbytes > most_bytes:
         return ()
     counts = {

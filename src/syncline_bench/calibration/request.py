@@ -1,4 +1,4 @@
-"""What is to be calibrated, checked as a whole before any process starts. Starts nothing."""
+"""The arguments of a calibration, checked before any process starts, and their JSON form for the ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .computing import ways_of
 
 DEFAULT_RANKS = 2
 BUDGET_S = 5.0
-"""What the messages of one kind of link may take, about, unless one says otherwise."""
+"""The default time for the messages of one kind of link, approximately."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What ranks measure; also, as JSON, what each of them is told.
+    """The checked arguments of a calibration, which each rank receives as JSON.
 
-    ``ranks`` are to be started on this machine, or ``per_host`` of them on each host of a lab with links of
-    ``lab_rate``; None where nothing was said of them. ``strategy`` is what they meet with, ``ways`` are codecs with or
-    without error feedback, and ``budget_s`` is what the messages of one kind of link may take. ``asked`` is the
-    command, ``output`` where the network goes.
+    ``ranks`` is the number of ranks to start on this machine, or in a lab with links of ``lab_rate`` and ``per_host``
+    ranks on each host; None if the user gave no number. The ranks meet with ``strategy``. ``ways`` are codecs with or
+    without error feedback. ``budget_s`` is the approximate time for the messages of one kind of link. ``asked`` is the
+    command that ran, ``output`` the path of the network file.
     """
 
     ranks: int | None
@@ -45,16 +45,16 @@ class Request:
 
     @property
     def path(self) -> Path | None:
-        """Where the network goes; raises UsageError where nothing can be written."""
+        """The path of the network file, or None. Raises UsageError if it cannot be written."""
         return result_paths({"-o": self.output})[0]
 
     def to_json(self) -> str:
-        """As an argument for the ranks."""
+        """The request as a command-line argument for the ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """Back from the argument."""
+        """Read the request from a rank's command-line argument."""
         fields = json.loads(text)
         return cls(**{**fields, "ways": tuple((codec, feedback) for codec, feedback in fields["ways"])})
 
@@ -69,25 +69,25 @@ def request_of(
     budget_s: float = BUDGET_S,
     output: Path | None = None,
 ) -> Request:
-    """Check everything that can be checked beforehand; raises UsageError with the remedy.
+    """Check all arguments. Raises UsageError with the remedy.
 
-    ``nodes`` are the ranks of each host of a lab, empty for one each.
+    ``nodes`` are the numbers of ranks on the hosts of a lab; if empty, each host has one.
     """
     if lab_rate is not None and lab_rate <= 0:
         raise UsageError(f"--lab needs the rate of its links, such as 1gbit, got {lab_rate:g} bit/s")
     if nodes and lab_rate is None:
-        raise UsageError("--nodes is of the hosts of a lab: give the rate of its links too, as --lab 1gbit")
+        raise UsageError("--nodes describes the hosts of a lab: give the rate of its links too, as --lab 1gbit")
     if len(set(nodes)) > 1:
-        raise UsageError(f"the hosts of a lab have the same number of ranks each, not {', '.join(map(str, nodes))}")
+        raise UsageError(f"all hosts of a lab have the same number of ranks, got {', '.join(map(str, nodes))}")
     if nodes and ranks is not None and ranks != sum(nodes):
         raise UsageError(f"--ranks {ranks} and --nodes disagree: the nodes have {sum(nodes)} ranks")
     count = sum(nodes) or ranks
     if count is None and lab_rate is not None:
-        count = DEFAULT_RANKS  # said with the lab, so that a launcher's ranks are not taken for its
+        count = DEFAULT_RANKS  # a number, so that run() refuses --lab under a launcher
     if count is not None and not 1 <= count <= MOST_RANKS:
         raise UsageError(f"--ranks has to be 1 to {MOST_RANKS}, got {count}")
     if lab_rate is not None and count == 1:
-        raise UsageError("--lab is of the links between hosts, and one rank has none: ask for --ranks 2, or no --lab")
+        raise UsageError("--lab sets the links between hosts, and one rank has none: use --ranks 2, or leave --lab out")
     strategy = Strategy.parse(f"ring transport={transport}")
     _check_transport(strategy, lab_rate is not None)
     options = {
@@ -106,7 +106,7 @@ def request_of(
 
 
 def _check_transport(strategy: Strategy, lab: bool) -> None:
-    """Processes are to reach each other, also on several hosts."""
+    """Raise UsageError if the transport cannot connect processes, or in a lab, hosts."""
     if strategy.transport == AUTO:
         return
     entry = registry.get("transports", strategy.transport.name)

@@ -1,8 +1,8 @@
-"""The command line, a file per verb: ``syncline run``, ``compare``, ``bench``, ``show`` and so on.
+"""The command line, one file per command: ``syncline run``, ``compare``, ``bench``, ``show`` and so on.
 
-Owns options, their texts and exit statuses, and nothing else: a verb imports what does the work when it is called, so
-that ``--help`` loads neither numpy nor a framework. Errors that Syncline raises on purpose are printed as one
-message: status 2 for a user's mistake, 1 for what went wrong later, 130 after Ctrl-C.
+Owns the options, help texts and exit statuses. A command imports its implementation when it is called, so ``--help``
+loads neither numpy nor a framework. An error of Syncline is printed as one message without a traceback. The exit
+status is 2 for a usage error, 1 for any other error and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 
 class _Verbs(Verbs):
-    """A group whose verbs may raise any of Syncline's errors."""
+    """The group of all commands, which prints Syncline's errors and sets the exit status."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -60,7 +60,7 @@ def _version(ctx: click.Context, option: click.Parameter, value: bool) -> None: 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
 def cli() -> None:
-    """Every way to exchange gradients, for real, under one interface, side by side."""
+    """Run, compare, tune and predict distributed training under many ways to exchange gradients."""
 
 
 for verb in (
@@ -82,5 +82,5 @@ for verb in (
 
 
 def main() -> None:
-    """The entry point of the installed script."""
+    """Run the command line as the installed script ``syncline``."""
     cli(prog_name="syncline")

@@ -1,4 +1,4 @@
-"""What several verbs share: options, the check that two of them are not given together, and lists as values."""
+"""Options, checks and list arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import click
 FILE = click.Path(dir_okay=False, path_type=Path)
 OLD_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
-JSON = click.option("--json", "json_path", type=FILE, help="Write the results here.")
-REPORT = click.option("--report", "report_path", type=FILE, help="Write a page here.")
+JSON = click.option("--json", "json_path", type=FILE, help="Write the results to this file, as JSON.")
+REPORT = click.option("--report", "report_path", type=FILE, help="Write a report to this file, as an HTML page.")
 TRACE = click.option(
     "--trace",
     type=FILE,
     metavar="FILE.json.gz",
     envvar="SYNCLINE_TRACE",
-    help="Write a timeline of all processes here, for Perfetto or chrome://tracing.",
+    help="Write a timeline of all processes to this file, for Perfetto or chrome://tracing.",
 )
 EPOCHS = click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
 ITERATIONS = click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
@@ -28,19 +28,19 @@ LAUNCHER = click.option(
     default="auto",
     show_default=True,
     metavar="TEXT",
-    help="What starts the processes: local (this command), mpirun, mpiexec, openmpi, mpich or srun, or the path of one,"
-    " with arguments of its own: 'mpirun --hostfile hosts'. auto: local, and mpirun for transport=mpi.",
+    help="The launcher of the processes: local (this command), mpirun, mpiexec, openmpi, mpich or srun, or a launcher's"
+    " path, with arguments if needed: 'mpirun --hostfile hosts'. auto: mpirun for transport=mpi, else local.",
 )
 
 
 def check_length(epochs: int | None, iterations: int | None) -> None:
-    """Raise click's UsageError when a training is given two lengths."""
+    """Raise click's UsageError if both options set the length of a training."""
     if epochs is not None and iterations is not None:
         raise click.UsageError("--epochs and --iterations exclude each other")
 
 
 class Verbs(click.Group):
-    """A group whose help has a whole sentence on each command: click cuts it where the terminal ends."""
+    """A group whose help shows each command's whole first sentence, which click would cut at the terminal's width."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [(name, self.commands[name].get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
@@ -65,8 +65,8 @@ def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
     """``--o a b`` as ``--o a --o b`` for the options in ``lists``, up to ``--``."""
     names = set(lists)
     found: list[str] = []
-    option: str | None = None  # the list that is open
-    fresh = False  # it has no value yet
+    option: str | None = None  # the list option that takes the next values
+    fresh = False  # whether that option has no value yet
     for position, arg in enumerate(args):
         if arg == "--":
             return found + list(args[position:])
@@ -82,11 +82,11 @@ def spread(args: Sequence[str], lists: Iterable[str]) -> list[str]:
 
 
 MOST_RANKS = 512
-"""Of a group that is drawn, and of one whose processes are started here: a ring's plan has their square of lines."""
+"""The most ranks in a drawing, or started here. A ring's plan has about the square of this number of transfers."""
 
 
 def node_sizes(text: str) -> list[int]:
-    """The ranks of each node: ``2x4`` is two nodes of four, or ``4,4,2``; raises UsageError."""
+    """The ranks of each node from ``2x4`` (two nodes of four) or ``4,4,2``. Raises UsageError for other texts."""
     try:
         if "x" in text:
             count, each = map(int, text.split("x"))

@@ -1,4 +1,4 @@
-"""``syncline accuracy``: what accuracy codecs or strategies leave."""
+"""The command ``syncline accuracy``: its options and help texts."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from ._options import EPOCHS, FILE, ITERATIONS, JSON, LAUNCHER, OLD_FILE, REPORT
 
 
 @click.command(cls=Lists)
-@click.option("--workload", default="digits", show_default=True, help="One with a test set: digits or cifar10:PATH.")
+@click.option(
+    "--workload", default="digits", show_default=True, help="A workload with a test set: digits or cifar10:PATH."
+)
 @click.option("--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Workers of every training.")
-@click.option("--seeds", multiple=True, metavar="N...", help="Of weights and order of the data; default: 0 1 2.")
+@click.option("--seeds", multiple=True, metavar="N...", help="Seeds of weights and data order; default: 0 1 2.")
 @click.option(
     "--codecs", multiple=True, metavar="TEXT...",
-    help="What to train with, such as int8 topk(ratio=0.01) feedback(onebit); default: every codec, and with feedback.",
+    help="Codecs, such as int8 topk(ratio=0.01) feedback(onebit); default: all, each with and without error feedback.",
 )  # fmt: skip
 @click.option(
     "--strategies", multiple=True, metavar="TEXT...",
-    help="Whole strategies instead, each quoted, as compare takes them, and single: one worker, beside which the others"
-    " then stand.",
+    help="Whole strategies instead of codecs, each quoted, as for compare. single is one worker, and becomes the"
+    " reference of the others.",
 )  # fmt: skip
 @EPOCHS
 @ITERATIONS
 @JSON
-@click.option("--markdown", "markdown_path", type=FILE, help="Write the table here.")
+@click.option("--markdown", "markdown_path", type=FILE, help="Write the table to this file, as Markdown.")
 @REPORT
 @LAUNCHER
 @click.option(
     "--resume", "resume_path", type=OLD_FILE,
-    help="Keep this file's trainings, run the others, and write them to it (or to --json).",
+    help="Keep the trainings of this file, run the missing ones, and write all to it (or to --json).",
 )  # fmt: skip
 def accuracy(
     workload: str,
@@ -47,7 +49,7 @@ def accuracy(
     report_path: Path | None,
     resume_path: Path | None,
 ) -> None:
-    """Train one workload with every codec, or under strategies, from several seeds, and show what accuracy is left."""
+    """Train a workload with every codec, or under strategies, from several seeds, and compare the accuracies."""
     check_length(epochs, iterations)
     from syncline.strategy.grammar import read_list, read_value
 

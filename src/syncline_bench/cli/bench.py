@@ -1,4 +1,4 @@
-"""``syncline bench``: collectives, codecs, gradients and steps, each beside what one would use instead."""
+"""The commands of ``syncline bench`` (collectives, codecs, gradients, steps): their options and help texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ USUAL = "collectives"
 
 
 class _Bench(Verbs):
-    """A group whose name alone, or with options, is its first command's."""
+    """A group that runs ``collectives`` if no command is given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
@@ -23,32 +23,36 @@ class _Bench(Verbs):
 
 @click.group(cls=_Bench)
 def bench() -> None:
-    """Measure collectives, codecs, gradients or steps beside what one would use instead.
+    """Measure collectives, codecs, gradients or steps, each next to its alternatives.
 
-    Without a command, or with options alone, it is `syncline bench collectives`.
+    Without a command, `syncline bench` runs `syncline bench collectives`.
     """
 
 
 @bench.command(cls=Lists)
-@click.option("--collective", default="allreduce", show_default=True, help="Or reduce-scatter, all-gather, broadcast.")
 @click.option(
-    "--sizes", multiple=True, metavar="SIZE...", help="Bytes of the array: 1KB,60.97MB; default: 1KB to 256MB."
+    "--collective", default="allreduce", show_default=True, help="allreduce, reduce-scatter, all-gather or broadcast."
+)
+@click.option(
+    "--sizes", multiple=True, metavar="SIZE...", help="Sizes of the array: 1KB,60.97MB; default: 1KB to 256MB."
 )
 @click.option("--ranks", multiple=True, metavar="N...", help="Numbers of ranks: 2,4; default: 2,4, and 4 in a lab.")
 @click.option(
     "--with", "contenders", multiple=True, metavar="TRANSPORT:ALGORITHM...",
-    help="What to compare: strategies such as shm:auto,tcp:ring and peers such as gloo:native,mpi:native,mpi:ring.",
+    help="Contenders: Syncline's, such as shm:auto,tcp:ring, and peers, such as gloo:native,mpi:native,mpi:ring.",
 )  # fmt: skip
-@click.option("--lab", metavar="RATE", help="In a lab with links of RATE, such as 1gbit; needs root.")
+@click.option("--lab", metavar="RATE", help="Measure in a lab with links of RATE, such as 1gbit; needs root.")
 @click.option(
-    "--per-host", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on each of its hosts."
+    "--per-host", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on each host of the lab."
 )
-@click.option("--repetitions", type=click.IntRange(min=1), help="Of every size; default: 60, 20 or 9 by size.")
-@click.option("--goals", is_flag=True, help="Measure what the table of goals needs, and print it.")
+@click.option(
+    "--repetitions", type=click.IntRange(min=1), help="Repetitions of every size; default: 60, 20 or 9 by size."
+)
+@click.option("--goals", is_flag=True, help="Measure the rows of the table of goals, and print it.")
 @JSON
 @click.option(
     "--resume", "resume_path", type=OLD_FILE,
-    help="Keep this file's rows, measure the others, and write them to it (or to --json).",
+    help="Keep the rows of this file, measure the missing ones, and write all to it (or to --json).",
 )  # fmt: skip
 @REPORT
 def collectives(
@@ -64,9 +68,9 @@ def collectives(
     resume_path: Path | None,
     report_path: Path | None,
 ) -> None:
-    """Measure collectives beside what one would use instead, each in processes of its own, in turn."""
+    """Measure collectives next to peers such as Gloo and MPI, which take turns in processes of their own."""
     if goals and (ranks or contenders or lab or per_host > 1 or repetitions or collective != "allreduce"):
-        raise click.UsageError("--goals says itself what is measured: it goes with --sizes and the files only")
+        raise click.UsageError("--goals chooses its own rows: combine it only with --sizes and the files")
     from syncline.nouns import Rate, Size
     from syncline.strategy.grammar import read_list, read_value
 
@@ -96,15 +100,19 @@ def collectives(
 )
 @click.option(
     "--codecs", multiple=True, metavar="TEXT...",
-    help="What to measure, such as int8 topk(ratio=0.01) feedback(onebit); default: every codec, and with feedback.",
+    help="Codecs, such as int8 topk(ratio=0.01) feedback(onebit); default: all, each with and without error feedback.",
 )  # fmt: skip
-@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of every row.")
+@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Repetitions per row.")
 @click.option(
-    "--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Ranks of the allreduce to speed up."
+    "--workers",
+    type=click.IntRange(min=2),
+    default=4,
+    show_default=True,
+    help="Ranks of the allreduce that the codecs are to speed up.",
 )
 @JSON
 def codecs(elements: int, codecs: tuple[str, ...], repetitions: int, workers: int, json_path: Path | None) -> None:
-    """Measure what every codec costs on one core, and say below which link speed it makes an allreduce faster."""
+    """Measure the time of every codec on one core, and the link speed below which it makes an allreduce faster."""
     from syncline.strategy.grammar import read_list
 
     from ..codecs import command
@@ -115,15 +123,17 @@ def codecs(elements: int, codecs: tuple[str, ...], repetitions: int, workers: in
 @bench.command(cls=Lists)
 @click.option(
     "--workloads", multiple=True, metavar="TEXT...",
-    help="Whose networks; default: synthetic:alexnet synthetic:googlenet synthetic:resnet50.",
+    help="Workloads with the gradients; default: synthetic:alexnet synthetic:googlenet synthetic:resnet50.",
 )  # fmt: skip
-@click.option("--ranks", multiple=True, metavar="N...", help="Numbers of ranks; 1 is the copies alone; default: 1,2.")
+@click.option(
+    "--ranks", multiple=True, metavar="N...", help="Numbers of ranks; 1 measures the copies alone; default: 1,2."
+)
 @click.option(
     "--with", "forms", multiple=True, metavar="FORM...",
-    help="What to compare: contiguous, placed, accumulated, copied:mul, copied:foreach, copied:cat, "
+    help="Forms to compare: contiguous, placed, accumulated, copied:mul, copied:foreach, copied:cat, "
     "copied:flatten, layerwise:all, layerwise:one; default: all.",
 )  # fmt: skip
-@click.option("--repetitions", type=click.IntRange(min=1), default=15, show_default=True, help="Of every row.")
+@click.option("--repetitions", type=click.IntRange(min=1), default=15, show_default=True, help="Repetitions per row.")
 @JSON
 @REPORT
 def gradients(
@@ -134,7 +144,7 @@ def gradients(
     json_path: Path | None,
     report_path: Path | None,
 ) -> None:
-    """Measure what gradients cost that are copied together and back, beside buckets that are their memory."""
+    """Measure the cost of copying gradients into buckets and back, next to gradients that lie in buckets."""
     from syncline.strategy.grammar import read_list, read_value
 
     from ..gradients import command, request
@@ -150,11 +160,13 @@ def gradients(
 
 @bench.command(cls=Lists)
 @click.option("--frameworks", multiple=True, metavar="NAME...", help="numpy, jax, torch; default: those installed.")
-@click.option("--strategy", default="ring transport=shm", show_default=True, help="An allreduce and a transport.")
-@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes.")
+@click.option("--strategy", default="ring transport=shm", show_default=True, help="Allreduce and transport.")
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Number of ranks.")
 @click.option("--tensors", multiple=True, metavar="N...", help="Numbers of tensors, each a bucket; default: 1 10 40.")
-@click.option("--elements", type=click.IntRange(min=1), default=1000, show_default=True, help="float32 in a tensor.")
-@click.option("--repetitions", type=click.IntRange(min=1), default=300, show_default=True, help="Of every row.")
+@click.option(
+    "--elements", type=click.IntRange(min=1), default=1000, show_default=True, help="float32 elements per tensor."
+)
+@click.option("--repetitions", type=click.IntRange(min=1), default=300, show_default=True, help="Repetitions per row.")
 @LAUNCHER
 @JSON
 def steps(
@@ -167,7 +179,7 @@ def steps(
     launcher: str,
     json_path: Path | None,
 ) -> None:
-    """Measure what a step takes beyond the bare framework's and the exchange's, framework by framework."""
+    """Measure the time of a step beyond that of the plain framework and the exchange, for each framework."""
     from syncline.strategy.grammar import read_list, read_value
 
     from ..steps import command, run

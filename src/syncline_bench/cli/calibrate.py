@@ -1,4 +1,4 @@
-"""``syncline calibrate``: what messages and computing take here, as a network file for predictions."""
+"""The command ``syncline calibrate``: its options and help texts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ._options import FILE, Lists, node_sizes
 
 
 @click.command(cls=Lists)
-@click.option("-o", "--output", type=FILE, metavar="FILE.json", help="Write the network here.")
-@click.option("--ranks", type=int, metavar="N", help="Ranks to start here; default: 2.")
+@click.option("-o", "--output", type=FILE, metavar="FILE.json", help="Write the network to this file.")
+@click.option("--ranks", type=int, metavar="N", help="Number of ranks to start; default: 2.")
 @click.option("--lab", metavar="RATE", help="Give every rank a host of a lab with links of RATE, such as 1gbit.")
-@click.option("--nodes", help="Ranks of the lab's hosts: 2x2 is two hosts of two.")
-@click.option("--transport", default="auto", show_default=True, help="What carries messages, as a strategy has it.")
+@click.option("--nodes", help="Hosts and ranks of the lab: 2x2 is two hosts of two ranks.")
+@click.option("--transport", default="auto", show_default=True, help="The transport, as in a strategy.")
 @click.option(
     "--codecs", multiple=True, metavar="TEXT...",
-    help="Which codecs to measure, with and without feedback, or none; default: all.",
+    help="Codecs to measure, each with and without error feedback, or none; default: all.",
 )  # fmt: skip
 @click.option(
     "--seconds", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True,
-    help="What the messages of one kind of link may take, about.",
+    help="Approximate time for the messages of one kind of link.",
 )  # fmt: skip
-@click.option("--request", "told", hidden=True, help="What a rank is told instead of all others.")
+@click.option("--request", "told", hidden=True, help="The request of a rank, in place of all other options.")
 def calibrate(
     output: Path | None,
     ranks: int | None,
@@ -37,8 +37,8 @@ def calibrate(
 ) -> None:
     """Measure links, processor time, memory and codecs, and write them as a network for `syncline predict`.
 
-    Starts ranks on this machine or in a lab. Started by torchrun, mpirun, srun or `syncline run`, on the hosts that are
-    to be joined, it measures between those.
+    The command starts its ranks on this machine or in a lab. To measure between other hosts, start it there with
+    torchrun, mpirun or srun.
     """
     from syncline.nouns import Rate
     from syncline.strategy.grammar import read_list, read_value

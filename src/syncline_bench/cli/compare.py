@@ -1,4 +1,4 @@
-"""``syncline compare``: one workload under several strategies, side by side."""
+"""The command ``syncline compare``: its options and help texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._options import EPOCHS, ITERATIONS, JSON, LAUNCHER, REPORT, TRACE, Lists, 
     default=(4,),
     show_default=True,
     metavar="N...",
-    help="Workers of every strategy; of several numbers every strategy has a row for each.",
+    help="Workers of every strategy; with several numbers, every strategy has a row for each.",
 )
 @click.option(
     "--strategies",
@@ -42,22 +42,24 @@ from ._options import EPOCHS, ITERATIONS, JSON, LAUNCHER, REPORT, TRACE, Lists, 
     default=("torch",),
     show_default=True,
     metavar="NAME...",
-    help="What trains: torch, tensorflow, jax, numpy; of several each has all rows.",
+    help="Frameworks that train: torch, tensorflow, jax, numpy; with several, each has all rows.",
 )
 @EPOCHS
 @ITERATIONS
-@click.option("--batch", type=click.IntRange(min=1), help="Batch size; default and meaning: the workload's.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the order of the data.")
+@click.option("--batch", type=click.IntRange(min=1), help="Batch size, in place of the workload's default.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and data order.")
 @JSON
 @REPORT
 @TRACE
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds a row may be silent.")
-@click.option("--target", type=float, metavar="ACCURACY", help="Say when each row was so accurate, such as 0.97.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds without a report after which a row fails."
+)
+@click.option("--target", type=float, metavar="ACCURACY", help="Show each row's time to this accuracy, such as 0.97.")
 @click.option(
     "--evaluate-every",
     type=click.IntRange(min=1),
     metavar="STEPS",
-    help="Look at the accuracy so often; default: once an epoch, with --target 8 times.",
+    help="Steps between evaluations; default: one evaluation per epoch, or eight with --target.",
 )
 @click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
 @LAUNCHER
@@ -79,7 +81,7 @@ def compare(
     lab: str | None,
     launcher: str,
 ) -> None:
-    """Train one workload on a single worker and under every strategy, side by side."""
+    """Train a workload on a single worker and under each strategy, and compare the results."""
     check_length(epochs, iterations)
     from .. import compare as bench
 

@@ -1,4 +1,4 @@
-"""``syncline lab``: a command on hosts of its own, joined by links of a chosen rate."""
+"""The command ``syncline lab``: its options and help texts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import click
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--hosts", type=click.IntRange(min=1), default=4, show_default=True, help="Hosts to make.")
-@click.option("--rate", default="1gbit", show_default=True, help="Of every host's link, each way; none: unshaped.")
+@click.option("--hosts", type=click.IntRange(min=1), default=4, show_default=True, help="Number of hosts.")
+@click.option(
+    "--rate", default="1gbit", show_default=True, help="Rate of every host's link in each direction; none: no limit."
+)
 @click.option("--per-host", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on every host.")
-@click.option("--strategy", help="What syncline.init() takes when COMMAND does not say; servers are the last ranks.")
+@click.option("--strategy", help="Default strategy of syncline.init() in COMMAND; servers are the last ranks.")
 @click.option("--mpi", type=click.Choice(["openmpi", "mpich"]), help="Start COMMAND as a job of this MPI library.")
-@click.option("--name", help="What the lab is called; default: the first free one of lab0, lab1, ...")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds until everything is ended.")
-@click.option("--list", "listing", is_flag=True, help="Show the labs of this machine and end.")
-@click.option("--clean", is_flag=True, help="Remove what killed labs left behind and end.")
+@click.option("--name", help="Name of the lab; default: the first free one of lab0, lab1, ...")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds after which all processes end.")
+@click.option("--list", "listing", is_flag=True, help="Only show the labs of this machine.")
+@click.option("--clean", is_flag=True, help="Only remove the remains of killed labs.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def lab(
     hosts: int,
@@ -30,7 +32,7 @@ def lab(
     clean: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Run COMMAND on hosts of its own: network namespaces joined by links of a chosen rate. Needs root.
+    """Run COMMAND on simulated hosts: network namespaces joined by links of a chosen rate. Needs root.
 
     The exit status is that of the first process that failed.
     """

@@ -1,4 +1,4 @@
-"""``syncline predict``: what something would take on a network that is not there."""
+"""The command ``syncline predict``: its options and help texts."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ._options import JSON, REPORT, Lists
 @click.command(cls=Lists)
 @click.option(
     "--workload", metavar="TEXT",
-    help="A training: googlenet, alexnet, resnet50, replay:googlenet(loading=5ms), trace:FILE.csv.",
+    help="The training: googlenet, alexnet, resnet50, replay:googlenet(loading=5ms), trace:FILE.csv.",
 )  # fmt: skip
 @click.option(
     "--strategies", multiple=True, metavar="TEXT...",
-    help="What to train under, each quoted, as compare takes them; default: ring.",
+    help="Strategies to train under, each quoted, as for compare; default: ring.",
 )  # fmt: skip
 @click.option(
     "--collective", "collectives", multiple=True, metavar="ALGORITHM...",
-    help='Collectives alone: ring,recursive_doubling,"ps(servers=2)", and so on.',
+    help='Collectives without a training: ring,recursive_doubling,"ps(servers=2)", and so on.',
 )  # fmt: skip
-@click.option("--bytes", "sizes", multiple=True, metavar="SIZE...", help="Of the array: 60.97MB,243.9MB.")
+@click.option("--bytes", "sizes", multiple=True, metavar="SIZE...", help="Sizes of the array: 60.97MB,243.9MB.")
 @click.option("--workers", multiple=True, metavar="N...", help="Numbers of workers: 2,4,8.")
 @click.option(
     "--network", "networks", multiple=True, required=True, metavar="NAME|FILE|CONSTANTS...",
-    help='Such as 10gbe, a file, "alpha=45us,beta=1.2ns,gamma=2.5ns", or LogGP\'s "L=5us,o=2us,g=3us,G=1ns"; a workload'
-    " takes several.",
+    help='Network: a name such as 10gbe, a file, "alpha=45us,beta=1.2ns,gamma=2.5ns", or LogGP\'s'
+    ' "L=5us,o=2us,g=3us,G=1ns"; several with --workload.',
 )  # fmt: skip
-@click.option("--per-node", type=click.IntRange(min=1), help="Workers of each host; default: the network's.")
-@click.option("--price", type=click.FloatRange(min=0), help="Of one worker for an hour, with --epoch-images.")
-@click.option("--epoch-images", type=click.IntRange(min=1), help="Images of an epoch: rows then have what one takes.")
+@click.option("--per-node", type=click.IntRange(min=1), help="Workers per host; default: the network's.")
+@click.option("--price", type=click.FloatRange(min=0), help="Price of a worker per hour; needs --epoch-images.")
+@click.option("--epoch-images", type=click.IntRange(min=1), help="Images per epoch; adds an epoch's time to the rows.")
 @JSON
 @REPORT
 def predict(
@@ -47,7 +47,7 @@ def predict(
     json_path: Path | None,
     report_path: Path | None,
 ) -> None:
-    """Predict what a training, or collectives alone, take on a network, as an interval."""
+    """Predict the time of a training, or of collectives alone, on a network, with an interval."""
     if (workload is None) == (not collectives):
         raise click.UsageError("give either --workload, such as googlenet, or --collective, such as ring")
     if workload is not None:

@@ -1,4 +1,4 @@
-"""``syncline record``: what the layers of a script's model cost, as a trace that can be replayed."""
+"""The command ``syncline record``: runs a script, times its model's layers and writes them as a trace for replays."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import click
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", default="trace.csv", show_default=True, help="The file to write.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Backward passes to measure.")
-@click.option("--skip", type=click.IntRange(min=1), default=5, show_default=True, help="Steps to let pass before.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Training steps to measure.")
+@click.option("--skip", type=click.IntRange(min=1), default=5, show_default=True, help="First steps to exclude.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def record(output: str, steps: int, skip: int, module: bool, script: str, args: tuple[str, ...]) -> None:
-    """Run the training SCRIPT with ARGS, unchanged and alone, and write what its model's layers cost.
+    """Run the training SCRIPT with ARGS, unchanged and on one worker, and write the times of its model's layers.
 
-    The script is ended when that is known. The file is what --workload trace:FILE takes.
+    The script ends as soon as the times are known. Use the file as --workload trace:FILE.
     """
     from syncline.errors import UsageError
 
@@ -45,8 +45,8 @@ def record(output: str, steps: int, skip: int, module: bool, script: str, args: 
                 raise
     if not recording.done:
         raise UsageError(
-            f"the script ended after {recording.made} steps of its optimizer, and {skip} are let pass before"
-            f" {steps} are measured: let it train longer, or lower --skip and --steps"
+            f"the script ended after {recording.made} steps of its optimizer, but {steps} steps are measured after"
+            f" the first {skip}: let it train longer, or lower --skip and --steps"
         )
     file = io.StringIO(newline="")
     write_trace(recording.layers, recording.h2d_s, file)

@@ -1,4 +1,4 @@
-"""``syncline run``: a script on processes of this machine."""
+"""The command ``syncline run``: starts a script in several processes of this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from ._options import TRACE
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Workers to start.")
-@click.option(
-    "--servers", type=click.IntRange(min=0), help="Server processes to start beside them; from --strategy if left out."
-)
-@click.option("--strategy", help="What syncline.init() takes when the script does not say.")
+@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of workers.")
+@click.option("--servers", type=click.IntRange(min=0), help="Number of server processes; default: that of --strategy.")
+@click.option("--strategy", help="Default strategy of syncline.init() in SCRIPT.")
 @TRACE
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 @click.argument("script")
@@ -29,7 +27,7 @@ def run(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT with ARGS in WORKERS processes of this machine (and servers, after them).
+    """Run SCRIPT with ARGS in several worker processes (and server processes) on this machine.
 
     The exit status is that of the first process that failed.
     """
@@ -43,9 +41,9 @@ def run(
 
         parsed = Strategy.parse(strategy)
         if servers is not None and servers != parsed.servers:
-            raise UsageError(f"{str(parsed)!r} needs {parsed.servers} servers, --servers says {servers}: leave it out")
+            raise UsageError(f"{str(parsed)!r} needs {parsed.servers} servers, --servers is {servers}: leave it out")
         servers = parsed.servers
-        parsed.resolve(Group(workers, servers))  # some are impossible for so many workers only
+        parsed.resolve(Group(workers, servers))  # some strategies are impossible for some numbers of workers
         env["SYNCLINE_STRATEGY"] = str(parsed)
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")

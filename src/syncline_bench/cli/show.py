@@ -1,4 +1,4 @@
-"""``syncline show``: the plan of an algorithm as a drawing."""
+"""The command ``syncline show``: draws the plan of an algorithm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("algorithm")
-@click.option("--ranks", type=click.IntRange(1, MOST_RANKS), help="Workers; default: those of --nodes, else 4.")
+@click.option(
+    "--ranks", type=click.IntRange(1, MOST_RANKS), help="Number of workers; default: that of --nodes, else 4."
+)
 @click.option("--nodes", help="Workers of each node: 2x4 is two nodes of four, or 4,4,2.")
 @click.option("--servers", type=click.IntRange(1, MOST_RANKS), help="Short for ps(servers=...).")
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
@@ -31,13 +33,13 @@ def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | No
     part = bind("algorithms", part)
     roles = roles_of(part)
     if roles is not None and roles.owners > MOST_RANKS:
-        raise UsageError(f"{write('algorithms', part)} has more than {MOST_RANKS} servers, which are drawn")
+        raise UsageError(f"{write('algorithms', part)} has too many servers to draw: use up to {MOST_RANKS}")
     group = _group(ranks, nodes, 0 if roles is None else roles.servers)
     click.echo(draw_plan(build("algorithms", part, group)))
 
 
 def _planned(text: str) -> Part:
-    """The algorithm that a text names, or the architecture of a whole strategy; UsageError when it has no plan."""
+    """The algorithm that a text names, or the architecture of a whole strategy. UsageError if it has no plan."""
     from syncline import registry
     from syncline.errors import UsageError
     from syncline.strategy.grammar import read_words
@@ -51,11 +53,11 @@ def _planned(text: str) -> Part:
     names = ", ".join(name for name in built_names("architecture") if name not in registry.names("collectives"))
     if part.name == "auto":
         raise UsageError(
-            "auto has no plan of its own: which algorithm runs at which size is measured when a run starts, and"
-            f" syncline.stats().algorithms says it; show one of {names}"
+            "auto has no plan of its own: each run chooses the algorithm for each size by measuring at its start, and"
+            f" syncline.stats().algorithms shows the choice; show one of {names}"
         )
     if part.name in registry.names("collectives"):
-        raise UsageError(f"{part.name} has no plan: what the library sends is its own affair; show one of {names}")
+        raise UsageError(f"{part.name} has no plan: its library chooses the messages itself; show one of {names}")
     plain = part.name.replace("-", "_")  # as bench --collective writes them
     if part.name not in registry.names("algorithms") and plain in registry.names("algorithms"):
         part = type(part)(plain, part.args)
@@ -66,7 +68,7 @@ def _planned(text: str) -> Part:
 
 
 def _group(ranks: int | None, nodes: str | None, servers: int) -> Group:
-    """The group to draw; raises UsageError when --ranks and --nodes disagree."""
+    """The group to draw. Raises UsageError if --ranks and --nodes disagree."""
     from syncline.errors import UsageError
     from syncline.nouns import Group
 

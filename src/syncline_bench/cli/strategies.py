@@ -1,4 +1,4 @@
-"""``syncline strategies``: every word that a strategy may say, and the presets."""
+"""The command ``syncline strategies``: lists the vocabulary of strategies, and the presets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import click
 
 @click.command()
 def strategies() -> None:
-    """List every word that a strategy may say, and names for whole strategies."""
+    """List the words of strategies with a sentence on each, and the presets, which name whole strategies."""
     from syncline.strategy.presets import PRESETS
     from syncline.strategy.words import vocabulary
 

@@ -1,4 +1,4 @@
-"""``syncline timeline``: the parts of a timeline that processes have left, put together."""
+"""The command ``syncline timeline``: merges the parts of a timeline that the processes of a run have left."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ._options import FILE
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("-o", "--output", type=FILE, help="The file to write; default: the one that FOLDER was made beside.")
+@click.option("-o", "--output", type=FILE, help="The file to write; default: FOLDER without .parts.")
 def timeline(folder: Path, output: Path | None) -> None:
-    """Make a timeline of what lies in FOLDER, such as trace.json.gz.parts: what a run that failed has left.
+    """Merge the parts in FOLDER, such as trace.json.gz.parts, into a timeline. A failed run leaves such a folder.
 
-    The parts stay. Those of other hosts are to be copied into the folder before.
+    The parts are kept. Copy the parts of other hosts into the folder first.
     """
     from syncline.errors import UsageError
     from syncline.timeline.folder import checked_target, write_all

@@ -1,4 +1,4 @@
-"""``syncline tune``: the strategy that trains a workload fastest here, found by prediction and by real steps."""
+"""The command ``syncline tune``: its options and help texts."""
 
 from __future__ import annotations
 
@@ -12,28 +12,35 @@ from ._options import JSON, OLD_FILE
 
 @click.command()
 @click.option(
-    "--workload", default="digits", show_default=True, help="As compare takes it: digits, replay:googlenet, ..."
+    "--workload",
+    default="digits",
+    show_default=True,
+    help="The workload, as for compare: digits, replay:googlenet, ...",
 )
 @click.option("--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Workers of every training.")
 @click.option("--lab", metavar="RATE", help="Give every process a host of its own behind links of RATE, such as 1Gbit.")
 @click.option(
-    "--budget", default="60s", show_default=True, metavar="TIME", help="For everything, such as 5min or 300s."
+    "--budget",
+    default="60s",
+    show_default=True,
+    metavar="TIME",
+    help="Time for the whole search, such as 5min or 300s.",
 )
-@click.option("--searcher", default="bayes", show_default=True, help="bayes, rl, descent, random, exhaustive.")
-@click.option("--strategy", default="", help="Words that are kept; those that are left open are searched.")
-@click.option("--lossy", is_flag=True, help="Try codecs and modes that change the mathematics, behind the guard.")
+@click.option("--searcher", default="bayes", show_default=True, help="bayes, rl, descent, random or exhaustive.")
+@click.option("--strategy", default="", help="Fixed words of the strategy; the search varies all others.")
+@click.option("--lossy", is_flag=True, help="Also try codecs and sync modes that change the mathematics; see --loss.")
 @click.option(
     "--loss", type=click.FloatRange(min=0), default=0.02, show_default=True,
-    help="What a lossy candidate may lose in a short paired run: of the accuracy (0.02: 2 points), or of the loss.",
+    help="Most accuracy (0.02: 2 points), or loss, that a lossy candidate may lose in a short paired run.",
 )  # fmt: skip
-@click.option("--framework", default="torch", show_default=True, help="What trains: torch, tensorflow, jax, numpy.")
-@click.option("--batch", type=click.IntRange(min=1), help="Batch size; default and meaning: the workload's.")
-@click.option("--network", metavar="NAME|FILE", help="What predictions rest on, in place of a measurement.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights, batches and the search.")
+@click.option("--framework", default="torch", show_default=True, help="Framework: torch, tensorflow, jax or numpy.")
+@click.option("--batch", type=click.IntRange(min=1), help="Batch size, in place of the workload's default.")
+@click.option("--network", metavar="NAME|FILE", help="Network for predictions, in place of a measurement.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights, batches and the search.")
 @JSON
 @click.option(
     "--resume", "resume_path", type=OLD_FILE,
-    help="Keep this file's measurements, go on, and write it again (or --json).",
+    help="Keep the measurements of this file, go on, and write all to it (or to --json).",
 )  # fmt: skip
 def tune(
     workload: str,
@@ -51,7 +58,7 @@ def tune(
     json_path: Path | None,
     resume_path: Path | None,
 ) -> None:
-    """Find the strategy that trains a workload fastest here, and say why it does."""
+    """Find the strategy that trains a workload fastest here, and explain the choice."""
     from syncline.nouns import Seconds
     from syncline.strategy.grammar import read_value
 
