@@ -1,13 +1,14 @@
-"""A peer that has proved itself and then sends nonsense: a typed error that names it, whatever the bytes are.
-
-One end is a transport, the other a bare socket.
-"""
+"""A peer that has proved itself and then sends nonsense, in frames or shared memory, is named by an error."""
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import socket
+import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frames import header
-from syncline.errors import ProtocolError, SynclineError
-from syncline.transports import Handle, Transport, tcp
+from syncline.errors import PeerLost, ProtocolError, SynclineError
+from syncline.kernels.board import BOARD_BYTES, MOST_SEGMENTS
+from syncline.testing.network import connected
+from syncline.transports import INLINE_BYTES, Bytes, Handle, Transport, shm, tcp
+from syncline.transports._envelope import Enveloped
+from syncline.transports._frames import FRAME_BYTES, HEADER_BYTES, SLOTS
+from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
 
 DATA, CREDIT = tcp._DATA, tcp._CREDIT
@@ -168,3 +174,257 @@ def say(raw: socket.socket, part: bytes, carries: str | None) -> None:
             os.close(fd)
     except OSError:
         return  # the transport has hung up, or reads no more of this
+
+
+class Scripted(Enveloped):
+    """A library whose frames the test makes up, and which never brings a body."""
+
+    name = "scripted"
+    asks = True
+    answers = False
+
+    def __init__(self) -> None:
+        super().__init__(1, 3)
+        self.frames: list[tuple[int, bytes]] = []
+
+    def _put(self, peer: int, frame: Bytes, done: Callable[[], None]) -> None:  # noqa: ARG002
+        done()
+
+    def _push(self, peer: int, slot: int, body: Bytes, done: Callable[[], None]) -> None:  # noqa: ARG002
+        done()
+
+    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+        pass
+
+    def _reduce(self, array: Any, handle: Handle) -> None:
+        pass
+
+    def _move(self, timeout: float) -> None:  # noqa: ARG002
+        while self.frames:
+            peer, data = self.frames.pop(0)
+            frame = self.scratch.take(len(data))
+            frame[: len(data)] = np.frombuffer(data, np.uint8)
+            self._came(peer, frame, len(data))
+
+    def _leave(self) -> None:
+        pass
+
+
+def frame(kind: int, slot: int, tag: int, size: int, body: bytes = b"") -> bytes:
+    return struct.pack("<BxHxxxxQQ", kind, slot, tag, size) + body
+
+
+WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING = range(1, 8)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        bytes(HEADER_BYTES - 1),
+        frame(WHOLE, 0, 0, 5, b"abcd"),
+        frame(WHOLE, 0, 0, 3, b"abcd"),
+        frame(WHOLE, 0, 0, 1 << 63),
+        frame(WHOLE, 0, 0, FRAME_BYTES, bytes(FRAME_BYTES)),
+        frame(ANNOUNCED, 0, 0, LARGE),
+        frame(ANNOUNCED, SLOTS + 1, 0, LARGE),
+        frame(ANNOUNCED, 1, 0, INLINE_BYTES),
+        frame(ANNOUNCED, 1, 0, LARGE, b"and more"),
+        frame(ASKED, 7, 0, 0),
+        frame(TURN, 0, 0, 0),
+        frame(OFFERED, 0, 0, LARGE),
+        frame(OFFERED, 1, 0, INLINE_BYTES),
+        frame(COMING, 1, 0, 0),
+        frame(8, 0, 0, 0),
+        frame(0, 0, 0, 0),
+    ],
+    ids=lambda data: f"{len(data)} bytes of kind {data[0] if data else 'none'}",
+)
+def test_what_no_peer_of_a_library_sends(data: bytes) -> None:
+    end = Scripted()
+    handle = end.recv(2, 0, np.zeros(100, np.uint8))
+    end.frames.append((2, data))
+    with pytest.raises(ProtocolError, match="rank 2 broke the protocol") as fault:
+        end.poll(0.0)
+    assert fault.value.rank == 2
+    assert end.poll(0.0) == [handle]
+    assert isinstance(handle.error, PeerLost)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=40),
+            st.builds(
+                frame, st.integers(0, 8), st.integers(0, 65535), words, st.one_of(words, numbers), st.binary(max_size=9)
+            ),
+        ),
+        max_size=8,
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_any_frames_of_a_library_are_messages_or_a_fault_of_their_sender(data: list[bytes]) -> None:
+    end = Scripted()
+    handles = [end.recv(0, tag, np.zeros(LARGE, np.uint8)) for tag in range(2)]
+    handles += [end.borrow(0, 2, 8), end.send(0, 3, np.zeros(LARGE, np.uint8))]
+    end.frames = [(0, part) for part in data]
+    faults: list[ProtocolError] = []
+    try:
+        end.poll(0.0)
+    except ProtocolError as fault:
+        faults.append(fault)
+    assert all(fault.rank == 0 for fault in faults)
+    assert all(handle.error is None or isinstance(handle.error, SynclineError) for handle in handles)
+
+
+def test_as_many_bodies_as_a_library_has_tags_for_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.transports._envelope.SLOTS", 5)
+    end = Scripted()
+    sent = [end.send(0, tag, np.zeros(LARGE, np.uint8)) for tag in range(6)]
+    assert [handle.done for handle in sent] == [False] * 5 + [True]
+    assert "5 large messages to rank 0 are under way" in str(sent[5].error)
+    end.frames = [(0, frame(ASKED, 1, 0, 0))]
+    end.poll(0.0)
+    again = end.send(0, 9, np.zeros(LARGE, np.uint8))
+    assert again.error is None
+
+
+@pytest.mark.parametrize("kind", [ANNOUNCED, OFFERED])
+def test_a_body_that_its_sender_has_announced_and_does_not_bring_any_more(kind: int) -> None:
+    """Its receive comes after the sender's end: it fails, and does not wait for ever."""
+    end = Scripted()
+    end.frames = [(2, frame(kind, 1, 7, LARGE)), (2, frame(END, 0, 0, 0))]
+    end.poll(0.0)
+    late = end.recv(2, 7, np.zeros(LARGE, np.uint8))
+    assert end.poll(0.0) == [late]
+    assert isinstance(late.error, PeerLost)
+
+
+@pytest.mark.parametrize("size", [11, LARGE])
+def test_bytes_that_are_no_whole_elements_of_a_sum(size: int) -> None:
+    end = Scripted()
+    end.add(2, 0, np.zeros(LARGE, np.float64))
+    end.frames = [(2, frame(WHOLE, 0, 0, 11, bytes(11)) if size == 11 else frame(ANNOUNCED, 1, 0, LARGE))]
+    with pytest.raises(ProtocolError, match=f"rank 2 .*{size} bytes came to be added to elements of 8"):
+        end.poll(0.0)
+
+
+def reference(segment: int, offset: int, nbytes: int) -> bytes:
+    return header(shm._REFERENCE, 24, 0, 1) + struct.pack("<QQQ", segment, offset, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        (header(shm._REFERENCE, 0, 0, 0), "a frame of kind 2 with 0 bytes"),
+        (header(shm._REFERENCE, 23, 0, 0) + bytes(23), "a frame of kind 2 with 23 bytes"),
+        (header(shm._REFERENCE, 25, 0, 0) + bytes(25), "a frame of kind 2 with 25 bytes"),
+        (reference(0, 0, 8), "8 bytes of segment 0, which it has not shared"),
+        (reference(1 << 63, 1 << 63, 1 << 63), "which it has not shared"),
+        (header(shm._DATA, 4097, 0, 0), "a frame of kind 1 with 4097 bytes"),
+        (header(shm._DATA, (1 << 56) - 1, 0, 0), "a frame of kind 1"),
+        (header(shm._CONSUMED, 0, 0, 12345), "it has consumed message 12345, which it was not sent"),
+        (header(shm._CONSUMED, 8, 0, 1) + bytes(8), "a frame of kind 3 with 8 bytes"),
+        (header(shm._SEGMENT, 0, 0, BOARD_BYTES), "without its descriptor"),
+        (header(shm._SEGMENT, 0, 1, 4096), "segment 1 after 0 others"),
+        (header(shm._SEGMENT, 0, (1 << 64) - 1, 4096), "segment 18446744073709551615 after 0 others"),
+        (header(shm._SEGMENT, 0, 0, BOARD_BYTES - 1), f"its board has {BOARD_BYTES - 1} bytes"),
+        (header(shm._MAPPED, 0, 0, 2), "it has mapped 2 segments of 1"),
+        (header(shm._MAPPED, 0, 0, 0), "it has mapped 0 segments of 1"),
+        (header(shm._MAPPED, 1, 0, 1) + b"x", "a frame of kind 6 with 1 bytes"),
+        (header(shm._BELL, 0, 0, 0), "without its descriptor"),
+        (header(shm._BELL, 1, 0, 0) + b"x", "a frame of kind 5 with 1 bytes"),
+        (header(9, 0, 0, 0), "a frame of kind 9"),
+    ],
+    ids=spoken,
+)
+def test_what_no_peer_in_shared_memory_sends(stream: bytes, said: str) -> None:
+    assert said in str(provoke("shm", stream))
+
+
+def test_a_message_is_consumed_by_its_receiver_only() -> None:
+    socks = connected(3, lambda *_: True)
+    end = Shm(0, socks[0])
+    try:
+        end.send(1, 0, np.zeros(10_000, np.uint8))
+        socks[2][0].sendall(header(shm._CONSUMED, 0, 0, 1))
+        with pytest.raises(ProtocolError, match="rank 2 broke the protocol: it has consumed message 1") as fault:
+            poll(end)
+        assert fault.value.rank == 2
+    finally:
+        end.close()
+        for sock in (*socks[1].values(), *socks[2].values()):
+            sock.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "claimed", "said"),
+    [
+        (lambda: memory(65536, 0), 65536, "could vanish"),
+        (lambda: memory(65536, fcntl.F_SEAL_GROW), 65536, "could vanish"),
+        (lambda: memory(65536, SOUND), 65537, "65537 bytes of shared memory that are not there"),
+        (lambda: memory(65536, SOUND), (1 << 64) - 1, "of shared memory that are not there"),
+        (lambda: memory(1 << 40, SOUND, holes=True), 1 << 40, "of shared memory that are not there"),
+        (lambda: os.open(__file__, os.O_RDONLY), 65536, "Invalid argument"),
+        (lambda: os.open("/dev/zero", os.O_RDWR), 65536, "Invalid argument"),
+    ],
+    ids=["unsealed", "half sealed", "short", "endless", "holes", "file", "device"],
+)
+@pytest.mark.usefixtures("no_old_garbage")
+def test_memory_that_could_vanish_is_not_mapped(make: Callable[[], int], claimed: int, said: str) -> None:
+    fd = make()
+    try:
+        with attacked("shm") as (end, raw):
+            files = open_files()
+            socket.send_fds(raw, [header(shm._SEGMENT, 0, 0, claimed)], [fd])
+            with pytest.raises(ProtocolError, match=said):
+                poll(end)
+            assert open_files() == files - 1  # the connection, and nothing that came
+    finally:
+        os.close(fd)
+
+
+def open_files() -> int:
+    gc.collect()  # what earlier tests have left in cycles closes its files when it is collected
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def test_as_many_segments_as_there_may_be_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("shm", "_segments"):
+        monkeypatch.setattr(f"syncline.transports.{module}.MOST_SEGMENTS", 40)
+    assert MOST_SEGMENTS == 1 << 16
+    fd = memory(65536, SOUND)
+    with attacked("shm") as (end, raw):
+        for number in range(41):
+            socket.send_fds(raw, [header(shm._SEGMENT, 0, number, 65536)], [fd])
+        with pytest.raises(ProtocolError, match="it shares segment 40 after 40 others"):
+            poll(end)
+        for _ in range(39):  # one is the board
+            end.allocate(1)
+        with pytest.raises(SynclineError, match="all 40 shared segments"):
+            end.allocate(1)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("make", ["pipe", "blocking", "memory"])
+def test_a_bell_that_could_block_is_not_rung(make: str) -> None:
+    reading, writing = os.pipe()
+    fd = {"pipe": lambda: writing, "blocking": lambda: os.eventfd(0, 0), "memory": lambda: memory(8, 0)}[make]()
+    with attacked("shm") as (end, raw):
+        socket.send_fds(raw, [header(shm._BELL, 0, 0, 0)], [fd])
+        with pytest.raises(ProtocolError, match="what it gives for a bell is none"):
+            poll(end)
+    for each in {reading, writing, fd}:
+        os.close(each)
+
+
+def test_a_second_bell_is_refused_and_closed() -> None:
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    with attacked("shm") as (end, raw):
+        files = open_files()
+        for _ in range(2):
+            socket.send_fds(raw, [header(shm._BELL, 0, 0, 0)], [bell])
+        with pytest.raises(ProtocolError, match="its bell twice"):
+            poll(end)
+        assert open_files() == files  # the first bell, less the connection
+    os.close(bell)

@@ -1,12 +1,21 @@
-"""Every transport keeps the laws of its kind: ``testing.transports`` has them."""
+"""Every transport keeps the laws of its kind (``testing.transports``); transports made of several.
+
+Several transports as one: what is lent depends on the peer, one wait covers all, and the name says which.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+
+import numpy as np
 import pytest
-from ends import KINDS, MESSAGE_KINDS, MPI_KINDS, ONESIDED, TEXTS, network_for
+from ends import KINDS, MESSAGE_KINDS, MPI_KINDS, ONESIDED, TEXTS, network, network_for
 
 from syncline import registry
 from syncline.testing import check_transport
+from syncline.testing.network import LIMIT_S, numbers
+from syncline.transports import Handle, Transport
 from syncline.transports._frames import AHEAD_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_old_garbage")
@@ -31,3 +40,51 @@ def test_every_transport_keeps_all_laws(kind: str) -> None:
 
 def test_every_registered_transport_is_tried() -> None:
     assert {entry.name for entry in registry.entries("transports")} <= {*KINDS, "mpi"}
+
+
+def test_what_is_lent_is_said_of_each_peer() -> None:
+    """From a peer on this host one sees its memory, from another a copy: the sender is done before the release."""
+    with network("auto-near", 4) as net:
+        reader = net.ends[1]
+        assert [reader.lends_from(peer) for peer in (0, 2, 3)] == [True, False, False]
+        for peer in (0, 2):
+            data = net.ends[peer].allocate(300_000)
+            data[:] = numbers(300_000, peer)
+            seen, sent = reader.borrow(peer, 0, 300_000), net.ends[peer].send(1, 0, data)
+            net.wait(seen)
+            net.turn()
+            assert sent.done is not reader.lends_from(peer)
+            data[0] ^= 255
+            assert seen.payload is not None
+            assert (seen.payload[0] == data[0]) is np.bool_(reader.lends_from(peer))
+            reader.release(seen)
+            net.wait(sent)
+
+
+def test_one_wait_sees_what_comes_by_any_member() -> None:
+    """The end that waits polls once and long; the others send from another thread."""
+    with network("auto-near", 4) as net:
+        waiting, others = net.ends[0], [net.ends[1], net.ends[2]]
+        for sender in others:
+            handle = waiting.recv(sender.rank, 7, np.zeros(5, np.uint8))
+            waiting.poll(0.0)
+
+            def send(sender: Transport = sender) -> None:
+                sender.send(0, 7, numbers(5))
+                sender.poll(0.0)
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            found: list[Handle] = []
+            deadline = time.monotonic() + LIMIT_S
+            while not found and time.monotonic() < deadline:
+                found = waiting.poll(LIMIT_S)
+            thread.join()
+            assert found == [handle]
+
+
+def test_a_transport_of_several_is_named_after_them() -> None:
+    with network("auto-near", 4) as net:
+        assert net.ends[0].name == "shm+tcp"
+        assert net.ends[0].world == 4
+        assert list(net.ends[2].traffic()[0]) == [0, 1, 3]

@@ -1,17 +1,24 @@
-"""The progress thread: exchanges and messages, the order of lanes and gates, and what waiting for them is."""
+"""The progress thread: exchanges, messages, lanes and gates; how an engine ends, and reports of stalls."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 from two_engines import LIMIT_S, engines, ring
 
+from syncline.engine.engine import Engine
 from syncline.engine.order import Lane, Order, When
-from syncline.errors import PeerTimeout, SynclineError
+from syncline.errors import ClosedError, PeerError, PeerLeft, PeerLost, PeerTimeout, ProtocolError, SynclineError
 from syncline.plans.messages import Program
+from syncline.transports.inproc import Hub
+from syncline.wire.culprit import Answer, Culprit, Found, Waits, find_culprit
 
 
 def test_an_exchange_sums_and_its_work_is_done() -> None:
@@ -219,3 +226,247 @@ def test_wait_any_returns_with_the_first_that_is_done() -> None:
         both[1].send(0, 1, b"text", "a message")
         both[0].wait_any(works, until=lambda: False)
         assert [work.done for work in works] == [False, True, False]
+
+
+def test_a_fault_in_the_progress_thread_reaches_present_and_later_waiters() -> None:
+    """As the very exception that ``explain`` made of it, whatever they wait for."""
+    explained = SynclineError("explained")
+    caught: list[Exception] = []
+    blocked = threading.Barrier(3)
+
+    with engines(explain=lambda _: explained) as both:
+        stuck = both[0].recv(1, 99, 8, "a message that never comes")
+
+        def wait() -> None:
+            blocked.wait(LIMIT_S)
+            try:
+                both[0].wait(stuck, timeout=LIMIT_S)
+            except Exception as error:
+                caught.append(error)
+
+        threads = [threading.Thread(target=wait) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        blocked.wait(LIMIT_S)
+
+        def broken() -> None:
+            raise ValueError("in the progress thread")
+
+        both[0].start(Order(ring(0), np.ones(1), 0, "bucket"), When(before=broken))
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert caught == [explained, explained]
+        for call in (
+            lambda: both[0].wait(),
+            lambda: both[0].start(Order(ring(0), np.ones(1), 5, "bucket")),
+            lambda: both[0].send(1, 5, b"", "message"),
+            lambda: both[0].wait_any([stuck], until=lambda: False),
+        ):
+            with pytest.raises(SynclineError, match="explained"):
+                call()
+
+
+def test_the_first_fault_stays() -> None:
+    with engines() as both:
+        both[0].fail(SynclineError("first"))
+        both[0].fail(SynclineError("second"))
+        with pytest.raises(SynclineError, match="first"):
+            both[0].wait()
+
+
+def test_a_peer_that_dies_is_named_with_what_was_under_way() -> None:
+    hub = Hub(2)
+    engine = Engine(hub.transport(0))
+    works = [engine.start(Order(ring(0), np.ones(4), key, f"bucket {key}")) for key in range(2)]
+    hub.kill(1)
+    with pytest.raises(PeerLost, match=r"bucket \d: .* rank 1") as caught:
+        engine.wait(*works, timeout=LIMIT_S)
+    assert caught.value.rank == 1
+    engine.close()
+
+
+def test_a_tolerant_work_neither_fails_when_its_peer_leaves_nor_holds_up_the_end() -> None:
+    hub = Hub(2)
+    left: set[int] = set()
+    engine = Engine(hub.transport(0), has_left=left.__contains__)
+    request = engine.recv(1, 7, 8, "a request", tolerant=True)
+    step = engine.start(Order(ring(0), np.ones(4), 0, "the next step", tolerant=True))
+    assert engine.doing == "no exchange"
+    left.add(1)
+    hub.kill(1)
+    gone = threading.Event()
+    engine.wait_any([request, step], until=lambda: bool(left) and not gone.set())
+    assert gone.is_set()
+    engine.close()
+    assert not request.done
+    assert not step.done
+    assert isinstance(engine.error, ClosedError)
+
+
+def test_a_tolerant_work_does_fail_when_its_peer_dies() -> None:
+    hub = Hub(2)
+    engine = Engine(hub.transport(0))
+    request = engine.recv(1, 7, 8, "a request", tolerant=True)
+    hub.kill(1)
+    with pytest.raises(PeerLost, match="a request"):
+        engine.wait_any([request], until=lambda: False)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [PeerLost, PeerLeft])
+def test_when_the_others_have_left_it_is_no_fault_that_they_are_gone(kind: type[PeerError]) -> None:
+    engine, holds = Engine(Hub(2).transport(0)), iter([False, True])
+    engine.fail(kind("it is gone", rank=1))
+    engine.wait_any([], until=lambda: True)
+    assert engine.over(lambda: True)
+    with pytest.raises(kind):
+        engine.over(lambda: False)
+    assert engine.over(lambda: next(holds))  # the goodbye came between two looks
+    assert isinstance(engine.close(), kind)  # the end tells it all the same
+
+
+def test_when_the_others_have_left_any_other_fault_is_one() -> None:
+    engine = Engine(Hub(2).transport(0))
+    engine.fail(ProtocolError("an update that fails", rank=1))
+    for call in (engine.over, lambda until: engine.wait_any([], until=until)):
+        with pytest.raises(ProtocolError, match="an update that fails"):
+            call(lambda: True)
+    engine.close()
+
+
+def test_close_finishes_what_is_under_way_and_frees_everything() -> None:
+    hub = Hub(2)
+    both = [Engine(hub.transport(rank)) for rank in range(2)]
+    arrays = [np.ones(100_000), np.ones(100_000)]
+    for rank, engine in enumerate(both):
+        engine.start(Order(ring(rank), arrays[rank], 0, "the last exchange"))
+    said: list[bool] = []
+    closing = [
+        threading.Thread(target=engine.close, args=(lambda engine=engine: said.append(engine._thread.is_alive()),))
+        for engine in both
+    ]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(LIMIT_S)
+    assert said == [True, True]
+    assert all((array == 2).all() for array in arrays)
+    for engine in both:
+        assert not engine._thread.is_alive()
+        with pytest.raises(ClosedError):
+            engine.start(Order(ring(0), arrays[0], 1, "too late"))
+        with pytest.raises(ClosedError):
+            engine.transport.poll(0.0)
+        engine.close()
+
+
+def test_nothing_moving_for_the_limit_names_whom_it_waits_for() -> None:
+    with engines(limit_s=0.01) as both:
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0 (weight)"))
+        with pytest.raises(PeerTimeout, match=r"nothing has moved .*rank 1 \(bucket 0 \(weight\)\)") as caught:
+            both[0].wait(work, timeout=LIMIT_S)
+        assert caught.value.rank == 1
+
+
+def test_a_message_that_creeps_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which nothing but bytes is seen for longer than the limit: only the caller's own time is over."""
+    with engines(limit_s=0.01) as both:
+        bytes_so_far = itertools.count()
+        monkeypatch.setattr(type(both[0].transport), "moved_bytes", property(lambda _: next(bytes_so_far)))
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
+        with pytest.raises(PeerTimeout, match="not done within"):
+            both[0].wait(work, timeout=0.3)
+        monkeypatch.undo()
+        with pytest.raises(PeerTimeout, match="nothing has moved"):
+            both[0].wait(work, timeout=LIMIT_S)
+
+
+def test_who_had_only_not_read_its_messages_yet_is_not_blamed() -> None:
+    """A server that was stopped says at first that it waits for nobody, then for the worker that hangs."""
+    late = {2: Answer({})}
+    says = [Answer({}, moves=4, looks=1), Answer({2: "bucket 0"}, moves=5, looks=1), Answer({2: "bucket 0"}, 5, 3)]
+
+    def search(waits: Waits) -> Found:
+        assert waits == {1: "bucket 0"}
+        said = says.pop(0)
+        if not said.waits:
+            return Found(Culprit(1, "has not come to bucket 0"), {1: said})
+        return Found(Culprit(2, "has not come to bucket 0"), late | {1: said})
+
+    with engines(limit_s=0.01, find_culprit=search) as both:
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
+        with pytest.raises(PeerTimeout, match=r"rank 1 \(bucket 0\); rank 2 has not come") as caught:
+            both[0].wait(work, timeout=LIMIT_S)
+        assert caught.value.rank == 2
+
+
+def test_an_answer_shows_whether_a_process_has_looked_and_moved() -> None:
+    with engines() as both:
+        asked = both[0].answer
+        assert asked().still(asked())
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
+        deadline = time.monotonic() + LIMIT_S
+        before, waits = asked(), asked()
+        while not (waits.waits and waits.still(before)):  # being asked wakes it: it does not wait for its turn
+            assert time.monotonic() < deadline
+            before, waits = waits, asked()
+        assert waits.waits == {1: "bucket 0"}
+        assert not waits.still(waits)
+        both[1].wait(both[1].start(Order(ring(1), np.ones(4), 0, "bucket 0")), timeout=LIMIT_S)
+        both[0].wait(work, timeout=LIMIT_S)
+        assert not asked().waits
+        assert asked().moves > waits.moves
+
+
+def test_a_look_that_had_found_nothing_before_a_process_was_asked_shows_nothing() -> None:
+    """Each look is held between its end and being counted."""
+    ended, go, free = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    with engines() as both:
+        engine = both[0]
+        poll = engine.transport.poll
+
+        def held(timeout: float) -> Any:
+            handles = poll(timeout)
+            if not free.is_set():
+                ended.release()
+                go.acquire()
+            return handles
+
+        engine.transport.poll = held
+        engine.recv(1, 99, 8, "a message that never comes")
+        assert ended.acquire(timeout=LIMIT_S)
+        before = engine.answer()
+        for looked in (False, True):
+            go.release()
+            assert ended.acquire(timeout=LIMIT_S)  # it was woken, and again looks only as long as it takes
+            assert engine.answer().still(before) == looked
+        free.set()
+        go.release()
+
+
+def test_one_that_does_not_come_back_from_what_it_called_is_named_with_the_time_that_has_passed() -> None:
+    """It says that it waits for nobody."""
+    over, called = threading.Event(), threading.Event()
+
+    def takes_long() -> None:
+        called.set()
+        over.wait(LIMIT_S)
+
+    def search(waits: Waits) -> Found:
+        return find_culprit(0, waits, lambda peer: both[peer].answer())
+
+    with engines(limit_s=0.2, find_culprit=search) as both:
+        both[1].start(Order(ring(1), np.ones(4), 0, "bucket 0"), When(before=takes_long))
+        assert called.wait(LIMIT_S)
+        work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
+        words = r"nothing has moved for (\d+\.\d) s, .*; rank 1 has not looked for messages for (\d+\.\d) s: something"
+        try:
+            with pytest.raises(PeerTimeout, match=words) as caught:
+                both[0].wait(work, timeout=LIMIT_S)
+        finally:
+            over.set()
+        found = re.search(words, str(caught.value))
+        assert found is not None
+        assert float(found[1]) > float(found[2])
+        assert caught.value.rank == 1

@@ -1,4 +1,4 @@
-"""The exchange on its own: every algorithm, any size, type and order of events gives the right and the same bits."""
+"""The exchange alone: every algorithm, size, type and order of events gives the right bits, sums and mixes included."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ import pytest
 from exchanging import ALGORITHMS, Case, cases, check, chooser, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mapped import anyone, machine, placed, run_of, turn
 from numpy.typing import NDArray
 
 from syncline import registry
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
+from syncline.compression.reducers import Message, Reducer, Round, Total
 from syncline.engine.exchange import MOST_ACTIONS, Exchange, Run, Segment
-from syncline.engine.order import KEYS
+from syncline.engine.order import KEYS, CodedOrder
 from syncline.engine.reducing import MOST_PIECES, Reducing
-from syncline.errors import PeerLost, SynclineError, UsageError
+from syncline.errors import PeerLost, ProtocolError, SynclineError, UsageError
 from syncline.nouns import Group, numpy_dtype
 from syncline.plans.messages import Cut, chunk_edges, compile_program
 from syncline.plans.plan import REDUCE, Plan
+from syncline.session.session import Session
+from syncline.sync.gossip import Gossip
 from syncline.transports import Handle
 from syncline.transports.inproc import Hub, InProc
 
@@ -351,3 +355,92 @@ def test_a_transport_without_collectives_is_refused() -> None:
         exchange.hand_over(Collective("allreduce"), np.ones(3), 0, "bucket 0", lambda: None)
     with pytest.raises(UsageError, match="one-dimensional"):
         Exchange(Adding(Hub(2), 0)).hand_over(Collective("allreduce"), np.ones((3, 3)), 0, "x", lambda: None)
+
+
+GIVEN = (1e8, 1.0, -1e8, 3.0)
+"""What their sum is depends on the order."""
+
+
+def run(session: Session, *rounds: Round) -> None:
+    def reducer() -> Reducer:
+        for one in rounds:
+            lengths = yield one
+            assert len(lengths) == len(one.receives)
+
+    def program(_: int) -> Any:
+        raise AssertionError("a plan sums")
+
+    session.engine.wait(session.engine.start(CodedOrder(lambda: [reducer], program, 0, "a total")))
+
+
+def test_arrays_are_added_in_the_order_of_ranks(group: Any) -> None:
+    def body(session: Session) -> float:
+        me, everyone = session.index, range(4)
+        array = np.full(30_000, GIVEN[me], np.float32)
+        mine = array.copy()
+        total = Total(array, [rank for rank in everyone if rank < me], [rank for rank in everyone if rank > me])
+        run(session, Round([Message(rank, mine.view(np.uint8)) for rank in total.peers], [], total))
+        assert (array == array[0]).all()
+        return float(array[0])
+
+    wanted = np.float32(0)
+    for value in GIVEN:
+        wanted += np.float32(value)
+    assert group("ring", 4, body) == [wanted] * 4
+
+
+def test_a_total_of_one_is_what_it_was(group: Any) -> None:
+    def body(session: Session) -> float:
+        array = np.full(5, GIVEN[session.index], np.float32)
+        run(session, Round([], [], Total(array, [], [])))
+        return float(array[0])
+
+    assert group("ring", 2, body) == list(GIVEN[:2])
+
+
+def test_an_array_of_another_size_is_refused_with_the_name_of_its_rank(group: Any) -> None:
+    def body(session: Session) -> None:
+        if session.index == 0:
+            run(session, Round([Message(1, np.zeros(8, np.uint8))], []), Round([], [Message(1, np.zeros(1, np.uint8))]))
+        else:
+            run(session, Round([], [], Total(np.zeros(3, np.float32), [0], [])))
+
+    with pytest.raises(ProtocolError, match="a total: 8 bytes came from rank 0 to be added to 12; do all ranks run"):
+        group("ring", 2, body)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.data(),
+    st.sampled_from(["ring", "exponential"]),
+    st.integers(1, 7),
+    st.integers(0, 4),
+    st.sampled_from([0, 1, 5, 100]),
+)
+def test_neighbours_are_added_by_messages_in_any_order(
+    data: st.DataObject, graph: str, workers: int, turn: int, size: int
+) -> None:
+    plan = Gossip(graph).mix(workers, turn)  # type: ignore[arg-type]
+    case = Case(plan, size, "float64", data.draw(st.sampled_from([8, 100, 1 << 20])), 2)
+    inputs = case.inputs()
+    outputs = [array.copy() for array in inputs]
+    drive(case, [[array] for array in outputs], chooser(data))
+    for found, of in zip(outputs, plan.sums, strict=True):
+        assert np.allclose(found, np.sum([inputs[rank] for rank in of], axis=0))
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential"])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("shared", [True, False])
+def test_neighbours_are_added_in_shared_memory(graph: str, workers: int, shared: bool) -> None:
+    plan = Gossip(graph).mix(workers, 1)  # type: ignore[arg-type]
+    inputs = [np.arange(10.0) + 100.0 * rank for rank in range(workers)]
+    with machine(workers) as ends:
+        exchanges = [Exchange(end, 16) for end in ends]
+        arrays = [placed(end, array, shared) for end, array in zip(ends, inputs, strict=True)]
+        runs = [run_of(plan, rank, array) for rank, array in enumerate(arrays)]
+        for exchange, run in zip(exchanges, runs, strict=True):
+            exchange.start(run)
+        turn(exchanges, runs, anyone())
+        for found, of in zip(arrays, plan.sums, strict=True):
+            assert np.array_equal(found, np.sum([inputs[rank] for rank in of], axis=0))

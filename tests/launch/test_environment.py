@@ -1,13 +1,25 @@
-"""What launchers tell a process, and what is refused."""
+"""What launchers tell a process, and what scripts read of ranks and world sizes."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from syncline.errors import UsageError
-from syncline.launch.environment import Environment, derived_port, recognise
+from syncline.launch.environment import (
+    NO_GROUP,
+    Environment,
+    Variables,
+    derived_port,
+    expand_counts,
+    expand_hosts,
+    recognise,
+    worker_places,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -224,3 +236,123 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], says: str) -> None
 def test_where_a_rank_was_expected() -> None:
     assert recognise(TORCHRUN).where(6) == " (node 1, local rank 2)"
     assert recognise(LOCAL).where(2) == ""
+
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def places(hosts: str, servers: int) -> list[tuple[int, ...]]:
+    return [tuple(int(found[name]) for name in NAMES) for found in worker_places(hosts, servers)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "servers", "wanted"),
+    [
+        ("a", 0, [(0, 1, 0, 1)]),
+        ("aabb", 0, [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]),
+        ("aaa", 1, [(0, 2, 0, 2), (1, 2, 1, 2), (1, 2, 1, 2)]),
+        ("aabb", 1, [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1), (2, 3, 0, 1)]),
+        ("aab", 1, [(0, 2, 0, 2), (1, 2, 1, 2), (1, 2, 0, 1)]),  # a server alone on its host
+        ("aaaa", 3, [(0, 1, 0, 1)] * 4),
+    ],
+)
+def test_places_count_workers(hosts: str, servers: int, wanted: list[tuple[int, ...]]) -> None:
+    assert places(hosts, servers) == wanted
+
+
+@pytest.mark.parametrize("processes", range(1, 9))
+def test_workers_have_a_place_each_and_servers_one_that_there_is(processes: int) -> None:
+    for servers in range(processes):
+        found = places(("ab" * processes)[:processes], servers)
+        workers = processes - servers
+        assert [place[0] for place in found[:workers]] == list(range(workers))
+        for rank, world, local, local_world in found:
+            assert rank < world == workers
+            assert local < local_world <= max(1, workers)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """Process 2 of 3 on one machine, as torchrun counts; the last is a server."""
+    for name in list(os.environ):
+        if name.startswith("SYNCLINE_"):
+            monkeypatch.delenv(name)
+    numbers = dict(zip(NAMES, ("2", "3", "2", "3"), strict=True))
+    for name, value in {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    return Environment("torchrun", 2, 3, 2, 3, "127.0.0.1", 5, "x")
+
+
+def test_what_counts_all_counts_workers_from_init_on(torchrun: Environment) -> None:
+    variables = Variables()
+    assert variables.recognise() == torchrun
+    for _ in range(2):  # a second init finds what the launcher has said, and the script what the first has
+        variables.count_workers(torchrun, 1)
+        assert [os.environ[name] for name in NAMES] == ["1", "2", "1", "2"]
+        assert os.environ["MASTER_PORT"] == NO_GROUP
+        assert variables.recognise() == torchrun
+
+
+def test_what_somebody_else_sets_later_counts(torchrun: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = Variables()
+    variables.count_workers(torchrun, 1)
+    monkeypatch.setenv("MASTER_PORT", "6")
+    assert variables.recognise().port == 6
+
+
+def test_without_servers_nothing_changes(torchrun: Environment) -> None:
+    Variables().count_workers(torchrun, 0)
+    assert [os.environ[name] for name in NAMES] == ["2", "3", "2", "3"]
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_what_is_not_there_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    Variables().count_workers(Environment("variables", 2, 3, 0, 1, "127.0.0.1", 5), 1)
+    assert [os.environ.get(name) for name in NAMES] == ["1", "2", None, None]
+
+
+def test_torch_says_why_a_server_is_in_no_group(torchrun: Environment) -> None:
+    """It would wait for ever for a process that does not come."""
+    import torch.distributed as dist
+
+    Variables().count_workers(torchrun, 1)
+    with pytest.raises(ValueError, match="a server takes no part in torch"):
+        dist.init_process_group("gloo")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node7", ["node7"]),
+        ("a,b-1,c.d", ["a", "b-1", "c.d"]),
+        ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+        ("n[008-011]", ["n008", "n009", "n010", "n011"]),
+        ("login,gpu[1,3]-ib,x", ["login", "gpu1-ib", "gpu3-ib", "x"]),
+        ("r[1-2]n[08-09]", ["r1n08", "r1n09", "r2n08", "r2n09"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+    ],
+)
+def test_hosts(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@given(st.lists(st.integers(0, 9999), min_size=1, unique=True), st.integers(1, 6))
+def test_numbers_keep_their_width(numbers: list[int], width: int) -> None:
+    written = [f"{number:0{width}}" for number in numbers]
+    assert expand_hosts(f"node[{','.join(written)}]") == [f"node{number}" for number in written]
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "n[", "n[1-", "n[3-1]", "n[a-c]", "n]1", "n[]", "n[1]]"])
+def test_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(UsageError, match="is no list of hosts"):
+        expand_hosts(text)
+
+
+def test_counts() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("4") == [4]
+    for text in ("", "2(x)", "x3", "2,,1"):
+        with pytest.raises(UsageError, match="is no list of counts"):
+            expand_counts(text)

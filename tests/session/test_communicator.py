@@ -1,7 +1,9 @@
-"""Groups of workers in one process: several communicators, overlapping, at the same time."""
+"""Communicators in one process: several at a time, keys of calls, and threads in calls when one ends."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,9 +18,10 @@ from syncline.errors import MismatchError, PlanError, UsageError
 from syncline.nouns import Group
 from syncline.plans.check import check
 from syncline.plans.plan import Plan
+from syncline.session import tickets
 from syncline.session.communicator import Communicator
 from syncline.session.session import Session
-from syncline.session.tickets import BARRIER, COMMUNICATORS
+from syncline.session.tickets import BARRIER, CALL_KEYS, COMMUNICATORS, Callers, CallKeys
 
 GRID = ((0, 1), (2, 3))
 ROWS, COLUMNS = GRID, tuple(zip(*GRID, strict=True))
@@ -250,3 +253,100 @@ def test_numbers_that_are_no_ranks_are_refused() -> None:
     for numbers in ([0, 1], [0, 1, 1], [0, 1, 2, 3]):
         with pytest.raises(PlanError, match="3 ranks need as many different numbers"):
             plan.among(numbers)
+
+
+@pytest.fixture
+def callers() -> Callers:
+    return Callers(lambda text: f"<group>: {text}")
+
+
+def elsewhere(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(call).result(30)
+
+
+def call(callers: Callers) -> bool:
+    with callers.inside():
+        return callers.is_busy
+
+
+def closed_within(callers: Callers) -> bool:
+    with callers.inside():
+        return callers.close()
+
+
+def test_a_group_is_busy_for_the_threads_that_are_not_in_the_call(callers: Callers) -> None:
+    with callers.inside(), callers.inside():
+        assert not callers.is_busy
+        assert elsewhere(lambda: callers.is_busy)
+    assert not elsewhere(lambda: callers.is_busy)
+
+
+def test_a_group_in_which_another_thread_is_in_a_call_is_not_closed(callers: Callers) -> None:
+    with callers.inside():
+        assert not elsewhere(callers.close)
+        assert not elsewhere(lambda: closed_within(callers))
+    assert elsewhere(callers.close)
+
+
+def test_only_the_thread_that_has_closed_a_group_calls_in_it(callers: Callers) -> None:
+    assert callers.close()
+    assert not callers.close()
+    assert not call(callers)
+    with pytest.raises(UsageError, match="<group>: another thread ends this group, or has: make another one"):
+        elsewhere(lambda: call(callers))
+    assert not callers.is_busy
+    callers.reopen()
+    assert elsewhere(lambda: call(callers)) is False
+
+
+def test_a_call_that_fails_is_over(callers: Callers) -> None:
+    def fail() -> None:
+        with callers.inside():
+            raise ValueError(threading.get_ident())
+
+    with pytest.raises(ValueError, match=r"\d+"):
+        elsewhere(fail)
+    assert callers.close()
+
+
+def done(label: str) -> Work:
+    work = Work(label)
+    work.done = True
+    return work
+
+
+def test_keys_of_two_communicators_are_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "CALLS_IN_FLIGHT", 4)
+    awaited: list[Work] = []
+    both = CallKeys(0, awaited.append), CallKeys(1, awaited.append)
+    first, second = ({one.take() for _ in range(9)} for one in both)
+    assert not awaited
+    assert first == set(range(CALL_KEYS, CALL_KEYS + 4))
+    assert second == set(range(CALL_KEYS + 4, CALL_KEYS + 8))
+
+
+def test_who_takes_a_key_again_waits_for_what_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "CALLS_IN_FLIGHT", 2)
+    awaited: list[Work] = []
+    mine, goes_on = CallKeys(0, awaited.append), Work("goes on")
+    key = mine.take()
+    mine.hold(key, goes_on)
+    mine.hold(mine.take(), done("over"))
+    assert not awaited
+    assert mine.take() == key
+    assert awaited == [goes_on]
+    mine.take()
+    assert mine.take() == key
+    assert awaited == [goes_on]  # what is over is not waited for, nor anything twice
+
+
+def test_keys_are_held_until_every_work_is_done() -> None:
+    mine, goes_on = CallKeys(0, lambda _: None), Work("goes on")
+    assert not mine.held
+    mine.hold(mine.take(), done("over"))
+    assert not mine.held
+    mine.hold(mine.take(), goes_on)
+    assert mine.held
+    goes_on.done = True
+    assert not mine.held

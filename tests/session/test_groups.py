@@ -1,8 +1,9 @@
-"""Groups of workers: any may be made and used at once, under every strategy, and each is told of by itself."""
+"""Groups of workers: any may be made and used at once; how they end, and which calls are refused."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from recorded import Recorder
 from syncline.engine.order import Order
-from syncline.errors import UsageError
+from syncline.engine.scope import SCOPES
+from syncline.errors import ClosedError, MismatchError, PeerTimeout, UsageError
 from syncline.launch.connecting import in_process
-from syncline.session.groups import found_group, new_group
+from syncline.session.groups import WorkerGroup, found_group, new_group
 from syncline.session.session import MODEL_KEYS, Session
 
 STRATEGIES = ["ring", "direct", "tree", "hierarchical", "ps(servers=1)", "ps(servers=2, on=workers)", "codec=int8"]
@@ -193,3 +195,301 @@ def test_models_of_a_group_have_keys_that_no_other_has(group: Any) -> None:
         return firsts, [float(array[0]) for array in arrays]
 
     assert group("ring", 2, body) == [([0, 0], [0.0, 2.0])] * 2
+
+
+def test_an_ended_group_says_so_and_gives_its_number_back(group: Any) -> None:
+    """As many can be made, one after the other, as anybody likes."""
+
+    def body(session: Session) -> Any:
+        for number in range(2 * SCOPES):
+            one = new_group(session, [0, 1])
+            array = np.full(3, 1.0 + session.rank)
+            if one.rank >= 0:
+                one.session.allreduce(array)
+                assert array[0] == 1.5
+            if number % 3 == 0 and session.rank < 2:
+                one.session.gather(b"more calls in some than in others")
+            one.end()
+            with pytest.raises(UsageError, match=r"<group of ranks 0-1> has ended: make another one"):
+                one.session.check_usable()
+        return len(session.family)
+
+    assert group("ring", 3, body) == [1, 1, 1]
+
+
+def test_a_group_whose_number_only_some_have_given_back_gets_a_new_one(group: Any) -> None:
+    def body(session: Session) -> Any:
+        first, second = new_group(session, [0, 1]), new_group(session, [0, 1])
+        if (
+            session.rank == 0
+        ):  # who calls what has not been made for it gets what it asks for, and nobody else a wrong sum
+            session.numbers.give_back((0, 1), 1)
+        third = new_group(session, [0, 1])
+        return [all_calls(one.session, session.rank) for one in (third, second, first)]
+
+    assert group("ring", 2, body) == [[wanted((0, 1))] * 3] * 2
+
+
+def test_a_group_that_was_made_within_another_gives_its_number_back_to_the_same_processes(group: Any) -> None:
+    """Which the other one counts differently."""
+
+    def body(session: Session) -> Any:
+        outer = new_group(session, [1, 2, 3])
+        if outer.rank < 0:
+            return None
+        inner = outer.session.split([1, 2])
+        if inner is not None:
+            inner.barrier()
+            inner.give_back()
+        return session.member.process.given_back
+
+    assert [found and set(found) for found in group("ring", 4, body)] == [None, {}, {(2, 3)}, {(2, 3)}]
+
+
+def test_a_process_is_in_so_many_groups_at_a_time(group: Any) -> None:
+    def body(session: Session) -> None:
+        made = [new_group(session, [0, 1]) for _ in range(SCOPES - 1)]
+        assert all_calls(made[-1].session, session.rank) == wanted((0, 1))
+        says = (
+            rf"the group of ranks 0-1 would be number {SCOPES}, and {SCOPES - 1} is the last: .* make groups once and"
+        )
+        with pytest.raises(UsageError, match=says):
+            new_group(session, [0, 1])
+
+    group("ring", 2, body)
+
+
+def test_groups_that_share_workers_each_with_the_next_use_up_numbers_together(group: Any) -> None:
+    """Whoever shares nobody with them has others."""
+
+    def body(session: Session) -> Any:
+        made = [new_group(session, sorted({i % 3, (i + 1) % 3})) for i in range(SCOPES - 1)]
+        with pytest.raises(UsageError, match="those which share workers, each with the next, use up numbers together"):
+            new_group(session, [0, 1])
+        apart = new_group(session, [3, 4])
+        return sum(one.rank >= 0 for one in made), apart.rank
+
+    found = group("ring", 5, body)
+    assert [rank for _, rank in found] == [-1, -1, -1, 0, 1]
+    assert max(count for count, _ in found) < SCOPES - 30
+
+
+def test_a_group_does_not_end_while_another_thread_is_in_it(group: Any) -> None:
+    begun = threading.Barrier(2)
+
+    def body(session: Session) -> Any:
+        one = new_group(session, [0, 1])
+        with ThreadPoolExecutor(1) as threads:
+            if session.rank == 0:
+                call = threads.submit(one.session.gather, b"0")
+                while not one.session.callers.is_busy:
+                    assert not wait([call], timeout=0.01).done
+                with pytest.raises(UsageError, match="another thread of this process is in a call of the <group of"):
+                    one.end()
+                begun.wait(30)
+                found = call.result()
+            else:
+                begun.wait(30)
+                found = one.session.gather(b"1")
+        one.session.barrier()  # which has not ended
+        one.end()
+        return found
+
+    assert group("ring", 2, body) == [[b"0", b"1"]] * 2
+
+
+def test_no_thread_begins_a_call_while_another_one_ends_the_group(group: Any) -> None:
+    """Also one that has asked for the group before, and one that ends it too."""
+
+    def body(session: Session) -> None:
+        one = new_group(session, [0, 1])
+        here = one.session
+        heard: list[str] = []
+
+        def late(call: Any) -> None:
+            with pytest.raises(UsageError) as raised:
+                call()
+            heard.append(str(raised.value))
+
+        calls = [lambda: here.gather(b""), lambda: here.tell_all(b""), lambda: here.allreduce(np.ones(3)), one.end]
+        with ThreadPoolExecutor(1) as threads:
+            barrier = here.barrier
+
+            def meanwhile() -> None:
+                for call in calls:
+                    threads.submit(late, call).result(30)
+                barrier()
+
+            here.barrier = meanwhile  # type: ignore[method-assign]
+            one.end()
+            threads.submit(late, calls[0]).result(30)
+        ends = [text for text in heard if "ends this group, or has: make another one" in text]
+        assert (len(heard), len(ends)) == (5, 4)
+        assert "is in a call of the <group of ranks 0-1>" in heard[3]
+
+    group("ring", 2, body)
+
+
+def test_a_group_whose_end_fails_is_there_still(group: Any) -> None:
+    def body(session: Session) -> list[bytes]:
+        one = new_group(session, [0, 1])
+        here, barrier = one.session, one.session.barrier
+
+        def fails() -> None:
+            raise KeyboardInterrupt
+
+        here.barrier = fails  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            one.end()
+        here.barrier = barrier  # type: ignore[method-assign]
+        with ThreadPoolExecutor(1) as threads:
+            found = threads.submit(one.session.gather, bytes([session.rank])).result(30)
+        one.end()
+        return found
+
+    assert group("ring", 2, body) == [[b"\0", b"\1"]] * 2
+
+
+def test_groups_end_with_their_run(group: Any) -> None:
+    made: dict[int, WorkerGroup] = {}
+
+    def body(session: Session) -> None:
+        made[session.rank] = new_group(session, [0, 1])
+
+    group("ring", 2, body)
+    for one in made.values():
+        with pytest.raises(ClosedError, match="this session has been shut down"):
+            one.session.barrier()
+
+
+def test_a_worker_outside_is_told_where_it_may_call(group: Any) -> None:
+    def body(session: Session) -> None:
+        one = new_group(session, [0, 2])
+        assert (one.size, one.rank) == (2, {0: 0, 1: -1, 2: 1}[session.rank])
+        if session.rank == 1:
+            with pytest.raises(
+                UsageError,
+                match=r"rank 1 is not in the <group of ranks 0, 2>: call this on its ranks alone, as under"
+                r" `if group.rank >= 0:`",
+            ):
+                one.session.barrier()
+            one.end()
+        else:
+            one.session.barrier()
+
+    group("ring", 3, body)
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 3], [-1]])
+def test_ranks_that_cannot_be_a_group_are_refused_before_anybody_waits(group: Any, ranks: list[int]) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(UsageError, match="name some of 0 to 2, each once"):
+            new_group(session, ranks)
+
+    group("ring", 3, body)
+
+
+def test_what_is_no_rank_is_refused(group: Any) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(TypeError, match="integer"):
+            new_group(session, [0, 1.5])  # type: ignore[list-item]
+
+    group("ring", 2, body)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_worker_that_makes_another_group_is_named_on_all(run_on: Any, late: int) -> None:
+    """Two groups in two orders are that too."""
+    found: dict[int, str] = {}
+    sessions = in_process("ring", 3)
+
+    def body(session: Session) -> None:
+        orders = [[[0, 1], [1, 2]], [[1, 2], [0, 1]]]
+        with pytest.raises(MismatchError) as caught:
+            [new_group(session, ranks) for ranks in orders[session.rank == late]]
+        found[session.rank] = str(caught.value)
+
+    run_on(sessions, body)
+    assert len(found) == 3
+    for text in found.values():
+        assert f"rank {late} is at making a group of ranks 1, 2 (call 1)" in text
+        assert "is at making a group of ranks 0, 1 (call 1)" in text
+        assert "let every rank make the same groups in the same order, also those that it is not in" in text
+
+
+def test_a_worker_that_does_something_else_is_named(run_on: Any) -> None:
+    def body(session: Session) -> None:
+        call = session.barrier if session.rank == 2 else lambda: new_group(session, [0, 1])
+        with pytest.raises(MismatchError, match=r"rank 2 is at barrier .*making a group|making a group of ranks 0, 1"):
+            call()
+
+    run_on(in_process("ring", 3), body)
+
+
+def test_a_worker_that_does_not_come_is_named_when_the_time_is_over(run_on: Any) -> None:
+    begun, over = threading.Barrier(2), threading.Barrier(3)
+
+    def body(session: Session) -> None:
+        if session.rank != 2:
+            begun.wait(30)
+            with pytest.raises(PeerTimeout, match=r"making a group: not reached within 0\.3 s by (rank [01], )?rank 2"):
+                new_group(session, [0, 1], timeout=0.3)
+        over.wait(30)  # one that has left is gone for those that still wait
+
+    run_on(in_process("ring", 3), body)
+
+
+def test_a_mismatch_in_a_group_names_ranks_by_their_number_in_the_run(group: Any) -> None:
+    def body(session: Session) -> None:
+        one = new_group(session, [1, 3])
+        if one.rank >= 0:
+            one.session.allreduce(np.zeros(3 if session.rank == 3 else 4))
+
+    sizes = r"group of ranks 1, 3: rank [13] is at allreduce \(call 1, [34] elements of float64\) while rank [13] is at"
+    with pytest.raises(MismatchError, match=sizes):
+        group("ring", 4, body)
+
+
+def test_one_that_does_not_come_to_a_call_of_a_group_is_named_by_its_number_in_the_run(run_on: Any) -> None:
+    waited = threading.Event()
+
+    def body(session: Session) -> None:
+        one = new_group(session, [1, 2])
+        if session.rank == 1:
+            says = r"^group of ranks 1-2: barrier: not reached within 0\.3 s by rank 2"
+            with pytest.raises(PeerTimeout, match=says) as caught:
+                one.session.barrier(timeout=0.3)
+            assert caught.value.rank == 2
+            waited.set()
+        else:
+            waited.wait(30)
+
+    run_on(in_process("ring", 3), body)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (
+            "ps(servers=1)",
+            r"its server processes serve all workers of the run, and no group of them; use ps\(servers=1,",
+        ),
+        (
+            "ps(servers=3, on=workers)",
+            r"in a group of 2: ps\(on=workers\) has 2 workers to place 3 servers on: ask for",
+        ),
+    ],
+)
+def test_strategies_that_are_nothing_in_a_group_are_refused_for_models_and_not_for_collectives(
+    group: Any, strategy: str, says: str
+) -> None:
+    def body(session: Session) -> None:
+        if not session.is_worker:
+            return
+        one = new_group(session, [0, 2])
+        if one.rank >= 0:
+            assert all_calls(one.session, session.rank) == wanted((0, 2))
+            with pytest.raises(UsageError, match=says):
+                one.session.check_fit()
+
+    group(strategy, 3, body)

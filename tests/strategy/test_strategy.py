@@ -1,4 +1,8 @@
-"""The strategy grammar: text and value are two forms of one thing, and mistakes name their remedy."""
+"""The strategy grammar: text and value are two forms of one thing, and mistakes name their remedy.
+
+Error feedback under elastic averaging, where workers stay apart from the centre: it ends there or is refused.
+``auto(budget=...)``: how it is written, and beside which words it can stand.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,20 @@ import typing
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from syncline import registry
+from syncline.codecs import Floats, Rounds, State, Wraps
 from syncline.errors import NotBuiltError, StrategyError, UsageError
-from syncline.nouns import Group, Rate, Seconds, Size
+from syncline.frameworks._supported import check_schedule
+from syncline.nouns import Group, Rate, Seconds, Size, Spec
 from syncline.plans.check import check
 from syncline.strategy import words
 from syncline.strategy.grammar import Part, read_part, read_value, write_value
-from syncline.strategy.strategy import Strategy
+from syncline.strategy.strategy import Strategy, check_asked
 from syncline.strategy.words import PLANNED, WORDS, kind_of, vocabulary
 
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -376,3 +383,93 @@ def test_what_others_call_it_leads_to_words_of_the_grammar() -> None:
         for found in (each for all_found in names.values() for each in all_found):
             assert found.partition("(")[0].split()[0] in (*words.PLANNED[word], *words.built_names(word), "auto")
         assert not set(names) & {*words.PLANNED[word], *words.built_names(word)}
+
+
+TEXTS = [text for entry in registry.entries("codecs") for text in entry.capabilities.get("examples", (entry.name,))]
+SHAPE, EXCHANGES, BETA = (64, 64), 100, 0.9
+
+
+def told(codec: Any, difference: Floats, state: State) -> Floats:
+    """What one worker's exchange says of a difference."""
+    found = difference.copy()
+    inner = codec.codec
+    if isinstance(inner, Rounds):
+        for _ in inner.average(found, state, 1):
+            pass
+    else:
+        payload = np.zeros(codec.wire_bytes(state.spec)[1] // 4, np.uint32)
+        encoded = codec.encode(difference, payload, state)
+        codec.decode(payload[: encoded.words], found, state)
+    state.step += 1
+    return found
+
+
+def far(codec: Any) -> float:
+    """The share of its first distance from a worker that stands still at which a centre ends."""
+    worker = np.random.default_rng(0).standard_normal(SHAPE[0] * SHAPE[1]).astype(np.float32)
+    centre, state = np.zeros_like(worker), codec.init(Spec("tensor", SHAPE), 0, True)
+    for _ in range(EXCHANGES):
+        centre += np.float32(BETA) * told(codec, worker - centre, state)
+    return float(np.linalg.norm(worker - centre) / np.linalg.norm(worker))
+
+
+def refused(text: str) -> bool:
+    """Whether the rule that this is about refuses a codec."""
+    try:
+        Strategy.parse(f"ring sync=easgd(steps=4) codec={text}")
+    except StrategyError as error:
+        return "at a distance from the agreed weights" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_centre_comes_to_a_worker_that_stands_still_unless_the_codec_is_refused(text: str) -> None:
+    """What feedback keeps of a difference that is still there comes once more, and then too much of it."""
+    codec: Any = Strategy.parse(f"ring codec={text}").codec_object()
+    if not isinstance(codec, Wraps):
+        return  # without feedback
+    if refused(text):
+        assert far(codec) > 1
+    else:
+        assert far(codec) < 0.01
+
+
+@pytest.mark.parametrize("text", ["auto(budget=60s)", "auto(budget=5min) transport=tcp", "auto(budget=250ms)"])
+def test_it_is_printed_as_it_is_read(text: str) -> None:
+    found = Strategy.parse(text)
+    assert Strategy.parse(str(found)) == found
+    assert found.budget_s > 0
+    assert str(found).startswith("auto(budget=")
+    assert str(Strategy.parse("auto(budget=60s)")) == "auto(budget=1min)"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("auto(budget=0s)", "more than 0 seconds"),
+        ("auto(budgt=60s)", "did you mean 'budget'"),
+        ("auto(60s)", "auto\\(budget=60s\\)"),
+        ("auto(budget=1s, budget=2s)", "twice"),
+        ("auto(budget=soon)", "budget of auto"),
+        ("auto(budget=60s) codec=int8", "leave the budget out.*syncline tune"),
+        ("auto(budget=60s) codec=auto", "codec=auto"),
+        ("auto(budget=60s) sync=local(steps=4)", "sync=local"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(text: str, said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        Strategy.parse(text)
+
+
+def test_a_schedule_beside_the_budget_is_refused_when_it_is_asked_for_and_printed_when_it_runs() -> None:
+    running = Strategy.parse("auto(budget=60s) schedule=priority")
+    assert Strategy.parse(str(running)) == running
+    with pytest.raises(StrategyError, match="leave one of them out"):
+        check_asked(running)
+    check_asked(Strategy.parse("auto(budget=60s)"))
+    check_asked(Strategy.parse("ring schedule=fixed"))
+
+
+def test_a_framework_that_replaces_no_layouts_refuses_it() -> None:
+    with pytest.raises(UsageError, match=r"leave the budget out.*syncline tune --framework jax"):
+        check_schedule(Strategy.parse("auto(budget=60s)").resolve(Group(2)), "JAX")

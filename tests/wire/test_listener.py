@@ -1,4 +1,4 @@
-"""Open doors: peers come in, strangers are refused, logged, and keep nobody waiting."""
+"""Listeners let peers in; strangers are refused and logged, and keep nobody waiting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from strangers import LIMIT_S, RUN, SECRET, Where, drain, knock
 
 from syncline.errors import GroupError, HandshakeError, SecretError, UsageError
 from syncline.launch.address import addresses_towards, interface_address
 from syncline.wire import handshake
 from syncline.wire.handshake import run_id
-from syncline.wire.listener import IN_FULL, Listener, dial
+from syncline.wire.listener import IN_FULL, Listener, Refusals, dial
 
 WORLD = 4
 
@@ -295,3 +297,25 @@ def test_the_doors_close_with_all_that_nobody_took() -> None:
         knock((doors.address, doors.port))
     assert open_files() == files
     assert threading.active_count() == threads
+
+
+log = logging.getLogger("syncline.test")
+
+
+@given(st.integers(0, 5000))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+def test_any_number_makes_few_lines_and_the_last_has_the_count(caplog: pytest.LogCaptureFixture, number: int) -> None:
+    caplog.clear()
+    refusals = Refusals(log)
+    for caller in range(number):
+        refusals.add(f"10.0.0.{caller}", "it does not speak this protocol")
+    refusals.close()
+    refusals.close()
+    lines = [record.getMessage() for record in caplog.records]
+    in_full = min(number, IN_FULL)
+    assert lines[:in_full] == [
+        f"refused a connection from 10.0.0.{caller}: it does not speak this protocol" for caller in range(in_full)
+    ]
+    assert len(lines) <= IN_FULL + max(0, (number // IN_FULL).bit_length())
+    if number > IN_FULL:
+        assert lines[-1].startswith(f"refused {number} connections so far, the latest from 10.0.0.{number - 1}: it")

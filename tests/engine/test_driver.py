@@ -1,4 +1,4 @@
-"""Who waits drives: one thread at a time, others' works and faults reach it, and it can be interrupted."""
+"""A waiting thread drives the engine, one at a time; other code may complete works."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mapped import make
+from two_engines import LIMIT_S, engines
 
 from syncline import registry
 from syncline.engine import driver
@@ -25,7 +26,7 @@ from syncline.plans.messages import Program, compile_program
 from syncline.transports import Transport
 from syncline.transports.inproc import Hub, InProc
 
-LIMIT_S = 30.0
+DRIVING_LIMIT_S = 30.0
 
 
 def program(rank: int, world: int = 2) -> Program:
@@ -46,7 +47,7 @@ def ends(kind: str, world: int) -> list[Transport]:
 
 
 @contextlib.contextmanager
-def engines(kind: str, world: int = 2) -> Iterator[list[Engine]]:
+def driving_engines(kind: str, world: int = 2) -> Iterator[list[Engine]]:
     made = [Engine(end) for end in ends(kind, world)]
     try:
         yield made
@@ -61,7 +62,7 @@ def engines(kind: str, world: int = 2) -> Iterator[list[Engine]]:
 @pytest.fixture(params=["inproc", "shm"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of transport; in shared memory whoever sleeps goes on doing so until it is rung."""
-    monkeypatch.setattr(exchange_module, "PATIENCE_MS", int(10 * LIMIT_S * 1000))
+    monkeypatch.setattr(exchange_module, "PATIENCE_MS", int(10 * DRIVING_LIMIT_S * 1000))
     return str(request.param)
 
 
@@ -79,51 +80,51 @@ def thread(target: Callable[[], Any]) -> Iterator[list[BaseException]]:
     running = threading.Thread(target=body, daemon=True)
     running.start()
     yield faults
-    running.join(LIMIT_S)
+    running.join(DRIVING_LIMIT_S)
     assert not running.is_alive()
 
 
 def test_a_thread_that_waits_drives_itself() -> None:
     drivers: list[threading.Thread] = []
-    with engines("inproc") as (one, two):
+    with driving_engines("inproc") as (one, two):
         two.start(Order(program(1), np.ones(3), 0, "sum"))
         work = one.start(
             Order(program(0), np.ones(3), 0, "sum"),
             When(before=lambda: drivers.append(threading.current_thread()), announce=False),
         )
-        one.wait(work, timeout=LIMIT_S)
+        one.wait(work, timeout=DRIVING_LIMIT_S)
     assert drivers == [threading.current_thread()]
 
 
 def test_what_another_thread_posts_is_done_by_the_one_that_drives(kind: str) -> None:
     """The driver waits for what comes last of all; nobody may wait for it to wake up by itself."""
-    with engines(kind) as (one, two):
+    with driving_engines(kind) as (one, two):
         last = one.start(Order(program(0), np.ones(3), 0, "last"), When(announce=False))
-        with thread(lambda: one.wait(last, timeout=LIMIT_S)) as faults:
+        with thread(lambda: one.wait(last, timeout=DRIVING_LIMIT_S)) as faults:
             for key in range(1, 20):
                 works = [
                     engine.start(Order(program(rank), np.ones(3), key, "between"))
                     for rank, engine in enumerate((one, two))
                 ]
-                one.wait(works[0], timeout=LIMIT_S)
-                two.wait(works[1], timeout=LIMIT_S)
+                one.wait(works[0], timeout=DRIVING_LIMIT_S)
+                two.wait(works[1], timeout=DRIVING_LIMIT_S)
             two.run(Order(program(1), np.ones(3), 0, "last"))
         assert faults == []
 
 
 def test_a_fault_found_elsewhere_wakes_the_thread_that_drives(kind: str) -> None:
-    with engines(kind) as (one, _):
+    with driving_engines(kind) as (one, _):
         started = threading.Event()
         work = one.start(Order(program(0), np.ones(3), 0, "sum"), When(before=started.set, announce=False))
         fault = SynclineError("found by the watcher")
         with thread(lambda: one.wait(work)) as faults:
-            assert started.wait(LIMIT_S)
+            assert started.wait(DRIVING_LIMIT_S)
             one.fail(fault)
         assert faults == [fault]
 
 
 def test_a_wait_ends_with_its_time_while_it_drives() -> None:
-    with engines("shm") as (one, _):
+    with driving_engines("shm") as (one, _):
         work = one.start(Order(program(0), np.ones(3), 0, "sum"), When(announce=False))
         with pytest.raises(PeerTimeout, match=r"sum: not done within 0\.01 s"):
             one.wait(work, timeout=0.01)
@@ -152,7 +153,7 @@ def test_a_wait_ends_though_the_transport_has_more_to_write() -> None:
             with pytest.raises(PeerTimeout, match=name):
                 one.wait(late, timeout=0.0)
         done = [engine.start(Order(program(rank), np.ones(3), 2, "sum")) for rank, engine in enumerate((one, two))]
-        one.wait(done[0], timeout=LIMIT_S)
+        one.wait(done[0], timeout=DRIVING_LIMIT_S)
     finally:
         transport.clogged = False
         for engine in (one, two):
@@ -172,7 +173,7 @@ def test_a_run_that_the_end_cuts_short_does_not_return_as_if_it_were_done(
     assert [type(fault) for fault in faults] == [ClosedError]
     two.close()
     for engine in (one, two):
-        engine._thread.join(LIMIT_S)
+        engine._thread.join(DRIVING_LIMIT_S)
         assert not engine._thread.is_alive()
 
 
@@ -187,11 +188,11 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("of", ["inproc", "shm"])
 def test_an_interrupt_ends_the_wait_and_the_engine(of: str) -> None:
-    with engines(of) as (one, _):
+    with driving_engines(of) as (one, _):
         started = threading.Event()
 
         def interrupt() -> None:
-            started.wait(LIMIT_S)
+            started.wait(DRIVING_LIMIT_S)
             os.kill(os.getpid(), signal.SIGINT)
 
         while one.monitor.driver or not one.transport.idle:
@@ -200,7 +201,7 @@ def test_an_interrupt_ends_the_wait_and_the_engine(of: str) -> None:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
         try:
             with pytest.raises(KeyboardInterrupt), thread(interrupt):
-                one.wait(work, timeout=LIMIT_S)
+                one.wait(work, timeout=DRIVING_LIMIT_S)
         finally:
             signal.signal(signal.SIGINT, before)
         with pytest.raises(ClosedError, match="interrupted by KeyboardInterrupt"):
@@ -220,7 +221,7 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
 
     before = signal.signal(signal.SIGUSR1, handle)
     told: list[Exception] = []
-    with engines(kind) as (one, _):
+    with driving_engines(kind) as (one, _):
         monkeypatch.setattr(one, "_explain", lambda error: told.append(error) or error)
         asleep = threading.Event()
         driving = threading.get_ident()
@@ -231,14 +232,14 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
         def doze(*_: object) -> None:
             """In short waits: a signal just before one is handled after it only."""
             asleep.set()
-            for _ in range(int(LIMIT_S / 0.01)):
+            for _ in range(int(DRIVING_LIMIT_S / 0.01)):
                 threading.Event().wait(0.01)
 
         monkeypatch.setattr(one.monitor._changed, "wait_for", doze)
         monkeypatch.setattr(one.monitor._changed, "wait", doze)
 
         def interrupt() -> None:
-            asleep.wait(LIMIT_S)
+            asleep.wait(DRIVING_LIMIT_S)
             os.kill(os.getpid(), signal.SIGUSR1)
 
         wait = (lambda: one.wait_any([work], until=lambda: False)) if any_of else (lambda: one.wait(work))
@@ -253,7 +254,7 @@ def test_an_interrupt_while_another_thread_drives_ends_the_engine_too(
 
 
 def test_a_run_is_driven_though_the_driver_stops_before_it_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engines("inproc") as (one, two):
+    with driving_engines("inproc") as (one, two):
         one.start(Order(program(0), np.ones(3), 0, "of the progress thread"))
         while not one.monitor.driver:
             pass  # the progress thread takes it
@@ -279,7 +280,7 @@ def test_a_run_is_driven_though_the_driver_stops_before_it_is_handed_over(monkey
 def test_an_interrupt_where_a_thread_stops_to_drive_leaves_no_driver(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    with engines("inproc") as (one, two):
+    with driving_engines("inproc") as (one, two):
         hand_over, calls = one.monitor.hand_over, iter((KeyboardInterrupt,))
 
         def interrupted() -> None:
@@ -299,7 +300,7 @@ def test_an_interrupt_where_a_thread_stops_to_drive_leaves_no_driver(
 
 
 def test_a_fault_that_comes_while_an_interrupt_is_explained_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engines("inproc") as (one, _):
+    with driving_engines("inproc") as (one, _):
         explained, asked = ClosedError("explained"), list[Exception | None]()
 
         def explain(_: Exception) -> Exception:
@@ -317,7 +318,7 @@ def test_an_interrupt_of_the_explanation_leaves_the_fault_of_the_first(monkeypat
     def explain(_: Exception) -> Exception:
         raise KeyboardInterrupt
 
-    with engines("inproc") as (one, _):
+    with driving_engines("inproc") as (one, _):
         monkeypatch.setattr(one, "_explain", explain)
         with pytest.raises(KeyboardInterrupt):
             one.interrupted(TimeoutError())
@@ -326,7 +327,7 @@ def test_an_interrupt_of_the_explanation_leaves_the_fault_of_the_first(monkeypat
 
 
 def test_a_work_that_ends_as_the_time_of_its_wait_does_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engines("inproc") as (one, _):
+    with driving_engines("inproc") as (one, _):
         work = one.promise("late")
 
         def expire(*_: object) -> bool:
@@ -340,7 +341,7 @@ def test_a_work_that_ends_as_the_time_of_its_wait_does_is_done(monkeypatch: pyte
 
 
 def test_an_interrupt_after_a_fault_blames_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engines("inproc") as (one, _):
+    with driving_engines("inproc") as (one, _):
         told: list[Exception] = []
         monkeypatch.setattr(one, "_explain", lambda error: told.append(error) or error)
         fault = SynclineError("of a peer")
@@ -366,7 +367,7 @@ def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, w
         handled.set()
 
     before = signal.signal(signal.SIGUSR1, handle)
-    with engines(kind) as (one, two):
+    with driving_engines(kind) as (one, two):
         main = threading.get_ident()
 
         def interrupt() -> None:
@@ -374,7 +375,7 @@ def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, w
                 pass
             os.kill(os.getpid(), signal.SIGUSR1)
             one.transport.wake()  # a signal that another thread has taken is handled when the main one runs next
-            handled.wait(LIMIT_S)
+            handled.wait(DRIVING_LIMIT_S)
             two.run(Order(program(1), np.ones(3), 0, "sum"))
 
         while one.monitor.driver or not one.transport.idle:
@@ -395,7 +396,7 @@ def test_a_call_out_of_a_handler_is_refused_while_its_thread_drives(kind: str, w
 def test_threads_may_share_an_engine(kind: str, world: int) -> None:
     """Each thread runs and waits for sums of its own; whoever comes first drives for all."""
     threads, rounds = 3, 30
-    with engines(kind, world) as made, contextlib.ExitStack() as stack:
+    with driving_engines(kind, world) as made, contextlib.ExitStack() as stack:
 
         def work(engine: Engine, rank: int, number: int) -> None:
             for i in range(rounds):
@@ -415,3 +416,81 @@ def test_threads_may_share_an_engine(kind: str, world: int) -> None:
         ]
         stack.close()
         assert not any(faults)
+
+
+def test_a_promise_is_done_when_it_is_fulfilled_from_any_thread() -> None:
+    with engines() as (engine, _):
+        promised = engine.promise("a copy")
+        with pytest.raises(PeerTimeout, match="a copy: not done within"):
+            engine.wait(promised, timeout=0.01)
+        thread = threading.Thread(target=lambda: engine.fulfil(promised))
+        thread.start()
+        engine.wait(promised, timeout=LIMIT_S)
+        thread.join()
+
+
+def test_what_follows_several_works_is_called_once_after_all_of_them() -> None:
+    called = []
+    with engines() as (engine, _):
+        first, second, gate = (engine.promise(name) for name in ("first", "second", "gate"))
+        after = engine.then("after", [first, second], lambda: called.append("after"))
+        last = engine.then("last", [after, gate])
+        engine.fulfil(second)
+        engine.fulfil(gate)
+        engine.wait(second, gate, timeout=LIMIT_S)
+        assert not after.done
+        assert called == []
+        engine.fulfil(first)
+        engine.wait(last, timeout=LIMIT_S)
+        assert len(called) == 1
+
+
+def test_any_number_of_works_that_are_done_may_be_followed() -> None:
+    """As by the update of all buckets at once, of which there may be thousands."""
+    called = []
+    with engines() as (engine, _):
+        before = [engine.then("a push", []) for _ in range(3000)]
+        engine.wait(*before, timeout=LIMIT_S)
+        engine.wait(engine.then("the update", before, lambda: called.append("update")), timeout=LIMIT_S)
+    assert called == ["update"]
+
+
+def test_a_fault_in_what_follows_reaches_who_waits() -> None:
+    def fail() -> None:
+        raise ValueError("the device is full")
+
+    with engines() as (engine, _), pytest.raises(ValueError, match="the device is full"):
+        engine.wait(engine.then("copy", [], fail), timeout=LIMIT_S)
+
+
+def test_who_asks_is_told_once_that_a_work_is_over_however_it_ends() -> None:
+    with engines() as (engine, _):
+        done, stuck, told, heard = (
+            engine.promise("what is done"),
+            engine.promise("what never is"),
+            [],
+            threading.Event(),
+        )
+        engine.when_over(done, heard.set)
+        engine.when_over(stuck, lambda: told.append("stuck"))
+        engine.fulfil(done)
+        assert heard.wait(LIMIT_S)
+        engine.when_over(done, lambda: told.append("done before"))
+        assert told == ["done before"]
+        engine.fail(ClosedError("the end"))
+        engine.when_over(stuck, lambda: told.append("after the end"))
+        assert told == ["done before", "stuck", "after the end"]
+
+
+def test_one_who_cannot_be_told_keeps_nobody_else_from_it() -> None:
+    def refuse() -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    with engines() as (engine, _):
+        told: list[int] = []
+        engine.when_over(engine.promise("one"), refuse)
+        engine.when_over(engine.promise("another"), lambda: told.append(2))
+        engine.fail(ClosedError("the end"))
+        assert told == [2]
+        with pytest.raises(ClosedError, match="the end"):
+            engine.check_error()

@@ -1,10 +1,11 @@
-"""One-sided runs over real shared memory: the same bits as by messages, any order, any place, and who is missing."""
+"""Exchanges over real shared memory: the bits of messages in any order, what is kept between calls, and wake-ups."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +17,13 @@ from mapped import Array, anyone, machine, placed, plan_of, run_of, turn
 
 from syncline.engine import exchange as exchange_module
 from syncline.engine import scripts
+from syncline.engine.engine import Engine
 from syncline.engine.exchange import Exchange
-from syncline.errors import PeerLost, ProtocolError, SynclineError
+from syncline.engine.order import Order, Sign
+from syncline.errors import ClosedError, PeerLost, ProtocolError, SynclineError
 from syncline.kernels import board
-from syncline.kernels.board import SLOTS
+from syncline.kernels.board import SIGN_WORDS, SLOTS
+from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan
 from syncline.transports import _segments as segments
 from syncline.transports.shm import Shm
@@ -354,3 +358,82 @@ def test_gathered_tables_of_any_size_leave_little_memory_behind(monkeypatch: pyt
             assert all((table == [[size], [size + 1]]).all() for table in tables)
         for end in ends:
             assert sum(512 * os.fstat(fd).st_blocks for fd in end._segments.fds) < 2 << 20
+
+
+def test_while_a_run_is_under_way_no_other_is_begun() -> None:
+    plan, arrays = plan_of("direct", 2), [np.ones(3), np.ones(3)]
+    programs = [compile_program(plan, rank) for rank in range(2)]
+    sign = Sign((0,) * SIGN_WORDS, lambda *_: SynclineError("another call"))
+    with machine(2) as ends, contextlib.ExitStack() as stack:
+        one, two = (Engine(end) for end in ends)
+        for engine in (one, two):
+            stack.callback(engine.close)
+            stack.callback(engine.fail, ClosedError("the test is over"))
+        kept = work = None
+        deadline = time.monotonic() + LIMIT_S
+        while work is None and time.monotonic() < deadline:  # they have to know each other, and nobody to drive
+            kept = kept or one.keep(programs[0], arrays[0].dtype, arrays[0].size)
+            work = kept and kept.begin(arrays[0].ctypes.data, 0, "first", sign, arrays[0])
+        assert kept is not None
+        assert work is not None
+        assert not work.done
+        assert kept.begin(arrays[0].ctypes.data, 1, "second", sign, arrays[0]) is None
+        assert not kept.run(arrays[0].ctypes.data, 1, "second", sign, LIMIT_S)
+        two.run(Order(programs[1], arrays[1], 0, "first", sign=sign), LIMIT_S)
+        one.wait(work, timeout=LIMIT_S)
+        assert all((array == 2).all() for array in arrays)
+
+
+def test_who_was_rung_looks_at_what_was_handed_over_before_it_sleeps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer and the own process ring the same bell, which says no more than that it was rung."""
+    monkeypatch.setattr(exchange_module, "PATIENCE_MS", int(LIMIT_S * 1000))
+    plan, handed = plan_of("ring", 3), list[bool]()
+    with machine(3) as ends:
+        exchanges = [Exchange(end, handed_over=lambda: bool(handed)) for end in ends]
+        arrays = [placed(end, np.ones(6), True) for end in ends]
+        runs = [[run_of(plan, rank, array, key) for rank, array in enumerate(arrays)] for key in range(2)]
+        for exchange, run in zip(exchanges, runs[0], strict=True):
+            exchange.start(run)
+        turn(exchanges, runs[0], anyone())  # they know each other's memory from here on
+        exchanges[0].start(runs[1][0])
+        thread = threading.Thread(target=exchanges[0].progress, args=(LIMIT_S,), daemon=True)
+        thread.start()
+        deadline = time.monotonic() + LIMIT_S
+        while ends[0].board[0] != board.ASLEEP and time.monotonic() < deadline:
+            pass
+        handed.append(True)  # at the moment in which the peer rings
+        exchanges[2].start(runs[1][2])
+        exchanges[2].progress(0.0)  # goes on when rank 1 comes, and so does rank 0 then
+        thread.join(LIMIT_S / 2)
+        assert not thread.is_alive()
+        exchanges[1].start(runs[1][1])
+        turn(exchanges, runs[1], anyone())
+
+
+def test_threads_that_sleep_while_they_wait_are_always_rung() -> None:
+    """Each rank in a thread of its own, in which it sleeps for as long as it likes."""
+    plan, count, world = plan_of("direct", 3), 300, 3
+    faults: list[BaseException] = []
+    with machine(world) as ends:
+
+        def work(end: Shm) -> None:
+            exchange = Exchange(end)
+            try:
+                for key in range(count):
+                    run = run_of(plan, end.rank, np.full(key % 7 + 1, end.rank + 1.0), key % 5)
+                    exchange.start(run)
+                    while not run.done:
+                        exchange.progress(4 * LIMIT_S)
+                    assert (run.array == 6).all()
+            except BaseException as error:
+                faults.append(error)
+            finish.wait(LIMIT_S)
+
+        finish = threading.Barrier(world)
+        threads = [threading.Thread(target=work, args=(end,), daemon=True) for end in ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+    assert faults == []
