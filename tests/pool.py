@@ -38,6 +38,11 @@ from typing import IO, Any, NoReturn
 
 LIMIT_S = 120.0
 KERNELS = ("beats", "onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank")
+PARTS = (
+    "api", "checkpoint", "compression.versions", "kernels.streams", "launch.child", "sampling", "serving.server",
+    "session.groups", "session.printing", "training.model", "training.owners",
+)  # fmt: skip
+"""What a rank would load when it joins a group and prepares a model: more than half of its time."""
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -234,9 +239,12 @@ def serve(line: socket.socket, modules: Sequence[str]) -> list[Any] | None:
 
     for kind in registry.KINDS:
         registry.names(kind)
-    for module in (*(f"syncline.kernels.{name}" for name in KERNELS), *modules):
+    needed = (*(f"kernels.{name}" for name in KERNELS), *PARTS)
+    for module in (*modules, *(f"syncline.{name}" for name in needed)):
         importlib.import_module(module)
+    importlib.import_module("encodings.idna")  # which names of hosts are made of
     if torch := sys.modules.get("torch"):
+        importlib.import_module("syncline.frameworks.torch")
         torch.set_num_threads(1)
     if threads := other_threads():
         raise RuntimeError(f"importing {', '.join(modules)} has started {threads}: a fork may hang")
