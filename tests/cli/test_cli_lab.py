@@ -36,7 +36,7 @@ def test_lab_passes_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ("lab --name A_B -- true", "cannot be a lab's name"),
         ("lab --hosts 1 --strategy ps -- true", "leave no worker"),
         ("lab --strategy sp -- true", "sp"),
-        ("lab --mpi openmpi --strategy ps -- true", "no place in an MPI job"),
+        ("lab --mpi openmpi --strategy ps -- true", "an MPI job has no server processes"),
         ("lab --mpi lam -- true", "lam"),
     ],
 )

@@ -38,7 +38,7 @@ def test_names_that_hosts_cannot_have_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vm", "lab0-h", "lab0-h1234", "lab0-h-1", "Lab-h0"])
 def test_other_hosts_are_no_labs(name: str) -> None:
-    with pytest.raises(UsageError, match="no host of a lab"):
+    with pytest.raises(UsageError, match="not a host of a lab"):
         naming.read_host_name(name)
 
 

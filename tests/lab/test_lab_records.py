@@ -132,5 +132,5 @@ def test_a_lock_that_is_held_too_long_is_reported(
     registry: Registry, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "_LOCK_S", 0.0)
-    with registry._locked(), pytest.raises(UsageError, match="another start"):
+    with registry._locked(), pytest.raises(UsageError, match="another process has held"):
         registry.clean(ended)

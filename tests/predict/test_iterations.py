@@ -75,7 +75,7 @@ def test_exchanges_may_take_what_was_measured() -> None:
 @pytest.mark.parametrize("text", ["ring codec=int8", "ring schedule=split(slice=12B)", "ps(servers=1)"])
 def test_what_was_measured_stands_for_plain_allreduces_only(text: str) -> None:
     setting = replace(setting_of(Strategy.parse(text), network(), 2), measured=lambda _: 5.0)
-    with pytest.raises(UsageError, match=r"allreduce.*take (ring|wait_free), say"):
+    with pytest.raises(UsageError, match=r"allreduce.*use (ring|wait_free)"):
         simulate(setting, TWO)
 
 

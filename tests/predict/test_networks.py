@@ -62,7 +62,7 @@ def test_topologies_may_be_written_out():
         ("alpha=-1us,beta=1ns", "cannot be negative"),
         ("alpha=1us", "between.beta is missing"),
         ("alpha=1us,beta=1ns,gama=1ns", "did you mean 'gamma'"),
-        ("alpha=1us,beta=1ns,rate=1Gbit", "says rate again"),
+        ("alpha=1us,beta=1ns,rate=1Gbit", "repeats rate"),
         ("alpha=1us,rate=0Gbit", "above 0"),
         ("alpha=1us,beta=1ns,per_host=0", "at least 1"),
         ("alpha=1us,beta=1ns,cores=0", "at least one core"),
@@ -74,7 +74,7 @@ def test_topologies_may_be_written_out():
         ("alpha=1us,beta=1ns,inside.flight=1us", "inside.flight needs inside.alpha and inside.beta"),
         ("nothing_near", "unknown network 'nothing_near'. There are"),
         ("L=5us,o=2us,g=3us", "between.G is missing: LogGP's constants"),
-        ("L=5us,o=2us,g=3us,G=1ns,alpha=1us", "between.alpha is given beside LogGP's"),
+        ("L=5us,o=2us,g=3us,G=1ns,alpha=1us", "between.alpha and LogGP's between.L"),
         ("L=5us,o=2us,g=3us,G=1ms", "needs G <= max"),
         ("inside.L=1us,inside.o=1us,inside.g=1us,inside.G=1ns", "between.alpha is missing"),
     ],
@@ -102,24 +102,24 @@ def test_a_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "its JSON ends"),
+        ("{", "its JSON is invalid"),
         ("[]", "needs constants"),
         (content(topolgy="ring"), "unknown key 'topolgy'.*did you mean 'topology'"),
-        (content(per_host="four"), "per_host is a whole number"),
-        (content(per_host=None), "per_host is a whole number"),
-        (content(ports_per_host=True), "ports_per_host is a whole number"),
-        (content(one_machine=1), "one_machine is true or false"),
-        (content(source=5), "source is a text"),
-        (content(name=["mine"]), "name is a text"),
-        (content(topology=5), "topology is a text"),
-        (content(constants={"between.alpha": {"value": 2, "source": 5}}), "between.alpha: source is a text"),
-        (content(constants={"between.alpha": {"value": 2, "measured": "no"}}), "measured is true or false"),
-        (content(constants={"between.alpha": {"value": 10**400}}), "between.alpha is a finite number"),
+        (content(per_host="four"), "per_host must be a whole number"),
+        (content(per_host=None), "per_host must be a whole number"),
+        (content(ports_per_host=True), "ports_per_host must be a whole number"),
+        (content(one_machine=1), "one_machine must be true or false"),
+        (content(source=5), "source must be a text"),
+        (content(name=["mine"]), "name must be a text"),
+        (content(topology=5), "topology must be a text"),
+        (content(constants={"between.alpha": {"value": 2, "source": 5}}), "between.alpha: source must be a text"),
+        (content(constants={"between.alpha": {"value": 2, "measured": "no"}}), "measured must be true or false"),
+        (content(constants={"between.alpha": {"value": 10**400}}), "between.alpha must be a finite number"),
         (content(constants={"between.alpha": 4}), "between.alpha needs a value"),
         (content(constants={"between.alpha": {"value": -1}}), "between.alpha: .*not negative"),
         (content(constants={"between.alpha": {"value": 2, "low": 3}}), "lies in its range"),
         (content(constants={"between.alpha": {"value": 2, "hihg": 3}}), "did you mean 'high'"),
-        (content(constants={"between.alpha": {"value": [2]}}), "is seconds"),
+        (content(constants={"between.alpha": {"value": [2]}}), "must be seconds"),
     ],
 )
 def test_a_file_that_is_no_network_is_named(text, says):
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_network_is_named(text, says):
 def test_a_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "mine.json"
     path.write_bytes(b"\x80\xff\x00")
-    with pytest.raises(DataError, match=r"mine\.json is no network: it is no text"):
+    with pytest.raises(DataError, match=r"mine\.json is no network: it is not a text file"):
         load_network(str(path))
 
 

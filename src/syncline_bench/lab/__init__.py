@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces joined by links of a chosen rate.
+"""Simulated hosts on one machine: network namespaces joined by links of a chosen rate.
 
-Owns how such hosts are made, entered and removed. Does not know what runs in them: commands are started by ``launch``,
-MPI jobs by the MPI library's own launcher. Needs root and iproute2; importing it needs nothing.
+Owns the creation, use and removal of such hosts. ``launch`` starts commands in them; an MPI library's own launcher
+starts MPI jobs. A lab needs root and iproute2; the import needs neither.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Lab"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not before it is asked for: an MPI launcher starts the agent, which needs little, once for every host.
+    # Imported on first use, because an MPI launcher starts the agent once per host, and the agent needs little.
     if name == "Lab":
         from .lab import Lab
 

@@ -1,8 +1,8 @@
 """The launch agent of MPI jobs in a lab: ``python -m syncline_bench.lab.agent HOST COMMAND...``.
 
-Stands where an MPI launcher would call ssh, and does what ssh does: the arguments after the host, joined by blanks, are
-a line for a shell on that host. Which namespaces the host has is read from the lab's record, as the launchers start
-their agents from several hosts.
+An MPI launcher calls it in place of ssh. Like ssh, it joins the arguments after the host with blanks and runs the line
+in a shell on that host. It reads the host's namespaces from the lab's record on disk, because launchers start agents
+from several hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .records import Registry
 
 
 def command_line(arguments: Sequence[str], registry: Registry) -> list[str]:
-    """What runs the command on the host; raises UsageError when there is no such host, or nothing to run."""
+    """The command line that runs the command on the host. Raises UsageError if the host or the command is missing."""
     rest = list(arguments)
     while rest and rest[0].startswith("-"):  # ssh's options without a value, such as -x
         rest.pop(0)
@@ -35,7 +35,7 @@ def command_line(arguments: Sequence[str], registry: Registry) -> list[str]:
 
 
 def main() -> None:
-    """Become the command, or end with status 255, as ssh does when it cannot connect."""
+    """Replace this process by the command. If that fails, end with status 255, like ssh without a connection."""
     try:
         line = command_line(sys.argv[1:], Registry())
         os.execv(line[0], line)

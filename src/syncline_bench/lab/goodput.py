@@ -1,7 +1,7 @@
-"""How much of a lab's rate one TCP stream gets.
+"""Measures the goodput of one TCP stream between two hosts of a lab.
 
-Measured by iperf3 where it is installed, so that the figure is one that others can check; else by a stream of our own.
-Both leave the first second out, in which TCP finds the rate.
+iperf3 measures if it is installed, because others can check its figure; else a stream between two threads does. Both
+exclude the first second, in which TCP finds the rate.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BLOCK_BYTES = 1 << 18
 
 
 class Hosts(Protocol):
-    """What of a lab is needed here."""
+    """The part of a lab that the measurement needs."""
 
     def address(self, host: int) -> str:
-        """The address of a host."""
+        """The IPv4 address of a host."""
         ...
 
     def enter(self, host: int) -> list[str]:
-        """The arguments before a command to run it on a host."""
+        """The command prefix that runs a command on a host."""
         ...
 
     def bind(self, host: int) -> socket.socket:
@@ -42,12 +42,12 @@ class Hosts(Protocol):
 
 
 def measure(hosts: Hosts, seconds: float) -> float:
-    """Bytes per second of payload that one stream from host 0 to host 1 gets."""
+    """Measure the goodput of one stream from host 0 to host 1, in bytes per second."""
     return _iperf3(hosts, seconds) if shutil.which("iperf3") else stream(hosts, seconds)
 
 
 def _iperf3(hosts: Hosts, seconds: float) -> float:
-    # It knows whole seconds only.
+    # iperf3 accepts whole seconds only.
     span = str(max(1, round(seconds)))
     with hosts.bind(1) as reserved:
         port = str(reserved.getsockname()[1])
@@ -68,7 +68,10 @@ def _iperf3(hosts: Hosts, seconds: float) -> float:
             found = json.loads(done.stdout)
             return float(found["end"]["sum_received"]["bits_per_second"]) / 8
         except subprocess.TimeoutExpired:
-            raise SynclineError(f"iperf3 did not end within {seconds + _MARGIN_S:.0f} s") from None
+            raise SynclineError(
+                f"iperf3 between two hosts of the lab did not end within {seconds + _MARGIN_S:.0f} s: see whether the"
+                " machine is overloaded, or remove iperf3 to measure without it"
+            ) from None
         except (ValueError, KeyError):
             raise SynclineError(f"iperf3 failed: {(done.stdout + done.stderr).strip()}") from None
     finally:
@@ -77,7 +80,7 @@ def _iperf3(hosts: Hosts, seconds: float) -> float:
 
 
 def _wait_until_listening(server: subprocess.Popen[str]) -> None:
-    """Until it says so; a server that has ended closes its output, and the client will report it."""
+    """Wait until the server listens. If it has ended instead, its output closes, and the client reports the failure."""
     watch = threading.Timer(_MARGIN_S, server.kill)
     watch.start()
     try:
@@ -89,7 +92,7 @@ def _wait_until_listening(server: subprocess.Popen[str]) -> None:
 
 
 def stream(hosts: Hosts, seconds: float) -> float:
-    """The same by a stream between two threads of this process; bytes per second at the receiver."""
+    """Measure with a stream between two threads of this process. Returns the receiver's bytes per second."""
     with hosts.bind(1) as listener, hosts.bind(0) as sender:
         listener.listen(1)
         listener.settimeout(_MARGIN_S)
@@ -105,7 +108,7 @@ def stream(hosts: Hosts, seconds: float) -> float:
                 return _receive(receiver, seconds)
             finally:
                 receiver.close()
-                with contextlib.suppress(OSError):  # the closed receiver may have ended it already
+                with contextlib.suppress(OSError):  # the closed receiver may have ended the connection already
                     sender.shutdown(socket.SHUT_RDWR)
                 thread.join(_MARGIN_S)
 
@@ -115,26 +118,26 @@ def _send(sock: socket.socket) -> None:
     try:
         while True:
             sock.sendall(block)
-    except OSError:  # the receiver has what it wants
+    except OSError:  # the receiver has closed the connection after the measurement
         return
 
 
 def _receive(sock: socket.socket, seconds: float) -> float:
-    """Bytes per second that arrive, whether or not they are read at once: a busy machine may leave them lying."""
+    """Measure the bytes per second that arrive, including unread ones, because a busy machine may read late."""
     block = bytearray(_BLOCK_BYTES)
     count = -_lying(sock)
     start = now = time.monotonic()
     while now - start < seconds:
         received = sock.recv_into(block)
         if not received:
-            raise SynclineError("the stream that measures the link has ended early")
+            raise SynclineError("the stream that measures the lab's goodput ended early: its sender was interrupted")
         count += received
         now = time.monotonic()
     return (count + _lying(sock)) / (now - start)
 
 
 def _lying(sock: socket.socket) -> int:
-    """The bytes that have arrived and are not read."""
+    """The number of bytes that have arrived but are not yet read."""
     found = bytearray(4)
     fcntl.ioctl(sock, termios.FIONREAD, found)
     return int.from_bytes(found, sys.byteorder)

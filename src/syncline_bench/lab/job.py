@@ -1,7 +1,7 @@
-"""The verb ``syncline lab``: make a lab, run a command on every host, take the lab down.
+"""Runs ``syncline lab``: creates a lab, runs a command on every host and removes the lab.
 
-Owns what is printed and which signals end what. The lab is ``lab``'s business, the processes' lives are
-``launch.local``'s.
+Owns the output and the reaction to signals. ``lab`` makes the hosts, and ``launch.local`` starts and ends the
+processes.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def run(
     env: dict[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> int:
-    """Run ``command`` ``per_host`` times on every host and return the status of the first that failed.
+    """Run ``per_host`` processes of ``command`` on every host. Returns the status of the first that failed.
 
-    The last ``servers`` of the processes are servers. With ``mpi`` (openmpi or mpich) the library's launcher starts
-    them, and all output is that launcher's. After ``timeout_s`` everything is ended, with status 124.
+    The last ``servers`` processes are servers. With ``mpi`` (openmpi or mpich), that library's launcher starts the
+    processes and prints their output. After ``timeout_s`` all processes end, and the status is 124.
     """
     ranks = hosts * per_host
     if not 0 <= servers < ranks:
         raise UsageError(f"{servers} servers among {ranks} processes leave no worker: make more hosts")
     if mpi is not None and servers:
-        raise UsageError("servers have no place in an MPI job: leave --mpi out")
+        raise UsageError("an MPI job has no server processes: leave --mpi out, or use ps(on=workers)")
     with _ended_by_signals() as ignore_signals, Lab(hosts, rate, name) as lab:
         try:
             if mpi is None:
@@ -72,27 +72,27 @@ def run(
 
 
 def show_labs() -> None:
-    """Print the labs of this machine, one line each."""
+    """Print a line on each lab of this machine, dead ones included."""
     for record in Registry().labs():
         click.echo(describe(record))
 
 
 def clean() -> None:
-    """Remove what dead labs left behind, and print their names."""
+    """Remove the processes and records of dead labs, and print their names."""
     check_able()
     for name in Registry().clean(end_marked):
         click.echo(f"removed {name}")
 
 
 def describe(record: Record) -> str:
-    """A line about a lab: its name, hosts, rate, and who owns it."""
+    """A line about a lab: its name, hosts, rate and owner."""
     state = f"process {record.owner.pid}" if record.owner.alive else "dead: --clean removes it"
     rate = write_value(None if record.rate is None else Rate(record.rate), Rate | None)
     return f"{record.name}: {record.hosts} hosts, rate {rate}, {state}"
 
 
 class _Printer:
-    """Prints what the ranks print, each line behind the name of its host."""
+    """Prints the output of the ranks, each line after the name of its host."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         width = max(map(len, labels))
@@ -115,9 +115,9 @@ def _report(outcome: Outcome, mpi: str | None) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[Callable[[], None]]:
-    """SIGTERM and SIGHUP end what is inside by an exception, as Ctrl-C does, so that the lab is taken down.
+    """Let SIGTERM and SIGHUP raise an exception in the context, as Ctrl-C does, so that the lab is removed.
 
-    Yields what makes all of them be ignored from then on: taking down is not to be interrupted halfway.
+    Yields a function that ignores these signals from then on, so that they cannot interrupt the removal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

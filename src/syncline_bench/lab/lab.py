@@ -1,12 +1,12 @@
-"""A lab: hosts on one machine that reach each other over links of a chosen rate, and nobody else.
+"""A lab: hosts on one machine that reach only each other, over links of a chosen rate.
 
-Owns the order in which a lab is made and taken down. What it consists of is in the other files: ``namespaces`` (hosts),
-``links`` and ``shaping`` (the network), ``records`` (who owns which lab), ``naming``. Nothing is made in the machine's
-own namespaces.
+Owns the order of a lab's creation and removal. ``namespaces`` makes hosts, ``links`` and ``shaping`` the network,
+``records`` stores the owner of each lab, and ``naming`` has names and addresses. The machine's own namespaces stay
+unchanged.
 
-What happens when: leaving the context takes the lab down, with everything that still runs in it. When the owner is
-killed, the kernel closes the pipes that keep the hosts; commands started by ``launch`` die with it too. What has
-escaped that, and the lab's record, is removed by the next lab that starts.
+The end of the context removes the lab and ends everything in it. If the owner is killed, the kernel closes the pipes
+that hold the hosts, and commands that ``launch`` started end too. The next lab that starts removes any remaining
+processes and the record.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .shaping import Shape, shape
 
 
 class Lab:
-    """Hosts with links of ``rate`` bits per second each way (None: unshaped): a context, made on entry, gone on exit.
+    """Hosts, numbered from 0, with links of ``rate`` bits per second in each direction (None: no limit).
 
-    Hosts are numbered from 0. ``name`` defaults to the first free one of lab0, lab1, ... Everything runs in the thread
-    that calls. Raises UsageError for a name in use, a rate that links cannot have, or a user or machine that cannot
-    make namespaces. Making one takes some 50 ms per host.
+    The lab exists while its context is entered. ``name`` defaults to the first free one of lab0, lab1, ... Everything
+    runs in the calling thread. Raises UsageError for a name in use, a rate that links cannot have, or a user or machine
+    that cannot create namespaces. The creation takes some 50 ms per host.
     """
 
     def __init__(self, hosts: int = 4, rate: Rate | None = None, name: str | None = None) -> None:
@@ -64,17 +64,17 @@ class Lab:
 
     @property
     def name(self) -> str:
-        """What the lab is called."""
+        """The name of the lab. UsageError outside the context."""
         return self._entered().name
 
     @property
     def hosts(self) -> int:
-        """How many hosts it has."""
+        """The number of hosts."""
         return self._count
 
     @property
     def rate(self) -> Rate | None:
-        """What every host may send, and receive, in bits per second on the wire; None when unshaped."""
+        """The rate in bits per second at which every host may send, and receive; None without a limit."""
         return None if self._shape is None else self._shape.rate
 
     @property
@@ -91,21 +91,21 @@ class Lab:
         return naming.address(self.name, self._checked(host))
 
     def enter(self, host: int) -> list[str]:
-        """The arguments that stand before a command to run it on a host, in the current working directory.
+        """The command prefix that runs a command on a host, in the current working directory.
 
-        They replace themselves by the command, so that its signals, output and status are those of the process.
+        The prefix replaces itself by the command, so signals, output and exit status are the command's own.
         """
         return self._host(host).enter()
 
     def bind(self, host: int, port: int = 0) -> socket.socket:
-        """A TCP socket of this process on a port of a host, by default a free one, bound and not listening."""
+        """A TCP socket of this process, bound to a port of a host (by default a free one), not listening."""
         return within(self._host(host).pid, partial(bind_here, self.address(host), port))
 
     def environ(self) -> dict[str, str]:
-        """What commands in the lab find in their environment: the interface that libraries are to use.
+        """The environment of commands in the lab, which names the network interface for libraries.
 
-        Names and namespaces of hosts come again in the next lab, whose links may be others: what was measured to choose
-        algorithms in this one is not to be used there.
+        The next lab may have the same host names and other links. SYNCLINE_TUNING=fresh therefore ignores measurements
+        that were stored for the choice of algorithms.
         """
         return {
             "SYNCLINE_TUNING": os.environ.get("SYNCLINE_TUNING", "fresh"),
@@ -115,7 +115,7 @@ class Lab:
         }
 
     def placement(self, rank: int, per_host: int = 1) -> Placement:
-        """Where ``launch.local`` starts a rank: ranks fill one host after the other, ``per_host`` on each."""
+        """The host of a rank for ``launch.local``. Ranks fill one host after the other, ``per_host`` on each."""
         if per_host < 1:
             raise UsageError(f"a host runs at least one rank, not {per_host}")
         host = rank // per_host
@@ -129,21 +129,21 @@ class Lab:
     def mpi_command(
         self, ranks: int, command: Sequence[str], library: str = "openmpi", per_host: int = 1
     ) -> tuple[list[str], dict[str, str]]:
-        """What starts ``command`` as an MPI job of the lab: arguments, and what to add to the environment.
+        """The command line that starts ``command`` as an MPI job of the lab, and the variables to add.
 
-        ``library`` is openmpi or mpich. Raises UsageError when it is not installed or the ranks do not fit.
+        ``library`` is openmpi or mpich. Raises UsageError if it is not installed or the ranks do not fit.
         """
-        self.placement(ranks - 1, per_host)  # the last one has a place
+        self.placement(ranks - 1, per_host)  # raises if the last rank has no host
         return mpi.mpi_command(self, ranks, command, library, per_host)
 
     def goodput(self, seconds: float = 2.0) -> float:
-        """The bytes per second that one TCP stream gets from host 0 to host 1, measured for so long (and a second)."""
+        """Measure a TCP stream from host 0 to host 1 for ``seconds`` after a second of warm-up, in bytes/s."""
         if self.hosts < 2:
-            raise UsageError("the goodput is measured between two hosts, this lab has one")
+            raise UsageError("the goodput is measured between two hosts, and this lab has one: make it with hosts=2")
         return goodput.measure(self, seconds)
 
     def close(self) -> None:
-        """Take the lab down and end everything in it; a second call does nothing."""
+        """Remove the lab and end everything in it. A second call does nothing."""
         record, self._record = self._record, None
         if record is None:
             return
@@ -183,7 +183,7 @@ class Lab:
 
     def _entered(self) -> Record:
         if self._record is None:
-            raise UsageError("the lab is made when its context is entered: with Lab(...) as lab")
+            raise UsageError("a lab exists only while its context is entered: write with Lab(...) as lab")
         return self._record
 
 

@@ -1,8 +1,8 @@
 """The network between the hosts of a lab, as lines for ``ip -batch`` and ``tc -batch``. Pure.
 
-A bridge in namespaces of its own is the switch. A pair of virtual interfaces joins every host to it: ``eth0`` in the
-host, ``pN`` at the switch. What leaves either end is shaped, so that every host sends and receives at the rate, both at
-once, as over a full-duplex link; what several hosts send to one queues at the switch's port to it.
+The switch is a bridge in namespaces of its own. A pair of virtual interfaces joins each host to it: ``eth0`` in the
+host, ``pN`` at the switch. Both ends limit the rate of outgoing frames, so every host can send and receive at the rate
+at the same time, as over a full-duplex link. Frames of several hosts to one queue at the switch's port.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MTU = 1500
 
 
 def switch(hosts: tuple[int, ...]) -> list[str]:
-    """``ip``, at the switch: the bridge and a link to each host, given by the process that holds it."""
-    # No spanning tree, no multicast snooping: there is one bridge, and nothing may travel that nobody sent.
+    """The lines of ``ip`` at the switch: the bridge and a link to each host. ``hosts`` are the hosts' processes."""
+    # No spanning tree and no multicast snooping: with one bridge, their frames would only disturb measurements.
     lines = [f"link add {_BRIDGE} type bridge stp_state 0 forward_delay 0 mcast_snooping 0"]
     lines += [f"link set {_BRIDGE} addrgenmode none", f"link set {_BRIDGE} up"]
     for host, pid in enumerate(hosts):
@@ -33,9 +33,9 @@ def switch(hosts: tuple[int, ...]) -> list[str]:
 
 
 def host(lab: str, number: int, shape: Shape | None) -> list[str]:
-    """``ip``, at a host: its address, and how large a piece TCP may hand to the link."""
+    """The lines of ``ip`` at a host: its address, and the largest piece that TCP may pass to the link."""
     lines = [
-        f"link set {INTERFACE} addrgenmode none",  # no IPv6 address that would announce itself
+        f"link set {INTERFACE} addrgenmode none",  # an IPv6 address would send announcements
         f"address add {address(lab, number)}/{network(lab).prefixlen} dev {INTERFACE}",
     ]
     if shape is not None:
@@ -44,5 +44,5 @@ def host(lab: str, number: int, shape: Shape | None) -> list[str]:
 
 
 def port_of(host: int) -> str:
-    """The switch's interface that leads to a host."""
+    """The name of the switch's interface to a host."""
     return f"p{host}"

@@ -136,17 +136,20 @@ class Host:
 
     def _wait_until_ready(self) -> None:
         output = self._process.stdout
-        if output is None:  # never: it was asked for
+        if output is None:  # never: the process was started with a pipe
             return
         said, deadline = b"", time.monotonic() + _START_S
         while not said.endswith(b"ready\n"):
             if not _readable(output.fileno(), deadline):
-                raise SynclineError(f"host {self.name} was not ready within {_START_S:.0f} s")
+                raise SynclineError(
+                    f"host {self.name} of the lab was not ready within {_START_S:.0f} s: see whether the machine is"
+                    " overloaded, and try again"
+                )
             data = os.read(output.fileno(), 1 << 12)
             if not data:
                 text = " ".join(said.decode(errors="replace").split())
                 raise UsageError(
-                    f"this machine cannot make a lab's host: {text}; in a container it takes one that may"
+                    f"this machine cannot make a lab's host: {text}; a container needs the right to create namespaces"
                     f" (docker run --privileged); {USER_SPACE}"
                 )
             said += data
@@ -222,7 +225,7 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 
 def _readable(fd: int, deadline: float) -> bool:
-    """Wait for data, or for the end of a pidfd's process. Returns False after the deadline."""
+    """Wait for data, or for the end of a pidfd's process. Returns False if the deadline passes first."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(1e3 * max(0.0, deadline - time.monotonic())))

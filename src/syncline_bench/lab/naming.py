@@ -34,20 +34,20 @@ def free_name(taken: Collection[str]) -> str:
 
 
 def host_name(lab: str, host: int) -> str:
-    """A host's name, in its lab and as its UTS name."""
+    """The name of a host, also its UTS name."""
     return f"{lab}-h{host}"
 
 
 def read_host_name(text: str) -> tuple[str, int]:
-    """The lab and the number of a host; raises UsageError."""
+    """The lab and the number of the host with this name. Raises UsageError if it is not a host's name."""
     found = _HOST.fullmatch(text)
     if found is None:
-        raise UsageError(f"{text!r} is no host of a lab: they are called NAME-h0, NAME-h1, ...")
+        raise UsageError(f"{text!r} is not a host of a lab: hosts are called NAME-h0, NAME-h1, ...")
     return found["lab"], int(found["host"])
 
 
 def network(lab: str) -> IPv4Network:
-    """The addresses of a lab: 256 of the private range 10.0.0.0/8."""
+    """The network of a lab: 256 addresses of the private range 10.0.0.0/8."""
     digest = hashlib.sha256(lab.encode()).digest()
     return IPv4Network(f"10.{digest[0]}.{digest[1]}.0/24")
 
@@ -60,8 +60,8 @@ def address(lab: str, host: int) -> str:
 def hosts_file(lab: str, hosts: int) -> str:
     """The text of /etc/hosts on every host of a lab.
 
-    Programs that serve both versions of IP on one socket (PyTorch's store) see IPv4 addresses as mapped ones and look
-    those up; they have lines of their own, since a lab has no name server that could answer.
+    Programs that serve both versions of IP on one socket (PyTorch's store) look up IPv4 addresses in their mapped form.
+    A lab has no name server to answer, so mapped addresses have lines of their own.
     """
     lines = ["127.0.0.1 localhost", "::1 localhost"]
     for host in range(hosts):

@@ -153,8 +153,8 @@ class Registry:
             while not _try_lock(lock):
                 if time.monotonic() > deadline:
                     raise UsageError(
-                        f"{self.root / '.lock'} has been held for {_LOCK_S:.0f} s by another start of a lab: see what"
-                        " it waits for, or end it"
+                        f"another process has held {self.root / '.lock'} for {_LOCK_S:.0f} s while it starts or removes"
+                        " a lab: see what it waits for, or end it"
                     )
                 time.sleep(_POLL_S)
             yield
@@ -172,7 +172,7 @@ def this_process() -> Owner:
     """The calling process. Raises UsageError if /proc does not show it."""
     found = _process(os.getpid())
     if found is None:
-        raise UsageError("/proc is not mounted, or not that of this process: a lab needs it")
+        raise UsageError("/proc does not show this process: a lab needs the /proc of its own PID namespace, mount it")
     return found
 
 

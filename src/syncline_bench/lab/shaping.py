@@ -41,8 +41,8 @@ _LEAST_QUEUE_BYTES = 32 * _FRAME_BYTES
 class Shape:
     """One direction of a link: bits per second, and the depth of its buckets and its queue in bytes.
 
-    ``peak_bits`` and ``peak_bytes`` are None for a link without a small bucket; ``piece_bytes`` is how much TCP may
-    hand to the link in one piece.
+    ``peak_bits`` and ``peak_bytes`` are None for a link without a small bucket. ``piece_bytes`` is the largest piece
+    that TCP may pass to the link.
     """
 
     rate: Rate
@@ -53,7 +53,7 @@ class Shape:
     peak_bytes: int | None
 
     def tc(self, device: str) -> str:
-        """The line of ``tc -batch`` that shapes what leaves ``device``."""
+        """The line of ``tc -batch`` that limits outgoing frames of ``device``."""
         text = (
             f"qdisc add dev {device} root tbf rate {_bits(self.rate)} burst {self.burst_bytes} limit {self.queue_bytes}"
         )
@@ -63,11 +63,11 @@ class Shape:
 
 
 def shape(rate: Rate) -> Shape:
-    """The shape of a link that carries ``rate``, which lies between 1 Mbit/s and 100 Gbit/s; raises UsageError."""
+    """The shape of a link with this rate. Raises UsageError outside 1 Mbit/s to 100 Gbit/s."""
     if not LEAST <= rate <= MOST:
         raise UsageError(
             f"a lab's links carry {write_value(LEAST, Rate)} to {write_value(MOST, Rate)}, not"
-            f" {write_value(rate, Rate)}; rate none leaves them unshaped"
+            f" {write_value(rate, Rate)}; the rate none sets no limit"
         )
     per_s = rate / 8
     slow = rate <= _PEAK_UP_TO

@@ -1,8 +1,9 @@
-"""What is asked to be predicted: the strategies, presets and peers of a list, and what becomes of them there.
+"""The question of a prediction: its strategies, presets and peers, checked and resolved for a network.
 
-Owns the reading of texts, every refusal of bad ones, and the choices that a run makes by measuring, which are made here
-by simulation. ``schedule=auto`` takes, of the candidates of ``tuning.schedule_choice``, the simplest that is as fast as
-the best but for its margin; ``architecture=auto`` takes the fastest allreduce that a run measures, one for all sizes.
+Owns the parsing, the error texts, and the choices that a run makes by measuring; here, simulations replace the
+measurements. ``schedule=auto`` becomes the simplest candidate of ``tuning.schedule_choice`` whose time is within its
+margin of the best. ``architecture=auto`` becomes the fastest of the allreduce algorithms that a run measures, the same
+for all sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PEERS: Mapping[str, Mapping[str, str]] = {"ddp": {"bucket": "25MiB", "hook": "n
 
 @dataclass(frozen=True)
 class Asked:
-    """A strategy under the name that it was asked for with; ``note`` says what is assumed of it."""
+    """A strategy under the user's name for it; ``note`` has the assumptions of a preset or peer."""
 
     name: str
     strategy: Strategy
@@ -44,10 +45,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be predicted, checked.
+    """The checked question of a prediction.
 
-    ``price`` is of one worker for an hour, ``epoch_images`` what an epoch has. Raises UsageError for numbers that make
-    no sense.
+    ``price`` is the price of a worker per hour, ``epoch_images`` the number of images per epoch. Raises UsageError for
+    numbers out of range.
     """
 
     workload: str
@@ -66,26 +67,26 @@ class Question:
         if not self.workers:
             raise UsageError("--workers is missing: predict --workload googlenet --network 10gbe --workers 2,4,8")
         if len(set(self.workers)) < len(self.workers):
-            raise UsageError(f"--workers takes numbers that differ, got {', '.join(map(str, self.workers))}")
+            raise UsageError(f"--workers takes different numbers, got {', '.join(map(str, self.workers))}")
         if self.per_node is not None and self.per_node < 1:
             raise UsageError(f"--per-node has to be 1 or more, got {self.per_node}")
         if self.price is not None and not self.price >= 0:
-            raise UsageError(f"--price is of a worker for an hour and not negative, got {self.price:g}")
+            raise UsageError(f"--price, the price of a worker per hour, must be 0 or more, got {self.price:g}")
         if self.price is not None and self.epoch_images is None:
             raise UsageError(
-                "--price is of an epoch, and the workload's layers do not say how many images one has: give"
-                " --epoch-images, such as --epoch-images 1281167 for ImageNet"
+                "--price gives the price of an epoch, whose number of images is unknown: give --epoch-images too, such"
+                " as --epoch-images 1281167 for ImageNet"
             )
         if self.epoch_images is not None and self.epoch_images < 1:
             raise UsageError(f"--epoch-images has to be 1 or more, got {self.epoch_images}")
         names = [cluster.name for cluster in self.clusters]
         if len(set(names)) < len(names) or not names:
-            raise UsageError(f"--network takes networks that differ, got {', '.join(names) or 'none'}")
+            raise UsageError(f"--network takes different networks, got {', '.join(names) or 'none'}")
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What runs, the iteration that it makes, and what was chosen for it, in words."""
+    """A resolved strategy, its simulated iteration, and a text on the choices made by simulation."""
 
     setting: Setting
     iteration: Iteration
@@ -93,7 +94,7 @@ class Settled:
 
 
 def asked_of(text: str) -> Asked:
-    """The strategy, preset or peer of a text; raises UsageError, with the nearest, for one that does not exist."""
+    """Parse a strategy, preset or peer. Raises UsageError, with the nearest name, for an unknown one."""
     words = read_words(text)
     if words and not words[0][0] and words[0][1].name in _PEERS:
         return _peer(read_part(text))
@@ -105,37 +106,37 @@ def asked_of(text: str) -> Asked:
         raise StrategyError(f"{error}{near}") from None
     if strategy.collective is not None:
         raise UsageError(
-            f"{text!r} cannot be predicted: what {strategy.architecture.name} sends is its library's own affair; ask"
-            " for ring, or another algorithm that has a plan"
+            f"{text!r} cannot be predicted: the library of {strategy.architecture.name} chooses its messages itself;"
+            " use ring, or another algorithm that has a plan"
         )
     _check_answerable(text, strategy)
     return Asked(text.strip(), strategy) if preset is None else Asked(preset.name, strategy, preset.note)
 
 
 def _check_answerable(text: str, strategy: Strategy) -> None:
-    """Raise UsageError, with what to ask for, for words that a prediction cannot take into account."""
+    """Raise UsageError, with an alternative, for words that a prediction cannot take into account."""
     if strategy.codec == AUTO:
         raise UsageError(
-            f"{text!r} cannot be predicted: a run measures which codec is fastest, and a network seldom says what all"
-            f" of them cost; ask for each by its name: {', '.join(f'codec={name}' for name in codec_choice.CANDIDATES)}"
+            f"{text!r} cannot be predicted: a run measures which codec is fastest, and few networks have the constants"
+            f" of all codecs; name one: {', '.join(f'codec={name}' for name in codec_choice.CANDIDATES)}"
         )
     limited = [name for name in ("rate", "delay") if strategy.transport.arguments.get(name)]
     if limited:
         raise UsageError(
             f"{text!r} cannot be predicted: {limited[0]} of transport={strategy.transport.name} would make the network"
-            " slower than it says; leave it out, and ask on a network that is so slow, such as alpha=45us,rate=10Mbit"
+            " slower than its constants; leave it out, and give a slower network, such as alpha=45us,rate=10Mbit"
         )
     mode = strategy.sync_mode()
     if isinstance(mode, Averages) and exchanges_gradients(mode):
         raise UsageError(
             f"{text!r} cannot be predicted: under sync={strategy.sync.name} the first steps exchange gradients and"
-            " later ones average weights, so no iteration stands for all; ask for each phase: sync=bsp and, for the"
-            f" second, sync=local(steps={strategy.sync.arguments.get('steps', 'N')})"
+            " later ones average weights, so the iterations differ; predict each phase: sync=bsp for the first, and"
+            f" sync=local(steps={strategy.sync.arguments.get('steps', 'N')}) for the second"
         )
 
 
 def all_asked(texts: Sequence[str]) -> list[Asked]:
-    """Those of a list; raises UsageError for none, and for one that is listed twice."""
+    """Parse a list of strategies. Raises UsageError for an empty list and for duplicates."""
     found: dict[str, Asked] = {}
     for text in texts:
         one = asked_of(text)
@@ -148,12 +149,13 @@ def all_asked(texts: Sequence[str]) -> list[Asked]:
 
 
 def _peer(part: Part) -> Asked:
-    """DistributedDataParallel, as far as a strategy stands for it."""
+    """DistributedDataParallel as the nearest strategy. Raises UsageError for an unknown argument."""
     given = {name: str(value) for name, value in part.args}
     known = _PEERS[part.name]
     if unknown := [name for name in given if name not in known]:
         raise UsageError(
-            f"{part.name} has no argument {unknown[0]!r}{nearest(unknown[0], known)}: there are {', '.join(known)}"
+            f"{part.name} has no argument {unknown[0]!r}{nearest(unknown[0], known)}: its arguments are"
+            f" {', '.join(known)}"
         )
     words = {**known, **given}
     hook = words["hook"]
@@ -163,12 +165,12 @@ def _peer(part: Part) -> Asked:
     strategy = Strategy.parse(f"ring schedule=fixed(bucket={words['bucket']}){codec}")
     _check_answerable(part.name, strategy)
     arguments = ", ".join(f"{name}={value}" for name, value in given.items() if value != known[name])
-    note = f"assumed to be {str(strategy)!r}, with what a message costs here; Gloo's own costs are not known"
+    note = f"assumed to be {str(strategy)!r}, with Syncline's cost of a message; Gloo's own costs are unknown"
     return Asked(f"{part.name}({arguments})" if arguments else part.name, strategy, note, Habits(tickets=False))
 
 
 def settled(asked: Asked, cluster: Cluster, workers: int, per_host: int | None, model: Model) -> Settled:
-    """What a strategy becomes there; raises UsageError, which names it, where it cannot run so."""
+    """Resolve a strategy for a cluster and simulate it. Raises UsageError, with its name, if it cannot run there."""
     try:
         check_plan(asked.strategy, cluster, workers, per_host)
         first = setting_of(asked.strategy, cluster, workers, per_host)
@@ -205,21 +207,21 @@ def _with_schedule(asked: Asked, setting: Setting, model: Model) -> Settled:
         try:
             lay_out(one, model)
         except UsageError:
-            continue  # a schedule that cannot lay this model out is none of those that may be chosen
+            continue  # a schedule that cannot lay out this model is not a candidate
         iteration = simulate(one, model, asked.habits)
         found.append((Settled(one, iteration), schedule_choice.with_crossing_s(strategy, iteration.iteration_s)))
     if not found:
-        raise UsageError("no schedule that might be chosen can lay out this model")
+        raise UsageError("schedule=auto has no candidate that can lay out this model: name a schedule")
     enough_s = min(seconds for _, seconds in found) * (1 + schedule_choice.MARGIN)
     return next(one for one, seconds in found if seconds <= enough_s)
 
 
 SHORT = ("alexnet", "googlenet", "resnet50")
-"""Networks whose replay a bare name means."""
+"""Short names of workloads, which stand for replays of these networks."""
 
 
 _MOST_COUNTS = 10_000
-"""Numbers of workers that dots may stand for."""
+"""The most numbers that ``...`` may expand to."""
 
 
 def question(
@@ -231,7 +233,7 @@ def question(
     price: float | None = None,
     epoch_images: int | None = None,
 ) -> Question:
-    """The question that texts ask; raises UsageError, naming the nearest, for what does not exist."""
+    """Parse the question. Raises UsageError, with the nearest name, for an unknown workload, strategy or network."""
     asked, clusters = tuple(all_asked(strategies)), tuple(load_network(text) for text in networks)
     plain = workload.strip().partition("(")[0]
     loaded = load(f"replay:{workload.strip()}" if plain in SHORT else _known(workload))
@@ -251,9 +253,9 @@ def question(
 
 
 def worker_counts(texts: Sequence[str]) -> list[int]:
-    """The numbers of a list such as ``2,4,8,...,512``, whose dots go on as the two numbers before them.
+    """The numbers of a list such as ``2,4,8,...,512``; ``...`` continues the two numbers before it.
 
-    Raises UsageError for what is no number, and for dots that do not come to the number behind them.
+    Raises UsageError for a text that is not a number, and if the continuation misses the number after ``...``.
     """
     items, found = read_list(texts), list[int]()
     for at, item in enumerate(items):
@@ -261,21 +263,24 @@ def worker_counts(texts: Sequence[str]) -> list[int]:
             found.append(read_value(item, int, "--workers"))
             continue
         if at < 2 or at + 1 == len(items):
-            raise UsageError(f"--workers: dots stand between numbers, as in 2,4,8,...,512, got {','.join(items)}")
+            raise UsageError(
+                f"--workers: '...' needs two numbers before it and one after it, as in 2,4,8,...,512, got"
+                f" {','.join(items)}"
+            )
         last, (before, now) = read_value(items[at + 1], int, "--workers"), found[-2:]
         times = now // before if before > 0 and now % before == 0 and now > before else 0
         while now < last and now > before:
             before, now = now, now * times if times else 2 * now - before
             found.append(now)
             if len(found) > _MOST_COUNTS:
-                raise UsageError(f"--workers: {','.join(items)} are more than {_MOST_COUNTS:,} numbers: ask for fewer")
+                raise UsageError(f"--workers: {','.join(items)} are more than {_MOST_COUNTS:,} numbers: use fewer")
         if found.pop() != last:
-            raise UsageError(f"--workers: {','.join(items)} does not come to {last}")
+            raise UsageError(f"--workers: {','.join(items)} does not reach {last}: change it, or write all numbers")
     return found
 
 
 def _known(workload: str) -> str:
-    """A workload's text, unless it is near to a short name that is meant."""
+    """The workload's text. Raises UsageError, with the nearest name, for an unknown workload."""
     name = workload.partition(":")[0].partition("(")[0].strip()
     if name not in names("workloads"):
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Collectives alone: what algorithms take on a network, by their plans or, where these are too large, by formulas.
+"""Predicts the times of collectives alone: from their plans, or from closed formulas if the plans are too large.
 
-Owns what may be asked, which of the two answers, and the interval. Closed formulas hold for one switch, and for as many
-messages at once as the ports carry one by one; the times of plans (``costs.plans``) are held to them.
+Owns the checks of the question, the choice between plan and formula, and the interval. A formula holds for one switch,
+and for messages that pass a port one after the other. Tests compare the times of plans (``costs.plans``) with them.
 
 Theory. Of N ranks with an array of n bytes, a s per message, b s per byte, g s per byte reduced, lg = ceil(log2 N):
 
@@ -18,8 +18,8 @@ Theory. Of N ranks with an array of n bytes, a s per message, b s per byte, g s 
     ps_tree                 as tree: to one server along a tree and back
     reduce_scatter, all_gather, broadcast, and the direct halves: one half of the above
 
-The formulas are sums over messages, so that links may be piecewise and have flights. Rings of hosts with several ranks
-go at the pace of the slower link.
+The formulas are sums over messages, so links may be piecewise linear and may have flights. A ring over hosts with
+several ranks each has the pace of the slower link.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ from .networks import load_network
 
 
 class Sent(NamedTuple):
-    """So many messages, one behind the other, each with that share of the array."""
+    """A number of messages in sequence, each with the same share of the array."""
 
     messages: float
     share: float
     inside: bool = False
     flights: float | None = None
-    """How many of them wait for the flight of the one before; None: all."""
+    """The number of flights in sequence (messages that wait for an arrival); None: one per message."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """What the busiest rank does: messages, and the share of the array that it adds."""
+    """The work of the busiest rank: its messages, and the share of the array that it adds."""
 
     sent: tuple[Sent, ...]
     added: float
 
     @property
     def messages(self) -> float:
-        """How many messages its port carries."""
+        """The number of messages that its port carries."""
         return sum(one.messages for one in self.sent)
 
     def seconds(self, nbytes: float, cluster: Cluster) -> float:
-        """The time for an array of so many bytes."""
+        """The time for an array of ``nbytes``."""
         total = self.added * nbytes * cluster.gamma_s_per_byte
         for one in self.sent:
             link = cluster.inside if one.inside and cluster.inside is not None else cluster.between
@@ -81,7 +81,7 @@ class Formula:
 
 
 class Size(NamedTuple):
-    """So many workers, of which each host has ``per_host``, and servers."""
+    """The numbers of workers, of workers per host, and of servers."""
 
     workers: int
     per_host: int = 1
@@ -89,33 +89,33 @@ class Size(NamedTuple):
 
     @property
     def lg(self) -> int:
-        """The steps of a tree."""
+        """The depth of a binary tree of the workers."""
         return (self.workers - 1).bit_length()
 
     @property
     def folded(self) -> tuple[int, bool]:
-        """The steps of the largest power of two of workers, and whether some are left over."""
+        """The logarithm of the largest power of two up to the number of workers, and whether workers remain."""
         lg = self.workers.bit_length() - 1
         return lg, self.workers != 1 << lg
 
 
 def closed_s(algorithm: str, nbytes: float, size: Size, cluster: Cluster) -> float:
-    """Seconds of an algorithm by its formula; raises UsageError, with the remedy, where there is none."""
+    """Seconds of an algorithm from its formula. Raises UsageError, with the remedy, if there is none."""
     return formula_of(algorithm, size, cluster).seconds(nbytes, cluster)
 
 
 def formula_of(algorithm: str, size: Size, cluster: Cluster) -> Formula:
-    """The formula of an algorithm there; raises UsageError, with the remedy, where there is none."""
+    """The formula of an algorithm on a cluster. Raises UsageError, with the remedy, if there is none."""
     fault = _without(algorithm, size, cluster)
     if fault is not None:
-        raise UsageError(f"{algorithm} has no closed formula {fault}: ask for its plan, of fewer workers if need be")
+        raise UsageError(f"{algorithm} has no closed formula {fault}: predict it with few enough workers for its plan")
     if size.workers == 1:
         return Formula((), 0.0)
     return _on_slower_links(FORMULAS[algorithm](size), algorithm, size, cluster)
 
 
 def has_formula(algorithm: str, size: Size, cluster: Cluster) -> bool:
-    """Whether there is one."""
+    """Whether an algorithm has a formula for this size and cluster."""
     return algorithm in FORMULAS and _without(algorithm, size, cluster) is None
 
 
@@ -123,7 +123,7 @@ _RINGS = ("ring", "reduce_scatter", "all_gather")
 
 
 def _without(algorithm: str, size: Size, cluster: Cluster) -> str | None:
-    """Why there is no formula."""
+    """The reason why there is no formula, or None."""
     if algorithm not in FORMULAS:
         return f"here (those that have one are {', '.join(FORMULAS)})"
     if not isinstance(cluster.topology, Switch) and size.workers > 1:
@@ -140,7 +140,7 @@ def _without(algorithm: str, size: Size, cluster: Cluster) -> str | None:
 
 
 def _on_slower_links(formula: Formula, algorithm: str, size: Size, cluster: Cluster) -> Formula:
-    """With what several workers on a host change: the link that a ring waits for, and ranks that share a port."""
+    """The formula for several workers per host: a ring's slower link, or the port that ranks share."""
     if size.per_host == 1:
         return formula
     if algorithm == "hierarchical":
@@ -207,19 +207,19 @@ FORMULAS: Mapping[str, Callable[[Size], Formula]] = {
     "direct_all_gather": lambda size: _direct_half(size, False),
     "broadcast": lambda size: Formula((Sent(size.lg, 1.0),), 0.0),
 }
-"""By the algorithm's name; those of parameter servers that no plan here has stand beside."""
+"""The formulas by name. ``ps_flat_tree`` and ``ps_tree`` are ways of a parameter server that have no plan here."""
 
 
 _QUICK, _MOST = 1_000_000, 10_000_000
-"""Messages of a plan that is timed though a formula is known, and of any that is."""
+"""The most messages of a plan that is timed: if a formula is known, and otherwise."""
 
 _MOST_WORKERS = 8192
-"""Those of an algorithm of which nobody knows how many messages it has."""
+"""The most workers of a plan whose number of messages is unknown beforehand."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """An algorithm, with its arguments, on so many workers; ``part`` is None for a formula that no plan has."""
+    """An algorithm with its arguments, size and placement; ``part`` is None for a formula without a plan."""
 
     text: str
     part: Part | None
@@ -228,7 +228,7 @@ class Asked:
 
     @property
     def formula(self) -> str:
-        """The name of the formula that is its own, if there is one."""
+        """The name of its formula, if there is one."""
         if self.part is None:
             return self.text
         served = self.part.arguments.get("on") == "workers"
@@ -236,7 +236,7 @@ class Asked:
 
     @property
     def messages(self) -> float | None:
-        """About how many messages its plan has."""
+        """The approximate number of messages of its plan; None if unknown."""
         if self.formula not in FORMULAS:
             return None
         return FORMULAS[self.formula](self.size).messages * self.size.workers if self.size.workers > 1 else 0.0
@@ -245,10 +245,9 @@ class Asked:
 def predict_collectives(
     texts: Sequence[str], sizes: Sequence[int], workers: Sequence[int], cluster: Cluster, per_node: int | None = None
 ) -> CollectivePrediction:
-    """The times of algorithms for arrays of so many bytes; raises UsageError, with the remedy, before any is computed.
+    """Predict the times of algorithms for arrays of these sizes in bytes. Raises UsageError before the computation.
 
-    ``per_node`` workers are on each host, by default as many as the network says. Takes seconds for plans of a million
-    messages.
+    Each host has ``per_node`` workers, by default the network's number. A plan of a million messages takes seconds.
     """
     _check(texts, sizes, workers, per_node)
     asked = [asked_of(text, count, cluster, per_node) for count in workers for text in texts]
@@ -274,7 +273,7 @@ def predict_collectives(
 
 
 def asked_of(text: str, workers: int, cluster: Cluster, per_node: int | None = None) -> Asked:
-    """What a text such as ``ring`` or ``ps(servers=2)`` asks for; raises UsageError, naming the nearest, if nothing."""
+    """Parse a text such as ``ring`` or ``ps(servers=2)``. Raises UsageError, with the nearest name, if unknown."""
     part = read_part(text)
     part = Part(part.name.replace("-", "_"), part.args)  # as bench --collective writes them
     per_host = min(workers, per_node or cluster.per_host)
@@ -284,8 +283,8 @@ def asked_of(text: str, workers: int, cluster: Cluster, per_node: int | None = N
     if part.name not in plans:
         known = sorted({*plans, *FORMULAS})
         raise UsageError(
-            f"unknown algorithm {text!r}{nearest(part.name, known) or '.'} Algorithms are {', '.join(known)}; what a"
-            " library does by itself has no plan"
+            f"unknown algorithm {text!r}{nearest(part.name, known) or '.'} Algorithms are {', '.join(known)}; the"
+            " collectives of other libraries cannot be predicted"
         )
     part = bind("algorithms", part)
     roles = roles_of(part)
@@ -296,10 +295,10 @@ def asked_of(text: str, workers: int, cluster: Cluster, per_node: int | None = N
 
 
 def answered_by(asked: Asked, cluster: Cluster) -> str:
-    """``plan``, or ``formula`` where a plan would take long; raises UsageError where neither can be had."""
+    """``plan``, or ``formula`` if the plan would take too long. Raises UsageError if there is neither."""
     messages, known = asked.messages, has_formula(asked.formula, asked.size, cluster)
     if asked.part is None:
-        formula_of(asked.formula, asked.size, cluster)  # says why there is none
+        formula_of(asked.formula, asked.size, cluster)  # raises, with the reason, if there is none
         return "formula"
     if asked.size.workers <= _MOST_WORKERS if messages is None else messages <= (_QUICK if known else _MOST):
         return "plan"
@@ -307,16 +306,16 @@ def answered_by(asked: Asked, cluster: Cluster) -> str:
         return "formula"
     many = f"about {messages:,.0f} messages" if messages is not None else f"{asked.size.workers:,} workers"
     raise UsageError(
-        f"the plan of {asked.text} with {many} is too large to be timed, and there is no closed formula for it on"
-        f" {cluster.topology} with {asked.size.per_host} workers on a host: ask for fewer workers"
+        f"the plan of {asked.text} with {many} is too large to be timed, and it has no closed formula on"
+        f" {cluster.topology} with {asked.size.per_host} workers on a host: predict fewer workers"
     )
 
 
 def check_plan(strategy: Strategy, cluster: Cluster, workers: int, per_host: int | None = None) -> None:
-    """Raise UsageError, before the plan is made, for a strategy whose plan would be too large to be simulated."""
+    """Raise UsageError if a strategy's plan would be too large for a simulation, before the plan is made."""
     per_host = min(workers, per_host or cluster.per_host)
     part = strategy.architecture
-    if part == AUTO:  # what it becomes has no fewer messages than the first of these
+    if part == AUTO:  # no candidate of auto has fewer messages than this
         part = Part("ring" if per_host in (1, workers) else "hierarchical")
     roles = roles_of(part)
     size = Size(workers, per_host, 1 if roles is None else roles.owners)
@@ -327,8 +326,8 @@ def check_plan(strategy: Strategy, cluster: Cluster, workers: int, per_host: int
     many = f"about {messages:,.0f} messages" if messages is not None else f"{workers:,} workers"
     most = f"{_MOST:,} messages" if messages is not None else f"{_MOST_WORKERS:,} workers"
     raise UsageError(
-        f"the plan of {asked.text} has {many}, and no more than {most} are simulated: ask for fewer workers, or for the"
-        f" exchange alone by a formula, with --collective {part.name}"
+        f"the plan of {asked.text} has {many}, and at most {most} are simulated: predict fewer workers, or the exchange"
+        f" alone from a formula, with --collective {part.name}"
     )
 
 
@@ -361,7 +360,7 @@ def _check(texts: Sequence[str], sizes: Sequence[int], workers: Sequence[int], p
                 f"{option} is missing: predict --collective ring --bytes 60.97MB --workers 8 --network 10gbe"
             )
         if len(set(values)) < len(values):
-            raise UsageError(f"{option} names one twice: {', '.join(map(str, values))}")
+            raise UsageError(f"{option} has a duplicate: {', '.join(map(str, values))}; leave it out")
     if min(workers) < 1:
         raise UsageError(f"--workers has to be 1 or more, got {min(workers)}")
     if per_node is not None and per_node < 1:
@@ -369,17 +368,17 @@ def _check(texts: Sequence[str], sizes: Sequence[int], workers: Sequence[int], p
 
 
 def _notes(asked: Sequence[Asked], cluster: Cluster) -> list[str]:
-    """What the answer cannot depend on, though one might think it does."""
+    """Notes on properties of the network that do not affect the answer, although a reader may expect it."""
     notes = []
     if cluster.inside is None and any(one.size.per_host > 1 for one in asked):
         notes.append(
-            f"Network {cluster.name} does not say how ranks of one host talk: their messages go through the host's port"
-            " as all others do (inside.alpha and inside.beta would tell)."
+            f"Network {cluster.name} has no links inside hosts (inside.alpha and inside.beta): messages between ranks"
+            " of one host are assumed to pass the host's port."
         )
     if not isinstance(cluster.topology, Switch) and all(one.size.workers <= one.size.per_host for one in asked):
-        notes.append(f"All workers are on one host: the topology {cluster.topology} makes no difference.")
+        notes.append(f"All workers are on one host, so the topology {cluster.topology} has no effect.")
     if cluster.gamma_s_per_byte == 0:
-        notes.append("Adding takes no time on this network: gamma is 0.")
+        notes.append("Additions take no time on this network: gamma is 0.")
     return notes
 
 
@@ -394,9 +393,9 @@ def collectives(
     json_path: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Predict collectives, print the table and write the file; raises UsageError before anything is computed.
+    """Predict collectives, print the table and write the file. Raises UsageError before the computation.
 
-    ``origin`` says in the file where, when and with which code it was made.
+    ``origin`` comes from ``machine.provenance`` and becomes part of the file.
     """
     (target,) = result_paths({"--json": json_path})
     console = console or Console(stderr=target == STANDARD_OUTPUT)

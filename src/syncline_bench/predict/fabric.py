@@ -1,12 +1,12 @@
-"""Messages on ports and links that they share, one by one, on a virtual clock.
+"""Simulates single messages on shared ports and links, on a virtual clock.
 
-Of the messages that want a port, or a link inside the network, the more urgent go first, those of an operation that
-began before, and those of an earlier step; what is equally urgent shares it max-min fairly. A message needs its port
-for a + n b seconds, and is there a flight later.
+Messages that compete for a port, or for a link inside the network, go in the order of their urgency: by priority, then
+the earlier operation, then the earlier step. Equally urgent messages share it max-min fairly. A message of n bytes
+occupies its port for a + n b seconds and arrives one flight later.
 
-Rates are max-min fair when none can grow without that of a flow that has no more shrinking. They are found by filling:
-all rates grow alike until a link is full, the flows through it keep what they have, and the others go on (Bertsekas,
-Gallager, "Data Networks", 1992, 6.5.2). TCP's flows over one link come close to it.
+Theory. Rates are max-min fair if no rate can grow unless the rate of a flow that has no more shrinks. Progressive
+filling finds them: all rates grow equally until a link is full; the flows through it keep their rates, and the others
+continue (Bertsekas, Gallager, "Data Networks", 1992, 6.5.2). TCP flows over one link come close to fair rates.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from syncline.costs.cluster import Cluster, route
 from syncline.costs.plans import ProcessPlacement
 
 _FULL = 1e-12
-"""What is left of a link that is full, relative to its capacity, but for rounding."""
+"""The remaining capacity below which a link counts as full, relative to its capacity (rounding errors)."""
 
 
 def max_min_rates(flows: Sequence[Sequence[Hashable]], capacity: Mapping[Hashable, float]) -> list[float]:
-    """The rate of each flow, which goes through links of so much ``capacity``; infinite for one that uses none.
+    """The max-min fair rate of each flow, given as its links, whose capacities are ``capacity``.
 
-    Cost: flows times links, at most, for each time that a link gets full.
+    A flow without links has an infinite rate. Each link that fills costs at most flows times links.
     """
     rates = [0.0] * len(flows)
     left = {link: capacity[link] for links in flows for link in links}
@@ -48,9 +48,9 @@ def max_min_rates(flows: Sequence[Sequence[Hashable]], capacity: Mapping[Hashabl
 
 
 def shared_s(alone_s: Sequence[float]) -> list[float]:
-    """When exchanges that begin together on one link are done, each of which alone takes so long and all of the link.
+    """The end times of exchanges that start together and share one link fairly.
 
-    They share it fairly: every one that is under way gets as much as every other.
+    ``alone_s`` are their times with the whole link.
     """
     order = sorted(range(len(alone_s)), key=alone_s.__getitem__)
     ends, now, served = [0.0] * len(alone_s), 0.0, 0.0
@@ -62,14 +62,14 @@ def shared_s(alone_s: Sequence[float]) -> list[float]:
 
 
 Urgency = tuple[float, int, int]
-"""Of a message: its operation's priority, which operation it is, and the step of the plan; the least goes first."""
+"""The urgency of a message: its operation's priority, the operation's number, and the step. The least goes first."""
 
 _LEFT_S = 1e-12
-"""What is left of a message that has been sent, but for rounding."""
+"""The remaining port seconds below which a message counts as sent (rounding errors)."""
 
 
 class _Flow:
-    """A message under way: port seconds that are left, at which rate they pass, and what it uses."""
+    """A message in flight: its remaining port seconds, its rate and its links."""
 
     __slots__ = ("done", "left_s", "links", "rate", "urgency")
 
@@ -78,7 +78,7 @@ class _Flow:
 
 
 class Fabric:
-    """The ports of hosts and the links between them; ``sent_s`` are the port seconds of each host's messages."""
+    """The hosts' ports and the links between them. ``sent_s`` are the port seconds of each host's sent messages."""
 
     def __init__(self, clock: Clock, cluster: Cluster, placement: ProcessPlacement) -> None:
         self._clock, self._cluster, self._placement = clock, cluster, placement
@@ -92,11 +92,11 @@ class Fabric:
         self.sent_s = [0.0] * placement.count
 
     def narrow(self, hosts: Iterable[int], times: float) -> None:
-        """Let the ports of some hosts carry so many times less: what else they have to carry is as much as that."""
+        """Divide the port capacity of these hosts by ``times``, because each message stands for several."""
         self._narrow.update(dict.fromkeys(hosts, times))
 
     def send(self, src: int, dst: int, nbytes: float, urgency: Urgency, done: Call) -> None:
-        """Begin to send; ``done`` is called when it has come."""
+        """Start to send a message. ``done`` is called when it has arrived."""
         hosts = self._placement.hosts
         near = self._cluster.inside is not None and hosts[src] == hosts[dst]
         link = self._cluster.inside if near else self._cluster.between
@@ -128,14 +128,14 @@ class Fabric:
         return links
 
     def _pass(self) -> None:
-        """Send up to now."""
+        """Advance all messages to the present time."""
         passed_s = self._clock.now_s - self._since_s
         self._since_s = self._clock.now_s
         for flow in self._flows:
             flow.left_s -= passed_s * flow.rate
 
     def _change(self) -> None:
-        """Share anew, once for all that happens at the same time."""
+        """Schedule a new division of the rates, once for all events of the same time."""
         if not self._stale:
             self._stale = True
             self._clock.at(self._clock.now_s, self._share)
@@ -156,7 +156,7 @@ class Fabric:
             self._clock.after(max(0.0, min(moving)), partial(self._end, self._turn))
 
     def _end(self, turn: int) -> None:
-        """The next message, or several, have been sent."""
+        """Remove the messages whose sending has ended."""
         if turn != self._turn:
             return
         self._pass()

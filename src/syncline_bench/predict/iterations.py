@@ -1,22 +1,22 @@
-"""A training's iterations under a strategy on a cluster, simulated: what a run would do, on a virtual clock.
+"""Simulates training iterations under a strategy on a cluster, on a virtual clock.
 
-The schedule, the sync mode, the buckets and the state machine of a step are those of a run, and so is the order in
-which operations go; ``settings`` says what each exchange takes.
+The schedule, the sync mode, the buckets, the state machine of a step and the order of operations are the code of a real
+run. ``settings`` gives the times of each exchange.
 
-**Together.** Where all workers are alike one of them is simulated, which says what all do. Where they are not (one is
-slow, or all are held up at random) all are, and an operation of all begins when the last of them has handed it over. So
-it is where workers gossip, too: a run's workers show tickets to all before weights go to neighbours. Workers that begin
-every step at the same time and wait for all in it differ in nothing but how long layers take: of a step whoever
-computes longest hands everything over last. So one is simulated that in every step takes as long as the slowest of all.
+**Together.** If all workers are alike, one of them is simulated. If they differ (a slow worker, or random delays), all
+are simulated, and a collective operation starts when the last worker has submitted it. This holds for gossip too,
+because workers of a run exchange tickets with all before they send weights to neighbours. If all workers start each
+step at the same time and wait for each other within it, they differ only in the time of their layers. In this case one
+worker is simulated that is in each step as slow as the slowest of all.
 
-**Apart.** Under asynchronous and stale training, and with backup workers, every push is an update by itself. Who is
-released when is decided by the very ``Ledger`` that an owner keeps in a run; here its messages come from simulated
-workers, each of which pushes and pulls for itself. All owners have as much of every bucket, so that one stands for all:
-each worker pushes it the S-th part of a bucket, and its port has S such messages to send. An owner does one thing after
-the other, in the order in which pushes have come. Serving workers count as owners with ports of their own.
+**Apart.** Under asynchronous and stale training, and with backup workers, every push is an update of its own. The
+``Ledger`` of a run decides when a worker is released; its messages come from simulated workers that push and pull
+independently. All S owners have equal parts of every bucket, so one owner is simulated: each worker pushes it the S-th
+part of a bucket, and the worker's port counts S such messages. The owner handles pushes in the order of their arrival.
+Workers that serve count as owners with ports of their own.
 
-Not simulated: what the interpreter takes between layers, and a port that a more urgent exchange leaves idle because
-another rank is behind.
+Not simulated: the interpreter's time between layers, and ports that idle during an urgent exchange because another
+rank is late.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ from .settings import (
 )
 
 _APART_BEFORE, _APART_COUNTED, _APART_DRAWN = 5, 12, 60
-"""Steps of the slowest worker until it counts, and those that count, where workers are held up at random as well."""
+"""Steps of the slowest worker that are skipped, and those that count: without and with random delays."""
 
 
 _MOST_WORKERS = 128
 
 
 class Apart:
-    """Workers that push and pull by themselves; raises UsageError for more than can be simulated in good time."""
+    """The simulation of workers that push and pull independently. Raises UsageError for too many workers."""
 
     def __init__(self, setting: Setting, model: Model, habits: Habits) -> None:
         if setting.workers > _MOST_WORKERS:
             raise UsageError(
-                f"{setting.strategy}: workers that push by themselves are simulated one by one, and {setting.workers}"
-                f" take too long: predict up to {_MOST_WORKERS}"
+                f"{setting.strategy}: asynchronous workers are simulated one by one, which takes too long for"
+                f" {setting.workers}: predict up to {_MOST_WORKERS}"
             )
         self._setting, self._model = setting, model
         self._cluster, self._workers = setting.cluster, range(setting.workers)
         self._laid = lay_out(setting, model)
         self._schedule = setting.strategy.schedule_object()
-        # A pull is an operation of its own in a run: a push that awaits one keeps no other from going.
+        # In a run a pull is an operation of its own, so a push that waits for its pull blocks no other push.
         self._in_flight = habits.in_flight or len(self._laid.buckets) * setting.workers
         self._clock = Clock()
         roles = setting.strategy.roles
@@ -92,14 +92,14 @@ class Apart:
         self._parts = range(len(self._laid.buckets)) if by_bucket else (ALL,)
         self._ledger = Ledger(setting.workers, setting.strategy.sync_mode(), tuple(self._parts))
         self._left = [[len(self._laid.buckets)] for _ in self._workers]
-        self._pulls: dict[tuple[int, int], Call] = {}  # of a worker and a bucket, what is done when it has it
+        self._pulls: dict[tuple[int, int], Call] = {}  # by worker and bucket: the call at the end of its pull
         self._version = [0] * len(self._laid.buckets)
         self._sent = [[0] * len(self._laid.buckets) for _ in self._workers]
         self._staleness: Counter[int] = Counter()
         self._made = [self._worker(worker) for worker in self._workers]
 
     def run(self) -> Iteration:
-        """Simulate; an iteration is what so many workers together need for one each."""
+        """Simulate. The time of an iteration is the time in which all workers together make one step per worker."""
         counted = _APART_DRAWN if self._model.speed.jitter else _APART_COUNTED
         begun_s, begun = self._look(_APART_BEFORE)
         ended_s, ended = self._look(_APART_BEFORE + counted)
@@ -120,11 +120,11 @@ class Apart:
         )
 
     def _look(self, steps: int) -> tuple[float, list[int]]:
-        """When the slowest has made so many steps, and how many all have made then."""
+        """Run until the slowest worker has made ``steps``. Returns the time, and the steps of each worker."""
         self._clock.run(over=lambda: all(len(worker.spent.ends_s) >= steps for worker in self._made))
         made = [len(worker.spent.ends_s) for worker in self._made]
         if min(made) < steps:
-            raise UsageError(f"under {self._setting.strategy} the simulated training waits for what nothing leads to")
+            raise UsageError(f"under {self._setting.strategy} the simulated training deadlocks: please report this")
         return self._clock.now_s, made
 
     def _worker(self, worker: int) -> VirtualWorker:
@@ -136,20 +136,20 @@ class Apart:
         duties = duties_of(self._setting, self._model, self._laid)
         handed = Handed(operations.submit, lambda _: None)
         found = VirtualWorker(self._clock, duties, steps, handed, stretch_of(self._model, worker))
-        # Workers that begin together and are alike would do so forever, and share every port at the same time.
+        # Equal workers that start together would stay in step and always compete for the ports. Stagger their starts.
         begin_s = worker / len(self._workers) * self._model.computing_s
         self._clock.at(begin_s, partial(run, self._clock, found.iterations(), cores, operations))
         return found
 
     def _payload_bytes(self, number: int) -> float:
-        """What of a bucket is pushed."""
+        """The size of a push of this bucket."""
         bucket = self._laid.buckets[number]
         if self._setting.strategy.codec == NONE:
             return float(bucket.nbytes)
         parts = parts_of(self._setting.strategy.codec_object(), self._model.layers, bucket)
         return float(sum(part.codec.wire_bytes(part.state.spec)[0] for part in parts))
 
-    # One bucket of one worker: there, taken in, and back.
+    # The way of one worker's bucket: to the owner, through the update, and back.
 
     def _push(self, worker: int, submit: Submit, serial: int, ended: Call) -> None:
         bucket = submit.operation.bucket
@@ -161,7 +161,7 @@ class Apart:
         self._clock.after(encode_s, partial(self._fabric.send, worker, self._owner, nbytes, urgency, come))
 
     def _pushed(self, worker: int, bucket: int, clock: int) -> None:
-        """A bucket has come to the owner, which hears of it by itself, or of all of the step."""
+        """Charge the owner for a bucket that has arrived, and tell its ledger, per bucket or once per step."""
         taken_s = self._laid.buckets[bucket].nbytes / self._owners * self._codec.decode_s_per_byte
         taken_s += self._moving_s(self._payload[bucket] / self._owners)
         told = bucket
@@ -198,7 +198,7 @@ class Apart:
                     self._release(worker, bucket)
 
     def _release(self, worker: int, bucket: int) -> None:
-        """Copy what a worker shall have, and send it: updates that it has not, where these are less than all."""
+        """Copy and send weights to a worker: the updates that it lacks, or the whole bucket if that is smaller."""
         nbytes = self._laid.buckets[bucket].nbytes
         lag = self._version[bucket] - self._sent[worker][bucket]
         self._sent[worker][bucket] = self._version[bucket]
@@ -212,31 +212,31 @@ class Apart:
         self._serving.use(copied_s, send)
 
     def _moving_s(self, nbytes: float) -> float:
-        """What a message costs an owner's processor."""
+        """The processor time of an owner for a message."""
         return self._cluster.message_s + nbytes * self._cluster.byte_cpu_s
 
 
 _BEFORE, _COUNTED = 3, 4
-"""Iterations until one is like the one before, and those of which the mean counts, of which a period may need more."""
+"""Iterations that are skipped until they repeat, and the number whose mean counts, rounded up to whole periods."""
 
 _DRAWN = 40
-"""Those that count where workers are held up at random."""
+"""The number of iterations whose mean counts with random delays."""
 
 _TICKET_BYTES = 32
-"""What a worker shows the others before anything of a step goes."""
+"""The size of the ticket that a worker sends to the others before the operations of a step."""
 
 _STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "other_s")
 
 
 def simulate(setting: Setting, model: Model, habits: Habits = OURS) -> Iteration:
-    """The iterations of a training, in the mean of some after the first ones."""
+    """Simulate a training. Returns the mean of some iterations after the first ones."""
     if setting.alone:
         return Apart(setting, model, habits).run()
     return Together(setting, model, habits).run()
 
 
 class Together:
-    """Workers that come together in each of their exchanges."""
+    """The simulation of workers that all take part in each exchange."""
 
     def __init__(self, setting: Setting, model: Model, habits: Habits) -> None:
         self._setting, self._model, self._habits = setting, model, habits
@@ -254,7 +254,7 @@ class Together:
         self._workers = [self._worker(rank) for rank in range(1 if alone else setting.workers)]
 
     def run(self) -> Iteration:
-        """Simulate; raises UsageError where the training gets stuck."""
+        """Simulate. Raises UsageError if the training deadlocks."""
         least = _DRAWN if self._model.speed.jitter else _COUNTED
         period = period_of(self._setting.strategy.sync_mode(), self._setting.workers)
         before, counted = (1, 1) if self._repeats else (_BEFORE, -(-least // period) * period)
@@ -272,34 +272,34 @@ class Together:
         return Iteration(busy_s=busy, staleness={}, **means)
 
     def _begin(self, exchanges: Exchanges) -> Begin:
-        """What sets operations going."""
+        """The function that starts an operation on the resources."""
         measured = self._setting.measured is not None
         chains = partial(measured_chains, self._setting, self._laid) if measured else exchanges.chains
         return Chains(self._clock, self._resources, chains)
 
     @property
     def _all_in_all(self) -> bool:
-        """Whether all workers wait for all in every step."""
+        """Whether all workers wait for each other in every step."""
         mode = self._setting.strategy.sync_mode()
         return mode.merges and not isinstance(mode, Averages | Mixes) and not backup_of(mode)
 
     @property
     def _repeats(self) -> bool:
-        """Whether nothing of an iteration reaches into the next, so that each is like the first."""
+        """Whether no iteration overlaps the next, so that all are equal."""
         alike = self._model.alike and not self._model.batches.prefetch
         return self._schedule.apply == "step" and self._all_in_all and alike
 
     @property
     def _begin_together(self) -> bool:
-        """Whether all workers begin every step at the same time, and compute beside nobody who is done already."""
+        """Whether all workers start each step at the same time and never compete for cores."""
         return self._schedule.apply != "next_step" and self._all_in_all and self._setting.cluster.cores is None
 
     def _look(self, iterations: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Where time has gone when all have made so many iterations: the slowest worker's, and that of resources."""
+        """Run until all have made ``iterations``. Returns the times of the slowest worker and of the resources."""
         self._clock.run(over=lambda: all(len(worker.spent.ends_s) >= iterations for worker in self._workers))
         last = max((worker.spent for worker in self._workers), key=lambda spent: spent.forward_s + spent.backward_s)
         if len(last.ends_s) < iterations:
-            raise UsageError(f"under {self._setting.strategy} the simulated training waits for what nothing leads to")
+            raise UsageError(f"under {self._setting.strategy} the simulated training deadlocks: please report this")
         stages = {name: getattr(last, name) for name in _STAGES}
         busy_s = {name: resource.busy_s for name, resource in self._resources.items()}
         return {"iteration_s": last.ends_s[iterations - 1], "exposed_s": last.waited_s, **stages}, busy_s
@@ -321,7 +321,7 @@ class Together:
             self._operations.opens_s = self._clock.now_s + agreeing_s(self._setting)
 
     def _all_have_come(self, what: object) -> bool:
-        """Whether the last of the simulated workers has come to something, which it then sets going."""
+        """Count the arrival of a simulated worker. True for the last one, which then starts the operation."""
         came = self._met.pop(what, 0) + 1
         if came < len(self._workers):
             self._met[what] = came
@@ -329,35 +329,35 @@ class Together:
 
 
 class Slowest:
-    """What the times of a step's layers are multiplied by on whoever is the slowest of so many workers in it."""
+    """The factor on the times of a step's layers, on the slowest of all workers in that step."""
 
     def __init__(self, model: Model, workers: int) -> None:
         self._stretches = [stretch_of(model, rank) for rank in range(workers)]
         self._steps: list[list[float]] = []
 
     def __call__(self, step: int) -> float:
-        """That of the next step."""
+        """The factor of the next step; steps follow each other."""
         self._steps.append([stretch(step) for stretch in self._stretches])
         return max(self._steps[-1])
 
     def waits(self, begin: int, end: int) -> float:
-        """How much more that is, in the mean of some steps, than for the worker that computes longest in them."""
+        """The mean excess of the slowest worker per step over the one worker that is slowest over all these steps."""
         steps = self._steps[begin:end]
         return (sum(map(max, steps)) - max(map(sum, zip(*steps, strict=True)))) / len(steps)
 
 
 def measured_chains(setting: Setting, laid: Laid, operation: BucketPhase) -> Sequence[Chain]:
-    """An exchange that lasts as long as somebody has measured; raises UsageError for all but plain allreduces."""
+    """An exchange that takes its measured time. Raises UsageError if it is not a plain allreduce."""
     strategy = setting.strategy
     if setting.measured is None or strategy.server_holds_weights or strategy.codec != NONE:
-        raise UsageError(f"what was measured is a plain allreduce, and {strategy} is none: take ring, say")
+        raise UsageError(f"the measured times are of a plain allreduce, unlike {strategy}: use ring, for example")
     if operation.phase != "allreduce":
-        raise UsageError(f"what was measured is a whole allreduce, which {strategy} halves: take wait_free, say")
+        raise UsageError(f"the measured times are of a whole allreduce, which {strategy} halves: use wait_free")
     return [[Stage("port", setting.measured(laid.buckets[operation.bucket].nbytes))]]
 
 
 def resources_of(setting: Setting, clock: Clock, machines: Machines) -> dict[str, Used]:
-    """What the exchanges of a setting use."""
+    """The resources that the exchanges of a setting use, by name (see ``settings``)."""
     found: dict[str, Used] = {name: Resource(clock, ranked=True) for name in ("port", "back", "inside")}
     found["cores"] = machines.all_workers()
     found["serving"] = machines.serving(0) if setting.placement.group.servers else found["cores"]
@@ -365,7 +365,7 @@ def resources_of(setting: Setting, clock: Clock, machines: Machines) -> dict[str
 
 
 def agreeing_s(setting: Setting) -> float:
-    """Until each worker has what all others show it at the beginning of a step: a small message to everyone."""
+    """The seconds of the exchange of tickets at the start of a step: a small message from each worker to all others."""
     cluster, per_host, others = setting.cluster, setting.placement.per_host, setting.workers - 1
     far = others - (per_host - 1 if cluster.inside is not None else 0)
     sent_s = per_host * far * cluster.between.busy_s(_TICKET_BYTES) / cluster.ports_per_host

@@ -1,16 +1,16 @@
-"""Networks by name, from a file, or written out: their constants, and what predictions are off by.
+"""Loads networks by name, from a file or from constants in a text, and the known error of predictions on them.
 
-Owns the ready-made files in ``networks/``, the format of such files, the short form ``alpha=45us,beta=1.2ns``, LogGP's
-constants, which stand for those of a link wherever these may be given, and the files in ``measured/``. Does not know
-what other constants are called or mean (``costs.cluster``).
+Owns the ready-made files in ``networks/``, the file format, the short form ``alpha=45us,beta=1.2ns``, LogGP's constants
+(an alternative to a link's constants everywhere), and the files in ``measured/``. ``costs.cluster`` defines the names
+and meanings of the other constants.
 
-A network's file is JSON: ``name``, ``about``, ``source`` and ``date``, if need be ``topology``, ``ports_per_host``,
-``per_host``, ``cores`` and ``one_machine``, and ``constants``, each by its name with ``value``, ``low``, ``high``,
+A network's file is JSON: ``name``, ``about``, ``source`` and ``date``; optionally ``topology``, ``ports_per_host``,
+``per_host``, ``cores`` and ``one_machine``; and ``constants`` by name, each with ``value``, ``low``, ``high``,
 ``measured`` and ``source``. Values are seconds, as numbers or with a unit.
 
-A file in ``measured/`` is named as its network and has predictions beside measurements that nothing was fitted on:
-``source``, ``date``, ``fitted`` (on what the constants were) and ``rows``, each with ``workload``, ``strategy``,
-``workers``, ``measured_s`` and ``predicted_s``.
+A file in ``measured/`` has the name of its network, and holds out-of-sample measurements with their predictions:
+``source``, ``date``, ``fitted`` (the measurements that the constants were fitted to) and ``rows``, each with
+``workload``, ``strategy``, ``workers``, ``measured_s`` and ``predicted_s``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from syncline.nouns import Rate, Seconds
 from syncline.strategy.grammar import nearest, read_list, read_value
 
 USUAL = 0.9
-"""The share of measurements that an interval is to hold."""
+"""The share of measurements that an interval should contain."""
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """How far predictions are from measurements, as shares of these: in the mean, at worst, and ``usual`` for most."""
+    """The relative errors of predictions on held-out measurements: mean, worst, and the ``USUAL`` quantile."""
 
     network: str
     count: int
@@ -49,7 +49,7 @@ class Holdout:
 
 
 def holdout_of(network: str) -> Holdout | None:
-    """The error on a network; None where it was never measured. Raises DataError for a file that says nothing."""
+    """The prediction error on a network; None if never measured. Raises DataError for an unreadable file."""
     path = resources.files(__package__) / "measured" / f"{network}.json"
     if "/" in network or not path.is_file():
         return None
@@ -57,13 +57,13 @@ def holdout_of(network: str) -> Holdout | None:
 
 
 def parse_holdout(text: str, network: str) -> Holdout | None:
-    """The error that the text of a file tells; None where it has no rows."""
+    """The prediction error from the text of a file; None if it has no rows. Raises DataError if it is malformed."""
     try:
         data = json.loads(text)
         pairs = [(float(row["predicted_s"]), float(row["measured_s"])) for row in data["rows"]]
         texts = {name: str(data.get(name, "")) for name in ("source", "date", "fitted")}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise DataError(f"the measurements of {network} are none: {error!r}") from None
+        raise DataError(f"the file of measurements of {network} is malformed: {error!r}") from None
     if not pairs:
         return None
     errors = np.array([abs(predicted / measured - 1) for predicted, measured in pairs])
@@ -84,9 +84,9 @@ def network_names() -> tuple[str, ...]:
 
 
 def load_network(text: str) -> Cluster:
-    """The cluster that a text names, that the file it names describes, or that it writes out.
+    """The cluster from a ready-made network's name, a file's path, or constants.
 
-    Raises UsageError, naming the nearest, for a name that does not exist, DataError for a file that is no network.
+    Raises UsageError, with the nearest name, for an unknown one, and DataError for a malformed file.
     """
     if "=" in text:
         return inline(text)
@@ -109,16 +109,16 @@ def _content(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise DataError(
-            f"{path} is no network: it is no text; give a JSON file such as `syncline calibrate -o` writes"
+            f"{path} is no network: it is not a text file; give a JSON file such as `syncline calibrate -o` writes"
         ) from None
 
 
 def inline(text: str) -> Cluster:
-    """The cluster of ``alpha=45us,beta=1.2ns,gamma=2.5ns``: seconds per message, per byte sent, per byte reduced.
+    """The cluster from a text such as ``alpha=45us,beta=1.2ns,gamma=2.5ns``.
 
-    ``rate=10Gbit`` says ``beta`` in another way, and ``L=5us,o=2us,g=3us,G=1ns`` all of a link in LogGP's; other
-    constants go by their names, as in ``inside.alpha=2us``, and so do ``topology``, ``ports_per_host``, ``per_host``
-    and ``cores``.
+    These are the seconds per message, per byte sent and per byte reduced. ``rate=10Gbit`` is another form of ``beta``,
+    and LogGP's ``L=5us,o=2us,g=3us,G=1ns`` describes a whole link. Other constants have their full names, such as
+    ``inside.alpha=2us``; ``topology``, ``ports_per_host``, ``per_host`` and ``cores`` are allowed too.
     """
     constants: dict[str, Constant] = {}
     shape: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def inline(text: str) -> Cluster:
         key, given, value = _halves(item)
         name = "between.beta" if key == "rate" else _SHORT.get(key, key)
         if not given or name in constants or key in shape:
-            raise UsageError(f"network {text!r}: {item!r} is not KEY=VALUE, or says {key} again")
+            raise UsageError(f"network {text!r}: {item!r} is not KEY=VALUE, or repeats {key}")
         if key == "topology":
             shape[key] = topology_of(value)
         elif key in _SHAPE:
@@ -137,7 +137,7 @@ def inline(text: str) -> Cluster:
 
 
 def _halves(item: str) -> tuple[str, str, str]:
-    """What stands before and behind the first equals sign outside brackets, which codecs' arguments have as well."""
+    """Split at the first equals sign outside brackets, because the arguments of codecs have equals signs too."""
     depth = 0
     for at, letter in enumerate(item):
         depth += (letter == "(") - (letter == ")")
@@ -151,16 +151,16 @@ def _given_s(key: str, value: str) -> float:
         return float(read_value(value, Seconds, key))
     rate: float = read_value(value, Rate, key)
     if rate <= 0:
-        raise UsageError(f"rate is above 0 bit/s, got {value!r}")
+        raise UsageError(f"rate must be above 0 bit/s, got {value!r}")
     return 8 / rate
 
 
 def parse_network(text: str, where: str) -> Cluster:
-    """The cluster that the text of a file describes; raises DataError, which names ``where``."""
+    """The cluster from the text of a file. Raises DataError, which names ``where``, if the text is malformed."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no network: its JSON ends at {error}") from None
+        raise DataError(f"{where} is no network: its JSON is invalid: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("constants"), dict):
         raise DataError(f"{where} is no network: it needs constants, as {{'between.alpha': {{'value': '45us'}}, ...}}")
     _only(data, _KEYS, where)
@@ -176,7 +176,7 @@ def parse_network(text: str, where: str) -> Cluster:
 
 
 def to_json(cluster: Cluster) -> str:
-    """The text of a file that describes a cluster: what ``parse_network`` reads back."""
+    """The text of the file of a cluster; ``parse_network`` is the inverse."""
     content: dict[str, Any] = {key: getattr(cluster, key) for key in _KEYS if key not in ("topology", "constants")}
     content["topology"] = str(cluster.topology)
     content["constants"] = {
@@ -189,16 +189,16 @@ def to_json(cluster: Cluster) -> str:
 def _shape(key: str, held: Any) -> Any:
     if key == "one_machine":
         if not isinstance(held, bool):
-            raise UsageError(f"{key} is true or false, got {held!r}")
+            raise UsageError(f"{key} must be true or false, got {held!r}")
     elif type(held) is not int and (key != "cores" or held is not None):
-        raise UsageError(f"{key} is a whole number, got {held!r}: give one, or leave it out")
+        raise UsageError(f"{key} must be a whole number, got {held!r}: give one, or leave it out")
     return held
 
 
 def _text(data: Mapping[str, Any], key: str, default: str = "") -> str:
     held = data.get(key, default)
     if not isinstance(held, str):
-        raise UsageError(f"{key} is a text in quotes, got {held!r}")
+        raise UsageError(f"{key} must be a text in quotes, got {held!r}")
     return held
 
 
@@ -210,7 +210,7 @@ def _constant(key: str, held: Any) -> Constant:
     measured = held.get("measured", False)
     try:
         if not isinstance(measured, bool):
-            raise UsageError(f"measured is true or false, got {measured!r}")
+            raise UsageError(f"measured must be true or false, got {measured!r}")
         return Constant(_seconds(held["value"], key), low, high, measured, _text(held, "source"))
     except UsageError as error:
         raise UsageError(f"{key}: {error}") from None
@@ -220,32 +220,32 @@ def _seconds(held: Any, key: str) -> float:
     if isinstance(held, str):
         return float(read_value(held, Seconds, key))
     if isinstance(held, bool) or not isinstance(held, int | float):
-        raise UsageError(f"{key} is seconds, as a number or with a unit, got {held!r}")
+        raise UsageError(f"{key} must be seconds, as a number or with a unit, got {held!r}")
     try:
         return float(held)
     except OverflowError:
-        raise UsageError(f"{key} is a finite number of seconds, got one of more digits than any") from None
+        raise UsageError(f"{key} must be a finite number of seconds, got a number with too many digits") from None
 
 
 def _with_links(constants: Mapping[str, Constant]) -> dict[str, Constant]:
-    """The constants with alpha, beta and flight in place of LogGP's L, o, g and G, where these are given."""
+    """The constants, with LogGP's L, o, g and G replaced by alpha, beta and flight."""
     found = dict(constants)
     for end in ("between", "inside"):
         given = {name: found.pop(f"{end}.{name}") for name in _LOGGP if f"{end}.{name}" in found}
         if not given:
             continue
         if missing := [name for name in _LOGGP if name not in given]:
-            raise UsageError(f"{end}.{missing[0]} is missing: LogGP's constants are L, o, g and G, give all four")
+            raise UsageError(f"{end}.{missing[0]} is missing: LogGP's constants are L, o, g and G; give all four")
         if beside := [key for key in found if key.startswith(f"{end}.")]:
             raise UsageError(
-                f"{beside[0]} is given beside LogGP's {end}.L, o, g and G, which stand for it: leave one out"
+                f"{beside[0]} and LogGP's {end}.L, o, g and G describe the same link: leave one of the two out"
             )
         found |= {f"{end}.{name}": constant for name, constant in _link_of(list(given.values())).items()}
     return found
 
 
 def _link_of(given: Sequence[Constant]) -> dict[str, Constant]:
-    """Alpha, beta and flight from L, o, g and G; each grows or falls with each of these, so ranges end in corners."""
+    """Alpha, beta and flight from L, o, g and G. They are monotonic in each, so their ranges end at the corners."""
     corners = [loggp(*values) for values in ([one.value for one in given], *product(*(one.range for one in given)))]
     measured = all(one.measured for one in given)
     source = "; ".join(dict.fromkeys(one.source for one in given if one.source))

@@ -1,8 +1,8 @@
-"""Predictions as rows: a workload under strategies, on numbers of workers of networks, each with its interval.
+"""Makes the rows of a prediction: one per strategy, number of workers and network, each with an interval.
 
-Owns the order of things, and what a reader has to know beside rows: where scaling ends, which strategy wins where, what
-is assumed, and what a prediction cannot depend on although it was varied. Does not know how anything is simulated
-(``iterations``) or varied (``vary``).
+Owns the sequence of a prediction and its remarks: the number of workers where scaling ends, the fastest strategies, the
+assumptions, and the inputs that have no effect. ``iterations`` simulates, and ``vary`` repeats simulations with other
+constants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .vary import SHARED, Found, Varied, break_even, unranged
 
 
 def predict(asked: Question) -> Prediction:
-    """Everything that is asked for. Simulates every row some ten to thirty times, so takes seconds for each row."""
+    """Predict all rows. Each row takes some ten to thirty simulations, which need seconds."""
     single_s = {cluster.name: single_worker_s(asked.model, cluster) for cluster in asked.clusters}
     held_out = [holdout_of(cluster.name) if cluster.ready_made else None for cluster in asked.clusters]
     cases: list[tuple[Predicted, Varied]] = []
@@ -59,7 +59,7 @@ def predict(asked: Question) -> Prediction:
 
 
 def single_worker_s(model: Model, cluster: Cluster) -> float:
-    """The iteration of one worker, which exchanges nothing."""
+    """The iteration time of a single worker, which exchanges nothing."""
     alone = cluster.replaced(dict.fromkeys(("bucket", "message"), 0.0))
     even = replace(model, speed=replace(model.speed, slow_rank=None, slowdown=1.0))
     setting = setting_of(Strategy.parse("ring schedule=fifo"), alone, 1)
@@ -104,7 +104,7 @@ def _row(
 
 
 def sent_bytes(setting: Setting, model: Model) -> float | None:
-    """What a worker sends in an iteration, in the mean; None where not every step exchanges all gradients."""
+    """The mean bytes that a worker sends per iteration; None if some steps do not exchange all gradients."""
     mode = setting.strategy.sync_mode()
     if setting.alone or not mode.merges or hasattr(mode, "averages"):
         return None
@@ -122,14 +122,14 @@ def _all_stated(clusters: Sequence[Cluster]) -> tuple[Stated, ...]:
 
 
 KNEE = 1.5
-"""Throughput of twice the workers: one more doubling that brings less than this many times brings too little."""
+"""Scaling ends where a doubling of the workers multiplies the throughput by less than this."""
 
 
 def knees(rows: Sequence[Predicted]) -> Found:
-    """By network and strategy: the workers from which a doubling brings less than ``KNEE`` times the throughput.
+    """For each network and strategy, the number of workers where scaling ends: see ``KNEE``.
 
-    Between numbers that are no doubling of each other the same exponent counts. ``workers`` is None where there is no
-    such number among those asked for.
+    Between numbers of workers that are not doublings, the factor is raised to the number of doublings. ``workers`` is
+    None if scaling does not end within the predicted numbers.
     """
     found = []
     for (network, requested), its in _by(rows, lambda row: (row.network, row.requested)):
@@ -147,7 +147,7 @@ def knees(rows: Sequence[Predicted]) -> Found:
 
 
 def winners(rows: Sequence[Predicted]) -> Found:
-    """By network and number of workers: the fastest strategy, and whether its interval ends before all others begin."""
+    """For each network and number of workers, the fastest strategy. It is clear if its interval is below all others."""
     found = []
     for (network, workers), its in _by(rows, lambda row: (row.network, row.workers)):
         best, *others = sorted(its, key=lambda row: row.iteration_s)
@@ -165,19 +165,19 @@ def _by(
 
 
 NOTHING = 0.001
-"""The share of an iteration below which a change of it is none."""
+"""The share of an iteration below which a change counts as no effect."""
 
 
 Cases = Sequence[tuple[Predicted, Varied]]
 
 
 def remarks(asked: Question, cases: Cases, held_out: Sequence[Holdout | None]) -> list[str]:
-    """All of them, those on what was varied in vain first."""
+    """All remarks, first those on strategies or networks with equal predictions."""
     networks = [cluster.name for cluster in asked.clusters]
     strategies = list(dict.fromkeys(row.requested for row, _ in cases))
     found = [
-        *_alike(cases, "network", networks, "nothing here depends on what they differ by"),
-        *_alike(cases, "requested", strategies, "the model knows no difference between them here"),
+        *_alike(cases, "network", networks, "no row depends on their differences"),
+        *_alike(cases, "requested", strategies, "the model makes no difference between them here"),
     ]
     for cluster, holdout in zip(asked.clusters, held_out, strict=True):
         its = [(row, varied) for row, varied in cases if row.network == cluster.name]
@@ -191,7 +191,7 @@ def remarks(asked: Question, cases: Cases, held_out: Sequence[Holdout | None]) -
 def _alike(cases: Cases, what: str, names: Sequence[str], why: str) -> Iterator[str]:
     for first, second in combinations(names, 2):
         if _times(cases, what, first) == _times(cases, what, second):
-            yield f"{first} and {second} are predicted alike: {why}."
+            yield f"{first} and {second} have equal predictions: {why}."
 
 
 def _times(cases: Cases, what: str, name: str) -> list[str]:
@@ -199,18 +199,18 @@ def _times(cases: Cases, what: str, name: str) -> list[str]:
 
 
 def _in_vain(cluster: Cluster, cases: Cases) -> Iterator[str]:
-    """Constants that were given, or a topology, on which nothing depends."""
+    """Remarks on given constants, or a topology, that have no effect on any row."""
     given = [name for name, one in cluster.constants.items() if one.source == "given" and one.value > 0]
     idle = [name for name in given if not any(_matters(varied, name) for _, varied in cases)]
     if idle:
         yield (
-            f"{cluster.name}: no row depends on {', '.join(idle)}: twice as much changes no iteration by"
+            f"{cluster.name}: no row depends on {', '.join(idle)}: a doubled value changes no iteration by"
             f" {100 * NOTHING:g} %."
         )
     if not isinstance(cluster.topology, Switch) and not any(
         varied.would_save_s.get(SHARED, 0.0) > NOTHING * row.iteration_s for row, varied in cases
     ):
-        yield f"{cluster.name}: no row depends on the topology {cluster.topology}: ports are busier than its links."
+        yield f"{cluster.name}: no row depends on the topology {cluster.topology}: the ports are busier than the links."
 
 
 def _matters(varied: Varied, name: str) -> bool:
@@ -224,11 +224,11 @@ def _matters(varied: Varied, name: str) -> bool:
 def _hosts(asked: Question, cluster: Cluster, cases: Cases) -> Iterator[str]:
     if cluster.inside is None and any(row.per_node > 1 for row, _ in cases):
         yield (
-            f"{cluster.name} has no constants of links inside hosts: ranks of one host are predicted to talk over its"
-            " port, as if they were on others; give inside.alpha and inside.beta."
+            f"{cluster.name} has no constants of links inside hosts: messages between ranks of one host are assumed to"
+            " pass the host's port; give inside.alpha and inside.beta."
         )
     if asked.per_node is None and cluster.per_host > 1:
-        yield f"{cluster.name} has {cluster.per_host} workers on each host, unless --per-node says otherwise."
+        yield f"{cluster.name} has {cluster.per_host} workers on each host; --per-node changes that."
 
 
 def _assumed(cluster: Cluster, cases: Cases) -> Iterator[str]:
@@ -236,30 +236,30 @@ def _assumed(cluster: Cluster, cases: Cases) -> Iterator[str]:
     free = sorted(text for codec in codecs if (text := write("codecs", codec)) not in cluster.codecs)
     if free:
         yield (
-            f"{cluster.name} does not say what {', '.join(free)} cost: encoding and decoding are assumed to take no"
-            " time, so these rows are the least they can be; `syncline bench codecs` measures them."
+            f"{cluster.name} has no costs of {', '.join(free)}: encoding and decoding are assumed to take no time, so"
+            " these rows are lower bounds; `syncline bench codecs` measures the costs."
         )
     if not cluster.constants.get("update"):
-        yield f"{cluster.name} does not say what an update costs: it is assumed to take no time."
+        yield f"{cluster.name} has no cost of an update: it is assumed to take no time."
     assumed = [name for name, one in cluster.constants.items() if not one.measured and one.source != "given"]
     if assumed:
         yield f"{cluster.name}: assumed and not measured: {', '.join(assumed)}."
     if bare := unranged(cluster):
-        yield f"{cluster.name}: intervals know nothing of what {', '.join(bare)} may be: no range is known."
+        yield f"{cluster.name}: the intervals exclude the uncertainty of {', '.join(bare)}, whose range is unknown."
 
 
 def _error(cluster: Cluster, holdout: Holdout | None) -> str:
     if holdout is None:
         return (
-            f"{cluster.name}: no measurements of this network to hold the model against; intervals have the"
-            " constants' ranges only."
+            f"{cluster.name}: no measurements of this network exist to test the model; the intervals contain only the"
+            " constants' ranges."
         )
     fitted = f"; constants were fitted on {holdout.fitted}" if holdout.fitted else ""
     return (
-        f"{cluster.name}: on {holdout.count} measurements that nothing was fitted on the model is off by"
-        f" {100 * holdout.mean:.1f} % in the mean and {100 * holdout.worst:.1f} % at worst ({holdout.source},"
-        f" {holdout.date}{fitted}); intervals are wider by the {100 * holdout.usual:.1f} % that {100 * USUAL:g} % of"
-        " them keep to."
+        f"{cluster.name}: on {holdout.count} held-out measurements the error of the model is"
+        f" {100 * holdout.mean:.1f} % on average and {100 * holdout.worst:.1f} % at worst ({holdout.source},"
+        f" {holdout.date}{fitted}); the intervals include {100 * holdout.usual:.1f} %, the error that"
+        f" {100 * USUAL:g} % of them do not exceed."
     )
 
 
@@ -277,9 +277,9 @@ def workload(
     report_path: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Predict a workload, print the table and write the files; raises UsageError before anything is simulated.
+    """Predict a workload, print the table and write the files. Raises UsageError before the first simulation.
 
-    ``origin`` says in the files where, when and with which code they were made.
+    ``origin`` comes from ``machine.provenance`` and becomes part of the files.
     """
     target, page = result_paths({"--json": json_path, "--report": report_path})
     asked = question(text, networks, worker_counts(workers), strategies, per_node, price, epoch_images)

@@ -1,21 +1,20 @@
-"""A strategy as it runs on so many workers of a cluster: layers, buckets, and what their exchanges take.
+"""A strategy on a number of workers of a cluster: its layers and buckets, and the times of their exchanges.
 
-Owns the way from a workload to a model, from a strategy to processes on hosts, and from the strategy's parts to seconds
-on resources. Knows no clock: ``iterations`` puts on one what is found here.
+Owns the conversion of a workload to a model, of a strategy to processes on hosts, and of the strategy's parts to
+seconds on resources. Has no clock: ``iterations`` runs these stages on one.
 
-Where all workers are alike one stands for all: a stage of an exchange lasts as long as it does for whoever is busiest.
-The resources are
+If all workers are alike, one is simulated: a stage of an exchange takes as long as on the busiest rank. Resources:
 
-    port     the busiest host's port, while gradients go to where they are summed, and results that go the same way
-    back     its other direction, in which servers of their own answer: pulls pass pushes
-    inside   what connects the ranks of a host
-    cores    a rank's share of its host's cores, with a lane for the thread that moves messages and one for training
-    serving  a server's cores, where servers are processes of their own
+    port     the busiest host's port in the direction of gradients, and of results without separate servers
+    back     the port's other direction, in which separate servers answer while pushes continue
+    inside   the links between the ranks of a host
+    cores    a rank's share of its host's cores, with a lane for the engine's thread and one for training
+    serving  a server's cores, if servers are separate processes
 
-Of an exchange the port is busy with its messages; adding follows, and what is left is latency, which passes beside
-other exchanges: flights, and what steps whose busiest ports are not the same take one after the other. What messages
-and bytes cost a processor goes on beside the port. Compressed buckets go in pieces, as ``compression.reducers`` cuts
-them: one is encoded while another travels.
+The messages of an exchange occupy the port; the additions follow. The rest is latency, during which other exchanges
+proceed: flights, and the extra time if the busiest port differs from step to step. The processor time of messages and
+bytes runs in parallel to the port. Compressed buckets travel in the pieces of ``compression.reducers``: one piece is
+encoded while another is sent.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _AT_ONCE = Batches()
 
 @dataclass(frozen=True)
 class Model:
-    """What a worker computes in an iteration, and on how many samples: parts of layers in forward order."""
+    """The computation of a worker's iteration: its stretches in forward order, tensors, and samples per batch."""
 
     name: str
     parts: tuple[Stretch, ...]
@@ -90,10 +89,10 @@ class Model:
 
 
 def model_of(workload: Workload) -> Model:
-    """The model of a workload whose layers have times; raises UsageError, with the remedy, for one that computes."""
+    """The model of a workload with a trace. Raises UsageError, with the remedy, for a workload without one."""
     if workload.trace is None:
         raise UsageError(
-            f"the workload {workload.name} computes, and how long its layers take on a worker is not known: record a"
+            f"the times of the layers of the workload {workload.name} are unknown, because it is no replay: record a"
             " trace of it with `syncline record -o FILE.csv SCRIPT` and predict trace:FILE.csv"
         )
     pipeline = workload.pipeline
@@ -102,7 +101,7 @@ def model_of(workload: Workload) -> Model:
 
 
 def traced(name: str, trace: Trace, batch: int, batches: Batches = _AT_ONCE, speed: Speed = EVEN) -> Model:
-    """The model of a trace."""
+    """The model of a trace, stretched to the workload's least step time."""
     parts: list[Stretch] = []
     layers: list[Layer] = []
     stretch = speed.least_s(trace.total_s) / trace.total_s if trace.total_s > 0 else 1.0
@@ -110,7 +109,8 @@ def traced(name: str, trace: Trace, batch: int, batches: Batches = _AT_ONCE, spe
         tensors = tuple(range(len(layers), len(layers) + len(one.tensors)))
         parts.append(Stretch(one.forward_s * stretch, one.backward_s * stretch, tensors))
         for number, spec in enumerate(one.tensors):
-            # Schedules read times by tensor: the layer's are those of the first of its tensors that is ready.
+            # Schedules read times per tensor: the forward time goes to a layer's first tensor, the backward time to
+            # the last one, whose gradient is ready first.
             last = number == len(one.tensors) - 1
             named = replace(spec, name=f"{one.name}.{spec.name}")
             layers.append(Layer(named, parts[-1].forward_s * (number == 0), parts[-1].backward_s * last))
@@ -123,11 +123,11 @@ Half = Literal["both", "push", "pull"]
 _HALVES: tuple[Half, Half] = ("push", "pull")
 
 Sketch = tuple[Outline | Summed, ...]
-"""What travels for a piece, step by step."""
+"""The traffic of a piece, step by step."""
 
 
 class Exchanges:
-    """The exchanges of a model's buckets in a setting."""
+    """The stages and the traffic of the exchanges of a model's buckets in a setting."""
 
     def __init__(self, setting: Setting, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
         self.strategy, self.cluster, self.placement = setting.strategy, setting.cluster, setting.placement
@@ -136,7 +136,7 @@ class Exchanges:
         self._found: dict[tuple[int, Phase, int], Sequence[Chain]] = {}
 
     def chains(self, operation: BucketPhase) -> Sequence[Chain]:
-        """The chains of one operation of one bucket, that of all workers together."""
+        """The chains of stages of one operation on one bucket, in which all workers take part."""
         key = operation.bucket, operation.phase, operation.step % self._period
         found = self._found.get(key)
         if found is None:
@@ -145,7 +145,7 @@ class Exchanges:
 
     @cached_property
     def _period(self) -> int:
-        """After how many steps who exchanges with whom is as before."""
+        """The number of steps after which the exchanges repeat."""
         return period_of(self._mode, self.group.workers)
 
     def _chains(self, operation: BucketPhase) -> Sequence[Chain]:
@@ -159,7 +159,7 @@ class Exchanges:
         return self._summed(self.plan(operation.phase), bucket.nbytes)
 
     def sent_bytes(self, bucket: Bucket) -> float:
-        """What a worker sends for a bucket, in the mean over workers."""
+        """The bytes that a worker sends for a bucket, averaged over the workers."""
         if self.strategy.server_holds_weights:
             return sum(half.sent_bytes for half in self._halves(bucket))
         if isinstance(self._mode, Mixes):
@@ -169,7 +169,7 @@ class Exchanges:
             return sum(self._piece_load(piece).sent_bytes for piece in self._pieces("both", bucket))
         return self._plan_load(self.plan("allreduce"), bucket.nbytes).sent_bytes
 
-    # Gradients as they are.
+    # Dense gradients.
 
     def _summed(self, plan: Plan, nbytes: float) -> list[Chain]:
         load = self._plan_load(plan, nbytes)
@@ -179,7 +179,7 @@ class Exchanges:
         ]
 
     def _moved(self, load: Load, resource: str = "port") -> list[Stage]:
-        """What has to pass before the bytes have come."""
+        """The stages until the bytes have arrived."""
         return [
             Stage(None, load.flight_s + load.turns_s),
             Stage("inside", load.inside_s),
@@ -187,7 +187,7 @@ class Exchanges:
         ]
 
     def _processor(self, load: Load, resource: str = "cores") -> Stage:
-        """What moving costs the thread that moves, of who is busiest."""
+        """The processor time of the engine's thread on the busiest rank."""
         cluster = self.cluster
         seconds = cluster.bucket_s + load.messages * cluster.message_s + load.moved_bytes * cluster.byte_cpu_s
         return Stage(resource, seconds, ENGINE)
@@ -196,17 +196,17 @@ class Exchanges:
         return plan_load(self.cluster, self.placement, plan, nbytes)
 
     def plan(self, phase: Phase) -> Plan:
-        """What sums gradients, or does one half of it."""
+        """The plan of the allreduce, or of one of its halves."""
         return self._plans[phase]
 
     @cached_property
     def _plans(self) -> dict[Phase, Plan]:
-        """The plan of the architecture and its halves; which strategies may halve theirs their rules have checked."""
+        """The plans by phase. The rules of strategies ensure that only plans with true halves are used as halves."""
         plan = self.strategy.plan(self.group)
         reduce_scatter, all_gather = _halved(plan)
         return {"allreduce": plan, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 
-    # Payloads.
+    # Compressed gradients.
 
     def _compressed(self, bucket: Bucket) -> list[Chain]:
         hosts, pieces = self.strategy.hosts(self.group), self._pieces("both", bucket)
@@ -221,7 +221,7 @@ class Exchanges:
         return [chain for piece in pieces for chain in self._piece(piece, first_s, rest_s)]
 
     def _piece(self, piece: Sketch, first_s: float, rest_s: float) -> list[Chain]:
-        """One piece: what is computed before its messages, these, and what is computed after the first of them."""
+        """The chains of one piece: the first encoding, the messages, and the remaining computation after them."""
         load = self._piece_load(piece)
         adding_s = load.added_bytes * self.cluster.gamma_s_per_byte
         return [
@@ -241,10 +241,10 @@ class Exchanges:
                 total = total.then(step.load(self.cluster))
         return total
 
-    # Weights that others hold, where all pushes are one update.
+    # Weights on servers, with all pushes in one update.
 
     def _pushed_and_pulled(self, bucket: Bucket) -> list[Chain]:
-        """A push, the owners' update, and the pull behind it."""
+        """The chains of a push, the owners' update and the pull."""
         push, pull = self._halves(bucket)
         updating = Stage("serving", self._owned(bucket.nbytes) * self.cluster.update_s_per_byte, TRAINING)
         encoded_s = self._codec_costs.encode_s_per_byte * bucket.nbytes
@@ -258,7 +258,7 @@ class Exchanges:
         wire = [Stage("cores", encoded_s, ENGINE), *to, adding, taken, updating, answered, *back]
         wire.append(Stage("cores", decoded_s, ENGINE))
         chains: list[Chain] = [wire, [self._processor(push.then(pull), "serving")]]
-        if self._apart:  # who is busiest is then a server, and workers have their own part to move
+        if self._apart:  # the chains above are of the busiest rank, a server: add the workers' own processor time
             pulled = pull.moved_bytes / max(1, self.group.workers) * max(1, len(self._owners))
             mine = Load(moved_bytes=push.sent_bytes + pulled, messages=2 * len(self._owners))
             chains.append([self._processor(mine)])
@@ -289,16 +289,16 @@ class Exchanges:
         return self.group.servers > 0
 
     def _owned(self, amount: float) -> float:
-        """The share of one owner."""
+        """One owner's share of an amount."""
         return amount / max(1, len(self._owners))
 
 
 _LONGEST = 1000
-"""No longer period of a sync mode is simulated."""
+"""The longest period of a sync mode that is simulated."""
 
 
 def period_of(mode: SyncMode, workers: int) -> int:
-    """After how many steps a mode that averages does as before, 1 for others; UsageError where that is too long."""
+    """The number of steps after which a mode that averages weights repeats, else 1. UsageError if it is too long."""
     if not isinstance(mode, Averages):
         return 1
     steps = list(islice(filter(mode.averages, range(_LONGEST, 3 * _LONGEST + 2)), 2))
@@ -307,7 +307,7 @@ def period_of(mode: SyncMode, workers: int) -> int:
     if isinstance(mixes, Mixes):
         period *= mixes.period(workers)
     if period > _LONGEST:
-        raise UsageError(f"periods of {period} steps and more are not simulated: predict one of up to {_LONGEST} steps")
+        raise UsageError(f"a period of {period} steps is too long to simulate: predict one of up to {_LONGEST} steps")
     return period
 
 
@@ -329,7 +329,7 @@ def _sketches(
     placement: ProcessPlacement,
     shape: ClusterShape,
 ) -> tuple[Sketch, ...]:
-    """What travels for the pieces of a bucket, whatever the constants are."""
+    """The traffic of a bucket's pieces, which does not depend on the constants."""
     group, parts = placement.group, parts_of(strategy.codec_object(), layers, bucket)
     hosts, owners = strategy.hosts(group), _owners_of(strategy, group)
     if half != "both":
@@ -350,7 +350,7 @@ def _owners_of(strategy: Strategy, group: Group) -> tuple[int, ...]:
 
 
 class Laid(NamedTuple):
-    """Buckets in the order in which they go, with their priorities."""
+    """Buckets in the order of the schedule, with their priorities."""
 
     buckets: Sequence[Bucket]
     priorities: Sequence[float]
@@ -358,27 +358,27 @@ class Laid(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A strategy as it runs on so many workers of a cluster."""
+    """A resolved strategy on a number of workers of a cluster."""
 
     strategy: Strategy
     cluster: Cluster
     placement: ProcessPlacement
     measured: Cost | None = None
-    """Seconds of one allreduce among all by its bytes, as somebody has measured it, in place of what the plan takes."""
+    """Measured seconds of an allreduce among all workers by its bytes, in place of the plan's time."""
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         return self.placement.group.workers
 
     @property
     def alone(self) -> bool:
-        """Whether workers push and pull by themselves."""
+        """Whether workers push and pull independently of each other."""
         return self.strategy.server_holds_weights and not self.strategy.sync_mode().merges
 
 
 def setting_of(strategy: Strategy, cluster: Cluster, workers: int, per_host: int | None = None) -> Setting:
-    """What a strategy becomes there; raises UsageError where it cannot run so."""
+    """Resolve a strategy for a cluster. Raises UsageError if it cannot run there."""
     per_host = min(workers, per_host or cluster.per_host)
     nodes = tuple(worker // per_host for worker in range(workers))
     group = Group(workers, strategy.servers, nodes if per_host > 1 else ())
@@ -387,7 +387,7 @@ def setting_of(strategy: Strategy, cluster: Cluster, workers: int, per_host: int
 
 
 def lay_out(setting: Setting, model: Model) -> Laid:
-    """The buckets that a run would have: those of the schedule, where it costs what the cluster says."""
+    """The buckets of a run. A schedule that measures exchanges gets the cluster's times instead."""
     strategy = setting.strategy
     schedule = strategy.schedule_object()
     buckets: Sequence[Bucket] = schedule.buckets(model.layers, exchange_cost(setting) if schedule.measures else None)
@@ -398,10 +398,10 @@ def lay_out(setting: Setting, model: Model) -> Laid:
 
 @dataclass(frozen=True)
 class Habits:
-    """What a system does that no strategy says; those of a run here are the defaults.
+    """Properties of a system that a strategy does not determine. The defaults are Syncline's.
 
-    ``in_flight`` replaces the schedule's, 1 for a system that waits for each exchange. ``tickets``: workers agree on a
-    step before anything of it goes.
+    ``in_flight`` replaces the schedule's number of concurrent exchanges; 1 is a system that waits for each exchange.
+    ``tickets`` says whether workers agree on each step before its first exchange.
     """
 
     in_flight: int | None = None
@@ -413,10 +413,10 @@ OURS = Habits()
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration in the mean: seconds of it, of its stages on the slowest worker, and of resources in use.
+    """The mean iteration: its seconds, those of its stages on the slowest worker, and those of busy resources.
 
-    ``exposed_s`` is what the training thread waits for communication, ``busy_s`` for how long each resource was used.
-    ``staleness`` counts steps by how many clocks the worker was ahead of the slowest, where pushes are not merged.
+    ``exposed_s`` is the time that the training thread waits for communication, ``busy_s`` the busy time of each
+    resource. If pushes are not merged, ``staleness`` counts steps by the worker's lead over the slowest in clocks.
     """
 
     iteration_s: float
@@ -432,7 +432,7 @@ class Iteration:
 
 
 def duties_of(setting: Setting, model: Model, laid: Laid) -> Duties:
-    """What the training thread of a worker does beside waiting."""
+    """The work of a worker's training thread."""
     cluster = setting.cluster
 
     def update(bucket: int) -> Sequence[Stage]:
@@ -453,10 +453,10 @@ def duties_of(setting: Setting, model: Model, laid: Laid) -> Duties:
 
 
 class Machines:
-    """The cores of hosts, and who shares them: workers of one host, or all processes where hosts are one machine.
+    """The cores of the hosts, shared by the workers of a host, or by all processes if all hosts are one machine.
 
-    Servers have hosts of their own, and one core each, unless all hosts are one machine: what they compute is then held
-    up by workers, and holds them up. Those that are alike are simulated as one, which uses the cores of as many.
+    A server has a host of its own with one core. If all hosts are one machine, servers and workers compete for its
+    cores. Equal processes are simulated as one process that uses the cores of all of them.
     """
 
     def __init__(self, setting: Setting, clock: Clock) -> None:
@@ -466,17 +466,17 @@ class Machines:
         self._cores = self._new()
 
     def all_workers(self) -> Used:
-        """What every worker has, as one of them has it."""
+        """The cores of one worker that is simulated for all."""
         return Share(self._cores, "workers", self._together)
 
     def worker(self, rank: int) -> Used:
-        """What one worker has that is not like the others."""
+        """The cores of one of several simulated workers."""
         if self._cluster.one_machine:
             return Share(self._cores, f"worker {rank}")
         return Share(self._new(), "worker", self._together)
 
     def serving(self, owners: int) -> Used:
-        """What every server has; of so many ``owners`` that are workers, what they have for it."""
+        """The cores of a server, or those that one of ``owners`` workers uses for serving."""
         if self._cluster.one_machine:
             return Share(self._cores, "owners", self._servers or owners)
         return Resource(self._clock)
@@ -486,7 +486,7 @@ class Machines:
 
 
 def stretch_of(model: Model, rank: int) -> Callable[[int], float]:
-    """What the times of a step's layers are multiplied by, on a worker."""
+    """A worker's factor on the times of layers, as a function of the step. Random delays need steps in order."""
     speed = model.speed
     if not speed.jitter:
         return lambda _: speed.slowed(rank)
@@ -495,7 +495,7 @@ def stretch_of(model: Model, rank: int) -> Callable[[int], float]:
 
 
 def codec_costs(setting: Setting) -> CodecCosts:
-    """What the codec of a setting takes per byte of gradient, as far as the cluster says."""
+    """The codec's times per byte of gradient; zero if the cluster has none for it."""
     strategy = setting.strategy
     if strategy.codec == NONE:
         return CodecCosts(0.0, 0.0)
@@ -503,7 +503,7 @@ def codec_costs(setting: Setting) -> CodecCosts:
 
 
 def exchange_cost(setting: Setting) -> Cost:
-    """The seconds of an exchange by itself, as schedules ask for them: along straight lines between some sizes."""
+    """The seconds of a single exchange by its bytes, for schedules: linear interpolation between some sizes."""
     if setting.measured is not None:
         return setting.measured
     plan = setting.strategy.plan(setting.placement.group)

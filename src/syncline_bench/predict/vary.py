@@ -1,16 +1,15 @@
-"""What a prediction owes to which constant: its interval, what would save how much of it, and where a codec pays.
+"""Sensitivity of a prediction to its constants: the interval, the bottleneck, and the link speed where a codec pays.
 
-Owns simulations with other constants. Does not know rows, or what is shown of them.
+Owns the simulations with other constants.
 
-Theory. Constants are taken to be wrong independently of each other, each within its range. An iteration is simulated
-with every constant at either end of its range, all others as they are, and the effects add up as independent errors do,
-by the root of the sum of their squares, those that make it slower apart from those that make it faster (the delta
-method with differences in place of derivatives: Oehlert, The American Statistician 46, 1992; upwards and downwards
-apart as Barlow, "Asymmetric errors", 2003, has it). The model's own error, where measurements say what it is, is one
-more of them. That is two simulations for each constant that has a range, and always the same.
+Theory. The errors of constants are assumed to be independent, each within the constant's range. An iteration is
+simulated with each constant at both ends of its range and all others unchanged. The effects add up in quadrature, as
+independent errors do, separately for slower and for faster iterations (the delta method with differences instead of
+derivatives: Oehlert, The American Statistician 46, 1992; asymmetric errors: Barlow, 2003). The model's own error, if
+measured, is one more effect. This takes two simulations for each constant with a range, without random numbers.
 
-A resource is what costs a group of constants; without them, all others as they are, the iteration is shorter by what
-the resource can save at most. What would save most is the bottleneck.
+A resource is a group of constants. Its potential saving is the time by which the iteration becomes shorter if these
+constants are zero. The bottleneck is the resource with the largest saving.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from .iterations import simulate
 from .settings import OURS, Habits, Iteration, Model, Setting
 
 TIE = 0.05
-"""Resources that save as much as the best but for this share of it are bottlenecks as well."""
+"""A resource whose saving is within this share of the largest is a bottleneck too."""
 
 LEAST = 0.005
-"""What saves less of an iteration than this is no bottleneck."""
+"""A resource that saves less than this share of an iteration is no bottleneck."""
 
 TENFOLD = 0.1
 
@@ -58,7 +57,7 @@ _RESOURCES: Mapping[str, Callable[[str], bool]] = {
 
 @dataclass(frozen=True)
 class Varied:
-    """An iteration that can be simulated with other constants."""
+    """A simulated iteration, and its simulations with other constants."""
 
     setting: Setting
     model: Model
@@ -66,14 +65,15 @@ class Varied:
     habits: Habits = OURS
 
     def seconds(self, cluster: Cluster | None = None, model: Model | None = None) -> float:
-        """The iteration on another cluster of the same shape, or of another model."""
+        """The iteration time on another cluster of the same shape, or of another model."""
         setting = self.setting if cluster is None else replace(self.setting, cluster=cluster)
         return simulate(setting, model or self.model, self.habits).iteration_s
 
     def interval(self, model_error: float = 0.0) -> tuple[float, float]:
-        """The least and the greatest seconds to be expected; ``model_error`` is a share of the iteration.
+        """The lower and upper end of the interval in seconds. ``model_error`` is relative to the iteration.
 
-        Effects that each hide the same wait do not add up: the least is not below what all of them together bring.
+        Several constants may each shorten the same wait, and such effects do not add up. The lower end is therefore at
+        least the time with all constants at their low ends.
         """
         nominal_s = self.nominal.iteration_s
         down, up = [model_error * nominal_s], [model_error * nominal_s]
@@ -85,7 +85,7 @@ class Varied:
 
     @cached_property
     def effects(self) -> Mapping[str, tuple[float, ...]]:
-        """By constant with a range: by how many seconds the iteration gets longer at either end of it."""
+        """For each constant with a range, the change of the iteration in seconds at both ends of the range."""
         cluster, nominal_s = self.setting.cluster, self.nominal.iteration_s
         found: dict[str, tuple[float, ...]] = {}
         for name, constant in cluster.constants.items():
@@ -98,7 +98,7 @@ class Varied:
         return found
 
     def uses(self, name: str) -> bool:
-        """Whether a constant may matter at all: ``copy`` only where owners copy for each worker, a codec's with it."""
+        """Whether a constant can have an effect: ``copy`` only under asynchronous pushes, a codec's only under it."""
         if name == "copy":
             return self.setting.alone
         return not name.startswith("codecs.") or name in self._own_codec
@@ -110,9 +110,9 @@ class Varied:
 
     @cached_property
     def would_save_s(self) -> Mapping[str, float]:
-        """By resource, the seconds that an iteration would be shorter without what it costs; those that cost something.
+        """The potential saving of each resource in seconds, for resources with a cost.
 
-        Where servers' ports carry more than a worker's, the bandwidth is theirs.
+        If there are fewer servers than workers, their ports carry more, and the bandwidth is listed as theirs.
         """
         cluster, nominal_s = self.setting.cluster, self.nominal.iteration_s
         found: dict[str, float] = {}
@@ -132,18 +132,18 @@ class Varied:
         return {name: max(0.0, seconds) for name, seconds in found.items()}
 
     def tenfold_saves_s(self, resource: str) -> float:
-        """The seconds that ten times as fast a resource saves, of one that constants stand for."""
+        """The seconds that a ten times faster resource saves; the resource has to be a group of constants."""
         belongs = _RESOURCES[BANDWIDTH if resource == SERVERS else resource]
         constants = self.setting.cluster.constants
         there = {name: TENFOLD * constants[name].value for name in self._names(belongs)}
         return max(0.0, self.nominal.iteration_s - self.seconds(self.setting.cluster.replaced(there)))
 
     def bottleneck(self) -> tuple[str, str]:
-        """What would save most, several where they save as much, and what would remove it, in words."""
+        """The names of the bottlenecks, and a text on their remedies."""
         saved, nominal_s = self.would_save_s, self.nominal.iteration_s
         best_s = max(saved.values(), default=0.0)
         if best_s <= LEAST * nominal_s:
-            return "none", "no single resource: nothing that is taken away alone makes an iteration shorter"
+            return "none", "no single resource: an iteration gets no shorter without any one of them"
         names = [name for name, seconds in saved.items() if seconds >= (1 - TIE) * best_s]
         hidden = self.nominal.exposed_s <= LEAST * nominal_s
         remedies = [self._remedy(name, hidden) for name in names]
@@ -152,7 +152,7 @@ class Varied:
     def _remedy(self, name: str, hidden: bool) -> str:
         saved_s = self.would_save_s[name]
         if name == COMPUTING and hidden:
-            return "faster computing: communication is hidden behind it"
+            return "faster computing, which hides all communication"
         words = _REMEDIES[name]
         if name == SERVERS or name in _RESOURCES:
             saved_s = self.tenfold_saves_s(name)
@@ -169,24 +169,24 @@ class Varied:
 
 
 _REMEDIES = {
-    COMPUTING: "computing that takes no time",
-    LOADING: "batches that are there at once",
+    COMPUTING: "computing in no time",
+    LOADING: "loading in no time",
     CORES: "a core for every thread",
-    SHARED: "one switch that carries what its ports do",
+    SHARED: "a switch at the full rate of all ports",
     BANDWIDTH: "10 times the bandwidth",
     SERVERS: "10 times the bandwidth of servers, or 10 times as many,",
     LATENCY: "a tenth of the latency",
     INSIDE: "10 times faster links inside hosts",
     ADDING: "10 times faster adding",
     CODEC: "a 10 times faster codec",
-    SOFTWARE: "a tenth of the processor's time for a message",
+    SOFTWARE: "a tenth of the processor time of messages",
     UPDATE: "a 10 times faster update",
     COPYING: "10 times faster copying",
 }
 
 
 def unranged(cluster: Cluster) -> list[str]:
-    """The constants that are assumed, not 0, and have no range: intervals know nothing of what they may be."""
+    """The assumed constants that are not 0 and have no range, so that the intervals exclude their uncertainty."""
     return [
         name
         for name, one in cluster.constants.items()
@@ -195,7 +195,7 @@ def unranged(cluster: Cluster) -> list[str]:
 
 
 _SLOWEST, _FASTEST = 1e6, 1e13
-"""Speeds of links, in bit/s, that stand for everywhere and nowhere."""
+"""The range of link speeds in bit/s that is searched. A codec pays nowhere or everywhere if no change lies in it."""
 
 _STEPS = 14
 
@@ -203,9 +203,9 @@ Found = tuple[Mapping[str, Any], ...]
 
 
 def break_even(asked: Question) -> Found:
-    """For each strategy with a codec: below which speed of links it beats the same strategy without, in bit/s.
+    """For each strategy with a codec, the link speed in bit/s below which it beats the same strategy without a codec.
 
-    On the most workers, by bisection over ``between.beta``. ``below_bit_per_s`` is None where ``where`` says
+    The search bisects ``between.beta`` for the largest number of workers. ``below_bit_per_s`` is None if ``where`` is
     "everywhere" or "nowhere".
     """
     found = []
@@ -225,9 +225,9 @@ def break_even(asked: Question) -> Found:
 
 
 def _equal_at(asked: Question, coded: Asked, dense: Asked, cluster: Cluster) -> float:
-    """The speed in bit/s at which both are as fast; 0 where the codec never is faster, infinity where always.
+    """The link speed in bit/s at which both are equally fast; 0 if the codec is never faster, infinity if always.
 
-    Each keeps what a run would choose for it on the network as it is.
+    Both keep the schedule and algorithm that were chosen for the unchanged network.
     """
     workers = max(asked.workers)
     runs = [settled(one, cluster, workers, asked.per_node, asked.model).setting for one in (coded, dense)]
@@ -251,7 +251,7 @@ def _equal_at(asked: Question, coded: Asked, dense: Asked, cluster: Cluster) -> 
 
 
 def with_links_of(cluster: Cluster, bit_per_s: float) -> Cluster:
-    """The cluster with links of that speed; those of larger messages are as much faster or slower."""
+    """The cluster with this link speed for small messages; the speeds for larger messages change by the same factor."""
     names = [name for name in cluster.constants if name.startswith("between.") and name.endswith(".beta")]
     base_s = cluster.constants["between.beta"].value
     if base_s == 0:

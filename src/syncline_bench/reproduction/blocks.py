@@ -1,7 +1,7 @@
-"""What the page is made of: sections of paragraphs, tables, and figures that are held against published ones.
+"""The parts of the page: chapters of paragraphs, tables, and figures that are compared with published ones.
 
-Owns how a figure is judged and how all of it is written as Markdown. Knows no figure. What is said of a figure in one
-word follows from numbers: nobody can write down that something was reproduced.
+Owns the verdict on a figure and the Markdown of all parts. Contains no figure itself. A verdict is always computed from
+the numbers, so no author can merely claim a reproduction.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ UNEXPLAINED: Verdict = "not explained"
 LEFT_OUT: Verdict = "not simulated"
 
 CLOSE = 0.15
-"""A figure follows from the model where that deviates from it by no more than this."""
+"""The largest relative deviation of a figure that follows from the model."""
 
 REACHED = 0.5
-"""So much more than the most that was seen may come out as the most that the model gives."""
+"""The largest relative excess over a published maximum at which it still follows from the model."""
 
 Format = Callable[[float], str]
 
 
 def times(value: float) -> str:
-    """A ratio."""
+    """A ratio, such as 2.30x."""
     return f"{significant(value)}x"
 
 
@@ -39,21 +39,21 @@ def share(value: float) -> str:
 
 
 def gain(value: float) -> str:
-    """A ratio as what it is above or below one, in percent."""
+    """A ratio as its difference from one, in percent with a sign."""
     return f"{100 * (value - 1):+.0f} %"
 
 
 def deviation_text(value: float) -> str:
-    """A relative deviation, with its sign."""
+    """A relative deviation in percent with a sign."""
     return f"{100 * value:+.1f} %"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published figure beside ours; ``reported`` is one number or the ends of a range.
+    """A published figure and ours. ``reported`` is a number, or the ends of a range.
 
-    ``fit``: a constant of ours was chosen to come near it. ``most``: the published figure is what was seen at most, and
-    ours is the most that the model gives, so that it follows where ours is not less, nor far more.
+    ``fit`` says that a constant was chosen to match it. ``most`` says that both figures are maxima: it follows from the
+    model if ours is at least as large, but not much larger.
     """
 
     what: str
@@ -66,14 +66,14 @@ class Compared:
 
     @property
     def deviation(self) -> float:
-        """How far ours is from it, relative to it; from the nearer end of a range, and 0 inside."""
+        """The relative deviation of our figure; from the nearer end of a range, and 0 inside the range."""
         low, high = self.reported if isinstance(self.reported, tuple) else (self.reported, self.reported)
         nearest = min(max(self.ours, low), high)
         return self.ours / nearest - 1
 
     @property
     def verdict(self) -> Verdict:
-        """In words."""
+        """The verdict, from the deviation."""
         if self.fit:
             return FIT
         near = abs(self.deviation) <= CLOSE or (self.most and 0 < self.deviation <= REACHED)
@@ -81,7 +81,7 @@ class Compared:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row."""
+        """The cells of its row in the table."""
         ends = self.reported if isinstance(self.reported, tuple) else (self.reported,)
         reported, ours = " to ".join(map(self.written, ends)), self.written(self.ours)
         at_most = "up to " if self.most else ""
@@ -91,7 +91,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Uncompared:
-    """A published figure that nothing here is beside, with the reason."""
+    """A published figure without a figure of ours, and the reason."""
 
     what: str
     reported: str
@@ -100,25 +100,25 @@ class Uncompared:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row."""
+        """The cells of its row in the table."""
         return (self.what, self.reported, MISSING, MISSING, self.verdict, self.remark)
 
 
 Held = Compared | Uncompared
 
-_HEAD = ("what", "held against", "ours", "deviation", "it is", "how, and what was assumed")
+_HEAD = ("figure", "published", "ours", "deviation", "verdict", "method and assumptions")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Published figures, each beside ours."""
+    """A table of published figures and ours."""
 
     held: tuple[Held, ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of its own; the first column names rows."""
+    """A table of our own figures; the first column names the rows."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -129,7 +129,7 @@ Block = str | Figures | Grid
 
 @dataclass(frozen=True)
 class Chapter:
-    """A part of the page; ``limits`` is what the model cannot explain in it, for the page's last section."""
+    """A section of the page. ``limits`` are results that the model cannot explain, for the page's last section."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -137,12 +137,12 @@ class Chapter:
 
 
 def markdown(chapters: Sequence[Chapter]) -> str:
-    """All of it."""
+    """The Markdown of some chapters."""
     return "\n\n".join(part for chapter in chapters for part in (f"## {chapter.title}", *map(_block, chapter.blocks)))
 
 
 def held_of(chapters: Sequence[Chapter]) -> list[Held]:
-    """Every published figure of some chapters."""
+    """All published figures of some chapters."""
     blocks = [block for chapter in chapters for block in chapter.blocks]
     return [held for block in blocks if isinstance(block, Figures) for held in block.held]
 

@@ -1,6 +1,6 @@
-"""What was measured on real clusters and published as tables: B-Caffe on K80s, and exchanges that share a link.
+"""The chapters on published tables of real measurements: B-Caffe on K80s, and exchanges that share a link.
 
-Owns the settings of those measurements, and the constants that were published with them.
+Owns the settings of these measurements.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ METHODS = {
     "MG-WFBP": "ring schedule=merged",
     "SyncEASGD(no overlap, one fused allreduce)": "ring schedule=fifo",
 }
-"""The methods that B-Caffe was measured with, and the strategies that are the same."""
+"""The measured methods of B-Caffe, and the equal strategies."""
 
 _SHORT = {"WFBP": "WFBP", "MG-WFBP": "MG-WFBP", "SyncEASGD(no overlap, one fused allreduce)": "one fused allreduce"}
 
 _SHARED_BYTES = 40 * 2**20
-"""Of the exchanges that share a link."""
+"""The size of the exchanges that share a link, in the compared figure."""
 
 
 def absent(title: str, folder: Path | None, names: tuple[str, ...]) -> Chapter | None:
-    """A chapter that says which tables are missing, if any."""
+    """A chapter that names the missing tables; None if all are there."""
     lacking = missing(folder, names)
     if not lacking:
         return None
@@ -63,13 +63,13 @@ def absent(title: str, folder: Path | None, names: tuple[str, ...]) -> Chapter |
 def images_per_s(
     strategy: str, cluster: Cluster, nodes: int, model: settings.Model, measured: Cost | None = None
 ) -> float:
-    """Of all nodes, in a system that waits for each exchange; ``measured`` is what one takes."""
+    """The throughput of all nodes in a system that waits for each exchange. ``measured`` is the time of an exchange."""
     setting = replace(setting_of(Strategy.parse(strategy), cluster, nodes), measured=measured)
     return nodes * model.batch / simulate(setting, model, ONE_BY_ONE).iteration_s
 
 
 class Cases:
-    """The nine measured cases of a network, and what the simulator gives for them in several ways."""
+    """The nine measured cases of a network, and their simulations in several ways."""
 
     def __init__(self, measured: Sequence[Throughput], model: settings.Model) -> None:
         self.several = [case for case in measured if case.nodes > 1]
@@ -77,19 +77,19 @@ class Cases:
         self.ways: dict[str, list[float]] = {}
 
     def add(self, way: str, cluster: Cluster, costs: Mapping[int, Cost] | None = None) -> None:
-        """Simulate all cases in one more way."""
+        """Simulate all cases, with these exchange costs by number of nodes if given, under the name ``way``."""
         self.ways[way] = [
             images_per_s(METHODS[case.method], cluster, case.nodes, self._model, (costs or {}).get(case.nodes))
             for case in self.several
         ]
 
     def error(self, way: str) -> float:
-        """The mean of the relative errors."""
+        """The mean relative error of a way."""
         pairs = zip(self.ways[way], self.several, strict=True)
         return fmean(abs(ours / case.images_per_s - 1) for ours, case in pairs)
 
     def in_order(self, way: str) -> bool:
-        """Whether MG-WFBP is as fast as WFBP, or faster, and WFBP faster than one fused allreduce."""
+        """Whether MG-WFBP is at least as fast as WFBP, and WFBP faster than one fused allreduce."""
         found = {(case.method, case.nodes): ours for case, ours in zip(self.several, self.ways[way], strict=True)}
         order = ("MG-WFBP", "WFBP", "SyncEASGD(no overlap, one fused allreduce)")
         rates = [[found[method, nodes] for method in order] for nodes in sorted({nodes for _, nodes in found})]
@@ -97,7 +97,7 @@ class Cases:
 
     @property
     def grid(self) -> Grid:
-        """All of it as a table."""
+        """The cases and the results of all ways as a table."""
         rows = []
         for index, case in enumerate(self.several):
             cells = [f"{_SHORT[case.method]}, {case.nodes} nodes", significant(case.images_per_s, 4)]
@@ -111,7 +111,7 @@ class Cases:
 
 
 def _single(measured: Sequence[Throughput]) -> float:
-    """Seconds of an iteration on one node."""
+    """The iteration time on one node."""
     one = next(case for case in measured if case.nodes == 1)
     return one.batch / one.images_per_s
 
@@ -127,7 +127,7 @@ def googlenet_cases(folder: Path) -> Cases:
 
 
 def resnet50_cases(folder: Path) -> Cases:
-    """ResNet-50, whose layers were not published: a replay's, in the time of one node."""
+    """ResNet-50, whose layers were not published: the replay's layers, scaled to the time of one node."""
     known = [case for case in throughputs(folder) if case.model == "ResNet-50"]
     cases = Cases(known, lasting(replayed("resnet50"), known[0].batch, _single(known)))
     cluster = load_network("10gbe")
@@ -154,12 +154,12 @@ def bcaffe(folder: Path | None) -> Chapter:
     return Chapter(
         title,
         (
-            "Images per second of all nodes. GoogLeNet's layers are the logged ones, 64 images per node; what an"
-            " iteration takes beyond them counts as forward. The system waits for each exchange before the next."
+            "Images per second of all nodes. GoogLeNet has the logged layers and 64 images per node; the rest of the"
+            " iteration's time counts as forward. The system waits for each exchange before the next."
             f" Network `10gbe`: {1e6 * alpha:.2f} us per message, {1e9 * beta:.4f} ns per byte, {1e9 * gamma:.1f} ns"
-            " per byte added. These constants are a fit by the authors to OSU's allreduce; beside them are figures"
-            " with the measured allreduce times of 2, 4 and 8 nodes in their place, along straight lines between"
-            " sizes, beyond 1 MiB at the bytes per second of that.",
+            " per byte added. The authors fitted these constants to OSU's allreduce. The columns `OSU curve` use the"
+            " measured allreduce times of 2, 4 and 8 nodes instead, with linear interpolation between sizes, and above"
+            " 1 MiB the bytes per second at 1 MiB.",
             cases.grid,
             Figures(
                 (
@@ -167,20 +167,20 @@ def bcaffe(folder: Path | None) -> Chapter:
                     Compared("MG-WFBP over one fused allreduce, 8 nodes", fast / slow, merged / fused, fit=True),
                 )
             ),
-            "ResNet-50, 32 images per node: its layers were not published, here they are those of `replay:resnet50` in"
-            " the time of one node, with both values of gamma.",
+            "ResNet-50, 32 images per node. Its layers were not published: those of `replay:resnet50` are used, scaled"
+            " to the time of one node, with two values of gamma.",
             others.grid,
         ),
         (
-            "ResNet-50 and GoogLeNet on the same cluster with one gamma: adding at 2.5 ns per byte fits GoogLeNet, and"
-            f" misses ResNet-50 by {share(others.error('gamma 2.5 ns'))} in the mean, where 0 misses it by"
+            "ResNet-50 and GoogLeNet on the same cluster with one gamma. The value of 2.5 ns per byte fits GoogLeNet,"
+            f" but its mean error for ResNet-50 is {share(others.error('gamma 2.5 ns'))}; that of gamma 0 is"
             f" {share(others.error('gamma 0'))}.",
         ),
     )
 
 
 def fair_sharing(folder: Path | None) -> Chapter:
-    """Exchanges that share a link."""
+    """The chapter on exchanges that share a link."""
     title = "Exchanges that share one link"
     lacking = absent(title, folder, (CONCURRENT,))
     if lacking is not None or folder is None:
@@ -198,20 +198,20 @@ def fair_sharing(folder: Path | None) -> Chapter:
         largest[most],
         shared_s([largest[1]] * most)[-1],
         significant,
-        remark="max-min fair shares; one by itself as measured",
+        remark="max-min fair shares; the time of a single exchange as measured",
     )
     return Chapter(
         title,
         (
-            "k allreduces between two nodes begin together on one 1 GbE link. Fair sharing lets them end together,"
-            " after k times what one takes by itself, which is taken from the table.",
+            "k allreduces between two nodes start together on one 1 GbE link. Under fair sharing they end together,"
+            " after k times the time of a single one, which is taken from the table.",
             Figures((held,)),
             Grid(("each", "up to k", "mean error", "worst"), tuple(rows)),
         ),
-        ("Exchanges of 10 and 20 MiB one by itself, which are slower or faster than a share of many.",),
+        ("Single exchanges of 10 and 20 MiB, which are slower or faster than the share of one among many.",),
     )
 
 
 def sharing_errors(seconds: Mapping[int, float]) -> list[float]:
-    """Relative errors of fair sharing for two exchanges and more, by the time of one."""
+    """The relative errors of fair sharing for two and more exchanges, based on the time of a single one."""
     return [shared_s([seconds[1]] * count)[-1] / took - 1 for count, took in sorted(seconds.items()) if count > 1]

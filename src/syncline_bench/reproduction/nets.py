@@ -1,7 +1,7 @@
-"""The networks that figures were published for, as models with layers and times.
+"""The networks of the published figures, as models with layers and times.
 
-Owns which times stand for which accelerator, with their sources. Layers and their parameters are counted on the real
-networks; a batch's time is shared out among them by operations, as replays do it.
+Owns the iteration times on each accelerator, with their sources. Layers and parameters are counted on the real
+networks. The time of a batch is divided among the layers in proportion to their operations, as in replays.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _PIPELINES = {
 """Loading at 2,500 images/s and copies at some 11 GB/s, as docs/frameworks.md has them."""
 
 P100_IMAGES_PER_S = {"resnet50": 219.0, "vgg16": 154.0}
-"""Of one P100 with 64 images (TensorFlow's performance guide, 2017: NVIDIA DGX-1, synthetic data)."""
+"""The throughput of one P100 with 64 images (TensorFlow's performance guide, 2017: NVIDIA DGX-1, synthetic data)."""
 
 _P100_BATCH = 64
 _FORWARD_SHARE = 1 / 3
-"""Of an iteration where only the whole was published: backward makes twice forward's operations."""
+"""The forward pass's share of an iteration if only the whole time was published: backward has twice the operations."""
 
 
 @lru_cache
 def replayed(name: str, pipeline: str = "") -> settings.Model:
-    """A network in the times of ``replay``, on one GPU; ``pipeline`` says how batches come."""
+    """A network with the times of ``replay``, on one GPU. ``pipeline`` has the replay's arguments for loading."""
     return settings.model_of(load(f"replay:{name}({pipeline})" if pipeline else f"replay:{name}"))
 
 
 def fed(name: str, prefetch: int) -> settings.Model:
-    """A network in the times of ``replay`` with loading and copies, so many batches prepared ahead."""
+    """A network with the times of ``replay``, including loading and copies, with ``prefetch`` batches ahead."""
     return replayed(name, f"{_PIPELINES[name]}, prefetch={prefetch}")
 
 
 def lasting(model: settings.Model, batch: int, seconds: float) -> settings.Model:
-    """A model whose two passes over so many samples take so long."""
+    """The model with both passes over ``batch`` samples scaled to ``seconds``."""
     factor = seconds / model.computing_s
     parts = tuple(
         part._replace(forward_s=part.forward_s * factor, backward_s=part.backward_s * factor) for part in model.parts
@@ -64,7 +64,7 @@ def lasting(model: settings.Model, batch: int, seconds: float) -> settings.Model
 
 @lru_cache
 def on_p100(name: str) -> settings.Model:
-    """ResNet-50, VGG-16 or VGG-19 in the times of a P100; VGG-19 at the operations per second of VGG-16."""
+    """ResNet-50, VGG-16 or VGG-19 with the times of a P100; VGG-19 has the operations per second of VGG-16."""
     if name == "resnet50":
         return lasting(replayed(name), _P100_BATCH, _P100_BATCH / P100_IMAGES_PER_S[name])
     sixteen_s = _P100_BATCH / P100_IMAGES_PER_S["vgg16"]
@@ -74,7 +74,7 @@ def on_p100(name: str) -> settings.Model:
 
 @lru_cache
 def layer_bytes(name: str, width: int) -> tuple[int, ...]:
-    """The bytes of every layer's gradient, in forward order, with so many of each parameter."""
+    """The bytes of every layer's gradient, in forward order, with ``width`` bytes per parameter."""
     trace = _bare_googlenet() if name == BARE_GOOGLENET else load(f"replay:{name}").trace
     assert trace is not None  # replays have one
     return tuple(width * sum(spec.elements for spec in layer.tensors) for layer in trace.layers)
@@ -88,7 +88,7 @@ def _bare_googlenet() -> Trace:
 
 
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-"""Convolutions of each stage (Simonyan, Zisserman, ICLR 2015)."""
+"""The number of convolutions in each stage, by depth (Simonyan, Zisserman, ICLR 2015)."""
 
 
 def _vgg(depth: int, seconds: float) -> settings.Model:
@@ -116,7 +116,7 @@ def _vgg_module(depth: int) -> nn.Module:
 
 
 def _vgg_operations(depth: int) -> float:
-    """Multiplications of a forward pass over one image."""
+    """The number of multiplications of a forward pass over one image."""
     side, inputs, found = 224, 3, 0.0
     for stage, count in enumerate(_VGG[depth]):
         outputs = min(512, 64 << stage)

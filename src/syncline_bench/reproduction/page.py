@@ -1,6 +1,6 @@
-"""The page: all chapters, and what the model cannot explain.
+"""The whole page of ``syncline reproduce``: all chapters, the unexplained results and the networks' constants.
 
-Owns the order of chapters and the page's words around them.
+Owns the order of the chapters and the page's own text.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from .tianhe import tianhe
 
 _HEAD = f"""# Published figures, and what the models give
 
-Written by `syncline reproduce --data FOLDER -o docs/reproduction.md`: every figure of ours is computed when the command
-runs, from the networks and layers that are named beside it, by the simulator that drives the schedules and state
-machines that trainings run. A figure *{FOLLOWS}* where no constant was chosen for it and ours deviates by at most
-{100 * CLOSE:.0f} %, or, where the most that was seen is published, where the model gives as much, or up to
-{100 * REACHED:.0f} % more. It is *{FIT}* where a constant was chosen to come near it, *{UNEXPLAINED}* where the model
-gives something else, and *{LEFT_OUT}* where there is nothing to simulate it with."""
+`syncline reproduce --data FOLDER -o docs/reproduction.md` writes this page. It computes all our figures anew, from the
+networks and layers that are named next to them. The simulator runs the schedules and state machines of real trainings.
+A figure *{FOLLOWS}* if no constant was chosen for it and ours deviates by at most {100 * CLOSE:.0f} %. A published
+maximum also follows if ours is up to {100 * REACHED:.0f} % larger. A figure is *{FIT}* if a constant was chosen to
+match it, *{UNEXPLAINED}* if the model gives another value, and *{LEFT_OUT}* if data for a simulation are missing."""
 
 _NETWORKS = ("taihulight", "10gbe", "1gbe", "25gbe", "ib100", "pcie")
 
 
 def chapters_of(data: Path | None) -> list[Chapter]:
-    """All of them; raises UsageError for a folder that does not exist."""
+    """All chapters. Raises UsageError if the folder does not exist."""
     if data is not None and not data.is_dir():
-        raise UsageError(f"there is no folder {data}: give the one that holds the published tables, or leave it out")
+        raise UsageError(f"there is no folder {data}: give the folder with the published tables, or leave --data out")
     makers: tuple[Callable[[], Chapter], ...] = (
         against_the_library,
         against_servers,
@@ -73,5 +72,5 @@ def _constants() -> Chapter:
         for key, constant in load_network(name).constants.items():
             known = "measured" if constant.measured else "assumed"
             rows.append((f"`{name}`", key, f"{significant(1e9 * constant.value, 5)}", known, constant.source))
-    head = ("network", "constant", "ns, or ns per byte", "it is", "where it comes from")
+    head = ("network", "constant", "ns, or ns per byte", "status", "source")
     return Chapter("Constants of the networks", (Grid(head, tuple(rows)),))

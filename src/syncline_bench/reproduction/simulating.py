@@ -1,7 +1,7 @@
-"""What chapters ask of the simulator: collectives by name, and iterations of a strategy's text.
+"""Runs the simulator for the chapters: collectives by name, and iterations under the text of a strategy.
 
-Owns no model: plans, loads and iterations are those of ``predict``. Systems of papers are not ours: their workers agree
-on no step beforehand, and what schedules let go at once may be another number.
+Plans and iterations are those of ``predict``. The systems of the papers differ from Syncline in two habits: their
+workers do not agree on a step beforehand, and some run one exchange at a time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..predict.iterations import simulate
 from ..predict.settings import Habits, setting_of
 
 THEIRS = Habits(tickets=False)
-"""Systems whose workers show each other nothing before a step goes."""
+"""Systems whose workers exchange no tickets before a step."""
 
 ONE_BY_ONE = Habits(in_flight=1, tickets=False)
-"""Systems that also wait for each exchange before they begin the next."""
+"""Systems that also wait for each exchange before the next."""
 
 FLAT_AND_TREE, TREE = "flat in, tree out", "tree in, tree out"
-"""Two ways in which one server gathers gradients and broadcasts weights."""
+"""Two ways of one server: it gathers gradients directly or along a tree, and broadcasts weights along a tree."""
 
 
 def collective_s(algorithm: str, nbytes: float, workers: int, cluster: Cluster, per_host: int = 1) -> float:
-    """Seconds of a collective by itself: an architecture's plan, or one of a server's two ways."""
+    """The seconds of a single collective: an architecture's plan, or one of a server's two ways."""
     plan, placement = _plan(algorithm, workers, per_host)
     return plans.plan_s(plan, nbytes, cluster, placement)
 
@@ -47,7 +47,7 @@ def _plan(algorithm: str, workers: int, per_host: int) -> tuple[Plan, plans.Proc
 
 
 def _flat_and_tree(workers: int) -> tuple[Plan, plans.ProcessPlacement]:
-    """Rank 0 takes what all others send it one by one, and broadcasts along a tree."""
+    """A plan in which rank 0 receives from all other ranks one by one, and broadcasts along a tree."""
     tree, placement = _plan("tree", workers, 1)
     gathers = [(0, rank, 0, 0, tree.chunks, REDUCE) for rank in range(1, workers)]
     back = tree.rows[tree.op == COPY]
@@ -63,10 +63,10 @@ def iteration(
     habits: Habits = THEIRS,
     per_host: int | None = None,
 ) -> settings.Iteration:
-    """An iteration of a model under a strategy."""
+    """Simulate a model under a strategy. Returns the mean iteration."""
     return simulate(setting_of(Strategy.parse(text), cluster, workers, per_host), model, habits)
 
 
 def efficiency(text: str, cluster: Cluster, workers: int, model: settings.Model, habits: Habits = THEIRS) -> float:
-    """Images per second against those of as many workers that exchange nothing."""
+    """The scaling efficiency: throughput relative to that of the same workers without any exchange."""
     return model.computing_s / iteration(text, cluster, workers, model, habits).iteration_s

@@ -1,6 +1,6 @@
-"""Iterations by stage under the strategies of four frameworks (Shi, Chu 2017), on hosts of four GPUs.
+"""The chapter on iterations by stage under the strategies of four frameworks (Shi, Chu 2017), on hosts of four GPUs.
 
-Owns the networks that these hosts are put on, and what a GPU is assumed to take for an update.
+Owns the networks between these hosts, and the assumed time of an update on a GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .simulating import iteration
 
 GPUS = 4
 _UPDATE_S_PER_BYTE = 1e-11
-"""An update reads weights, gradient and momentum and writes two of them, at 500 GB/s of a GPU's memory."""
+"""The time of an update, which reads weights, gradient and momentum and writes two of them, at 500 GB/s on a GPU."""
 
 
 def clusters() -> dict[str, tuple[Cluster, tuple[int, ...]]]:
-    """Networks, and the numbers of workers on each."""
+    """The networks by name, each with its numbers of workers."""
     update = {"update": _UPDATE_S_PER_BYTE}
     inside = load_network("pcie").replaced(update)
     ethernet, bus = load_network("10gbe"), inside.constants
@@ -40,7 +40,7 @@ def clusters() -> dict[str, tuple[Cluster, tuple[int, ...]]]:
 
 
 def _frameworks() -> dict[str, str]:
-    """Strategies by the names of the frameworks that they are those of."""
+    """The strategies of the frameworks, by the frameworks' names; equal strategies share an entry."""
     found: dict[str, list[str]] = {}
     for name, preset in PRESETS.items():
         found.setdefault(preset.words, []).append(name)
@@ -48,12 +48,12 @@ def _frameworks() -> dict[str, str]:
 
 
 def _written(seconds: float) -> str:
-    """Milliseconds, without what rounding has left of nothing."""
+    """The time in milliseconds; rounding errors of zero become zero."""
     return milliseconds(seconds if abs(seconds) > 1e-9 else 0.0)
 
 
 def stages() -> Chapter:
-    """A table for each network."""
+    """The chapter, with a table for each network."""
     blocks: list[str | Grid] = []
     hidden, reached = [], []
     for name, title in TITLES.items():
@@ -80,16 +80,15 @@ def stages() -> Chapter:
         (
             "Shi and Chu: Caffe-MPI, CNTK, MXNet and TensorFlow, here as their [presets](strategies.md#presets), on one"
             " host of up to four GPUs and on four such hosts. Loading, copies and prefetch are those of"
-            " [frameworks.md](frameworks.md), which has measurements. Networks `pcie` inside hosts, `10gbe` and `ib100`"
-            f" between; adding on GPUs is free, an update is assumed to take"
-            f" {_UPDATE_S_PER_BYTE * 1e12:.0f} ps per byte of weights. MXNet and TensorFlow are one strategy:"
-            " one server, on a host of its own. Efficiency is that of images per second against workers"
-            " that exchange nothing.",
+            " [frameworks.md](frameworks.md), which has measurements. The network is `pcie` inside hosts, and `10gbe`"
+            f" or `ib100` between them. Additions on GPUs are assumed to be free, and an update to take"
+            f" {_UPDATE_S_PER_BYTE * 1e12:.0f} ps per byte of weights. MXNet and TensorFlow have the same strategy:"
+            " one server, on a host of its own. The efficiency is relative to the same workers without any exchange.",
             *blocks,
-            f"Loading is waited for without and with one batch ahead: {'; '.join(hidden)}: prefetch hides it, as was"
-            f" found. Over four hosts on Ethernet the best of the four reaches an efficiency of {', '.join(reached)}:"
-            " as was found, none scales where gradients are many for their compute. CNTK, which sends when backward has"
-            " ended, hides nothing; where latency decides, its few messages win back what that costs.",
+            f"The wait for loading is, without prefetch and with one batch ahead, {'; '.join(hidden)}: prefetch hides"
+            f" loading, as published. Over four hosts on Ethernet, the best of the four reaches an efficiency of"
+            f" {', '.join(reached)}: as published, none scales if gradients are large relative to the computation. CNTK"
+            " sends after backward and hides nothing; if latency dominates, its few messages compensate for that.",
         ),
-        ("Stage times that depend on how a framework is written: convolution algorithms, data layouts, decoding.",),
+        ("Stage times that depend on a framework's implementation: convolution algorithms, data layouts, decoding.",),
     )

@@ -1,7 +1,7 @@
-"""Systems that others built, and how far each was ahead: what the simulator gives for settings near to theirs.
+"""The chapter on other systems and their published gains, simulated in settings near to the papers'.
 
-Owns those settings. Papers say "up to": the greatest gain of a search over link rates, which no paper's rate goes into,
-is held against it, and where one falls short the model does not explain it.
+Owns these settings. Papers publish maxima ("up to"). The compared figure is therefore the largest gain of a search over
+link rates, which does not use a paper's own rate. If it is too small, the model does not explain the gain.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PERIOD = 500
 
 @dataclass(frozen=True)
 class Best:
-    """The greatest gain of a search, and the link rate at which it is."""
+    """The largest gain of a search, and its link rate."""
 
     gain: float
     rate_gbit: float
 
 
 def most_gain(strategy: str, baseline: str, workers: int, model: settings.Model) -> Best:
-    """Of images per second, over links of 1 to 32 Gbit/s."""
+    """The largest gain in throughput of a strategy over a baseline, on links of 1 to 32 Gbit/s."""
     found = []
     for rate in _RATES_GBIT:
         slow, fast = (iteration(text, _link(rate), workers, model).iteration_s for text in (baseline, strategy))
@@ -74,7 +74,7 @@ def _priorities() -> list[Held]:
         )
         for title, name, reported in (("ResNet-50", "resnet50", 1.25), ("VGG-19", "vgg19", 1.66))
     ]
-    held.append(Uncompared("P3: Sockeye", "up to +38 %", "its layers and their times are not at hand"))
+    held.append(Uncompared("P3: Sockeye", "up to +38 %", "the layers and their times are not available"))
     bytescheduler = most_gain(f"{served} schedule=priority", f"{served} schedule=fifo", _MACHINES, on_p100("vgg16"))
     remark = f"VGG-16, {_MACHINES} workers and servers, priority over all after backward"
     held.append(_searched("ByteScheduler", 2.96, bytescheduler, remark))
@@ -82,9 +82,9 @@ def _priorities() -> list[Held]:
 
 
 def _byteps() -> list[Held]:
-    """Servers on machines of their own, which workers need not share a port with."""
+    """BytePS: servers on separate machines, which share no port with workers."""
     served = "ps(servers=16) schedule=priority(slice=4MiB)"
-    remark = "VGG-16, 16 workers, 16 machines more that serve, P100; against"
+    remark = "VGG-16, 16 workers, 16 additional server machines, P100; against"
     return [
         _searched(what, reported, most_gain(served, baseline, 16, on_p100("vgg16")), f"{remark} {baseline}")
         for what, reported, baseline in (
@@ -95,7 +95,7 @@ def _byteps() -> list[Held]:
 
 
 def _dear() -> Held:
-    """Reduce-scatter behind backward, all-gather under the next forward pass."""
+    """DeAR: reduce-scatter during backward, all-gather during the next forward pass."""
     cluster = load_network("10gbe").replaced({"gamma": 0.0})
     gains = {}
     for name, title in TITLES.items():
@@ -105,7 +105,7 @@ def _dear() -> Held:
         )
         gains[title] = slow / fast
     best = max(gains, key=gains.__getitem__)
-    remark = f"{best}, 64 workers with a port of `10gbe` each, split over buckets of 25 MiB; the most of three networks"
+    remark = f"{best}, 64 workers with a port of `10gbe` each, split over buckets of 25 MiB; maximum of three networks"
     return Compared("DeAR on 10 GbE", 1.83, gains[best], gain, most=True, remark=remark)
 
 
@@ -117,20 +117,18 @@ def _collectives() -> list[Held]:
     held: list[Held] = []
     for flat in ("ring", "halving_doubling"):
         reduced = levels_s / collective_s(flat, nbytes, 192, cluster, 4)
-        remark = f"ResNet-50's gradients, `ib100`, two levels against {flat}; which baseline was meant is assumed"
+        remark = f"ResNet-50's gradients, `ib100`, two levels against {flat}; the baseline is assumed"
         held.append(Compared("BlueConnect: synchronisation time, 192 GPUs", 0.13, reduced, gain, remark=remark))
     tree_s = collective_s("double_tree", 8, _SUMMIT_GPUS, cluster, _SUMMIT_PER_HOST)
     inside = cluster.inside or cluster.between
     ring_s = 2 * (_SUMMIT_GPUS - 1) * max(inside.busy_s(0), cluster.between.busy_s(0))
-    remark = (
-        "8 bytes, `ib100` with 6 GPUs per host; a ring's 2 (N - 1) messages. The rest is what a tree's step costs more"
-    )
+    remark = "8 bytes, `ib100` with 6 GPUs per host; a ring's 2 (N - 1) messages. A real tree's step costs more"
     held.append(Compared(f"double binary tree: latency, {_SUMMIT_GPUS:,} GPUs", 180.0, ring_s / tree_s, remark=remark))
     return held
 
 
 def _diloco() -> Held:
-    """Outer steps every 500 updates."""
+    """DiLoCo: outer steps every 500 updates."""
     cluster, model = load_network("1gbe"), replayed("alexnet")
     every, seldom = (
         iteration(f"ring schedule=fifo{mode}", cluster, 8, model).busy_s["port"]
@@ -141,7 +139,7 @@ def _diloco() -> Held:
 
 
 def _grace() -> list[Held]:
-    """Compression on 1 Gbit/s, with encoding free: the most that fewer bytes give."""
+    """GRACE: compression at 1 Gbit/s, with free encoding: the upper bound of the gain from fewer bytes."""
     cluster, model = load_network("1gbe"), replayed("resnet50")
     dense_s = iteration("ring", cluster, 8, model).iteration_s
     remark = "ResNet-50, 8 workers on `1gbe`; encoding free"
@@ -162,15 +160,15 @@ def _grace() -> list[Held]:
 
 
 def systems() -> Chapter:
-    """Every figure of how others scaled."""
+    """The chapter, with all figures."""
     held = (*_horovod(), *_byteps(), *_priorities(), _dear(), *_collectives(), _diloco(), *_grace())
     return Chapter(
         "Other systems",
         (
-            "For each the setting is as near to the paper's as what is stated lets it be; the rest is assumed in the"
-            f" last column. Searches go over links of {_RATES_GBIT[0]} to {_RATES_GBIT[-1]} Gbit/s with {_ALPHA} per"
-            " message. Where the model gives much more than was reported it is not explained either: encoding, copies"
-            " to hosts and what a message costs a processor are not in it.",
+            "Each setting is as near to the paper's as the published data allow; the last column has the assumptions."
+            f" Searches use links of {_RATES_GBIT[0]} to {_RATES_GBIT[-1]} Gbit/s with {_ALPHA} per message. A figure"
+            " is also not explained if the model gives much more than was published: the model lacks encoding, copies"
+            " to hosts and the processor time of messages.",
             Figures(tuple(held)),
         ),
         tuple(f"{one.what}: ours is {one.written(one.ours)}." for one in held

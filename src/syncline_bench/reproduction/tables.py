@@ -1,7 +1,7 @@
-"""Published tables, read from a folder: layers, measured throughputs, allreduce times, concurrent exchanges.
+"""Reads published tables from a folder: layers, measured throughputs, allreduce times, concurrent exchanges.
 
-Owns their columns. The files are public: those of B-Caffe's come from github.com/hclhkbu/B-Caffe (``logdata`` and
-``scripts/gmwfbp.py``), the concurrent exchanges from github.com/HKBU-HPML/dl-scheduling, as CSV with these heads.
+Owns the names of the CSV columns. The data are public: B-Caffe's are from github.com/hclhkbu/B-Caffe (``logdata`` and
+``scripts/gmwfbp.py``), the concurrent exchanges from github.com/HKBU-HPML/dl-scheduling.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ SOURCES = {
 }
 
 _ONE_NODE = ("tmpcomm.log", "0")
-"""The file and dump that was logged on one node."""
+"""The log file and dump of the run on one node."""
 
 T = TypeVar("T")
 
 
 def missing(folder: Path | None, names: tuple[str, ...]) -> list[str]:
-    """Which of these tables a folder has not; all of them where there is no folder."""
+    """The tables of ``names`` that the folder lacks; all of them without a folder."""
     return [name for name in names if folder is None or not (folder / name).is_file()]
 
 
 def _read(path: Path, read: Callable[[dict[str, str]], T]) -> list[T]:
-    """What a function makes of the rows; raises DataError naming the file and line that is wrong."""
+    """Read each row with a function. Raises DataError, with the file and line, if a row is malformed."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
@@ -65,9 +65,9 @@ def _read(path: Path, read: Callable[[dict[str, str]], T]) -> list[T]:
 
 
 def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> settings.Model:
-    """The logged layers of GoogLeNet; what an iteration takes beyond them counts as forward, spread evenly.
+    """The logged layers of GoogLeNet. The rest of the iteration's time counts as forward, spread evenly.
 
-    A layer's weight and bias repeat its time, which counts once.
+    The log repeats a layer's time for its weight and its bias; it counts once.
     """
     rows = _read(folder / LAYERS, lambda row: ((row["file"], row["dump"]), int(row["elements"]), row["backward_us"]))
     tensors = [(elements, seconds) for where, elements, seconds in rows if where == _ONE_NODE]
@@ -93,7 +93,7 @@ def googlenet_on_k80(folder: Path, batch: int, iteration_s: float) -> settings.M
 
 @dataclass(frozen=True)
 class Throughput:
-    """A measured case of B-Caffe."""
+    """A measured case of B-Caffe; ``batch`` is per node."""
 
     model: str
     batch: int
@@ -103,7 +103,7 @@ class Throughput:
 
 
 def throughputs(folder: Path) -> list[Throughput]:
-    """All measured cases."""
+    """The measured cases of all networks and methods."""
     return _read(
         folder / THROUGHPUTS,
         lambda row: Throughput(
@@ -113,9 +113,9 @@ def throughputs(folder: Path) -> list[Throughput]:
 
 
 def allreduce_costs(folder: Path) -> dict[int, Cost]:
-    """Seconds of an allreduce by its bytes, for each number of nodes that was measured.
+    """The seconds of an allreduce by its bytes, for each measured number of nodes.
 
-    Along straight lines between the measured sizes; beyond the largest at the bytes per second of that.
+    Interpolates linearly between the measured sizes; above the largest, it uses the bytes per second at that size.
     """
     rows = _read(
         folder / ALLREDUCES, lambda row: (int(row["nodes"]), float(row["bytes"]), float(row["avg_latency_us"]))
@@ -137,7 +137,7 @@ def _along(sizes: Floats, seconds: Floats) -> Cost:
 
 
 def concurrent(folder: Path) -> dict[int, dict[int, float]]:
-    """Seconds of so many exchanges that go on at once, by their bytes and their number."""
+    """The seconds of concurrent exchanges, by their bytes and their number."""
     rows = _read(
         folder / CONCURRENT, lambda row: (int(row["msg_size"]), int(row["job_num"]), float(row["avg_latency"]))
     )

@@ -1,6 +1,6 @@
-"""Sunway TaihuLight: rings against the library's allreduce, and against parameter servers (Zhu, Liu, Fang 2020).
+"""Three chapters on Sunway TaihuLight: rings against MPI_Allreduce and against parameter servers (Zhu, Liu, Fang 2020).
 
-Owns what was reported there, and the constant per layer that would be needed for what the model does not give.
+Owns the published figures, and the fit of a constant per layer that would explain the factors over one server.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .simulating import FLAT_AND_TREE, TREE, collective_s
 
 _REPORTED_RING = (2.3, 4.1)
 _REPORTED_SERVER = {"alexnet": (256, 10.0), "googlenet": (32, 77.0), "resnet50": (32, 98.0)}
-"""Workers, and how many times longer one server takes than a ring."""
+"""The number of workers, and the published factor of one server's time over a ring's, by network."""
 
 _WITHOUT_HEADS = {"alexnet": "AlexNet", BARE_GOOGLENET: "GoogLeNet without heads", "resnet50": "ResNet-50"}
 
 _FEW = 8
-"""Up to so many nodes the source sees little difference between the two."""
+"""The number of nodes up to which the source finds little difference between ring and server."""
 
 _NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """One way to read the source, which names parameters and no latency."""
+    """An interpretation of the source, which gives numbers of parameters and no latency."""
 
     name: str
     width: int
@@ -45,7 +45,7 @@ def _readings() -> tuple[_Reading, _Reading]:
 
 
 def against_the_library() -> Chapter:
-    """Ring allreduce against MPI_Allreduce on 512 nodes."""
+    """The chapter on ring allreduce against MPI_Allreduce on 512 nodes."""
     held, rows = [], []
     for reading in _readings():
         for name, title in _WITHOUT_HEADS.items():
@@ -62,23 +62,20 @@ def against_the_library() -> Chapter:
     return Chapter(
         "TaihuLight: ring against the library's allreduce",
         (
-            "Zhu, Liu and Fang: 2.3 to 4.1 times faster than `MPI_Allreduce` on 512 nodes. Network `taihulight`: 14"
-            " GB/s per port, as published; the latency was not, and is assumed. The source's 60.97 MB equals AlexNet's"
-            " parameters, so both readings are here: only latency against bytes decides ratios, and they give the"
-            " same.",
+            "Zhu, Liu and Fang: a ring is 2.3 to 4.1 times faster than `MPI_Allreduce` on 512 nodes. Network"
+            " `taihulight`: 14 GB/s per port, as published; the latency was not published and is assumed. The source's"
+            " 60.97 MB is AlexNet's number of parameters in millions. Both interpretations are shown: only the ratio of"
+            " latency to transfer time matters, and both give the same factors.",
             Figures(tuple(held)),
-            "What other algorithms of a library would give. Only recursive doubling lies in the reported range.",
+            "The factors of other algorithms of a library. Only recursive doubling lies in the published range.",
             Grid(("over ring", "ring, ms", "recursive doubling", "binomial tree", "halving-doubling"), tuple(rows)),
         ),
-        (
-            "Which algorithm the library of TaihuLight chose was not published: that it was recursive doubling is"
-            " concluded from the ratios.",
-        ),
+        ("The algorithm of TaihuLight's library was not published. The ratios suggest recursive doubling.",),
     )
 
 
 def _server_s(way: str, name: str, workers: int, reading: _Reading, per_layer_s: float = 0.0) -> float:
-    """One server, layer by layer: every layer's gradient comes in by itself, all weights go out."""
+    """The time of one server, which receives the gradient of each layer separately and sends its weights to all."""
     return sum(
         collective_s(way, nbytes, workers, reading.cluster) + per_layer_s for nbytes in layer_bytes(name, reading.width)
     )
@@ -89,7 +86,7 @@ def _ring_s(name: str, workers: int, reading: _Reading) -> float:
 
 
 def fitted_per_layer_s(reading: _Reading | None = None) -> float:
-    """The seconds per layer with which the three reported ratios come out best: least squares of their logarithms."""
+    """The seconds per layer that fit the three published factors best: least squares of their logarithms."""
     reading = reading or _readings()[0]
     known = [
         (_server_s(TREE, name, workers, reading), len(layer_bytes(name, 1)), _ring_s(name, workers, reading), ratio)
@@ -104,7 +101,7 @@ def fitted_per_layer_s(reading: _Reading | None = None) -> float:
 
 
 def least(miss: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley is least, between two positive ends: golden sections of the logarithm."""
+    """The minimum of a unimodal function between two positive ends, by golden-section search on the logarithm."""
     golden = (math.sqrt(5) - 1) / 2
     left, right = math.log(low), math.log(high)
     for _ in range(80):
@@ -114,7 +111,7 @@ def least(miss: Callable[[float], float], low: float, high: float) -> float:
 
 
 def against_servers() -> Chapter:
-    """One server against a ring, at the numbers of nodes that were reported."""
+    """The chapter on one server against a ring, at the published numbers of nodes."""
     reading = _readings()[0]
     constant_s = fitted_per_layer_s(reading)
     held = []
@@ -133,24 +130,24 @@ def against_servers() -> Chapter:
     return Chapter(
         "TaihuLight: one parameter server against a ring",
         (
-            "Each layer's gradient goes to rank 0 by itself, and the weights come back to all. Network `taihulight`,"
-            f" {reading.name}. The constant of {constant} per layer is a fit to the three ratios, by least squares of"
-            " their logarithms: it stands for no known cost.",
+            "The gradient of each layer travels to rank 0 separately, and the weights return to all ranks. Network"
+            f" `taihulight`, {reading.name}. The constant of {constant} per layer is a fit to the three factors, by"
+            " least squares of their logarithms: it represents no known cost.",
             Figures(tuple(held)),
-            f"The fit contradicts the source in another place, by which there is little difference up to {_FEW} nodes:"
-            f" with it one server is there slower by {ratios}.",
+            f"The fit contradicts another statement of the source, little difference up to {_FEW} nodes: with the fit,"
+            f" one server is slower there by {ratios}.",
         ),
         (
             "One server against a ring for GoogLeNet (77 times) and ResNet-50 (98 times) at 32 nodes: no costs of"
-            f" messages, bytes and adding give that. {constant} more per layer would, and contradicts what the source"
-            f" says of {_FEW} nodes.",
+            f" messages, bytes and additions explain these factors. {constant} more per layer would, but contradicts"
+            f" the source's statement on {_FEW} nodes.",
             "The last quarter of AlexNet's factor of 10 at 256 nodes.",
         ),
     )
 
 
 def curves() -> Chapter:
-    """Communication time of the two architectures against the number of nodes."""
+    """The chapter on the communication times of both architectures by number of nodes."""
     reading = _readings()[1]
     blocks: list[Grid | str] = []
     for name, title in TITLES.items():
@@ -166,9 +163,10 @@ def curves() -> Chapter:
     return Chapter(
         "TaihuLight: communication time from 2 to 512 nodes",
         (
-            f"Milliseconds of communication per iteration: the ring once for all gradients, one server layer by layer,"
-            f" along trees both ways or {FLAT_AND_TREE}. Network `taihulight`, {reading.name}, adding not counted. A"
-            " ring's time is bounded by twice the bytes until latency adds up, that of a server grows without end.",
+            f"Milliseconds of communication per iteration: a ring for all gradients at once, and one server layer by"
+            f" layer, along trees in both directions or {FLAT_AND_TREE}. Network `taihulight`, {reading.name}, without"
+            " the time of additions. A ring takes at most the time of twice the bytes, plus latency; a server's time"
+            " grows without bound.",
             *blocks,
         ),
     )

@@ -1,9 +1,9 @@
-"""The strategies that a tuning may choose from, as a space of ``searchers``: words, and sizes within them.
+"""The search space of a tuning: the words of strategies, and their sizes, as a space of ``searchers``.
 
-Owns which choices each word has, how a candidate reads as a strategy, and which of two that run alike is left out. A
-word that the user has said is kept; a word that was left open is searched. Without ``lossy`` the space has only what
-leaves the mathematics of synchronous training as it is: no codec, no other sync mode, no gradient of an earlier step.
-Servers that are processes of their own are left out: they need machines that nobody has offered.
+Owns the choices of each word, the text of a candidate, and the removal of candidates that run alike. The user's words
+are fixed; all other words are searched. Without ``lossy``, the space contains only strategies with the mathematics of
+synchronous training: no codec, no other sync mode, no gradients of an earlier step. Separate server processes are
+excluded, because they need additional machines.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BUCKETS = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "25MiB", "64MiB")
 SLICES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB")
 PIECES = (1, 2, 4, 8)
 CODECS = ("bf16", "int8", "int4", "topk(ratio=0.01)", "onebit", "powersgd(rank=4)")
-"""What ``lossy`` adds: from the least to the strongest change."""
+"""The codecs that ``lossy`` adds, in the order of their compression."""
 
 MODES = ("local(steps=4)", "local(steps=16)")
 
 _LIBRARIES = {"zmq": "zmq", "grpc": "grpc", "ucx": "ucxx"}
-"""Transports over libraries that need no launcher of their own, with the module that has to be there."""
+"""Transports whose libraries need no launcher, with the module that has to be installed."""
 
 _WORDS = ("architecture", "sync", "codec", "schedule", "transport")
 _SYNCHRONOUS = "bsp"
@@ -46,7 +46,7 @@ _SIZES = {"bucket": BUCKETS, "slice": SLICES}
 
 
 def changes_mathematics(strategy: Strategy) -> bool:
-    """Whether training under it differs from synchronous training by more than the order of additions."""
+    """Whether training differs from synchronous training by more than the order of additions."""
     stale = strategy.schedule != AUTO and strategy.schedule_object().apply == "next_step"
     return strategy.codec != NONE or _mode_of(strategy) != _SYNCHRONOUS or stale
 
@@ -57,10 +57,10 @@ def _mode_of(strategy: Strategy) -> str:
 
 @dataclass(frozen=True)
 class Offer:
-    """What is offered: words that were ``asked`` for, so many workers, on one host or one each.
+    """The conditions of the search space: the fixed words in ``asked``, and the workers, on one host or on one each.
 
-    ``layers`` are the model's where they are known: schedules that make the same buckets of them are one candidate.
-    ``refuses`` raises UsageError for what the framework does not do.
+    ``layers`` are the model's layers if known: of schedules that make the same buckets, one is kept. ``refuses``
+    raises UsageError for a strategy that the framework cannot train under.
     """
 
     asked: Strategy
@@ -72,7 +72,7 @@ class Offer:
     _known: dict[tuple[str, ...], object] = field(default_factory=dict, repr=False, compare=False)
 
     def axes(self) -> tuple[Axis, ...]:
-        """What there is to choose, word by word; a part's size is an axis of its own."""
+        """The axes of the space: one per word, and one per size of a part."""
         found = [self._architecture()]
         if "double_tree" in found[0].choices:
             found.append(Axis("pieces", PIECES, ordered=True, when={"architecture": ("double_tree",)}))
@@ -89,7 +89,7 @@ class Offer:
         return tuple(found)
 
     def space(self, predict: Callable[[str], float | None]) -> Space:
-        """All candidates, the plainer of two that run alike; ``predict`` is asked with their strategies' texts."""
+        """The space of all candidates; of those that run alike, the first. ``predict`` receives strategies' texts."""
         seen: set[object] = set()
 
         def valid(candidate: Mapping[str, Any]) -> bool:
@@ -102,7 +102,7 @@ class Offer:
         return Space(self.axes(), valid, lambda candidate: predict(text_of(candidate)))
 
     def _said(self, word: str, default: Any) -> tuple[str, ...]:
-        """The word as the user has said it; nothing where it was left open."""
+        """The user's choice for a word as the only choice; empty if the user left it open."""
         part = getattr(self.asked, word)
         return () if part == default else (write(kind_of(word, part.name), part),)
 
@@ -114,7 +114,7 @@ class Offer:
         return Axis("architecture", ("auto", *names))
 
     def _codecs(self) -> list[str]:
-        """Those that every tuning tries, and what other packages bring."""
+        """The codecs of every lossy tuning, and those that other packages register."""
         others = [one for one in registry.entries("codecs") if not one.own]
         return [*CODECS, *(one.name for one in others if not any(each.required for each in one.parameters))]
 
@@ -134,7 +134,7 @@ class Offer:
         return (["tcp"] if self.one_host else []) + found
 
     def _key(self, candidate: Mapping[str, Any]) -> object:
-        """What runs, equal for candidates that run alike; None where it cannot run, or makes no sense to try."""
+        """A key that is equal for candidates that run alike; None for a candidate that is impossible or pointless."""
         if not self._is_sensible(candidate):
             return None
         run = self._run_of(*(candidate[name] for name in _WORDS))
@@ -146,33 +146,33 @@ class Offer:
             try:
                 layout = (_schedule(candidate).name, tuple(bucket.slices for bucket in schedule.buckets(self.layers)))
             except UsageError:
-                return None  # more buckets than there may be
+                return None  # more buckets than the limit
         return run, candidate.get("pieces", 1), layout
 
     def _run_of(self, *words: str) -> object:
-        """What words make without sizes, which decide nothing of what can run; None where they do not go together."""
+        """The resolved words without sizes, which do not affect feasibility; None for an impossible combination."""
         if words not in self._known:
             self._known[words] = None
             with contextlib.suppress(UsageError):
                 strategy = _parsed(*words)
                 resolved = strategy.resolve(self._group, hosts=1 if self.one_host else self.workers)
                 self.refuses(resolved)
-                # What ``auto`` runs is measured when a run starts, whatever it is resolved to before.
+                # A run measures what ``auto`` becomes, so it differs from the architecture that resolve() returns.
                 measured = strategy.architecture == AUTO and strategy.codec == NONE
                 run = strategy if measured else resolved
                 self._known[words] = run.architecture, run.sync, run.codec, run.transport, strategy.schedule == AUTO
         return self._known[words]
 
     def _is_sensible(self, candidate: Mapping[str, Any]) -> bool:
-        """Combinations that are not worth a measurement are left out, unless the user has said their words."""
+        """Whether a combination is worth a measurement. Words that the user has fixed always are."""
         axes = self._choices
         first = {name: candidate[name] == choices[0] for name, choices in axes.items() if name in candidate}
         if candidate["schedule"] == "auto" and not all(first[name] for name in ("architecture", "sync", "codec")):
-            return False  # the choice of a schedule by prediction is the default's; here the tuning makes it
-        if not first["sync"]:  # what is exchanged seldom is not worth much care
+            return False  # schedule=auto is a candidate only with the other defaults: the tuning chooses schedules
+        if not first["sync"]:  # rare exchanges gain little from codecs and schedules
             plain = candidate["schedule"] == "fixed" and candidate.get("bucket") == _PLAIN_BUCKET
             return bool(first["codec"] and plain)
-        # Payloads that no plan carries go to owners and back, whatever the architecture.
+        # Payloads without a plan travel to owners and back, whatever the architecture.
         return first["codec"] or first["architecture"] or not _has_carrier(candidate["codec"])
 
     @cached_property
@@ -185,7 +185,7 @@ class Offer:
 
 
 def text_of(candidate: Mapping[str, Any]) -> str:
-    """The strategy that a candidate is, as a strategy is printed."""
+    """The canonical text of a candidate's strategy."""
     text = str(_parsed(*(candidate[name] for name in _WORDS)))
     name = candidate["schedule"]
     if any(size in candidate for size in _SIZES):
@@ -197,7 +197,7 @@ def text_of(candidate: Mapping[str, Any]) -> str:
 
 
 def text_left_open(candidate: Mapping[str, Any]) -> str | None:
-    """The strategy that leaves the architecture to the run, which may then choose this candidate's; None: it cannot."""
+    """The strategy with ``auto`` as architecture, from which a run may choose this candidate's; None if it cannot."""
     strategy = _parsed(*(candidate[name] for name in _WORDS))
     if strategy.architecture == AUTO or strategy.roles is not None or candidate.get("pieces", PIECES[0]) != PIECES[0]:
         return None
@@ -206,7 +206,7 @@ def text_left_open(candidate: Mapping[str, Any]) -> str | None:
 
 
 def _schedule(candidate: Mapping[str, Any]) -> Part:
-    """The schedule with its sizes."""
+    """The schedule of a candidate, with its sizes as arguments."""
     sizes = ", ".join(f"{name}={candidate[name]}" for name in _SIZES if name in candidate)
     return _bound(f"{candidate['schedule']}({sizes})" if sizes else candidate["schedule"])
 
@@ -227,12 +227,12 @@ def _has_carrier(codec: str) -> bool:
 
 
 def choices_of(space: Space, text: str) -> Mapping[str, Any] | None:
-    """The candidate that is a strategy, None where the space has none of that text."""
+    """The candidate with this strategy's text; None if the space has none."""
     return next((candidate for candidate in space.candidates if text_of(candidate) == text), None)
 
 
 def _arguments(kind: str, text: str) -> Sequence[str]:
-    """The arguments of a part that is named alone; nothing of one whose arguments were said."""
+    """The names of a part's arguments; empty if the text already sets arguments."""
     if "(" in text or text not in registry.names(kind):
         return ()
     return [one.name for one in registry.get(kind, text).parameters]

@@ -1,8 +1,8 @@
-"""What a candidate is predicted to take, and why the one that was found is fast: both by simulation.
+"""Predicts candidates by simulation, and explains why the best one is fast.
 
-Owns the way from a network that was measured here, per transport, and the layers' times to seconds of an iteration, and
-the words of an explanation: what each word of a strategy brings against the default, and up to which speed of links.
-Measures nothing. Simulations have a deadline: what has not been asked by then has no prediction.
+Owns the prediction of an iteration from the measured network of each transport and the layers' times, and the text of
+the explanation: the gain of each word against the default, and the link speed up to which it gains. Measures nothing.
+After its deadline it simulates no further candidate.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..report import units
 
 _FASTEST, _BISECTIONS = 1e12, 9
 _NOTICED = 0.005
-"""A share of an iteration below which a word brings nothing."""
+"""The share of an iteration below which a gain counts as none."""
 
 
 class Foresight:
-    """Predictions for one model on so many workers; ``clusters`` are by transport, ``auto`` standing for the others."""
+    """Predictions for one model and number of workers. ``clusters`` are by transport; ``auto`` is the default."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Foresight:
         self.deadline = math.inf
 
     def seconds(self, text: str) -> float | None:
-        """The seconds of an iteration, None where nothing says them, or time is up."""
+        """The predicted seconds of an iteration; None if it cannot be predicted, or after the deadline."""
         if text not in self._known:
             if self._model is None or not self._clusters or self._clock() > self.deadline:
                 return None
@@ -62,12 +62,12 @@ class Foresight:
         assert self._model is not None
         strategy = Strategy.parse(text)
         cluster = self._clusters.get(strategy.transport.name, self._clusters["auto"])
-        # The network is what that transport makes of it; hosts are as many as ranks there.
+        # The cluster contains the transport already, and was measured between ranks as hosts.
         asked = asked_of(str(replace(strategy, transport=AUTO)))
         return settled(asked, cluster, self._workers, None, self._model)
 
     def explained(self, best: str, default: str) -> str:
-        """What each word of ``best`` brings against ``default``; empty where nothing can be predicted."""
+        """A text on the gain of each word of ``best`` against ``default``; empty if nothing can be predicted."""
         try:
             if self._model is None or not self._clusters:
                 return ""
@@ -85,16 +85,16 @@ class Foresight:
             without = replace(found.setting, strategy=replace(found.setting.strategy, **{word: there}))
             gain = 1 - found.iteration.iteration_s / self._iteration_s(without, None)
         except UsageError:
-            return f"{word} {name} goes with the rest, and cannot be told apart from it"
+            return f"{word} {name} cannot be judged by itself: the default does not fit the other words"
         usual_name = write(kind_of(word, there.name), there)
         if gain < _NOTICED:
-            return f"{name} in place of {usual_name} is predicted to bring nothing by itself"
+            return f"{name} instead of {usual_name} is predicted to gain nothing by itself"
         until = self._until(found, without)
-        where = "whatever the speed of links" if until is None else f"the link is the bottleneck until {until}"
+        where = "at any link speed" if until is None else f"the link is the bottleneck up to {until}"
         return f"{name} gains {units.percent(gain)}: {where}"
 
     def _until(self, found: Settled, without: Setting) -> str | None:
-        """The speed of links from which on a word brings nothing any more; None where there is none."""
+        """The link speed above which a word gains nothing, as text; None if there is none."""
         beta = found.setting.cluster.constants["between.beta"].value
         low, high = 8 / beta if beta else _FASTEST, _FASTEST
 

@@ -1,13 +1,12 @@
-"""The accuracy guard: whether a strategy that changes the mathematics may be taken, by a short paired run.
+"""The accuracy guard: decides from a short paired run whether a tuning may use a strategy that changes the mathematics.
 
-Pure: judges two rows, one trained as it is and one under the candidate, on the same batches from the same weights.
+Pure: compares two rows that trained on the same batches from the same weights, one exactly and one under the candidate.
 
-Two things count. The *loss* is how much worse the model is at the end: points of accuracy on the test set where the
-workload has one, else the share by which the training loss is higher. More than what is allowed refuses the candidate.
-The *efficiency* is how far its steps go: the step at which the exact run had the training loss that the candidate ends
-with, over the steps of the candidate, at most 1. An iteration that is short counts as long as its seconds over its
-efficiency: what is compared is time to accuracy, not bytes. Pollux (Qiao et al., OSDI 2021) has this as goodput,
-throughput times statistical efficiency.
+Two figures count. The *loss* is the deterioration of the final model: in points of accuracy if the workload has a test
+set, else as the relative increase of the training loss. A candidate that loses more than allowed is refused. The
+*efficiency* is the step at which the exact run reached the candidate's final training loss, divided by the candidate's
+number of steps, and at most 1. The tuning compares iteration time / efficiency, an estimate of the time to accuracy.
+Its inverse is the goodput of Pollux (Qiao et al., OSDI 2021): throughput times statistical efficiency.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from ..report import units
 from ..report.rows import Point, Row
 
 _TAIL = 0.2
-"""The share of a curve whose mean is the loss at its end: single batches vary."""
+"""The share of a curve's points whose mean is the loss at its end, because single batches vary."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a paired run has found; ``why`` says it in words."""
+    """The result of a paired run, with its explanation in ``why``."""
 
     accepted: bool
     loss: float
@@ -35,12 +34,12 @@ class Verdict:
 
 
 def judge(exact: Row, lossy: Row, allowed: float) -> Verdict:
-    """Whether the candidate loses at most ``allowed``; a run that failed, or whose numbers are none, is refused."""
+    """Accept the candidate if it loses at most ``allowed``. A failed run, or one without finite losses, is refused."""
     if lossy.error is not None:
         return Verdict(False, math.inf, 0.0, f"refused: its paired run failed: {lossy.error}")
     before, after = _losses(exact), _losses(lossy)
     if not before or not after or not all(math.isfinite(point.loss or math.nan) for point in lossy.curve if point.loss):
-        return Verdict(False, math.inf, 0.0, "refused: its training loss is no number")
+        return Verdict(False, math.inf, 0.0, "refused: its training loss is not a finite number")
     efficiency = _efficiency(before, after)
     if exact.accuracy is not None and lossy.accuracy is not None:
         loss = exact.accuracy - lossy.accuracy
@@ -51,15 +50,15 @@ def judge(exact: Row, lossy: Row, allowed: float) -> Verdict:
         what, limit = f"{units.percent(max(0.0, loss), 1)} of the training loss", units.percent(allowed, 1)
     steps = f"after {lossy.iterations} steps"
     goes = f"{units.percent(efficiency)} of a step's progress"
-    if not loss <= allowed:  # what is no number is refused too
+    if not loss <= allowed:  # also true for NaN
         return Verdict(False, loss, efficiency, f"refused: it loses {what} {steps}, and {limit} are allowed")
     if efficiency <= 0:
-        return Verdict(False, loss, 0.0, f"refused: it has learnt nothing {steps}")
+        return Verdict(False, loss, 0.0, f"refused: its training loss has not fallen {steps}")
     return Verdict(True, loss, efficiency, f"loses {what} {steps}, makes {goes}")
 
 
 def _losses(row: Row) -> list[tuple[int, float]]:
-    """The training losses by iteration."""
+    """The finite training losses of a row, as (iteration, loss)."""
 
     def known(point: Point) -> bool:
         return point.loss is not None and math.isfinite(point.loss)
@@ -72,12 +71,12 @@ def _end(curve: Sequence[tuple[int, float]]) -> float:
 
 
 def _efficiency(exact: Sequence[tuple[int, float]], lossy: Sequence[tuple[int, float]]) -> float:
-    """The steps in which the exact run comes to where the candidate ends, over the candidate's."""
+    """The share of its steps that the exact run needs to reach the candidate's final loss; at most 1."""
     reached, width = _end(lossy), max(1, round(_TAIL * len(exact)))
     steps = exact[-1][0]
     for place in range(width, len(exact) + 1):
         window = exact[place - width : place]
         if fmean(loss for _, loss in window) <= reached:
-            # A window's mean stands for its end, for the exact run as for the candidate.
+            # The mean of a window counts as the loss at its end, in both runs.
             return min(1.0, 0.0 if place == width and reached >= exact[0][1] else window[-1][0] / steps)
     return 1.0

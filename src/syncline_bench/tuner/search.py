@@ -1,12 +1,12 @@
-"""``syncline tune``: which strategy trains a workload fastest here, within a budget of seconds.
+"""Runs ``syncline tune``: finds the strategy that trains a workload fastest here, within a time budget.
 
-Owns the course of a tuning: check everything, start ranks that stay (``warm``), measure the default and the network
-between the ranks, predict the candidates, measure those that a searcher asks for, and at last the best few in turn with
-the default, as often as there is time. Candidates that change the mathematics have to pass the guard. Does not know
-what is searched (``candidates``) or how (``searchers``), nor what a measurement is (``warm``, ``train``).
+Owns the sequence of a tuning: check the arguments, start warm ranks (``warm``), measure the default strategy and the
+network between the ranks, predict the candidates, and measure the candidates that a searcher asks for. At the end, the
+best few and the default are measured in turn while time remains. Candidates that change the mathematics have to pass
+the guard. ``candidates`` defines the space, and ``searchers`` have the search methods.
 
-A candidate that fails is named and skipped. The result file is replaced after every measurement, so that an interrupt
-costs one measurement; with ``resume`` what the file has is told to the searcher again, and the search goes on.
+A failed candidate is listed with its error and skipped. The result file is replaced after every measurement, so an
+interrupt loses at most one. ``resume`` tells the searcher the measurements of the file and continues the search.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from .foresight import Foresight
 from .guard import judge
 
 FINAL_SHARE = 0.3
-"""Of the budget, for measuring the best few in turn."""
+"""The share of the budget for the final measurements of the best few."""
 
 FINALISTS = 3
 CALIBRATING_SHARE, PREDICTING_SHARE, GUARD_SHARE = 0.1, 0.1, 0.25
 SHARE_OF_A_CANDIDATE = 1 / 20
-"""Of the budget, for the iterations of one measurement, as far as ``COUNTED`` allows."""
+"""The share of the budget for the iterations of one measurement, within the limits of ``COUNTED``."""
 
 COUNTED = (3, 30)
 """The fewest and the most iterations whose median is a measurement."""
 
 UNCOUNTED, UNTIL_CHOSEN = 2, 10
-"""First iterations that do not count, and those in which a schedule that goes by times measures and chooses."""
+"""The first iterations that do not count: in general, and for a schedule that measures layers before it chooses."""
 
 GUARDED = (30, 300)
 """The fewest and the most steps of a paired run."""
 
 FIRST_SESSION = 1 / 3
-"""What a session takes beside its iterations, over what the first one of the ranks does."""
+"""The estimated overhead of a later session, relative to that of the ranks' first session."""
 
 CLEARLY = 0.01
-"""What is faster than the default by less than this share of an iteration leaves the default."""
+"""A candidate replaces the default only if it is faster by more than this share of an iteration."""
 
 SILENCE_LIMIT_S = 120.0
 INTERRUPTED = 130
@@ -76,9 +76,10 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Request:
-    """A tuning, checked: what is trained where, what may be chosen, and for how long.
+    """The checked arguments of a tuning.
 
-    ``asked`` has the words that are kept. ``loss`` is what a lossy candidate may lose, None where none is tried.
+    ``asked`` has the fixed words of the strategy. ``loss`` is the most that a lossy candidate may lose; None excludes
+    lossy candidates. ``before`` is the earlier result to resume.
     """
 
     comparison: Comparison
@@ -94,7 +95,7 @@ class Request:
 
     @property
     def default(self) -> str:
-        """What a run does that says nothing more."""
+        """The strategy that a run has without the tuning: the fixed words alone."""
         return str(self.asked)
 
 
@@ -116,9 +117,9 @@ def run(
     resume_path: Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Tune, print the table and write the file; the exit status: 0, or 130 where it was interrupted.
+    """Tune, print the table and write the file. Returns the exit status: 0, or 130 after an interrupt.
 
-    Raises UsageError before any process starts, and for a budget that was too small for one measurement.
+    Raises UsageError before any process starts, and later if the budget is too small for one measurement.
     """
     request = request_of_tuning(
         workload, workers, budget_s, strategy, searcher, framework, seed, lab, batch, network, lossy, loss,
@@ -157,7 +158,7 @@ def request_of_tuning(
     json_path: Path | None,
     resume_path: Path | None,
 ) -> Request:
-    """Check everything that can be checked beforehand; raises UsageError with the remedy."""
+    """Check all arguments before any process starts. Raises UsageError with the remedy."""
     if workers < 2:
         raise UsageError(f"--workers has to be 2 or more, got {workers}: one worker alone exchanges nothing")
     if budget_s <= 0:
@@ -166,7 +167,7 @@ def request_of_tuning(
     asked = Strategy.parse(strategy)
     if asked.servers:
         raise UsageError(
-            f"{strategy!r} has server processes of its own, and tune starts workers alone: use on=workers, as in"
+            f"{strategy!r} has separate server processes, and tune starts only workers: use on=workers, as in"
             f" ps(servers={asked.servers}, on=workers), or measure it with syncline compare"
         )
     comparison = comparison_of(
@@ -174,11 +175,11 @@ def request_of_tuning(
     )
     loaded = load(workload)
     if not loss >= 0:
-        raise UsageError(f"--loss is what may be lost of the accuracy, such as 0.02, got {loss:g}")
+        raise UsageError(f"--loss, the accuracy that may be lost, must be 0 or more, such as 0.02, got {loss:g}")
     if lossy and loaded.trace is not None:
         raise UsageError(
-            f"--lossy: the workload {workload} replays times and learns nothing, so that no paired run says what a"
-            " codec costs in accuracy: tune a workload that learns, such as digits, or compare speeds alone with"
+            f"--lossy: the workload {workload} replays times and learns nothing, so a paired run cannot measure the"
+            " accuracy under a codec: tune a workload that learns, such as digits, or compare only speeds with"
             " syncline compare"
         )
     request = Request(
@@ -189,7 +190,7 @@ def request_of_tuning(
 
 
 def _resumed(request: Request, path: Path) -> Tuned:
-    """An earlier tuning of the same work; raises UsageError for another's."""
+    """Read an earlier tuning. Raises UsageError if it is not of the same work."""
     try:
         before = Tuned.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -198,8 +199,8 @@ def _resumed(request: Request, path: Path) -> Tuned:
         raise UsageError(f"{path}: {error}; choose another file") from None
     if not before.same_work(_empty(request)):
         raise UsageError(
-            f"{path} is of another workload, number of workers, lab, strategy, machine, or version of the code, so that"
-            " its measurements cannot stand beside new ones: choose another file, or delete it"
+            f"{path} is of another workload, number of workers, lab, strategy, machine, or version of the code, so its"
+            " measurements cannot be compared with new ones: choose another file, or delete it"
         )
     return before
 
@@ -223,7 +224,7 @@ def _empty(request: Request) -> Tuned:
 
 @dataclass
 class Book:
-    """What is known of every candidate, by its text."""
+    """The measurements and verdicts of all candidates, by their texts."""
 
     times_s: dict[str, list[float]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
@@ -231,22 +232,22 @@ class Book:
     refused: set[str] = field(default_factory=set)
 
     def measured_s(self, text: str) -> float | None:
-        """The median of its measurements."""
+        """The median of a candidate's measurements; None without any, or if it was refused."""
         found = self.times_s.get(text)
         return median(found) if found and text not in self.refused else None
 
     def counts_s(self, text: str) -> float | None:
-        """What it counts as: time to accuracy."""
+        """The seconds that candidates are compared by: iteration time / statistical efficiency."""
         found = self.measured_s(text)
         return None if found is None else found / self.efficiency.get(text, 1.0)
 
     def fastest(self) -> list[str]:
-        """Those that have run and may be taken, the fastest first."""
+        """The measured candidates that were not refused, the fastest first."""
         found = {text: seconds for text in self.times_s if (seconds := self.counts_s(text)) is not None}
         return sorted(found, key=found.__getitem__)
 
     def take_over(self, before: Tuned) -> None:
-        """What an earlier tuning has measured."""
+        """Enter the measurements and verdicts of an earlier tuning."""
         for one in before.tried:
             if one.times_s or one.why.startswith(("failed", "refused")):
                 self.times_s[one.strategy] = list(one.times_s)
@@ -258,7 +259,7 @@ class Book:
 
 
 class Course:
-    """One tuning from its first measurement to its last; ``keep`` is called with the result after each."""
+    """A tuning from its first measurement to its last. ``keep`` is called with the result after each measurement."""
 
     def __init__(
         self, request: Request, keep: Callable[[Tuned], None], clock: Callable[[], float] = time.monotonic
@@ -271,7 +272,7 @@ class Course:
         self._foresight = Foresight(None, {}, request.case.workers, clock)
         self._networks: dict[str, Cluster] = {}
         self._explanation = ""
-        self._overhead_s = 0.0  # of a measurement, beside its iterations
+        self._overhead_s = 0.0  # the time of a measurement beyond its iterations
         self._exact: Trained | None = None
         self._steps = 0
         self._origin = _empty(request)
@@ -289,7 +290,7 @@ class Course:
         return self._request.budget_s - (self._clock() - self._begun)
 
     def run(self, display: Display) -> None:
-        """The whole course; raises UsageError for a budget that is too small."""
+        """Start the ranks and tune. Raises UsageError if the budget is too small."""
         comparison, workers = self._request.comparison, self._request.case.workers
         with site_of(workers, comparison.lab, display.say) as site:
             framework = self._request.case.framework
@@ -297,11 +298,11 @@ class Course:
                 try:
                     self.search(ranks, display)
                 except KeyboardInterrupt:
-                    ranks.end_at_once()  # rather than when they have finished what they are doing
+                    ranks.end_at_once()  # without waiting for the current measurement
                     raise
 
     def search(self, ranks: WarmRanks, display: Display) -> None:
-        """With ranks that measure."""
+        """Tune with these ranks."""
         layers = self._first(ranks)
         self._calibrate(ranks, display)
         model = self._model(layers)
@@ -312,7 +313,7 @@ class Course:
         while self._left_s > self._final_s + self._expected_s(None) and (asked := searcher.ask()) is not None:
             text = text_of(asked)
             if self._left_s < self._final_s + self._expected_s(text):
-                self._book.why.setdefault(text, "not measured: it would take longer than the budget has left")
+                self._book.why.setdefault(text, "not measured: it would exceed the rest of the budget")
                 continue
             self._measure(ranks, text)
             searcher.tell(asked, self._book.counts_s(text))
@@ -322,13 +323,13 @@ class Course:
 
     @property
     def _final_s(self) -> float:
-        """What is kept of the budget for one turn of the best few and the default, as far as their share goes."""
+        """The time reserved for one final round of the best few and the default, at most ``FINAL_SHARE``."""
         return min(FINAL_SHARE * self._request.budget_s, (1 + FINALISTS) * self._expected_s(self._request.default))
 
-    # What it consists of.
+    # The parts of a tuning.
 
     def _first(self, ranks: WarmRanks) -> tuple[Layer, ...]:
-        """Start, and measure the default; the layers' times where it shows them."""
+        """Start the ranks and measure the default. Returns the layers if its schedule measures their times."""
         started_s = ranks.start()
         text = self._request.default
         known = self._book.measured_s(text)
@@ -337,17 +338,19 @@ class Course:
         begun = self._clock()
         trained = self._measure(ranks, text, iterations=UNTIL_CHOSEN + COUNTED[0])
         if trained.row.error is not None:
-            raise SynclineError(f"the default, {text}, failed, and nothing can stand beside it: {trained.row.error}")
+            raise SynclineError(
+                f"the default, {text}, failed, so no candidate can be compared with it: {trained.row.error}"
+            )
         if self._left_s <= 0:
             took_s = self._clock() - begun
             raise UsageError(
-                f"--budget {self._request.budget_s:g}s is too small for one measurement, which takes {took_s:.1f} s"
-                f" here, and starting the ranks {started_s:.1f} s: give {5 * (started_s + took_s):.0f}s or more"
+                f"--budget {self._request.budget_s:g}s is too small: the ranks start in {started_s:.1f} s, and one"
+                f" measurement takes {took_s:.1f} s: give {5 * (started_s + took_s):.0f}s or more"
             )
         return trained.layers
 
     def _calibrate(self, ranks: WarmRanks, display: Display) -> None:
-        """Measure the network by every transport that is offered, as far as there is time; the first one always."""
+        """Measure the network under each transport of the space while time remains, and always under the first."""
         limit_s = CALIBRATING_SHARE * self._request.budget_s
         begun, longest_s = self._clock(), 0.0
         axes = {axis.name: axis.choices for axis in self._offer(()).axes()}
@@ -361,7 +364,7 @@ class Course:
             try:
                 found = ranks.calibrate(asked, SILENCE_LIMIT_S)
             except SynclineError as error:
-                display.say(f"nothing is predicted over transport={transport}: {error}")
+                display.say(f"no predictions for transport={transport}: {error}")
                 if name == "auto":
                     return
                 continue
@@ -369,10 +372,10 @@ class Course:
             if "auto" not in self._networks:
                 self._networks["auto"] = found
             longest_s = max(longest_s, self._clock() - now)
-            display.say(f"network by transport={transport} measured in {self._clock() - now:.1f} s")
+            display.say(f"network under transport={transport} measured in {self._clock() - now:.1f} s")
 
     def _model(self, layers: Sequence[Layer]) -> settings.Model | None:
-        """What predictions are about: a replayed trace, or the layers as the first run has timed them."""
+        """The model for predictions: a replayed trace, or the layers with the times of the first run; else None."""
         workload = self._request.workload
         if workload.trace is not None:
             return settings.model_of(workload)
@@ -390,7 +393,7 @@ class Course:
         return Offer(request.asked, request.case.workers, one_host, lossy, tuple(layers), refuses)
 
     def _searcher(self, layers: Sequence[Layer]) -> Searcher:
-        """The searcher, told what has been measured."""
+        """Make the searcher, and tell it the measurements so far."""
         request = self._request
         space = self._offer(layers).space(self._predicted)
         self._offered = [text_of(candidate) for candidate in space.candidates]
@@ -399,7 +402,7 @@ class Course:
                 self._might_run[left_open].append(text)
         first = {axis.name: axis.choices[0] for axis in space.axes}
         plainest = sorted(space.candidates, key=lambda one: sum(one[name] != first[name] for name in one))
-        for candidate in plainest:  # what differs least from all that comes first is predicted first: time may be up
+        for candidate in plainest:  # predictions have a deadline: the candidates nearest to the default come first
             self._predicted(text_of(candidate))
         made = cast("Searcher", registry.get("searchers", request.searcher).target(space, seed=request.seed))
         for text in list(self._book.times_s):
@@ -408,13 +411,13 @@ class Course:
         return made
 
     def _predicted(self, text: str) -> float | None:
-        """The seconds of a candidate, as far as there was time to predict them."""
+        """The predicted seconds of a candidate; None if there was no time for the prediction."""
         if text not in self._predictions:
             self._predictions[text] = self._predict(text)
         return self._predictions[text]
 
     def _predict(self, text: str) -> float | None:
-        """Of an architecture that is measured when the run starts, that of the best one that might be chosen."""
+        """Predict a candidate. For ``auto``, it is the prediction of the best algorithm that a run may choose."""
         strategy = Strategy.parse(text)
         if strategy.architecture != AUTO or strategy.schedule == AUTO or strategy.codec != NONE:
             return self._foresight.seconds(text)
@@ -422,7 +425,7 @@ class Course:
         return min(known, default=None)
 
     def _expected_s(self, text: str | None) -> float:
-        """What measuring a candidate will take; of any, what the default's iterations would."""
+        """The expected time of a candidate's measurement; for None, that of the default's iterations."""
         usual_s = self._book.measured_s(self._request.default) or 0.0
         predicted = None if text is None else self._predictions.get(text)
         usually = self._predictions.get(self._request.default)
@@ -430,7 +433,7 @@ class Course:
         return self._overhead_s + each_s * (self._uncounted(text) + self._counted(each_s))
 
     def _counted(self, each_s: float) -> int:
-        """So many iterations are a measurement, where each takes so long."""
+        """The number of iterations that a measurement counts if each takes ``each_s``."""
         wanted = SHARE_OF_A_CANDIDATE * self._request.budget_s / each_s if each_s > 0 else COUNTED[1]
         return int(min(COUNTED[1], max(COUNTED[0], wanted)))
 
@@ -442,7 +445,7 @@ class Course:
         return UNTIL_CHOSEN if chooses else UNCOUNTED
 
     def _measure(self, ranks: WarmRanks, text: str, iterations: int | None = None) -> Trained:
-        """Run a candidate for some iterations, and enter what they took."""
+        """Train a candidate for some iterations, and enter its time, or its failure."""
         uncounted = self._uncounted(text)
         if iterations is None:
             each_s = self._book.measured_s(text) or self._book.measured_s(self._request.default) or 0.0
@@ -451,7 +454,7 @@ class Course:
         trained = ranks.train(case, self._request.seed, SILENCE_LIMIT_S, warmup=uncounted)
         error = trained.row.error
         if error is None and not trained.row.replicas_equal and not _apart(text):
-            error = "the replicas differ at its end"
+            error = "the replicas differ after the last step"
         if error is not None:
             self._book.why[text] = f"failed: {error}"
             self._book.refused.add(text)
@@ -459,7 +462,7 @@ class Course:
         elif trained.row.iteration_s is not None:
             self._book.times_s.setdefault(text, []).append(trained.row.iteration_s)
             spent_s = self._clock() - begun - iterations * trained.row.iteration_s
-            # The first session loads what later ones find.
+            # The first session loads code that later ones find in memory.
             overhead_s = max(0.0, spent_s) * (1.0 if self._overhead_s else FIRST_SESSION)
             self._overhead_s = min(self._overhead_s or overhead_s, overhead_s)
             self._guard(ranks, text)
@@ -467,14 +470,14 @@ class Course:
         return trained
 
     def _guard(self, ranks: WarmRanks, text: str) -> None:
-        """Of a candidate that changes the mathematics and is faster than the default: what it costs in accuracy."""
+        """Judge a candidate that changes the mathematics and is faster than the default, by a paired run."""
         request, book = self._request, self._book
         if request.loss is None or not changes_mathematics(Strategy.parse(text)) or text in book.efficiency:
             return
         usual_s, seconds = book.measured_s(request.default), book.measured_s(text)
         if seconds is None or usual_s is None or seconds >= usual_s * (1 - CLEARLY):
             book.refused.add(text)
-            book.why[text] = "refused: it is not faster than the default, which loses nothing"
+            book.why[text] = "refused: it is not faster than the default, which is exact"
             return
         if self._exact is None:
             wanted = GUARD_SHARE * request.budget_s / 4 / usual_s
@@ -494,7 +497,7 @@ class Course:
         return ranks.train(case, self._request.seed, SILENCE_LIMIT_S, scored=True)
 
     def _decide(self, ranks: WarmRanks) -> None:
-        """Measure the best few in turn with the default, for as long as there is time."""
+        """Measure the best few in turn with the default while time remains."""
         default = self._request.default
         finalists = [text for text in self._book.fastest() if text != default][:FINALISTS]
         while finalists:
@@ -509,17 +512,17 @@ class Course:
         if result.iteration_s is None or result.default_iteration_s is None:
             return
         if result.best == result.default:
-            self._explanation = f"nothing that was tried is clearly faster than {result.default}"
+            self._explanation = f"no measured candidate is clearly faster than {result.default}"
             return
         gain = 1 - result.iteration_s / result.default_iteration_s
         why = self._foresight.explained(result.best, result.default)
-        measured = f"measured: {units.percent(gain)} less time an iteration than {result.default}"
+        measured = f"measured: {units.percent(gain)} less time per iteration than {result.default}"
         guarded = self._book.why.get(result.best, "") if result.best in self._book.efficiency else ""
         self._explanation = "; ".join(filter(None, (why, measured, guarded)))
 
     @property
     def result(self) -> Tuned:
-        """What is known so far."""
+        """The result so far."""
         book, default = self._book, self._request.default
         usual_s = book.measured_s(default)
         fastest = book.fastest()
@@ -545,7 +548,7 @@ class Course:
         ran = {best: "best", self._request.default: "default"}.get(text, "measured")
         if best == text == self._request.default:
             ran = "default, and best"
-        why = book.why.get(text, ran if book.times_s.get(text) else "predicted, and not measured")
+        why = book.why.get(text, ran if book.times_s.get(text) else "predicted, not measured")
         if text == best and book.why.get(text):
             why = f"best: {why}"
         times = tuple(book.times_s.get(text, ()))
@@ -553,5 +556,5 @@ class Course:
 
 
 def _apart(text: str) -> bool:
-    """Whether replicas may differ between exchanges."""
+    """Whether replicas may differ between exchanges: if the sync mode averages weights."""
     return hasattr(Strategy.parse(text).sync_mode(), "averages")
