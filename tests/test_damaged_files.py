@@ -20,15 +20,11 @@ from syncline.session.layout import reading_state
 from syncline.strategy.strategy import Strategy
 from syncline_bench.cli import cli
 from syncline_bench.predict.networks import parse_holdout, parse_network
-from syncline_bench.report.accuracy_rows import AccuracyResult
-from syncline_bench.report.bench_rows import BenchResult
-from syncline_bench.report.codec_rows import CodecResult
-from syncline_bench.report.forecast_rows import Prediction
-from syncline_bench.report.gradient_rows import GradientResult
-from syncline_bench.report.prediction_rows import CollectivePrediction
+from syncline_bench.report.accuracy import AccuracyResult
+from syncline_bench.report.bench import BenchResult, CodecResult, GradientResult, StepResult
+from syncline_bench.report.predictions import CollectivePrediction, Prediction
 from syncline_bench.report.result_file import ResultFile
 from syncline_bench.report.rows import Result
-from syncline_bench.report.step_rows import StepResult
 
 RESULTS: list[type[ResultFile]] = [
     AccuracyResult, BenchResult, CodecResult, CollectivePrediction, GradientResult, Prediction, Result, StepResult,

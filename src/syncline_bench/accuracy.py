@@ -29,8 +29,8 @@ from .collectives.display import Display, Task
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
 from .machine import provenance
 from .processes import measure
-from .report import accuracy_table
-from .report.accuracy_rows import AccuracyResult, AccuracyRun
+from .report import accuracy as shown
+from .report.accuracy import AccuracyResult, AccuracyRun
 from .report.files import keep_text, replace_text, result_paths
 from .report.rows import BASELINE, Row
 from .site import Site
@@ -118,7 +118,7 @@ def run(
         kept = target is not None and keeper.result.runs
         console.print("interrupted" + (": the trainings so far are kept" if kept else ", and no training is kept"))
     result = keeper.result
-    console.print(accuracy_table.render(result, console.width))
+    console.print(shown.render(result))
     if result.runs:
         _write(result, target, markdown, report)
     if interrupted:
@@ -284,11 +284,11 @@ def _write(result: AccuracyResult, target: Path | None, markdown: Path | None, r
     """Write all requested files. If one cannot be written, raise its error after the others are written."""
 
     def page() -> str:
-        from .report import accuracy_page  # matplotlib is only loaded for a page
+        from .report.page import accuracy_page  # matplotlib is only loaded for a page
 
-        return accuracy_page.render(result)
+        return accuracy_page(result)
 
-    texts = ((target, result.to_json), (markdown, lambda: accuracy_table.markdown(result)), (report, page))
+    texts = ((target, result.to_json), (markdown, lambda: shown.markdown(result)), (report, page))
     faults = []
     for path, text in texts:
         try:

@@ -162,10 +162,10 @@ def _publish(comparison: Comparison, result: Result, output: Console, assembly: 
     if comparison.json_path is not None:
         result.save(comparison.json_path)
     if comparison.report_path is not None:
-        from .report import page
+        from .report.page import comparison_page  # matplotlib is only loaded for a page
 
         timelines = [] if assembly is None else [one for run in assembly.runs() if (one := middle(run)) is not None]
-        replace_text(comparison.report_path, page.render(result, timelines))
+        replace_text(comparison.report_path, comparison_page(result, timelines))
     for name, path in (("results", comparison.json_path), ("report", comparison.report_path)):
         if path not in (None, STANDARD_OUTPUT):
             output.print(f"{name}: {path}", soft_wrap=True, markup=False, highlight=False)

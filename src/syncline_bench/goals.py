@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .report.bench_rows import Measured
-from .report.goal_table import Verdict
+from .report.bench import Measured, Verdict
 from .report.units import decimal_size, percent, seconds, significant
 
 Figure = Callable[[Measured, Sequence[Measured]], float | None]

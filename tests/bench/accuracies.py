@@ -13,7 +13,7 @@ from syncline_bench.accuracy import strategy_of
 from syncline_bench.cases import Case
 from syncline_bench.cli import cli
 from syncline_bench.launchers import AUTO
-from syncline_bench.report.accuracy_rows import AccuracyResult, AccuracyRun
+from syncline_bench.report.accuracy import AccuracyResult, AccuracyRun
 from syncline_bench.report.rows import Point, Row
 from syncline_bench.site import Site
 

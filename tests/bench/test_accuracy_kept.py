@@ -13,7 +13,7 @@ from accuracies import Trained, command, read
 
 from syncline_bench import accuracy
 from syncline_bench.accuracy import strategy_of
-from syncline_bench.report import accuracy_table
+from syncline_bench.report.accuracy import markdown
 from syncline_bench.report.rows import Row
 
 pytest.importorskip("torch")
@@ -113,7 +113,7 @@ def test_rows_stand_beside_the_old_reference_until_the_new_one_is_trained(
     assert read(path).reference == "single"
     assert "points below single" in " ".join(done.output.split())
     alone = replace(read(path), runs=tuple(run for run in read(path).runs if run.codec is not None))
-    assert "points below single" in accuracy_table.markdown(alone)
+    assert "points below single" in markdown(alone)
 
 
 def test_nothing_is_said_to_be_kept_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

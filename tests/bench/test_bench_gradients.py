@@ -29,7 +29,7 @@ from syncline_bench.gradients.forms import FORMS, exchanges_only, forms_of  # no
 from syncline_bench.gradients.iterations import Ground, iteration_of  # noqa: E402
 from syncline_bench.gradients.rank import STRATEGY, _Measurement, order_of  # noqa: E402
 from syncline_bench.gradients.request import DEFAULT_WORKLOADS, Model, Request, Work, model_of  # noqa: E402
-from syncline_bench.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
+from syncline_bench.report.bench import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
 from syncline_bench.report.units import decimal_size  # noqa: E402
 
 SHAPES = ((7, 3), (5,), (2, 3, 4), (1,), (300,))

@@ -19,8 +19,7 @@ from syncline_bench.collectives.display import Display
 from syncline_bench.collectives.request import Request, request_of
 from syncline_bench.collectives.start import RanksFailed
 from syncline_bench.collectives.work import TURNS, Work, turns_of
-from syncline_bench.report.bench_rows import BenchResult, Measured
-from syncline_bench.report.bench_table import title
+from syncline_bench.report.bench import BenchResult, Measured, title
 
 Play = Callable[[Work, dict[str, Any]], None]
 

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from syncline_bench.cli import cli
-from syncline_bench.report import step_table
-from syncline_bench.report.step_rows import StepResult, StepRow
+from syncline_bench.report.bench import StepResult, StepRow, each, render_steps
 from syncline_bench.steps import command, run
 from syncline_bench.steps.loops import FRAMEWORKS, installed
 
@@ -69,10 +68,10 @@ def test_a_bucket_more_is_counted_from_the_row_before() -> None:
         StepRow("numpy", n, 1000, 1e-4, 1e-3, 2e-3, 9e-4, quiet, 1e-4, correct=True)
         for n, quiet in ((1, 1e-4), (11, 3e-4))
     )
-    assert step_table.each(rows[0], rows) is None
-    assert step_table.each(rows[1], rows) == pytest.approx(2e-5)
+    assert each(rows[0], rows) is None
+    assert each(rows[1], rows) == pytest.approx(2e-5)
     assert rows[1].goal_s == pytest.approx(1.22e-3)
     result = StepResult(machine="here", cores=2, strategy="ring", ranks=2, repetitions=5, rows=rows)
     out = io.StringIO()
-    Console(file=out, width=120).print(step_table.render(result, 120))
+    Console(file=out, width=120).print(render_steps(result))
     assert all(f" {text} " in out.getvalue() for text in ("20.0 us", "1.22 ms", "yes"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from syncline_bench.goals import GOALS, Goal, judge, times_faster, times_the_cpu
-from syncline_bench.report.bench_rows import Measured
+from syncline_bench.report.bench import Measured
 
 OWN = Measured("shm", "auto", 2, 60_970_000, median_s=0.010, cpu_s_per_gb=1.0, of_limit=0.9, correct=True)
 FAST = replace(OWN, transport="mpi", algorithm="native", median_s=0.040)

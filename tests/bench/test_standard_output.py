@@ -12,7 +12,7 @@ from syncline_bench import accuracy, compare
 from syncline_bench.cases import Case
 from syncline_bench.cli import cli
 from syncline_bench.collectives import command
-from syncline_bench.report.bench_rows import BenchResult, Measured
+from syncline_bench.report.bench import BenchResult, Measured
 from syncline_bench.report.rows import Row
 
 

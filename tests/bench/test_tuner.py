@@ -18,9 +18,9 @@ from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO
 from syncline_bench.cases import Case
 from syncline_bench.predict.networks import load_network
-from syncline_bench.report import tuning_table
+from syncline_bench.report import tuning
 from syncline_bench.report.rows import Point, Row
-from syncline_bench.report.tuning_rows import Tuned
+from syncline_bench.report.tuning import Tuned
 from syncline_bench.tuner import search
 from syncline_bench.tuner.candidates import Offer, changes_mathematics, text_of
 from syncline_bench.tuner.guard import judge
@@ -366,5 +366,5 @@ def test_an_interrupt_ends_ranks_at_once_and_what_is_known_is_shown(monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         course.run(cast(Any, Told()))
     console = Console(file=io.StringIO(), width=80)
-    console.print(tuning_table.render(course.result, console.width))
+    console.print(tuning.render(course.result))
     assert cast(io.StringIO, console.file).getvalue().startswith("no rows\n0 of 0 candidates ran")

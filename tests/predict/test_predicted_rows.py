@@ -13,7 +13,7 @@ from syncline_bench.predict.asked import asked_of, settled
 from syncline_bench.predict.networks import inline, parse_holdout
 from syncline_bench.predict.rows import predict, question, worker_counts
 from syncline_bench.predict.vary import Varied
-from syncline_bench.report.forecast_rows import Predicted, Prediction
+from syncline_bench.report.predictions import Predicted, Prediction
 
 BETA = 0.25e-6
 COMPUTING_S = 4.0

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import pytest
 
-from syncline_bench.report import accuracy_page
-from syncline_bench.report.accuracy_rows import AccuracyResult, AccuracyRun
-from syncline_bench.report.curves import Learner, Spot, learning, spots_of
+from syncline_bench.report.accuracy import AccuracyResult, AccuracyRun
+from syncline_bench.report.charts import Learner, Spot, learning, spots_of
 from syncline_bench.report.figures import RC, Style
+from syncline_bench.report.page import accuracy_page
 from syncline_bench.report.rows import Point
 
 
@@ -45,7 +45,7 @@ def result() -> AccuracyResult:
 
 
 def test_every_strategy_has_its_figures(result: AccuracyResult) -> None:
-    text = accuracy_page.render(result)
+    text = accuracy_page(result)
     for row in result.rows:
         assert row.strategy in text
     for figure in ("52.00", "51.00 - 53.00", "one seed", "a &lt;processor&gt;", "4000 iterations of 100 images"):
@@ -57,17 +57,17 @@ def test_every_strategy_has_its_figures(result: AccuracyResult) -> None:
     assert "1 worker, seeds 0, 1, 2<" in text
     assert "somebody" not in text
     assert not re.search(r"""(src|href)=["'](?!#)""", text)
-    assert accuracy_page.render(result) == text
+    assert accuracy_page(result) == text
 
 
 def test_curves_are_lines_over_the_seeds_with_a_band(result: AccuracyResult) -> None:
-    text = accuracy_page.render(result)
+    text = accuracy_page(result)
     drawings = re.findall(r"<svg [^>]*role=.img.*?</svg>", text, re.DOTALL)
     assert [ElementTree.fromstring(drawing)[0].text for drawing in drawings] == ["Training loss", "Test accuracy"]
     assert drawings[0].count("FillBetween") == 3  # one seed has no band
     assert text.count("its band reaches") == 2
     alone = replace(result, runs=tuple(run for run in result.runs if run.seed == 0))
-    shown = accuracy_page.render(alone)
+    shown = accuracy_page(alone)
     assert "FillBetween" not in shown
     assert "its band reaches" not in shown
 
@@ -75,7 +75,7 @@ def test_curves_are_lines_over_the_seeds_with_a_band(result: AccuracyResult) -> 
 def test_a_row_that_failed_says_why_and_has_no_line(result: AccuracyResult) -> None:
     failed = AccuracyRun(None, None, 0, "tree", error="rank 1 <b>died</b>")
     one_seed = replace(result.runs[3], accuracy=None, error="rank 2 was lost")
-    text = accuracy_page.render(replace(result, runs=(*result.runs[:3], one_seed, *result.runs[4:], failed)))
+    text = accuracy_page(replace(result, runs=(*result.runs[:3], one_seed, *result.runs[4:], failed)))
     assert "2 of 11 trainings could not be finished" in text
     assert "failed: seed 0: rank 1 &lt;b&gt;died&lt;/b&gt;" in text
     assert "failed: seed 0: rank 2 was lost" in text
@@ -85,7 +85,7 @@ def test_a_row_that_failed_says_why_and_has_no_line(result: AccuracyResult) -> N
 
 def test_codecs_are_strategies_on_a_page(result: AccuracyResult) -> None:
     runs = [replace(result.runs[seed], codec="none", feedback=False, strategy="direct") for seed in (0, 1)]
-    text = accuracy_page.render(replace(result, runs=tuple(runs), reference="direct"))
+    text = accuracy_page(replace(result, runs=tuple(runs), reference="direct"))
     assert "points below direct" in text
     assert "of direct<" in text
 
@@ -93,12 +93,12 @@ def test_codecs_are_strategies_on_a_page(result: AccuracyResult) -> None:
 @pytest.mark.parametrize("runs", [0, 1])
 def test_little_makes_a_page(result: AccuracyResult, runs: int) -> None:
     bare = replace(result, runs=tuple(replace(run, curve=()) for run in result.runs[:runs]))
-    assert "<figure>" not in accuracy_page.render(bare)
+    assert "<figure>" not in accuracy_page(bare)
 
 
 def test_numbers_that_went_wrong_are_left_out_of_the_curves(result: AccuracyResult) -> None:
     bad = tuple(replace(point, loss=float("nan"), accuracy=float("inf")) for point in result.runs[0].curve)
-    text = accuracy_page.render(replace(result, runs=(replace(result.runs[0], curve=bad), *result.runs[1:])))
+    text = accuracy_page(replace(result, runs=(replace(result.runs[0], curve=bad), *result.runs[1:])))
     assert text.count("<figure>") == 2
 
 

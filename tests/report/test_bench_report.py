@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from syncline.errors import DataError
-from syncline_bench.report import bench_page, bench_table, goal_table, units
-from syncline_bench.report.bench_rows import BenchResult, Measured, places
-from syncline_bench.report.goal_table import Verdict
+from syncline_bench.report import bench, units
+from syncline_bench.report.bench import BenchResult, Measured, Verdict, places
+from syncline_bench.report.page import bench_page
 
 ERROR = "rank 1 was killed by SIGKILL <b>during</b> mpi:ring"
 
@@ -41,12 +41,12 @@ def result() -> BenchResult:
 @pytest.fixture(scope="module")
 def plain(result: BenchResult) -> str:
     """Its page without goals."""
-    return bench_page.render(result)
+    return bench_page(result)
 
 
 def shown(result: BenchResult, width: int) -> str:
     out = io.StringIO()
-    Console(file=out, width=width).print(bench_table.render(result, width))
+    Console(file=out, width=width).print(bench.render(result))
     return out.getvalue()
 
 
@@ -91,7 +91,7 @@ def test_the_table_fits_the_terminal_and_loses_no_ratio(result: BenchResult, wid
 
 
 def test_the_page_is_self_contained_and_escaped(result: BenchResult, plain: str) -> None:
-    text = bench_page.render(result, [Verdict("shm <fast>", "1 x", "shm:auto", reached=False), Verdict("tcp")])
+    text = bench_page(result, [Verdict("shm <fast>", "1 x", "shm:auto", reached=False), Verdict("tcp")])
     assert text.count("<figure>") == 2 * 3
     assert "&lt;b&gt;during&lt;/b&gt;" in text
     assert "<b>during" not in text
@@ -106,7 +106,7 @@ def test_the_page_is_self_contained_and_escaped(result: BenchResult, plain: str)
 def test_goals_say_yes_no_or_nothing() -> None:
     out = io.StringIO()
     verdicts = [Verdict("a", "1 x", "here", True), Verdict("b", "2 x", "there", False), Verdict("c")]
-    Console(file=out, width=60).print(goal_table.render(verdicts))
+    Console(file=out, width=60).print(bench.goals(verdicts))
     assert [line.split()[-1] for line in out.getvalue().splitlines()[-4:-1]] == ["yes", "NO", "-"]
 
 
@@ -124,5 +124,5 @@ def test_a_number_that_has_gone_wrong_keeps_nobody_from_reading_the_page(
     numbers = ("median_s", "p99_s", "algbw_bytes_per_s", "busbw_bytes_per_s", "cpu_s_per_gb", "limit_s", "of_limit")
     rows = (replace(result.rows[0], **dict.fromkeys(numbers, bad)), *result.rows[1:])
     found = replace(result, rows=rows)
-    assert bench_page.render(found).count("<svg") == plain.count("<svg")
+    assert bench_page(found).count("<svg") == plain.count("<svg")
     assert max(map(len, shown(found, 100).splitlines())) <= 100

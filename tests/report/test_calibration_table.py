@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from syncline_bench.report.calibration_table import ConstantRow, amount, render
+from syncline_bench.report.calibration import ConstantRow, amount, render
 
 ROWS = (
     ConstantRow("between.alpha", 31e-6, 25e-6, 35e-6, 120, 3, True),
@@ -17,7 +17,7 @@ ROWS = (
 
 def shown(width: int) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(render(ROWS, "two hosts", ["Mind this."], width))
+    Console(file=file, width=width).print(render(ROWS, "two hosts", ["Mind this."]))
     return file.getvalue()
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline_bench.report import charts, page
-from syncline_bench.report.coordination import SINGLE, bins, shares
+from syncline_bench.report import charts
+from syncline_bench.report.charts import SINGLE, bins, shares
+from syncline_bench.report.page import comparison_page
 from syncline_bench.report.rows import Result
 
 histograms = st.dictionaries(st.integers(0, 10**6), st.integers(1, 10**6), min_size=1, max_size=8)
@@ -50,8 +51,8 @@ def stale(mixed: Result) -> Result:
 
 
 def test_there_is_a_chart_for_what_was_counted(mixed: Result, stale: Result) -> None:
-    found = charts.all_charts(stale)
-    before, after = ([chart.title for chart in some] for some in (charts.all_charts(mixed), found))
+    found = charts.comparison_charts(stale)
+    before, after = ([chart.title for chart in some] for some in (charts.comparison_charts(mixed), found))
     added = [title for title in after if title not in before]
     assert added == ["Staleness", "Version lag", "Who waited for whom: ring"]
     assert [title for title in after if title not in added] == before
@@ -67,17 +68,17 @@ def test_there_is_a_chart_for_what_was_counted(mixed: Result, stale: Result) -> 
 @pytest.fixture(scope="module")
 def without(mixed: Result) -> str:
     """The page of a comparison in which nothing of it was counted."""
-    return page.render(mixed)
+    return comparison_page(mixed)
 
 
 def test_the_page_has_columns_for_it_and_names_the_slowest(without: str, stale: Result) -> None:
-    text = page.render(stale)
+    text = comparison_page(stale)
     for head in ("staleness", "waited", "to acc"):
         assert f'<th scope="col">{head}' in text
         assert f'<th scope="col">{head}' not in without
     assert "<td>0.37 (3)</td>" in text
     assert "<td>12.5</td>" in text
-    assert "<td>2.25 s</td>" in text
+    assert "<td>2.25</td>" in text
     assert "Rank 2 computes 3.0 times as long as the median worker." in text
     heads = text.count('<th scope="col">') - 1
     assert f'colspan="{heads}"' in text
@@ -86,4 +87,4 @@ def test_the_page_has_columns_for_it_and_names_the_slowest(without: str, stale: 
 def test_a_comparison_without_any_of_it_looks_as_before(mixed: Result, without: str) -> None:
     waited = dataclasses.replace(mixed.rows[1], staleness={0: 9}, waits=((0.0, 0.0), (0.0, 0.0)), wait_s_per_step=0.0)
     rows = (mixed.rows[0], waited, *mixed.rows[2:])
-    assert page.render(dataclasses.replace(mixed, rows=rows)) == without
+    assert comparison_page(dataclasses.replace(mixed, rows=rows)) == without

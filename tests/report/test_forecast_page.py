@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline_bench.report.forecast_page import render
-from syncline_bench.report.forecast_rows import Predicted, Prediction, Stated
+from syncline_bench.report.page import prediction_page
+from syncline_bench.report.predictions import Predicted, Prediction, Stated
 
 
 def row(strategy: str, workers: int, iteration_s: float) -> Predicted:
@@ -21,7 +21,7 @@ def test_all_that_was_predicted_is_on_the_page(counts: tuple[int, ...], charts: 
     rows = tuple(row(name, count, 0.5 + 0.1 * count) for count in counts for name in ("ring", "tree"))
     constant = Stated("<net>", "between.beta", 1e-9, 5e-10, 2e-9, False, "assumed: <source>")
     made = {"machine": "a machine", "versions": {"numpy": "9.9"}, "commit": "c0ffee", "started": "2026-11-23T10:00"}
-    text = render(
+    text = prediction_page(
         Prediction(workload="layers", rows=rows, constants=(constant,), warnings=("Nothing was measured.",), **made)
     )  # type: ignore[arg-type]
     assert text.count("<figure>") == charts

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from syncline.errors import DataError
-from syncline_bench.report import gradient_page, gradient_table
-from syncline_bench.report.gradient_rows import BARE, CONTIGUOUS, GradientResult, GradientRow, places
+from syncline_bench.report.bench import BARE, CONTIGUOUS, GradientResult, GradientRow, gradients, render_gradients
+from syncline_bench.report.page import gradient_page
 
 ERROR = "rank 1 was killed by SIGKILL <b>during</b> copied:cat"
 
@@ -36,7 +37,7 @@ def result() -> GradientResult:
 
 def shown(result: GradientResult, width: int) -> str:
     out = io.StringIO()
-    Console(file=out, width=width).print(gradient_table.render(result, width))
+    Console(file=out, width=width).print(render_gradients(result))
     return out.getvalue()
 
 
@@ -47,7 +48,7 @@ def test_what_was_written_is_read_back(result: GradientResult) -> None:
     for text in ("", "[]", "{}", '{"rows": [{"form": "bare"}]}'):
         with pytest.raises(DataError, match="not a result file"):
             GradientResult.from_json(text)
-    assert [len(rows) for rows in places(result.rows)] == [4, 5]
+    assert [len(table.rows) for table in gradients(result)] == [4, 5]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -62,23 +63,30 @@ def test_the_table_fits_the_terminal_and_keeps_what_a_form_adds(result: Gradient
     assert "p99" in head or width < 100
     assert "share" in head or width < 80
     assert " ".join(ERROR.split()) in " ".join(text.split())
-    assert "no rows" in str(gradient_table.render(replace(result, rows=()), width))
+    assert "no rows" in shown(replace(result, rows=()), width)
+
+
+def figures(result: GradientResult, rows: Sequence[GradientRow], number: int) -> dict[str, str]:
+    """A row's cells by the titles of their columns."""
+    (table,) = gradients(replace(result, rows=tuple(rows)))
+    return {column.title: table.cell(column, table.rows[number]) for column in table.columns}
 
 
 def test_what_is_no_figure_is_not_shown_as_one(result: GradientResult) -> None:
     rows = list(result.rows[:4])
     rows[2] = replace(rows[2], added_s=-113e-6, share=-0.01, of_limit=None)
-    lost = gradient_table.figures(rows[2], rows)
+    lost = figures(result, rows, 2)
     assert [lost[head] for head in ("added", "share", "x")] == ["noise", "-", "-"]
     assert "within the noise" in " ".join(shown(replace(result, rows=tuple(rows)), 100).split())
     rows[1] = replace(rows[1], added_s=-1e-6, of_limit=None)
-    assert gradient_table.figures(rows[3], rows)["x"] == "-"
-    assert gradient_table.figures(replace(rows[2], of_limit=1.02), rows)["of limit"] == "no limit"
-    assert gradient_table.figures(replace(rows[2], of_limit=0.98), rows)["of limit"] == "98 %"
+    assert figures(result, rows, 3)["x"] == "-"
+    for share, said in ((1.02, "no limit"), (0.98, "98 %")):
+        rows[2] = replace(rows[2], of_limit=share)
+        assert figures(result, rows, 2)["of limit"] == said
 
 
 def test_the_page_is_self_contained_and_escaped(result: GradientResult) -> None:
-    text = gradient_page.render(result)
+    text = gradient_page(result)
     assert text.count("<figure>") == 2
     assert "&lt;b&gt;during&lt;/b&gt;" in text
     assert "<b>during" not in text
@@ -86,12 +94,12 @@ def test_the_page_is_self_contained_and_escaped(result: GradientResult) -> None:
     assert not re.search(r"""(src|href)=["'](?!#)""", text)
     assert "1 of 9 rows could not be measured" in text
     wrong = replace(result, rows=(replace(result.rows[1], correct=False),))
-    assert "Results were wrong: contiguous (synthetic:alexnet)" in gradient_page.render(wrong)
+    assert "Results were wrong: contiguous (synthetic:alexnet)" in gradient_page(wrong)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e308, -1.0, 0.0], ids=str)
 def test_a_number_that_has_gone_wrong_keeps_nobody_from_reading_it(result: GradientResult, bad: float) -> None:
     numbers = ("median_s", "p99_s", "added_s", "share", "limit_s", "of_limit", "sent_bytes")
     found = replace(result, rows=(replace(result.rows[1], **dict.fromkeys(numbers, bad)), *result.rows[2:]))
-    assert gradient_page.render(found).count("<figure>") == 2
+    assert gradient_page(found).count("<figure>") == 2
     assert max(map(len, shown(found, 100).splitlines())) <= 100

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from syncline_bench.report import charts, figures, page, table
+from syncline_bench.report import charts, figures, table
+from syncline_bench.report.page import comparison_page
 from syncline_bench.report.rows import Result, Row
 
 COUNTS = (1, 2, 4)
@@ -25,11 +26,11 @@ def several(mixed: Result) -> Result:
 @pytest.fixture(scope="module")
 def shown(several: Result) -> str:
     """Its page."""
-    return page.render(several)
+    return comparison_page(several)
 
 
 def titled(result: Result) -> dict[str, figures.Chart]:
-    return {chart.title: chart for chart in charts.all_charts(result)}
+    return {chart.title: chart for chart in charts.comparison_charts(result)}
 
 
 def test_time_and_efficiency_are_drawn_against_the_workers(several: Result) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from syncline_bench.report import table
-from syncline_bench.report.breaking import broken
+from syncline_bench.report.columns import broken
 from syncline_bench.report.rows import Result
 
 

@@ -9,7 +9,7 @@ import pytest
 from test_page import read
 
 from syncline.timeline.window import Bar, Iteration
-from syncline_bench.report import page
+from syncline_bench.report.page import comparison_page
 from syncline_bench.report.rows import Result
 from syncline_bench.report.timeline_charts import _merged, timeline_charts
 
@@ -64,6 +64,6 @@ def test_bars_that_are_too_close_to_tell_are_one() -> None:
 
 
 def test_the_page_has_them_behind_its_other_charts(mixed: Result) -> None:
-    before, after = read(page.render(mixed)), read(page.render(mixed, [ITERATION]))
+    before, after = read(comparison_page(mixed)), read(comparison_page(mixed, [ITERATION]))
     assert after.tags["figure"] == before.tags["figure"] + 1
     assert "Timeline: ring <b>" in "".join(after.text)

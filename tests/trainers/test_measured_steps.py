@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from syncline_bench.cli import cli
-from syncline_bench.report.step_rows import StepResult
+from syncline_bench.report.bench import StepResult
 from syncline_bench.steps.loops import FRAMEWORKS
 
 

@@ -32,7 +32,7 @@ from ..cases import console_beside
 from ..collectives.display import Display
 from ..machine import provenance
 from ..predict.networks import to_json
-from ..report import calibration_table
+from ..report import calibration
 from ..report.files import STANDARD_OUTPUT, replace_text
 from . import computing, links
 from .links import Timed
@@ -155,4 +155,4 @@ def _tell(found: Calibration, path: Path | None, console: Console) -> None:
     usage = f"To predict with it: syncline predict --network {path if kept else 'FILE.json'} ..."
     usage = usage if path is not None else f"Nothing was written; with -o FILE.json, {usage[0].lower()}{usage[1:]}"
     remarks = (*found.remarks, usage)
-    console.print(calibration_table.render(found.rows, found.cluster.about, remarks, console.width))
+    console.print(calibration.render(found.rows, found.cluster.about, remarks))

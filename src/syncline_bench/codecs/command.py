@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..cases import console_beside
 from ..collectives.display import Display
-from ..report import codec_table
+from ..report.bench import render_codecs
 from ..report.files import result_paths
 from .run import WORKERS, contestants_of, measure, request_of
 
@@ -41,4 +41,4 @@ def run(
         result = measure(request, progress)
     if target is not None:
         result.save(target)
-    console.print(codec_table.render(result, console.width))
+    console.print(render_codecs(result))

@@ -14,7 +14,7 @@ from syncline.errors import UsageError
 from syncline.tuning.codec_times import Addition, CodecTimes, Progress, Timed, Trial, every_codec, in_turn, variants
 
 from ..machine import available_memory_bytes, provenance
-from ..report.codec_rows import CodecResult, CodecRow
+from ..report.bench import CodecResult, CodecRow
 from ..report.units import size as size_text
 
 WORKERS = 4

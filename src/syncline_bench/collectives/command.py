@@ -17,8 +17,8 @@ from syncline.nouns import Rate
 
 from ..cases import console_beside
 from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
-from ..report import bench_table, goal_table
-from ..report.bench_rows import BenchResult
+from ..report import bench
+from ..report.bench import BenchResult
 from ..report.files import keep_text, replace_text, result_paths
 from .display import Display
 from .request import Request, request_of
@@ -69,12 +69,12 @@ def run(
             keeper.result.save(target)
         verdicts = judge(keeper.result.rows) if goals else ()
         if report is not None:
-            from ..report.bench_page import render  # matplotlib is only loaded for a page
+            from ..report.page import bench_page  # matplotlib is only loaded for a page
 
-            replace_text(report, render(keeper.result, verdicts))
-    console.print(bench_table.render(keeper.result, console.width))
+            replace_text(report, bench_page(keeper.result, verdicts))
+    console.print(bench.render(keeper.result))
     if goals:
-        console.print(goal_table.render(verdicts))
+        console.print(bench.goals(verdicts))
     return 0 if all(row.finished or row.missing for row in keeper.result.rows) else 1
 
 

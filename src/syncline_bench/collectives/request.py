@@ -18,7 +18,7 @@ from syncline.launch.mpi_library import MpiLibrary, find_library
 from syncline.nouns import Rate
 
 from ..machine import available_memory_bytes
-from ..report.bench_rows import Measured
+from ..report.bench import Measured
 from .contenders import Name, check_name, read_name
 from .kinds import ITEM_BYTES, Collective, collective
 

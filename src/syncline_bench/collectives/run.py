@@ -19,7 +19,7 @@ from syncline.errors import DataError, SynclineError, UsageError
 
 from ..machine import provenance
 from ..messages import Message
-from ..report.bench_rows import BenchResult, Measured
+from ..report.bench import BenchResult, Measured
 from ..report.units import decimal_size as size_text
 from ..site import LabLike
 from .contenders import Name

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..cases import console_beside
 from ..collectives.display import Display
-from ..report import gradient_table
+from ..report.bench import render_gradients
 from ..report.files import replace_text, result_paths
 from .request import Request
 from .run import measure
@@ -35,8 +35,8 @@ def run(
     if target is not None:
         result.save(target)
     if report is not None:
-        from ..report.gradient_page import render  # matplotlib is only loaded for a page
+        from ..report.page import gradient_page  # matplotlib is only loaded for a page
 
-        replace_text(report, render(result))
-    console.print(gradient_table.render(result, console.width))
+        replace_text(report, gradient_page(result))
+    console.print(render_gradients(result))
     return 0 if all(row.finished for row in result.rows) else 1

@@ -31,7 +31,7 @@ from typing import Final
 from syncline.errors import UsageError
 from syncline.strategy.grammar import nearest
 
-from ..report.gradient_rows import BARE, CONTIGUOUS
+from ..report.bench import BARE, CONTIGUOUS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from syncline.frameworks.torch import prepare
 from syncline.session.session import Session
 
 from ..collectives.kinds import Collective, collective
-from ..report.gradient_rows import BARE, CONTIGUOUS
+from ..report.bench import BARE, CONTIGUOUS
 from .scattered import Scattered
 
 Shapes = Sequence[Sequence[int]]

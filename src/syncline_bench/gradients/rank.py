@@ -22,7 +22,7 @@ from syncline.strategy.strategy import Strategy
 
 from ..collectives.meeting import Line, Table
 from ..collectives.probes import MemoryProbe
-from ..report.gradient_rows import BARE
+from ..report.bench import BARE
 from .request import WARM_UP, Model, Work
 
 STRATEGY = "auto transport=shm schedule=fifo"

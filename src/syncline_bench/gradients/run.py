@@ -11,7 +11,7 @@ from ..collectives.display import Display, Task
 from ..collectives.start import Here, Ranks, RanksFailed
 from ..machine import provenance
 from ..messages import Message
-from ..report.gradient_rows import GradientResult, GradientRow
+from ..report.bench import GradientResult, GradientRow
 from ..report.units import decimal_size as size_text
 from .forms import Form
 from .request import Model, Request, Work

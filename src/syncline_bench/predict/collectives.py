@@ -42,9 +42,8 @@ from syncline.strategy.parts import bind, build, roles_of, write
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO
 
-from ..report import prediction_table
 from ..report.files import STANDARD_OUTPUT, result_paths
-from ..report.prediction_rows import CollectivePrediction, CollectiveRow
+from ..report.predictions import CollectivePrediction, CollectiveRow, render_collectives
 from .networks import load_network
 
 
@@ -402,4 +401,4 @@ def collectives(
     result = replace(predict_collectives(texts, sizes, workers, load_network(network), per_node), **origin)
     if target is not None:
         result.save(target)
-    console.print(prediction_table.render(result, console.width))
+    console.print(render_collectives(result))

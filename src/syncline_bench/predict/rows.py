@@ -21,9 +21,8 @@ from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import NONE
 
-from ..report import forecast_table
 from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
-from ..report.forecast_rows import Predicted, Prediction, Stated
+from ..report.predictions import Predicted, Prediction, Stated, render
 from .asked import Asked, Question, Settled, question, settled, worker_counts
 from .iterations import simulate
 from .networks import USUAL, Holdout, holdout_of
@@ -288,7 +287,7 @@ def workload(
     if target is not None:
         found.save(target)
     if page is not None:
-        from ..report import forecast_page
+        from ..report.page import prediction_page
 
-        replace_text(page, forecast_page.render(found))
-    console.print(forecast_table.render(found, console.width))
+        replace_text(page, prediction_page(found))
+    console.print(render(found))

@@ -1,93 +1,227 @@
-"""The columns of a table, and which of them there is room for: every table loses its own by rank.
+"""A table of results: what a column is, declared once, and how a table is shown on a terminal, on a page, in Markdown.
 
-What names a row is never lost. Does not know what the rows are.
+Owns which columns there is room for. A table gives up its columns by their rank, never the name of a row, and says
+which ones it gave up. Does not know what the rows are. Rich is imported where something is printed, since processes
+that measure import this file with the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
 
-from .breaking import broken
-
-GAP = 2
-"""What stands between two columns."""
-
-_NAME_MOST = 20
-
-
-class Ranked(Protocol):
-    """A column that can be given up."""
-
-    @property
-    def rank(self) -> int:
-        """The greatest goes first when there is no room; 0 stays."""
-        ...
-
-
-Some = TypeVar("Some", bound=Ranked)
 Row = TypeVar("Row")
 
-
-def fitting(columns: Sequence[Some], fit: Callable[[Sequence[Some]], bool]) -> list[Some]:
-    """The columns that are left when those of the greatest rank went one by one, until the others ``fit``."""
-    found = list(columns)
-    while not fit(found):
-        last = max(found, key=lambda column: column.rank, default=None)
-        if last is None or last.rank == 0:
-            break
-        found.remove(last)
-    return found
+_GAP = 2
+"""What stands between two columns."""
+_UNSAID = 8
+"""Columns of this rank are shown where there is room, and not mentioned where there is none."""
+_STYLES = {"failed": "red", "NO": "bold red"}
+_PIECE = re.compile(r"[^\s(,]*[(,]?\s?")
+_SMALL = re.compile(r"[^=_]*[=_]?\s?")
 
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A figure of every row, under its title."""
+    """One column: its title, how a row's cell is written, and what it means.
+
+    The ``unit`` stands behind the title, on a page below it. On a page the column is called ``head``, or ``title``
+    where that is None; an empty title or head leaves it out there. The greatest rank is given up first, 0 never.
+    A table in which ``when`` holds for no row does without the column. A ``name`` gets the room that is left, and is
+    broken into lines; a ``text`` is written from the left.
+    """
 
     title: str
     cell: Callable[[Row], str]
-    rank: int
-    """The greatest goes first when there is no room; 0 stays."""
+    rank: int = 0
+    unit: str = ""
+    head: str | None = None
+    means: str = ""
     when: Callable[[Row], object] = lambda _: True
-    """Of a table in which this holds for no row the column is left out."""
-    text: bool = False
-    """Words, which begin at the left and may be broken into lines."""
+    kind: Literal["name", "text", "figure"] = "figure"
+    fails: bool = False
+    """Says that the row failed, of a row without figures."""
+    once: bool = False
+    """Written in the first row of a section only."""
 
-    def width(self, rows: Sequence[Row]) -> int:
-        """How wide it is, at the least as its title."""
-        return max(len(self.title), *(len(self.cell(row)) for row in rows))
+    @property
+    def titled(self) -> str:
+        """The title with its unit, as a terminal shows it."""
+        return f"{self.title} {self.unit}".rstrip()
+
+    @property
+    def headed(self) -> str:
+        """The title on a page, without its unit."""
+        return self.title if self.head is None else self.head
 
 
-def width_of(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> int:
-    """How wide these are side by side, with what stands between them."""
-    return sum(column.width(rows) + GAP for column in columns)
+@dataclass(frozen=True)
+class Table(Generic[Row]):
+    """Rows under columns, in sections that begin where ``section`` changes.
+
+    ``measured`` says whether a row has figures. ``errors`` are the lines about rows that failed. ``spare`` is how much
+    of an unbreakable part of a name the columns have to leave room for.
+    """
+
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
+    title: str = ""
+    section: Callable[[Row], Hashable] = lambda _: None
+    measured: Callable[[Row], bool] = lambda _: True
+    style: Callable[[Row], str] | None = None
+    errors: Sequence[str] = ()
+    spare: int = 17
+
+    @property
+    def wanted(self) -> list[Column[Row]]:
+        """The columns of a terminal that is wide enough."""
+        return [column for column in self.columns if column.title and self._has(column)]
+
+    @property
+    def on_page(self) -> list[Column[Row]]:
+        """The columns of a page, without the name."""
+        return [one for one in self.columns if one.headed and one.kind != "name" and self._has(one)]
+
+    def fitting(self, width: int) -> tuple[list[Column[Row]], int]:
+        """The columns that fit into ``width``, and what they leave for the name."""
+        found = self.wanted
+        names = [text for column in found if column.kind == "name" for text in (column.title, *self._cells(column))]
+        least = max(min(self.spare, widest_piece(name)) for name in names)
+        while (left := self._left(found, width)) < least and (rank := max(column.rank for column in found)) > 0:
+            found.remove(next(column for column in reversed(found) if column.rank == rank))
+        return found, max(1, min(left, max(map(len, names))))
+
+    def cell(self, column: Column[Row], row: Row) -> str:
+        """A row's text in a column."""
+        return "failed" if column.fails and not self.measured(row) else column.cell(row)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """As a terminal shows it."""
+        from rich import box
+        from rich.table import Table as Drawn
+        from rich.text import Text
+
+        columns, name = self.fitting(options.max_width)
+        drawn = Drawn(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        drawn.collapse_padding = True
+        for column in columns:
+            if column.kind == "name":
+                drawn.add_column(column.titled, overflow="fold", width=name)
+            else:
+                text = column.kind == "text"
+                drawn.add_column(column.titled, justify="left" if text else "right", no_wrap=not text)
+        before: list[Hashable] = []
+        for row in self.rows:
+            section, style = self.section(row), self._style(row)
+            fresh = [section] != before
+            if before and fresh:
+                drawn.add_section()
+            cells = ("" if column.once and not fresh else self.cell(column, row) for column in columns)
+            shown = (
+                broken(cell, name) if column.kind == "name" else cell
+                for column, cell in zip(columns, cells, strict=True)
+            )
+            drawn.add_row(*(Text(cell, style=_STYLES.get(cell, style)) for cell in shown))
+            before = [section]
+        yield drawn
+        yield from (Text(error, style="red") for error in self.errors)
+
+    def markdown(self) -> str:
+        """The table in Markdown, under the heads of a page."""
+        columns = [*(one for one in self.columns if one.kind == "name"), *self.on_page]
+        lines = [[f"{one.headed} {one.unit}".rstrip() for one in columns]]
+        for row in self.rows:
+            cells = [self.cell(one, row) for one in columns]
+            lines.append(
+                [f"`{cell}`" if one.kind == "name" else cell for one, cell in zip(columns, cells, strict=True)]
+            )
+        head, *others = (f"| {' | '.join(line)} |" for line in lines)
+        return "\n".join((head, "|---" * len(columns) + "|", *others)) + "\n"
+
+    def _has(self, column: Column[Row]) -> bool:
+        return not self.rows or any(column.when(row) for row in self.rows)
+
+    def _cells(self, column: Column[Row]) -> list[str]:
+        return [self.cell(column, row) for row in self.rows]
+
+    def _left(self, columns: Sequence[Column[Row]], width: int) -> int:
+        taken = (
+            max(map(len, (*column.titled.splitlines(), *self._cells(column)))) + _GAP
+            for column in columns
+            if column.kind != "name"
+        )
+        return width - 2 - sum(taken)
+
+    def _style(self, row: Row) -> str:
+        return self.style(row) if self.style is not None else ""
 
 
-def grouped_table(
-    head: str,
-    name: Callable[[Row], str],
-    columns: Sequence[Column[Row]],
-    rows: Sequence[Row],
-    width: int,
-    section: Callable[[Row], Hashable],
-) -> Table:
-    """A table of rows by their names, which ``head`` is above, with a gap where the ``section`` is another one."""
-    least = min(_NAME_MOST, max(len(head), *(len(name(row)) for row in rows)))
-    there = [column for column in columns if any(column.when(row) for row in rows)]
-    found = fitting(there, lambda left: 2 + least + width_of(left, rows) <= width)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    table.add_column(head, overflow="fold", width=least)
-    for column in found:
-        table.add_column(column.title, justify="left" if column.text else "right", no_wrap=not column.text)
-    before = None
-    for row in rows:
-        if before is not None and section(row) != section(before):
-            table.add_section()
-        table.add_row(Text(broken(name(row), least)), *(Text(column.cell(row)) for column in found))
-        before = row
-    return table
+@dataclass(frozen=True)
+class Sheet:
+    """What a command prints of its results: tables, what their columns mean, remarks, and findings.
+
+    ``words`` are what the legend says beyond the meanings of columns. ``kept`` is the option that keeps all figures.
+    """
+
+    tables: Sequence[Table[Any]]
+    words: str = ""
+    remarks: Sequence[str] = ()
+    findings: Sequence[str] = ()
+    kept: str = "--json"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """As a terminal shows it."""
+        from rich.text import Text
+
+        yield from self.tables
+        if not self.tables:
+            yield Text("no rows")
+        wanted = [column for table in self.tables for column in table.wanted]
+        shown = [column for table in self.tables for column in table.fitting(options.max_width)[0]]
+        titles = dict.fromkeys(column.titled for column in shown)
+        missed = dict.fromkeys(one.titled for one in wanted if one.rank < _UNSAID and one.titled not in titles)
+        lines = [f"{legend(shown)} {self.words}".strip()] if self.tables else []
+        if missed:
+            names = ", ".join(" ".join(name.split()) for name in missed)
+            lines.append(f"No room for {names}: a wider terminal shows them, and {self.kept} has them.")
+        yield from (Text(line, style="dim") for line in (*lines, *self.remarks) if line)
+        yield from map(Text, self.findings)
+
+
+def legend(columns: Iterable[Column[Any]], page: bool = False) -> str:
+    """What the columns mean, each once; those that mean the same stand together."""
+    found: dict[str, dict[str, None]] = {}
+    for column in columns:
+        if column.means:
+            title = column.headed if page else " ".join(column.title.split())
+            found.setdefault(column.means, {})[title] = None
+    return " ".join(f"{', '.join(titles)}: {means}." for means, titles in found.items())
+
+
+def pieces(text: str) -> list[str]:
+    """The parts of a text that stay in one line: it is broken between words, behind a comma or a parenthesis."""
+    return [piece for piece in _PIECE.findall(text) if piece]
+
+
+def widest_piece(text: str) -> int:
+    """How wide a column has to be for ``text`` to be broken between its parts only."""
+    return max((len(piece.rstrip()) for piece in pieces(text)), default=0)
+
+
+def broken(text: str, width: int) -> str:
+    """The text in lines of at most ``width``; only what fits no line by itself is broken anywhere."""
+    lines = [""]
+    for word in re.findall(r"\S+\s?", text):  # what fits a line stays whole, from the coarsest parts down
+        for piece in [word] if len(word.rstrip()) <= width else pieces(word):
+            for part in [piece] if len(piece.rstrip()) <= width else _SMALL.findall(piece):
+                for start in range(0, max(1, len(part.rstrip())), width):
+                    some = part[start : start + width] if len(part.rstrip()) > width else part
+                    if len(lines[-1]) + len(some.rstrip()) > width:
+                        lines.append("")
+                    lines[-1] += some
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,56 +1,79 @@
-"""What all charts are drawn with: figures, colours and dash patterns, legends, and numbers that an axis can show.
+"""What all charts are drawn with: styles, lines, stacked bars, matrices, and the SVG that stands in a page.
 
 Owns how a line is told from another: one strategy has one colour everywhere. Colours are those of Okabe and Ito ("Color
 universal design", 2008), which readers with any common colour vision can tell apart, and a grey; lines differ by dash
 pattern as well, since strategies that compute the same thing lie on top of each other. The single worker has the
 colour of the text. Figures are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays
 readable on a phone.
+
+Owns the way from a figure to inline SVG too: no namespaces, scripts, comments, dates or document-wide styles; ids made
+unique with a prefix, since ids are per page and matplotlib numbers them per figure; the page's own text and background
+colours in place of two fixed ones, so that a chart follows the light or dark scheme of the page around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import io
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass, fields, replace
 from itertools import cycle
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from . import svg
-from .bench_rows import Measured
-from .gradient_rows import GradientRow
-from .rows import BASELINE, Point, Row
+from .rows import BASELINE, Point
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+INK = "#010203"
+"""Stands for the page's text colour."""
+PAPER = "#fdfcfb"
+"""Stands for the page's background colour."""
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
+BAND_ALPHA = 0.18
+_CSS = {INK: "currentColor", PAPER: "var(--paper)"}
 _DASHES = ("6 2", "2 2", "8 2 2 2", "10 3", "4 1 1 1")
 _WIDTH_IN = 4.6
 _LEAST, _MOST = 1e-30, 1e30
 """Numbers that an axis can show, in whatever unit."""
+_REFERENCE = re.compile(r"url\(#([^)]+)\)")
+_WRITTEN = 8
+"""Cells of matrices of up to so many processes have their figures in them."""
 
-Drawn = TypeVar("Drawn", Row, Point, Measured, GradientRow)
+Drawn = TypeVar("Drawn", bound="DataclassInstance")
+Matrix = Sequence[Sequence[float]]
 
 RC = {
     "axes.axisbelow": True,
-    "axes.edgecolor": svg.INK,
+    "axes.edgecolor": INK,
     "axes.facecolor": "none",
     "axes.grid": True,
-    "axes.labelcolor": svg.INK,
+    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.facecolor": "none",
     "font.size": 9.0,
-    "grid.color": svg.INK,
+    "grid.color": INK,
     "grid.alpha": 0.15,
     "hatch.linewidth": 0.7,
     "savefig.facecolor": "none",
     "svg.fonttype": "none",
     "svg.hashsalt": "syncline",
-    "text.color": svg.INK,
+    "text.color": INK,
     # A strategy's text is shown as it is, not read as a formula.
     "text.parse_math": False,
-    "xtick.color": svg.INK,
-    "ytick.color": svg.INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
 }
 
 
@@ -74,6 +97,33 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """One line: its heights and the band around it, if there is one, at every place."""
+
+    label: str
+    style: Style
+    xs: Sequence[float]
+    ys: Sequence[float]
+    lows: Sequence[float] = ()
+    highs: Sequence[float] = ()
+
+    @property
+    def key(self) -> Key:
+        """Its entry in the legend."""
+        return Key(self.label, css(self.style.color), self.style.dash)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of parts, each with its width, with a figure behind its end; ``tick`` marks a place in it."""
+
+    name: str
+    parts: Sequence[tuple[Key, float]]
+    figure: str
+    tick: float | None = None
+
+
+@dataclass(frozen=True)
 class Chart:
     """One drawn chart: its heading, one sentence on how to read it, its legend, and its SVG text."""
 
@@ -84,6 +134,13 @@ class Chart:
     line_keys: bool = False
 
 
+def styled() -> ContextDecorator:
+    """What functions that draw are decorated with."""
+    context: AbstractContextManager[None] = mpl.rc_context(RC)  # type: ignore[arg-type]
+    assert isinstance(context, ContextDecorator)
+    return context
+
+
 def strategy_styles(strategies: Sequence[str]) -> tuple[Style, ...]:
     """A style for every strategy, in order, the same one for the same strategy.
 
@@ -91,7 +148,7 @@ def strategy_styles(strategies: Sequence[str]) -> tuple[Style, ...]:
     """
     distinct = dict.fromkeys(strategies)
     others = iter(line_styles(sum(strategy != BASELINE for strategy in distinct)))
-    drawn = {text: Style(svg.INK, "", 0.0) if text == BASELINE else next(others) for text in distinct}
+    drawn = {text: Style(INK, "", 0.0) if text == BASELINE else next(others) for text in distinct}
     styles = {
         text: replace(style, width=max(1.0, 2.6 - 0.5 * index)) for index, (text, style) in enumerate(drawn.items())
     }
@@ -128,26 +185,179 @@ def new_figure(height_in: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def bars_figure(count: int) -> tuple[Figure, Axes]:
-    """An empty figure for so many horizontal bars, one below the other."""
-    figure, axes = new_figure(0.75 + 0.55 * count)
-    axes.set_ylim(count - 0.5, -0.65)
+def line_chart(
+    title: str,
+    caption: str,
+    curves: Sequence[Curve],
+    finish: Callable[[Axes], object],
+    *,
+    height_in: float = 2.9,
+    marker: float = 2.5,
+    keys: Sequence[Key] = (),
+) -> list[Chart]:
+    """The curves that have points, and ``keys`` of what ``finish``, which sets up the axes, adds; none without any."""
+    curves = [curve for curve in curves if len(curve.xs)]
+    if not curves:
+        return []
+    figure, axes = new_figure(height_in)
+    for curve in curves:
+        color = curve.style.color
+        if curve.lows != curve.highs:
+            axes.fill_between(curve.xs, curve.lows, curve.highs, color=color, alpha=BAND_ALPHA, linewidth=0)
+        axes.plot(
+            curve.xs,
+            curve.ys,
+            color=color,
+            linewidth=curve.style.width,
+            linestyle=pattern(curve.style.dash),
+            marker="o" if len(curve.xs) < 30 else None,
+            markersize=marker,
+        )
+    finish(axes)
+    legend = (*(curve.key for curve in curves), *keys)
+    return [Chart(title, caption, svg(figure, title), legend, line_keys=True)]
+
+
+def pattern(dash: str) -> str | tuple[float, tuple[float, ...]]:
+    """An SVG dash pattern as matplotlib has it."""
+    return (0, tuple(map(float, dash.split()))) if dash else "-"
+
+
+def bar_chart(
+    title: str, caption: str, bars: Sequence[Bar], across: str, *, keys: Sequence[Key] = (), margin: float = 0.2
+) -> list[Chart]:
+    """Horizontal bars of stacked parts, one below the other; none without any."""
+    if not bars:
+        return []
+    figure, axes = new_figure(0.75 + 0.55 * len(bars))
+    axes.set_ylim(len(bars) - 0.5, -0.65)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.grid(visible=False, axis="y")
-    return figure, axes
+    for place, bar in enumerate(bars):
+        left = 0.0
+        for part, width in bar.parts:
+            if not width:
+                continue  # an empty part at the end would leave no margin for the figure
+            hatch = "////" if part.hatched else None
+            axes.barh(place, width, left=left, color=part.color, height=0.5, hatch=hatch, edgecolor=PAPER, lw=0.4)
+            left += width
+        if bar.tick is not None:
+            axes.plot([bar.tick] * 2, [place - 0.25, place + 0.25], color=INK, linewidth=1.0)
+        # Above its bar instead of beside it: a strategy's text may be longer than any margin.
+        name = bar.name if len(bar.name) <= 60 else f"{bar.name[:57]}..."
+        axes.text(0, place - 0.3, name, va="bottom", ha="left")
+        axes.annotate(bar.figure, (left, place), xytext=(3, 0), textcoords="offset points", va="center")
+    axes.set_xlabel(across)
+    axes.margins(x=margin)
+    return [Chart(title, caption, svg(figure, title), tuple(keys))]
 
 
-def name_bar(axes: Axes, place: int, name: str) -> None:
-    """Write what a bar is of."""
-    # Above its bar instead of beside it: a strategy's text may be longer than any margin.
-    axes.text(0, place - 0.3, _cut(name, 60), va="bottom", ha="left")
+def heat_map(
+    matrix: Matrix,
+    names: Sequence[str],
+    top: float,
+    *,
+    title: str,
+    caption: str,
+    lines: str,
+    columns: str,
+    measure: str,
+    scale: float,
+    write: Callable[[float], str],
+) -> Chart:
+    """The chart, to be made inside ``rc_context(RC)``; ``lines`` and ``columns`` say what these are.
+
+    ``top`` is the value with the darkest cell, above 0. The bar beside it counts ``measure`` in units of ``scale``;
+    ``write`` gives a cell's text. Cells that are 0 stay empty.
+    """
+    count = len(matrix)
+    figure, axes = new_figure(3.9)
+    axes.grid(visible=False)
+    cells = [[value if value > 0 else float("nan") for value in line] for line in matrix]
+    mesh = axes.pcolormesh(cells, cmap=_shades(), vmin=0, vmax=top)
+    axes.invert_yaxis()
+    axes.set_aspect("equal")
+    if count <= _WRITTEN:
+        for source, line in enumerate(matrix):
+            for target, value in enumerate(line):
+                _annotate(axes, source, target, value, top, count, write)
+    every = max(1, count // 16)
+    ticks = range(0, count, every)
+    axes.set_xticks([tick + 0.5 for tick in ticks], [names[tick] for tick in ticks])
+    axes.set_yticks([tick + 0.5 for tick in ticks], [names[tick] for tick in ticks])
+    axes.tick_params(length=0)
+    axes.set_xlabel(columns)
+    axes.set_ylabel(lines)
+    bar = figure.colorbar(mesh, ax=axes, shrink=0.75, format=FuncFormatter(lambda value, _: f"{value / scale:g}"))
+    bar.locator = MultipleLocator(scale * _tick_step(top / scale))
+    bar.set_label(measure)
+    bar.outline.set_visible(False)
+    return Chart(title, caption, svg(figure, title))
 
 
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+def _shades() -> ListedColormap:
+    """From the page's own background to blue, so that a little looks like little in every colour scheme."""
+    red, green, blue = to_rgb(PALETTE[0])
+    # A few levels only: a colour bar of many becomes an embedded bitmap.
+    return ListedColormap([(red, green, blue, level / 23) for level in range(24)])
 
 
-def label_bar(axes: Axes, end: float, place: int, text: str) -> None:
-    """Write a bar's figure behind its end."""
-    axes.annotate(text, (end, place), xytext=(3, 0), textcoords="offset points", va="center")
+def _annotate(
+    axes: Axes, source: int, target: int, value: float, top: float, count: int, write: Callable[[float], str]
+) -> None:
+    if value <= 0:
+        return
+    color = "#ffffff" if value > 0.75 * top else INK
+    size = 8.0 if count <= 5 else 6.5
+    text = write(value).replace(" ", "\n")
+    axes.text(target + 0.5, source + 0.5, text, ha="center", va="center", color=color, fontsize=size)
+
+
+def _tick_step(top: float) -> float:
+    """A round step that divides 0 to ``top`` into at most five parts."""
+    power = 10.0 ** math.floor(math.log10(top / 5))
+    return next(step * power for step in (1, 2, 5, 10) if step * power * 5 >= top)
+
+
+def css(color: str) -> str:
+    """The CSS form of a colour used in a chart."""
+    return _CSS.get(color, color)
+
+
+def svg(figure: Figure, title: str) -> str:
+    """The figure as an ``<svg>`` element that fills the width it is given; ``title`` is what a screen reader says."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    root = ET.fromstring(buffer.getvalue())
+    prefix = "c" + hashlib.sha256(title.encode()).hexdigest()[:8]
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.rpartition("}")[2] in ("metadata", "style"):
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib = {
+            name.rpartition("}")[2]: _value(name.rpartition("}")[2], value, prefix)
+            for name, value in element.attrib.items()
+        }
+    for size in ("width", "height"):
+        root.attrib.pop(size, None)
+    root.set("role", "img")
+    # What matplotlib's removed style sheet said for every element.
+    root.set("style", "stroke-linejoin:round;stroke-linecap:butt")
+    label = ET.Element("title")
+    label.text = title
+    root.insert(0, label)
+    return ET.tostring(root, encoding="unicode")
+
+
+def _value(name: str, value: str, prefix: str) -> str:
+    if name == "id":
+        return f"{prefix}-{value}"
+    if name == "href" and value.startswith("#"):
+        return f"#{prefix}-{value[1:]}"
+    value = _REFERENCE.sub(rf"url(#{prefix}-\1)", value)
+    for color, replacement in _CSS.items():
+        value = value.replace(color, replacement)
+    return value

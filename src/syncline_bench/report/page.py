@@ -1,130 +1,207 @@
-"""A whole comparison as one HTML page that needs nothing else: no network, no script, styles and charts inline.
+"""Results as HTML pages that need nothing else: no network, no script, styles and charts inline.
 
-Owns the words and the order of the page; the charts come from ``charts``, the markup is ``page.html.j2``, which
-``frame`` fills.
+Owns the words and the order of each page, and how a page is filled from its template, ``page.html.j2``. Tables are
+those of the terminal with more columns; the charts come from ``charts``. Everything that comes from outside (strategy
+texts, errors, machine names) is escaped by the template engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, TypeVar
+
+import jinja2
+from markupsafe import Markup
 
 from syncline.timeline.window import Iteration
 
-from . import svg, table, units
-from .charts import all_charts
-from .figures import Key, strategy_styles
-from .frame import Line, fill, origin_facts
+from . import accuracy, bench, charts, predictions, table, units
+from .accuracy import AccuracyResult, AccuracyRow
+from .bench import BARE, BenchResult, GradientResult, GradientRow, Measured, Verdict
+from .columns import Column, Table, legend
+from .figures import Chart, Key, Style, css, strategy_styles
+from .predictions import Prediction
+from .result_file import ResultFile, grouped
 from .rows import BASELINE, Result, Row
-from .table import remarks
 from .timeline_charts import timeline_charts
 
-T = TypeVar("T")
-
-HEADS = (
-    ("{score}", ""),
-    ("loss", ""),
-    ("images/s", ""),
-    ("scaling", ""),
-    ("iteration", "ms"),
-    ("loading", "ms"),
-    ("copy", "ms"),
-    ("forward", "ms"),
-    ("backward", "ms"),
-    ("update", "ms"),
-    ("compute", "ms"),
-    ("exposed", "ms"),
-    ("sent", "per step"),
-    ("start", ""),
-    ("memory", ""),
-    ("replicas", ""),
-)
-_MERIT = 4
-"""As many columns say how good a row is; the others say why."""
-
-READING = (
-    "Accuracy and loss are of the test set after the last iteration. Images/s is of all workers together; scaling is "
-    "that against one worker's times the number of workers. Times are medians over iterations: copy is the copy of a "
-    "batch to the device, exposed the time for which the training thread was blocked in communication, compute the "
-    "rest of an iteration. Sent is what one worker sends in one iteration. Start is joining the "
-    "group and preparing the model, memory the most that the process of a worker had. Replicas are compared bit by bit."
-)
-BOUND = (
-    "Of bound is the share of an iteration that no communication can make shorter without compression: the trace's "
-    "compute, or its gradients over the link if that takes longer."
-)
+_Row = TypeVar("_Row")
+Facts = tuple[tuple[str, str], ...]
 
 
-class Extra(NamedTuple):
-    """A column that is left out where no row has something to say in it."""
+@dataclass(frozen=True)
+class Line:
+    """One line of a page's table: what it is of, what stands below its name, and its cells or why there are none."""
 
-    head: str
-    note: str
-    cell: Callable[[Row], str]
-    reading: str
-    """Empty where a remark says it."""
-    when: Callable[[Row], bool] | None = None
-    """Whether a row has something to say; by default where its cell is not empty."""
-
-    def shown(self, row: Row) -> bool:
-        """Whether this row has something to say in it."""
-        return self.cell(row) != units.MISSING if self.when is None else self.when(row)
+    key: Key
+    under: tuple[str, ...]
+    cells: tuple[str, ...]
+    error: str | None
 
 
-EXTRA = (
-    Extra(
-        "framework",
-        "",
-        lambda row: " ".join(filter(None, (row.framework, row.framework_version))),
-        "",
-        lambda row: row.framework != "torch",
-    ),
-    Extra(
-        "step",
-        "ms",
-        lambda row: units.milliseconds(row.step_s),
-        "Step is forward, backward and update where a framework makes one computation of them.",
-    ),
-    Extra(
-        "staleness",
-        "mean (most)",
-        lambda row: table.staleness(row) if any(row.staleness) else units.MISSING,
-        "Staleness is by how many steps a worker was ahead of the slowest when a step began.",
-    ),
-    Extra(
-        "waited",
-        "ms",
-        lambda row: units.milliseconds(row.wait_s_per_step or None),
-        "Waited is for how long a worker was held up by others before a step.",
-    ),
-    Extra(
-        "to acc",
-        "",
-        lambda row: units.seconds(row.time_to_accuracy_s),
-        "",
-    ),
-)
+@dataclass(frozen=True)
+class Section:
+    """One table of a page; ``heads`` are those of its columns with their units, ``first`` is above the names."""
+
+    title: str
+    first: str
+    heads: tuple[tuple[str, str], ...]
+    lines: tuple[Line, ...]
 
 
-def render(result: Result, timelines: Sequence[Iteration] = ()) -> str:
-    """The page as HTML text, with an iteration of each of the recorded runs."""
-    score = "of bound" if result.replayed else "accuracy"
-    extra = [one for one in EXTRA if any(map(one.shown, result.rows))]
-    readings = [READING, *([BOUND] if result.replayed else []), *(one.reading for one in extra if one.reading)]
-    return fill(
-        "page.html.j2",
+def comparison_page(result: Result, timelines: Sequence[Iteration] = ()) -> str:
+    """The page of a comparison, with an iteration of each of the recorded runs."""
+    shown = table.table(result)
+    keys = _keys(map(result.titled, result.rows))
+    return _filled(
         title=f"Syncline: {result.workload}, {_contenders(result)}",
         heading=f"{result.workload}: {_contenders(result)}",
-        summary=_summary(result),
-        facts=_facts(result),
-        heads=[
-            (head.format(score=score), note) for head, note in _with(HEADS, ((one.head, one.note) for one in extra))
-        ],
-        reading=" ".join(readings),
-        lines=_lines(result, extra),
-        remarks=remarks(result),
-        charts=(*all_charts(result), *timeline_charts(timelines)),
+        summary=_compared(result),
+        facts=_comparison_facts(result),
+        tables=[_section("Results", shown, keys, _place)],
+        reading=_reading([shown]),
+        remarks=table.remarks(result),
+        charts=(*charts.comparison_charts(result), *timeline_charts(timelines)),
     )
+
+
+def accuracy_page(result: AccuracyResult) -> str:
+    """The page of an accuracy table: its figures, then how the trainings went, a line per strategy."""
+    shown = accuracy.table(result, codecs=False)
+    styles = strategy_styles([row.strategy for row in result.rows])
+
+    def place(row: AccuracyRow) -> tuple[str, ...]:
+        workers = 1 if row.strategy == BASELINE else result.workers
+        seeds = f"seed{'s' if len(row.seeds) > 1 else ''} {', '.join(map(str, row.seeds))}"
+        return f"{workers} worker{'s' if workers > 1 else ''}, {seeds}", *_ran(row)
+
+    return _filled(
+        title=f"Syncline: accuracy, {accuracy.title_of(result)}",
+        heading=f"Accuracy: {accuracy.title_of(result)}",
+        summary=_learned(result),
+        facts=(("length", accuracy.length_of(result)), *_origin(result), ("started", result.started)),
+        tables=[_section("Results", shown, _keys(row.strategy for row in result.rows), place)],
+        reading=_reading([shown]),
+        charts=charts.accuracy_charts(result, styles),
+    )
+
+
+def bench_page(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
+    """The page of a bench; ``verdicts`` are the goals to show, if any."""
+    styles = charts.contender_styles(result)
+
+    def keys(rows: Sequence[Measured]) -> list[Key]:
+        return [_key(row.contender, styles[row.contender]) for row in rows]
+
+    tables = bench.collectives(result)
+    goals = [Key(verdict.goal, "") for verdict in verdicts]
+    return _filled(
+        title="Syncline: bench",
+        heading="Collectives beside what one would use instead",
+        summary=_measured(result, [row.contender for row in result.rows if row.correct is False]),
+        facts=_bench_facts(result),
+        tables=[_section("Goals", bench.goals(verdicts), goals)] if verdicts else (),
+        details=[_section(one.title, one, keys(one.rows), _chosen) for one in tables],
+        reading=_reading(tables),
+        charts=charts.bench_charts(result),
+    )
+
+
+def gradient_page(result: GradientResult) -> str:
+    """The page of a bench of gradients."""
+
+    def keys(rows: Sequence[GradientRow]) -> list[Key]:
+        return [Key(row.form, charts.BARE_COLOR if row.form == BARE else charts.ADDED_COLOR) for row in rows]
+
+    tables = bench.gradients(result)
+    return _filled(
+        title="Syncline: bench gradients",
+        heading="Gradients in one block, beside copying them together and back",
+        summary=_measured(result, [f"{row.form} ({row.workload})" for row in result.rows if row.correct is False]),
+        facts=_bench_facts(result),
+        details=[_section(one.title, one, keys(one.rows)) for one in tables],
+        reading=f"{_reading(tables)} {bench.GRADIENT_WORDS}",
+        charts=charts.gradient_charts(result),
+    )
+
+
+def prediction_page(result: Prediction) -> str:
+    """The page of a predicted workload."""
+    tables = predictions.iterations(result)
+    networks = list(dict.fromkeys(row.network for row in result.rows))
+    rows = [
+        _section(f"Iterations, {name}", one, _keys(row.requested for row in one.rows), lambda row: (row.chosen,))
+        for name, one in zip(networks, tables, strict=True)
+    ]
+    constants = [
+        _section(f"Constants, {name}", Table(predictions.CONSTANTS, its), [Key(one.name, "") for one in its])
+        for name, its in grouped(result.constants, lambda one: one.network).items()
+    ]
+    return _filled(
+        title=f"Syncline: predicted {result.workload}",
+        heading=f"{result.workload}, predicted on {', '.join(networks)}",
+        summary="Simulated iterations, not measurements: what they rest on stands below the charts.",
+        origin="What this rests on",
+        facts=(
+            ("workload", result.workload),
+            ("to be known", " ".join(result.warnings)),
+            ("computed", result.started),
+            *_origin(result),
+        ),
+        reading=" ".join((_reading(tables), *predictions.findings(result))),
+        details=[*rows, *constants],
+        charts=charts.prediction_charts(result),
+    )
+
+
+def _section(
+    title: str, shown: Table[_Row], keys: Iterable[Key], under: Callable[[_Row], tuple[str, ...]] = lambda _: ()
+) -> Section:
+    columns: Sequence[Column[_Row]] = shown.on_page
+    lines = tuple(
+        Line(
+            key,
+            tuple(filter(None, under(row))),
+            tuple(column.cell(row) for column in columns) if shown.measured(row) else (),
+            getattr(row, "error", None),
+        )
+        for row, key in zip(shown.rows, keys, strict=True)
+    )
+    first = next(column.headed for column in shown.columns if column.kind == "name")
+    return Section(title, first, tuple((column.headed, column.unit) for column in columns), lines)
+
+
+def _reading(tables: Iterable[Table[Any]]) -> str:
+    return legend((column for one in tables for column in one.on_page), page=True)
+
+
+def _keys(names: Iterable[str]) -> list[Key]:
+    """What tells strategies apart, the same one for the same strategy."""
+    texts = list(names)
+    return [_key(text, style) for text, style in zip(texts, strategy_styles(texts), strict=True)]
+
+
+def _key(text: str, style: Style) -> Key:
+    return Key(text, css(style.color), style.dash)
+
+
+def _ran(row: Row | AccuracyRow) -> tuple[str, ...]:
+    return () if row.chosen in (None, row.strategy) else (f"ran as {row.chosen}",)
+
+
+def _chosen(row: Measured) -> tuple[str, ...]:
+    return (row.chosen or "",)
+
+
+def _place(row: Row) -> tuple[str, ...]:
+    workers = "1 worker" if row.workers == 1 else f"{row.workers} workers"
+    if row.strategy == BASELINE:
+        workers += ", plain framework"
+    elif row.servers:
+        workers += f", {row.servers} server" + ("s" if row.servers > 1 else "")
+    return workers, *_ran(row)
 
 
 def _contenders(result: Result) -> str:
@@ -135,7 +212,7 @@ def _contenders(result: Result) -> str:
     return listed if len(listed) <= 80 else f"{len(names)} strategies side by side"
 
 
-def _summary(result: Result) -> str:
+def _compared(result: Result) -> str:
     failed = [row for row in result.rows if row.error is not None]
     if failed:
         return f"{len(failed)} of {len(result.rows)} rows could not be finished; their errors are in the table."
@@ -151,7 +228,37 @@ def _summary(result: Result) -> str:
     )
 
 
-def _facts(result: Result) -> tuple[tuple[str, str], ...]:
+def _learned(result: AccuracyResult) -> str:
+    failed = sum(not run.finished for run in result.runs)
+    if failed:
+        return f"{failed} of {len(result.runs)} trainings could not be finished; the first error of each row is below."
+    other = result.reference
+    compared = [row for row in result.rows if row.within_scatter is not None]
+    outside = [row.strategy for row in compared if not row.within_scatter]
+    if not compared:
+        return "Every training finished, and its replicas agree at the end."
+    if not outside:
+        verdict = f"every row lies within what the seeds of {other} scatter"
+    elif len(outside) < len(compared):
+        verdict = f"all but {', '.join(outside)} lie within what the seeds of {other} scatter"
+    else:
+        verdict = f"no row lies within what the seeds of {other} scatter"
+    return f"Every training finished, its replicas agree at the end, and {verdict}."
+
+
+def _measured(result: BenchResult | GradientResult, wrong: Sequence[str]) -> str:
+    failed = sum(row.error is not None for row in result.rows)
+    if wrong:
+        return f"Results were wrong: {', '.join(dict.fromkeys(wrong))}."
+    if failed:
+        return f"{failed} of {len(result.rows)} rows could not be measured; their errors are in the tables."
+    return (
+        f"{len(result.rows)} rows, every element of every result right. All rows of a table were measured in the same"
+        " processes, in turn."
+    )
+
+
+def _comparison_facts(result: Result) -> Facts:
     length = f"{result.epochs} epochs" if result.epochs is not None else f"{result.iterations} iterations"
     batches = {row.batch for row in result.rows if row.batch is not None}
     return (
@@ -159,52 +266,41 @@ def _facts(result: Result) -> tuple[tuple[str, str], ...]:
         ("length", length),
         ("global batch", ", ".join(str(batch) for batch in sorted(batches)) or units.MISSING),
         ("seed", str(result.seed)),
-        *origin_facts(result),
+        *_origin(result),
         ("started", result.started or units.MISSING),
     )
 
 
-def _lines(result: Result, extra: Sequence[Extra]) -> tuple[Line, ...]:
-    pairs = zip(result.rows, strategy_styles([result.titled(row) for row in result.rows]), strict=True)
-    return tuple(
-        Line(
-            key=Key(result.titled(row), svg.css(style.color), style.dash),
-            place=_place(row),
-            cells=_cells(row, result.replayed, extra) if row.iteration_s is not None else (),
-            error=row.error,
-            chosen=row.chosen if row.chosen not in (None, row.strategy) else None,
-        )
-        for row, style in pairs
+def _bench_facts(result: BenchResult | GradientResult) -> Facts:
+    counts = sorted({row.repetitions for row in result.rows if row.repetitions})
+    return (
+        *_origin(result),
+        ("repetitions", ", ".join(map(str, counts)) or units.MISSING),
+        ("started", result.started or units.MISSING),
     )
 
 
-def _place(row: Row) -> str:
-    workers = "1 worker" if row.workers == 1 else f"{row.workers} workers"
-    if row.strategy == BASELINE:
-        return f"{workers}, plain framework"
-    if not row.servers:
-        return workers
-    return f"{workers}, {row.servers} server" + ("s" if row.servers > 1 else "")
-
-
-def _cells(row: Row, replayed: bool, extra: Sequence[Extra]) -> tuple[str, ...]:
-    verdict = {True: "equal", False: "DIFFER", None: units.MISSING}[row.replicas_equal]
-    times = (row.loading_s, row.h2d_s, row.forward_s, row.backward_s, row.update_s, row.compute_s, row.exposed_comm_s)
-    found = (
-        units.percent(row.of_bound if replayed else row.accuracy, 2),
-        units.number(row.loss),
-        units.rate(row.images_per_s),
-        units.percent(row.scaling_efficiency),
-        units.milliseconds(row.iteration_s),
-        *map(units.milliseconds, times),
-        units.size(row.bytes_sent_per_step),
-        units.seconds(row.start_s),
-        units.size(row.peak_bytes),
-        verdict,
+def _origin(result: ResultFile) -> Facts:
+    """The machine, the versions and the commit."""
+    commit = "none" if result.commit is None else result.commit + (" with changes" if result.modified else "")
+    return (
+        ("machine", result.machine),
+        ("cores", str(result.cores)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
+        ("commit", commit),
     )
-    return _with(found, (one.cell(row) for one in extra))
 
 
-def _with(columns: tuple[T, ...], extra: Iterable[T]) -> tuple[T, ...]:
-    """What is not in every table stands behind the figures of merit, where it is seen without scrolling."""
-    return (*columns[:_MERIT], *extra, *columns[_MERIT:])
+def _filled(**content: Any) -> str:
+    """The page as HTML text."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    source = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    defaults: dict[str, Any] = {"origin": "Where and how this was measured", "tables": (), "details": (), "remarks": ()}
+    return environment.from_string(source).render(drawing=_drawing, **{**defaults, **content})
+
+
+def _drawing(chart: Chart) -> Markup:
+    # The SVG is serialised from an element tree, which escapes every label in it.
+    return Markup(chart.svg)

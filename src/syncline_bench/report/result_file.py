@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,6 +20,8 @@ from syncline.errors import DataError
 from .files import replace_text
 
 _R = TypeVar("_R", bound="ResultFile")
+_Row = TypeVar("_Row")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,27 @@ class ResultFile:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"this is not a result file of syncline {cls.verb}: {error!r}") from None
 
+    def same(self: _R, other: _R, *names: str) -> bool:
+        """Whether both say the same in these fields."""
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     def save(self, path: Path) -> None:
         """Write the result file in one piece, so that a reader never sees half of it."""
         replace_text(path, self.to_json())
+
+
+def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
+    """The rows by their keys, both in the order of the first rows."""
+    found: dict[_Key, list[_Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def fields_of(cls: type) -> list[tuple[str, str]]:
+    """The fields of a row as a result file has them, each with its meaning, which stands at its type."""
+    hints = get_type_hints(cls, include_extras=True)
+    return [(item.name, " ".join(getattr(hints[item.name], "__metadata__", ("",)))) for item in dataclasses.fields(cls)]
 
 
 def reader(cls: type) -> Callable[[Mapping[str, Any]], Any]:

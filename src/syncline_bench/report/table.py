@@ -1,145 +1,134 @@
-"""Result rows as one table for the terminal.
+"""A comparison as a table: its columns, and what to keep in mind of its rows.
 
-Owns which columns matter at a glance, and which go first where there is no room for all: the single worker stands in
-the first row, every strategy beside it on the same work. Replayed layers learn nothing: where other rows have their
-accuracy, theirs have the share of the bound. The whole split of an iteration into stages is in the JSON and on the
-page. A row that failed keeps its place, and its error stands below the table in full.
+Owns which figures matter at a glance: the single worker stands in the first row, every strategy beside it on the same
+work. Replayed layers learn nothing: where other rows have their accuracy, theirs have the share of the bound. The split
+of an iteration into stages is on the page. A row that failed keeps its place, and its error stands below in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
-from rich.text import Text
+import dataclasses
 
 from . import units
-from .breaking import broken, widest_piece
-from .columns import fitting
+from .columns import Column, Sheet, Table
+from .result_file import grouped
 from .rows import Result, Row
 
-_GAP = 2
-_NAME_MOST = 17
-"""For wider parts of a strategy's text no column is given up."""
-_EXTRA = 8
-"""The rank of what is shown where there is room, and of which nothing is said where there is none."""
 
-
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[Row], Text]
-    means: str
-    rank: int
-    """The greatest goes first when there is no room; 0 stays."""
-    when: Callable[[Row], object] = lambda _: True
-    """Of a table in which this holds for no row the column is left out."""
-
-    def width(self, rows: Sequence[Row]) -> int:
-        return max(len(self.title), *(len(_cell(self, row)) for row in rows)) if rows else len(self.title)
-
-
-_ACCURACY = _Column("acc %", lambda row: Text(units.percent(row.accuracy, 2, "")), "acc: test accuracy.", 0)
-_BOUND = _Column(
-    "bnd %",
-    lambda row: Text(units.percent(row.of_bound, 2, "")),
-    "bnd: the bound, what no iteration can be shorter than without compression, against the iteration.",
-    0,
-)
-_COLUMNS = (
-    _Column("framework", lambda row: Text(row.framework), "", 0, lambda row: row.framework != "torch"),
-    _Column("W", lambda row: Text(str(row.workers)), "W: workers.", 1),
-    _ACCURACY,
-    _Column("img/s", lambda row: Text(units.rate(row.images_per_s)), "", 0),
-    _Column(
-        "eff %",
-        lambda row: Text(units.percent(row.scaling_efficiency, 0, "")),
-        "eff: scaling efficiency, img/s against W times the single worker's.",
-        5,
-    ),
-    _Column("iter ms", lambda row: Text(units.milliseconds(row.iteration_s)), "", 4),
-    _Column(
-        "comm ms",
-        lambda row: Text(units.milliseconds(row.exposed_comm_s)),
-        "comm: time per iteration that the training thread was blocked in communication.",
-        2,
-    ),
-    _Column(
-        "sent",
-        lambda row: Text(units.size(row.bytes_sent_per_step)),
-        "sent: bytes on the wire per worker and iteration.",
-        3,
-    ),
-    _Column(
-        "cpu ms",
-        lambda row: Text(units.milliseconds(row.cpu_s_per_step)),
-        "cpu: processor time of all processes per iteration.",
-        _EXTRA,
-    ),
-    _Column(
-        "stale",
-        lambda row: Text(staleness(row)),
-        "stale: steps ahead of the slowest worker, mean (most).",
-        6,
-        lambda row: max(row.staleness, default=0),
-    ),
-    _Column(
-        "wait ms",
-        lambda row: Text(units.milliseconds(row.wait_s_per_step)),
-        "wait: time per step that a worker was held up by others.",
-        7,
-        lambda row: row.wait_s_per_step,
-    ),
-    _Column("to acc s", lambda row: Text(_reached(row)), "", 0, lambda row: row.time_to_accuracy_s),
-    _Column("equal", lambda row: _verdict(row.replicas_equal), "equal: replicas agree bit for bit.", 0),
-)
-
-
-def render(result: Result) -> RenderableType:
+def render(result: Result) -> Sheet:
     """The table of all rows with its legend, then what failed and what to keep in mind."""
-    parts: list[RenderableType] = [_Fitted(result)]
-    parts += [Text(f"{result.label(row)}: {row.error}", style="red") for row in result.rows if row.error is not None]
-    parts += [Text(line, style="dim") for line in remarks(result)]
-    return Group(*parts)
+    return Sheet([table(result)], remarks=remarks(result))
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """The table and its legend, as wide as the console that prints them."""
-
-    result: Result
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = self.result.rows
-        every = [_BOUND if column is _ACCURACY and self.result.replayed else column for column in _COLUMNS]
-        every = [column for column in every if any(column.when(row) for row in rows) or not rows]
-        columns, name = _fitting(every, rows, options.max_width)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
-        table.add_column("strategy", overflow="fold", width=name)
-        for column in columns:
-            table.add_column(column.title, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(Text(broken(row.name, name)), *(_cell(column, row) for column in columns))
-        yield table
-        yield Text(" ".join(column.means for column in columns if column.means), style="dim")
-        left_out = ", ".join(column.title for column in every if column not in columns and column.rank < _EXTRA)
-        if left_out:
-            yield Text(f"No room for {left_out}: a wider terminal shows them, and --json has them.", style="dim")
+def table(result: Result) -> Table[Row]:
+    """The rows, all strategies in one table."""
+    return Table(
+        _columns(result),
+        result.rows,
+        measured=lambda row: row.error is None or row.iteration_s is not None,
+        errors=[f"{result.label(row)}: {row.error}" for row in result.rows if row.error is not None],
+    )
 
 
-def _fitting(columns: Sequence[_Column], rows: Sequence[Row], width: int) -> tuple[list[_Column], int]:
-    """The columns that fit, and the width that is left for the strategy."""
-    texts = ["strategy", *(row.name for row in rows)]
-    least, most = max(min(_NAME_MOST, widest_piece(text)) for text in texts), max(map(len, texts))
+def _columns(result: Result) -> list[Column[Row]]:
+    """Those of merit first, on a page they are seen without scrolling; the others say why a row is as it is."""
+    merit: list[Column[Row]] = [
+        Column("strategy", lambda row: row.name, kind="name"),
+        Column("framework", _framework, kind="text", when=lambda row: row.framework != "torch"),
+        Column("W", lambda row: str(row.workers), 1, head="", means="workers"),
+        _BOUND if result.replayed else _ACCURACY,
+        Column("", lambda row: units.number(row.loss), head="loss", means="of the test set after the last iteration"),
+        Column("img/s", lambda row: units.rate(row.images_per_s), head="images/s", means="of all workers together"),
+        Column(
+            "eff",
+            lambda row: units.percent(row.scaling_efficiency, 0, ""),
+            5,
+            unit="%",
+            head="scaling",
+            means="images per second against W times the single worker's",
+        ),
+    ]
+    return [*merit, *_COORDINATION, *_TIMES, *_COSTS]
 
-    def left(columns: Sequence[_Column]) -> int:
-        return width - 2 - sum(column.width(rows) + _GAP for column in columns)
 
-    found = fitting(columns, lambda columns: left(columns) >= least)
-    return found, max(1, min(left(found), most))
+def _times(field: str, head: str, means: str, title: str = "", rank: int = 0) -> Column[Row]:
+    """A time of an iteration, which most rows have in milliseconds."""
+    return Column(title, lambda row: units.milliseconds(getattr(row, field)), rank, unit="ms", head=head, means=means)
+
+
+_ACCURACY: Column[Row] = Column(
+    "acc",
+    lambda row: units.percent(row.accuracy, 2, ""),
+    unit="%",
+    head="accuracy",
+    means="test accuracy after the last iteration",
+    fails=True,
+)
+_BOUND: Column[Row] = Column(
+    "bnd",
+    lambda row: units.percent(row.of_bound, 2, ""),
+    unit="%",
+    head="of bound",
+    means="the share of an iteration that no communication can make shorter without compression: the trace's compute, "
+    "or its gradients over the link if that takes longer",
+    fails=True,
+)
+_COORDINATION: tuple[Column[Row], ...] = (
+    Column(
+        "stale",
+        lambda row: staleness(row) if any(row.staleness) else units.MISSING,
+        6,
+        head="staleness",
+        means="steps ahead of the slowest worker when a step begins, mean (most)",
+        when=lambda row: any(row.staleness),
+    ),
+    Column(
+        "wait",
+        lambda row: units.milliseconds(row.wait_s_per_step or None),
+        7,
+        unit="ms",
+        head="waited",
+        means="time per step that a worker was held up by others",
+        when=lambda row: row.wait_s_per_step,
+    ),
+    Column(
+        "to acc",
+        lambda row: units.MISSING if row.time_to_accuracy_s is None else units.significant(row.time_to_accuracy_s),
+        unit="s",
+        when=lambda row: row.time_to_accuracy_s is not None,
+    ),
+)
+_TIMES = (
+    _times("iteration_s", "iteration", "median", "iter", 4),
+    _times("loading_s", "loading", "median of the stage"),
+    _times("h2d_s", "copy", "median of the copy of a batch to the device"),
+    _times("forward_s", "forward", "median of the stage"),
+    _times("backward_s", "backward", "median of the stage"),
+    _times("update_s", "update", "median of the stage"),
+    dataclasses.replace(
+        _times("step_s", "step", "forward, backward and update where a framework makes one computation of them"),
+        when=lambda row: row.step_s is not None,
+    ),
+    _times("compute_s", "compute", "an iteration without the time blocked in communication"),
+    _times("exposed_comm_s", "exposed", "time that the training thread was blocked in communication", "comm", 2),
+)
+_COSTS: tuple[Column[Row], ...] = (
+    Column("sent", lambda row: units.size(row.bytes_sent_per_step), 3, means="by one worker in one iteration"),
+    _times("cpu_s_per_step", "", "processor time of all processes per iteration", "cpu", 8),
+    Column("", lambda row: units.seconds(row.start_s), head="start", means="joining the group, preparing the model"),
+    Column("", lambda row: units.size(row.peak_bytes), head="memory", means="the most that a worker's process had"),
+    Column("equal", lambda row: units.verdict(row.replicas_equal), means="replicas agree bit for bit"),
+)
+
+
+def _framework(row: Row) -> str:
+    return " ".join(filter(None, (row.framework, row.framework_version)))
+
+
+def staleness(row: Row) -> str:
+    """By how many steps workers were ahead of the slowest: the mean, and the most."""
+    mean = row.mean_staleness
+    return units.MISSING if mean is None else f"{units.significant(mean, 2)} ({max(row.staleness)})"
 
 
 def remarks(result: Result) -> tuple[str, ...]:
@@ -182,15 +171,12 @@ def remarks(result: Result) -> tuple[str, ...]:
 
 def _launched(result: Result) -> list[str]:
     """Which rows had processes that a launcher has started."""
-    found: dict[str, list[str]] = {}
-    for row in result.rows:
-        if row.launcher != "local":
-            found.setdefault(row.launcher, []).append(result.label(row))
-    whole = len(result.rows)
-    return [
-        f"{launcher} started the processes of {'all rows' if len(rows) == whole else ', '.join(rows)}."
-        for launcher, rows in found.items()
-    ]
+    lines = []
+    for launcher, rows in grouped(result.rows, lambda row: row.launcher).items():
+        if launcher != "local":
+            names = "all rows" if len(rows) == len(result.rows) else ", ".join(map(result.label, rows))
+            lines.append(f"{launcher} started the processes of {names}.")
+    return lines
 
 
 def _slowest(result: Result) -> list[str]:
@@ -209,25 +195,3 @@ def _slowest(result: Result) -> list[str]:
 def _noted(result: Result) -> dict[str, str]:
     """What is not as in the original, by preset."""
     return {row.preset: row.note for row in result.rows if row.preset is not None and row.note is not None}
-
-
-def _cell(column: _Column, row: Row) -> Text:
-    if row.error is not None and row.iteration_s is None and column.title not in ("W", "framework"):
-        return Text("failed", style="red") if column in (_ACCURACY, _BOUND) else Text(units.MISSING)
-    return column.cell(row)
-
-
-def staleness(row: Row) -> str:
-    """By how many steps workers were ahead of the slowest: the mean, and the most."""
-    mean = row.mean_staleness
-    return units.MISSING if mean is None else f"{units.significant(mean, 2)} ({max(row.staleness)})"
-
-
-def _reached(row: Row) -> str:
-    return units.MISSING if row.time_to_accuracy_s is None else units.significant(row.time_to_accuracy_s)
-
-
-def _verdict(equal: bool | None) -> Text:
-    if equal is None:
-        return Text(units.MISSING)
-    return Text("yes", style="green") if equal else Text("NO", style="bold red")

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 
 from syncline.engine.trace import Kind
 from syncline.timeline.window import Bar, Iteration
 
-from . import svg, units
-from .figures import RC, Chart, Key, new_figure
+from . import units
+from .figures import PAPER, Chart, Key, new_figure, styled, svg
 
 _CLOSEST = 1 / 1500
 """Of the iteration's length: bars that are closer are drawn as one."""
@@ -46,10 +45,10 @@ _LOOKS = (
 )
 
 
+@styled()
 def timeline_charts(iterations: Iterable[Iteration]) -> tuple[Chart, ...]:
     """One chart for every run."""
-    with mpl.rc_context(RC):  # type: ignore[arg-type]
-        return tuple(_chart(iteration) for iteration in iterations)
+    return tuple(_chart(iteration) for iteration in iterations)
 
 
 def _chart(iteration: Iteration) -> Chart:
@@ -74,15 +73,13 @@ def _chart(iteration: Iteration) -> Chart:
         " it sends, and what it receives from when that began to be sent."
     )
     keys = tuple(Key(look.label, look.color, hatched=look.hatched) for look in used)
-    return Chart(title, caption, svg.render(figure, title), keys)
+    return Chart(title, caption, svg(figure, title), keys)
 
 
 def _draw(axes: Axes, place: int, look: _Look, spans: Sequence[tuple[float, float]]) -> None:
     bars = [(begin * 1e3, (end - begin) * 1e3) for begin, end in spans]
     hatch = "////" if look.hatched else None
-    axes.broken_barh(
-        bars, (place + look.top, look.height), facecolor=look.color, hatch=hatch, edgecolor=svg.PAPER, lw=0
-    )
+    axes.broken_barh(bars, (place + look.top, look.height), facecolor=look.color, hatch=hatch, edgecolor=PAPER, lw=0)
 
 
 def _merged(bars: Iterable[Bar], kinds: frozenset[Kind], closest_s: float) -> list[tuple[float, float]]:

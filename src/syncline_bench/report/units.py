@@ -87,5 +87,10 @@ def number(value: float | None, decimals: int = 4) -> str:
     return MISSING if value is None else _fixed(value, decimals)
 
 
+def verdict(value: bool | None) -> str:
+    """Whether something is as it has to be: ``yes``, ``NO``, or that nobody looked."""
+    return {True: "yes", False: "NO", None: MISSING}[value]
+
+
 def _fixed(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if abs(value) < _MOST or not math.isfinite(value) else significant(value)

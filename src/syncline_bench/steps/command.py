@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..cases import console_beside
 from ..collectives.display import Display
-from ..report import step_table
+from ..report.bench import render_steps
 from ..report.files import result_paths
 from .run import Request, measure
 
@@ -25,5 +25,5 @@ def run(request: Request, *, json_path: Path | None = None, console: Console | N
         result = measure(request, display)
     if target is not None:
         result.save(target)
-    console.print(step_table.render(result, console.width))
+    console.print(render_steps(result))
     return 0 if all(row.finished for row in result.rows) else 1

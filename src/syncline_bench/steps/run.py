@@ -17,7 +17,7 @@ from ..collectives.display import Display
 from ..launchers import LOCAL, Launcher, read_launcher
 from ..machine import provenance
 from ..messages import Message
-from ..report.step_rows import StepResult, StepRow
+from ..report.bench import StepResult, StepRow
 from ..site import Site
 from .loops import check_framework, installed
 from .rank import Work

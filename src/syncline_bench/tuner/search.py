@@ -36,9 +36,9 @@ from ..machine import provenance
 from ..predict import settings
 from ..predict.networks import load_network, parse_network, to_json
 from ..progress import Display
-from ..report import tuning_table, units
+from ..report import tuning, units
 from ..report.files import keep_text
-from ..report.tuning_rows import Tried, Tuned
+from ..report.tuning import Tried, Tuned
 from ..searchers import Searcher
 from ..site import Site, site_of
 from ..warm import Trained, WarmRanks
@@ -138,7 +138,7 @@ def run(
     result = course.result
     if target is not None:
         result.save(target)
-    output.print(tuning_table.render(result, output.width))
+    output.print(tuning.render(result))
     return INTERRUPTED if interrupted else 0
 
 

@@ -1,0 +1,316 @@
+"""Results of ``syncline accuracy``: trainings, the rows that they make, their file and table.
+
+Owns the names, units and JSON of an ``AccuracyResult``: the trainings that were run, from which an interrupted table
+goes on, and the rows that they make. The meaning of a field stands at the field; ``result_file`` has the rules of the
+JSON. Does not know how anything was trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Any, ClassVar
+
+from . import units
+from .columns import Column, Sheet, Table
+from .result_file import ResultFile, grouped, known
+from .rows import BASELINE, Point, points
+
+DENSE = "direct"
+"""The strategy that a table of codecs compares all others with: their architecture without a codec."""
+
+_ROUNDING = 1e-9
+"""Percentage points that differences of equal shares of a test set may be apart."""
+
+
+@dataclass(frozen=True)
+class AccuracyRun:
+    """One training: a strategy from one seed."""
+
+    codec: Annotated[str | None, "the codec's text; `null` where a strategy was asked for"]
+    feedback: Annotated[bool | None, "whether with error feedback; `null` where a strategy was asked for"]
+    seed: int
+    strategy: Annotated[str, "what the processes were told"]
+    accuracy: Annotated[float | None, "of the test set after the last iteration, 0 to 1"] = None
+    loss: Annotated[float | None, "the same of the loss"] = None
+    bytes_sent_per_step: Annotated[float | None, "median over workers and iterations"] = None
+    chosen: Annotated[str | None, "what really ran"] = None
+    error: Annotated[str | None, "why the training does not count"] = None
+    replica_sha256: Annotated[str | None, "the digest of the weights at the end"] = None
+    curve: Annotated[tuple[Point, ...], "how the training went"] = ()
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What makes two trainings of a table the same."""
+        return self.strategy, self.seed
+
+    @property
+    def finished(self) -> bool:
+        """True when it ran to its end and its replicas agreed."""
+        return self.error is None and self.accuracy is not None
+
+
+@dataclass(frozen=True)
+class AccuracyRow:
+    """One strategy over all seeds that it was trained from."""
+
+    codec: Annotated[str | None, "the codec's text; `null` where a strategy was asked for"]
+    feedback: Annotated[bool | None, "whether with error feedback; `null` where a strategy was asked for"]
+    accuracy: Annotated[tuple[float | None, ...], "test accuracy after the last iteration, 0 to 1, one per seed"]
+    median_accuracy: Annotated[float | None, "over the trainings that finished"]
+    lowest: Annotated[float | None, "of those"]
+    highest: Annotated[float | None, "of those"]
+    bytes_sent_per_step: Annotated[
+        float | None, "per worker and iteration, headers included: the median over workers and iterations"
+    ]
+    of_dense_bytes: Annotated[
+        float | None,
+        "its share of what the row that all stand beside sends; where that is one worker, of the first row that sends",
+    ]
+    points_below_dense: Annotated[
+        float | None,
+        "percentage points between the median of the row that all stand beside and this one's; negative: above",
+    ]
+    workload: Annotated[str, "what was trained"]
+    workers: Annotated[int, "by how many"]
+    seeds: Annotated[tuple[int, ...], "in the order of `accuracy`"]
+    error: Annotated[str | None, "why the first training that failed did"]
+    strategy: Annotated[str, "what was trained under"]
+    chosen: Annotated[str | None, "what really ran"]
+    scatter_points: Annotated[
+        float | None, "percentage points between the lowest and the highest; `null` for fewer than two seeds"
+    ]
+    within_scatter: Annotated[
+        bool | None, "whether `points_below_dense`, below or above, is no more than that row's `scatter_points`"
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyResult(ResultFile):
+    """A whole table: where, on what and how long was trained, and every training, those of one row together.
+
+    ``iterations`` is the length of every training, ``epochs`` the same where it was given so, ``batch`` the global one.
+    ``reference`` is the strategy whose row all others stand beside.
+    """
+
+    verb: ClassVar = "accuracy"
+    lists: ClassVar = {"runs": lambda data: _run(data)}
+
+    workload: str
+    workers: int
+    epochs: int | None
+    iterations: int
+    batch: int
+    runs: tuple[AccuracyRun, ...] = ()
+    reference: str = DENSE
+
+    @property
+    def of_codecs(self) -> bool:
+        """Whether every training was asked for as a codec, so that codecs name the rows."""
+        return all(run.codec is not None for run in self.runs)
+
+    @property
+    def sender(self) -> str | None:
+        """The strategy whose bytes those of all others are shares of; beside a single worker the first that sends."""
+        if self.reference != BASELINE:
+            return self.reference
+        return next((strategy for strategy, runs in self.grouped.items() if _median(_sent(runs))), None)
+
+    @property
+    def grouped(self) -> Mapping[str, Sequence[AccuracyRun]]:
+        """The trainings of every strategy, in their order."""
+        return grouped(self.runs, lambda run: run.strategy)
+
+    @property
+    def rows(self) -> tuple[AccuracyRow, ...]:
+        """One row per strategy, in the order of the trainings."""
+        grouped = self.grouped
+        reference, sender = (grouped.get(name or "", ()) for name in (self.reference, self.sender))
+        return tuple(self._row(runs, _accuracies(reference), _median(_sent(sender))) for runs in grouped.values())
+
+    def with_run(self, run: AccuracyRun) -> AccuracyResult:
+        """This result with one more training."""
+        return dataclasses.replace(self, runs=(*self.runs, run))
+
+    def arranged(self, keys: Sequence[tuple[str, int]]) -> AccuracyResult:
+        """This result in the order of ``keys``; trainings that are not among them come last, in their own order."""
+        place = {key: number for number, key in enumerate(keys)}
+        runs = sorted(self.runs, key=lambda run: place.get(run.key, len(place)))
+        return dataclasses.replace(self, runs=tuple(runs))
+
+    def beside(self, reference: str) -> AccuracyResult:
+        """This result with that reference, or as it is where only the reference that it has is trained yet."""
+        there = {run.strategy for run in self.runs if run.finished}
+        if reference not in there and self.reference in there:
+            return self
+        return dataclasses.replace(self, reference=reference)
+
+    def same_work(self, other: AccuracyResult) -> bool:
+        """Whether both trained the same on the same machine with the same code and libraries."""
+        origin = ("machine", "cores", "versions", "source_sha256")
+        return self.same(other, *origin, "workload", "workers", "iterations", "batch")
+
+    def content(self) -> dict[str, Any]:
+        """All fields; ``rows`` is there for programs and follows from ``runs``."""
+        return {**super().content(), "rows": [dataclasses.asdict(row) for row in self.rows]}
+
+    def _row(self, runs: Sequence[AccuracyRun], reference: Sequence[float], dense_sent: float | None) -> AccuracyRow:
+        found, sent = _accuracies(runs), _median(_sent(runs))
+        middle, other = _median(found), _median(reference)
+        below = None if middle is None or other is None else 100 * (other - middle)
+        within = None if runs[0].strategy == self.reference else _within(below, _scatter(reference))
+        failed = next((run for run in runs if not run.finished), None)
+        return AccuracyRow(
+            runs[0].codec,
+            runs[0].feedback,
+            accuracy=tuple(run.accuracy if run.finished else None for run in runs),
+            median_accuracy=middle,
+            lowest=min(found, default=None),
+            highest=max(found, default=None),
+            bytes_sent_per_step=sent,
+            of_dense_bytes=sent / dense_sent if sent is not None and dense_sent else None,
+            points_below_dense=below,
+            workload=self.workload,
+            workers=self.workers,
+            seeds=tuple(run.seed for run in runs),
+            error=None if failed is None else f"seed {failed.seed}: {failed.error}",
+            strategy=runs[0].strategy,
+            chosen=next((run.chosen for run in runs if run.finished), None),
+            scatter_points=_scatter(found),
+            within_scatter=within,
+        )
+
+
+def _run(data: Mapping[str, Any]) -> AccuracyRun:
+    return AccuracyRun(**{**known(AccuracyRun, data), "curve": points(data.get("curve", ()))})
+
+
+def render(result: AccuracyResult) -> Sheet:
+    """What a terminal shows."""
+    return Sheet([table(result)] if result.runs else ())
+
+
+def table(result: AccuracyResult, codecs: bool = True) -> Table[AccuracyRow]:
+    """The rows; without ``codecs`` strategies name them where codecs were asked for too."""
+    codecs = codecs and result.of_codecs
+    other, sender = result.reference, result.sender or result.reference
+    if codecs and other == DENSE:
+        other = sender = "dense"
+
+    def name(row: AccuracyRow) -> str:
+        return row.codec or row.strategy if codecs else row.strategy
+
+    def failed(row: AccuracyRow) -> str:
+        return f"{name(row)}{' with feedback' if codecs and row.feedback else ''}, {row.error}"
+
+    columns: list[Column[AccuracyRow]] = [
+        Column("codec" if codecs else "strategy", name, kind="name"),
+        Column(
+            "fb",
+            lambda row: "yes" if row.feedback else "no",
+            head="feedback",
+            means="with error feedback",
+            when=lambda _: codecs,
+        ),
+        Column(
+            "acc",
+            lambda row: units.percent(row.median_accuracy, 2, ""),
+            unit="%",
+            head="accuracy",
+            means="test accuracy after the last iteration, median over the seeds",
+            fails=True,
+        ),
+        Column("range", _range, 3, head="lowest to highest", means="from the lowest to the highest over the seeds"),
+        Column("below", _below, head=f"points below {other}", means=f"percentage points below {other}"),
+        Column(
+            "within",
+            lambda row: {True: "yes", False: "no", None: units.MISSING}[row.within_scatter],
+            4,
+            head="within scatter",
+            means=f"no further from {other} than its seeds are from each other",
+        ),
+        Column(
+            "bytes",
+            lambda row: units.size(row.bytes_sent_per_step),
+            1,
+            head="bytes per step",
+            means="sent by one worker in one iteration",
+        ),
+        Column("share", _share, 2, head=f"of {sender}", means=f"of the bytes of {sender}"),
+    ]
+    return Table(
+        columns,
+        result.rows,
+        title_of(result),
+        measured=lambda row: row.median_accuracy is not None,
+        style=lambda row: "red" if row.error is not None else "",
+        errors=[failed(row) for row in result.rows if row.error is not None],
+        spare=8,
+    )
+
+
+def _range(row: AccuracyRow) -> str:
+    if row.lowest is None or row.scatter_points is None:
+        return units.MISSING if row.lowest is None else "one seed"
+    return f"{units.percent(row.lowest, 2, '')} - {units.percent(row.highest, 2, '')}"
+
+
+def _below(row: AccuracyRow) -> str:
+    return units.MISSING if row.points_below_dense is None else f"{round(row.points_below_dense, 2) + 0.0:.2f}"
+
+
+def _share(row: AccuracyRow) -> str:
+    return units.MISSING if row.of_dense_bytes is None else f"{units.significant(100 * row.of_dense_bytes)} %"
+
+
+def markdown(result: AccuracyResult) -> str:
+    """The table in Markdown under a line that says what was trained, where and with what."""
+    shown = table(result)
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    commit = (
+        "" if result.commit is None else f", commit {result.commit[:10]}{' with changes' if result.modified else ''}"
+    )
+    origin = f"{result.machine}, {result.cores} cores; {versions}{commit}"
+    failed = "; ".join(_one_line(error) for error in shown.errors)
+    text = f"{title_of(result)}; {length_of(result)}. {origin}.\n\n{shown.markdown()}"
+    return f"{text}\nFailed: {failed}.\n" if failed else text
+
+
+def _one_line(text: str) -> str:
+    return text.partition("\n")[0].rstrip(".")
+
+
+def title_of(result: AccuracyResult) -> str:
+    """What was trained, by how many and from which seeds: ``digits, 4 workers, seeds 0, 1, 2``."""
+    # The path of a data set on this machine is nobody's business.
+    workload = result.workload.partition(":")[0]
+    seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in result.runs))
+    return f"{workload}, {result.workers} workers, seed{'s' if ',' in seeds else ''} {seeds}"
+
+
+def length_of(result: AccuracyResult) -> str:
+    """How long every training was: ``12 epochs, 276 iterations of 64 images``."""
+    epochs = "" if result.epochs is None else f"{result.epochs} epoch{'s' if result.epochs > 1 else ''}, "
+    return f"{epochs}{result.iterations} iterations of {result.batch} images"
+
+
+def _accuracies(runs: Sequence[AccuracyRun]) -> list[float]:
+    return [run.accuracy for run in runs if run.finished and run.accuracy is not None]
+
+
+def _sent(runs: Sequence[AccuracyRun]) -> list[float]:
+    return [run.bytes_sent_per_step for run in runs if run.finished and run.bytes_sent_per_step is not None]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _scatter(accuracies: Sequence[float]) -> float | None:
+    return 100 * (max(accuracies) - min(accuracies)) if len(accuracies) > 1 else None
+
+
+def _within(below: float | None, scatter: float | None) -> bool | None:
+    return None if below is None or scatter is None else abs(below) <= scatter + _ROUNDING

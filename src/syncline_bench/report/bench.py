@@ -1,0 +1,529 @@
+"""Results of ``syncline bench``: collectives, gradients, codecs and steps, each with its rows, file and table.
+
+Owns the names, units and JSON of these results, and the columns of their tables. The meaning of a field stands at the
+field; ``result_file`` has the rules of the JSON. Does not know how anything was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar
+
+from syncline.tuning.codec_times import ANY_LINK_BIT_PER_S
+
+from . import units
+from .columns import Column, Sheet, Table
+from .result_file import ResultFile, grouped, reader
+
+PEERS = (
+    "gloo:native",
+    "torch:syncline",
+    "mpi:native",
+    "openmpi:native",
+    "mpich:native",
+    "mpi:ring",
+    "openmpi:ring",
+    "mpich:ring",
+)
+"""Contenders that all others are held against, in the order of the columns."""
+
+BARE = "bare"
+CONTIGUOUS = "contiguous"
+
+PER_STEP_S = 1e-3
+PER_BUCKET_S = 20e-6
+"""The goal of a step is what these make together."""
+
+
+class _Checked:
+    """What all measured rows have."""
+
+    median_s: float | None
+    correct: bool | None
+    error: str | None
+
+    @property
+    def finished(self) -> bool:
+        """True when it was measured without an error and every element was right."""
+        return self.error is None and self.median_s is not None and self.correct is True
+
+
+@dataclass(frozen=True)
+class Measured(_Checked):
+    """One contender at one size among so many ranks; a repetition's time is that of its slowest rank."""
+
+    transport: Annotated[str, "the word asked for"]
+    algorithm: Annotated[str, "the word asked for"]
+    ranks: int
+    bytes: Annotated[int, "of the whole array"]
+    collective: str = "allreduce"
+    lab_bit_per_s: Annotated[float | None, "the rate of the lab's links; none on the machine itself"] = None
+    per_host: Annotated[int, "ranks on each host of the lab"] = 1
+    chosen: Annotated[str | None, "what ran where the words left that open, or the library and its version"] = None
+    repetitions: int = 0
+    median_s: Annotated[float | None, "over the repetitions"] = None
+    p99_s: Annotated[float | None, "over the repetitions"] = None
+    algbw_bytes_per_s: Annotated[float | None, "as in nccl-tests, from the median"] = None
+    busbw_bytes_per_s: Annotated[float | None, "as in nccl-tests, from the median"] = None
+    cpu_s_per_gb: Annotated[float | None, "processor time of all ranks, user and kernel, per 10^9 bytes"] = None
+    limit: Annotated[str | None, "`memory` or `link`"] = None
+    limit_s: Annotated[float | None, "the least time that the limit allows, measured in the same run"] = None
+    of_limit: Annotated[float | None, "`limit_s / median_s`"] = None
+    correct: Annotated[bool | None, "of every element on every rank, before and after the timed repetitions"] = None
+    memory_bytes: Annotated[
+        int | None,
+        "the growth of a rank's proportional set size, array included, at the greatest size in processes of its own",
+    ] = None
+    missing: Annotated[bool, "its library is not installed here: it has an error and is no failure"] = False
+    error: Annotated[str | None, "why there are no figures"] = None
+
+    @property
+    def contender(self) -> str:
+        """The name by which it was asked for."""
+        return f"{self.transport}:{self.algorithm}"
+
+    @property
+    def place(self) -> tuple[str, float | None, int, int]:
+        """Rows of one place (collective, lab, ranks and those of a host) can be compared: one table and chart each."""
+        return self.collective, self.lab_bit_per_s, self.ranks, self.per_host
+
+    @property
+    def key(self) -> tuple[str, float | None, int, int, int, str]:
+        """What makes two rows the same measurement."""
+        return (*self.place, self.bytes, self.contender)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult(ResultFile):
+    """A whole bench."""
+
+    verb: ClassVar = "bench"
+    lists: ClassVar = {"rows": reader(Measured)}
+
+    rows: tuple[Measured, ...] = ()
+
+    def with_rows(self, rows: tuple[Measured, ...]) -> BenchResult:
+        """This result with more rows; those that measure the same are replaced."""
+        fresh = {row.key for row in rows}
+        return dataclasses.replace(self, rows=(*(row for row in self.rows if row.key not in fresh), *rows))
+
+    def same_origin(self, other: BenchResult) -> bool:
+        """Whether both are of the same machine, versions and code."""
+        return self.same(other, "machine", "cores", "versions", "commit", "source_sha256")
+
+
+@dataclass(frozen=True)
+class GradientRow(_Checked):
+    """One form of an iteration's gradient exchange, for the network of one workload, among so many ranks.
+
+    An iteration is ``zero_grad``, a backward pass that computes nothing, and, with several ranks, the exchange, until
+    the mean is where the form has it. A repetition's time is that of its slowest rank.
+    """
+
+    workload: str
+    form: str
+    ranks: int
+    tensors: int
+    parameters: int
+    bytes: Annotated[int, "of the network's gradients, float32"]
+    passes: Annotated[int, "how often the form reads or writes all gradients beside the exchange"]
+    repetitions: int = 0
+    median_s: Annotated[float | None, "of whole iterations"] = None
+    p99_s: Annotated[float | None, "of whole iterations"] = None
+    added_s: Annotated[float | None, "median of what the form takes beyond `bare` in the same repetition"] = None
+    share: Annotated[float | None, "`added_s / median_s`"] = None
+    limit_s: Annotated[float | None, "the passes at the speed of plain copies by all ranks, of the same run"] = None
+    of_limit: Annotated[
+        float | None,
+        "`limit_s / added_s`; `null` where nothing is moved; above 1 the gradients lay in a cache, and it is no limit",
+    ] = None
+    cpu_s: Annotated[
+        float | None, "processor time of all ranks per iteration, mean; other work on the machine changes it little"
+    ] = None
+    sent_bytes: Annotated[float | None, "what a rank's transport counted per iteration"] = None
+    correct: Annotated[bool | None, "every element on every rank, before the timed repetitions and after the last"] = (
+        None
+    )
+    error: Annotated[str | None, "why there are no figures"] = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Rows of one place can be compared, and stand in one table and chart."""
+        return self.workload, self.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientResult(ResultFile):
+    """A whole run: where and with what it was measured, and its rows."""
+
+    verb: ClassVar = "bench gradients"
+    lists: ClassVar = {"rows": reader(GradientRow)}
+
+    rows: tuple[GradientRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class CodecRow:
+    """One codec with or without error feedback; times are medians on one core."""
+
+    codec: Annotated[str, "the codec's text, without the feedback"]
+    feedback: Annotated[bool, "whether with error feedback"]
+    combine: Annotated[str, "how payloads are combined"]
+    elements: Annotated[int, "low-rank codecs work on a matrix that may be some elements smaller"]
+    encode_s: Annotated[float, "gradient (plus residual) to payload, the new residual included"]
+    decode_s: Annotated[float, "payload to gradient, *added* to what is there"]
+    bytes: Annotated[int, "of the payload"]
+    bits_per_element: Annotated[float, "of the payload"]
+    encode_gb_per_s: Annotated[float, "4 bytes x elements / seconds / 10^9"]
+    decode_gb_per_s: Annotated[float, "the same"]
+    np_add_gb_per_s: Annotated[float, "the same of `np.add(a, b, out=c)`"]
+    torch_s: Annotated[
+        float | None,
+        "the torch composition's compression with the same feedback, to be held against `encode_s`; `null` where there "
+        "is none",
+    ] = None
+    pays_below_bit_per_s: Annotated[
+        float | None, "the link speed below which an allreduce gets faster; `null`: nowhere; 10^12: on any link"
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecResult(ResultFile):
+    """A whole run; ``workers`` is the number of ranks of the allreduce that ``pays_below_bit_per_s`` is about."""
+
+    verb: ClassVar = "bench codecs"
+    lists: ClassVar = {"rows": reader(CodecRow)}
+
+    elements: int
+    repetitions: int
+    workers: int
+    rows: tuple[CodecRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A step of one framework on so many tensors, each of which is a bucket; times are medians of the slowest rank."""
+
+    framework: str
+    tensors: int
+    elements: Annotated[int, "of each tensor, float32"]
+    bare_s: Annotated[float | None, "a step of the framework alone"] = None
+    exchange_s: Annotated[float | None, "what a step hands to the engine, called from Python"] = None
+    step_s: Annotated[float | None, "a step of a model that Syncline exchanges the gradients of"] = None
+    beyond_s: Annotated[float | None, "what that takes beyond the two others of the same repetition"] = None
+    quiet_beyond_s: Annotated[
+        float | None, "the difference of the fifth percentiles of the three, which other work changes less"
+    ] = None
+    cpu_beyond_s: Annotated[float | None, "processor time of a rank, all threads, beyond that of the two others"] = None
+    correct: Annotated[bool | None, "whether the weights are those that so many steps make"] = None
+    error: Annotated[str | None, "why there are no figures"] = None
+
+    @property
+    def goal_s(self) -> float:
+        """What it may take beyond both."""
+        return PER_STEP_S + PER_BUCKET_S * self.tensors
+
+    @property
+    def finished(self) -> bool:
+        """True when it was measured without an error and the weights were right."""
+        return self.error is None and self.beyond_s is not None and self.correct is True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(ResultFile):
+    """A whole run: where, with what and how it was measured, and its rows; ``load`` is the machine's behind it."""
+
+    verb: ClassVar = "bench steps"
+    lists: ClassVar = {"rows": reader(StepRow)}
+
+    strategy: str
+    ranks: int
+    repetitions: int
+    load: float | None = None
+    rows: tuple[StepRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A goal and the worst figure found for it; ``measured`` is empty and ``reached`` None when there is none."""
+
+    goal: str
+    measured: str = ""
+    at: str = ""
+    reached: bool | None = None
+
+
+def places(rows: Sequence[Measured]) -> list[list[Measured]]:
+    """The rows of each place, places and contenders in the order of their first row, sizes rising."""
+    order = {name: number for number, name in enumerate(dict.fromkeys(row.contender for row in rows))}
+    parts = grouped(rows, lambda row: row.place).values()
+    return [sorted(part, key=lambda row: (row.bytes, order[row.contender])) for part in parts]
+
+
+def collectives(result: BenchResult) -> list[Table[Measured]]:
+    """A table for each place, sizes down, peers as ratios."""
+    return [_collective(rows, result.cores) for rows in places(result.rows)]
+
+
+def render(result: BenchResult) -> Sheet:
+    """What a terminal shows of a bench."""
+    return Sheet(collectives(result))
+
+
+def title(rows: Sequence[Measured], cores: int) -> str:
+    """What the rows of one place have in common."""
+    first = rows[0]
+    where = (
+        f"{cores} cores" if first.lab_bit_per_s is None else f"a lab of {units.link_rate(first.lab_bit_per_s)} links"
+    )
+    hosts = "" if first.per_host == 1 else f", {first.per_host} on each host,"
+    return f"{first.collective} of float32, {first.ranks} ranks{hosts} on {where}"
+
+
+def _collective(rows: Sequence[Measured], cores: int) -> Table[Measured]:
+    there = {row.contender for row in rows}
+    failed = grouped((row for row in rows if row.error is not None), lambda row: (row.contender, row.error))
+    return Table(
+        (
+            Column("bytes", lambda row: units.decimal_size(row.bytes), once=True),
+            Column("contender", lambda row: row.contender, kind="name"),
+            Column("median", lambda row: units.seconds(row.median_s), means="of the slowest rank", fails=True),
+            Column("p99", lambda row: units.seconds(row.p99_s), 5),
+            Column("busbw", _bandwidth, 3, means="as in nccl-tests"),
+            Column(
+                "CPU",
+                lambda row: units.rate(row.cpu_s_per_gb),
+                4,
+                head="CPU s/GB",
+                means="processor seconds of all ranks per 10^9 bytes",
+            ),
+            Column(
+                "limit",
+                lambda row: units.percent(row.of_limit),
+                2,
+                head="of limit",
+                means="share of what plain copies (or the link) allow, measured in the same run",
+            ),
+            *(_against(rows, name) for name in PEERS if name in there),
+            Column("", lambda row: "" if row.memory_bytes is None else units.size(row.memory_bytes), head="memory"),
+            Column("ok", lambda row: units.verdict(row.correct), head="right", means="every element on every rank"),
+        ),
+        rows,
+        title(rows, cores),
+        section=lambda row: row.bytes,
+        measured=lambda row: row.error is None,
+        style=_failure,
+        errors=[
+            f"{name}, {', '.join(units.decimal_size(row.bytes) for row in its)}: {error}"
+            for (name, error), its in failed.items()
+        ],
+    )
+
+
+def _failure(row: Measured | GradientRow) -> str:
+    return "red" if row.error is not None or row.correct is False else ""
+
+
+def _bandwidth(row: Measured) -> str:
+    return units.MISSING if row.busbw_bytes_per_s is None else f"{row.busbw_bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _against(rows: Sequence[Measured], name: str) -> Column[Measured]:
+    """How many times faster than a peer, under a title of two lines, so that the column stays narrow."""
+    peers = {row.bytes: row.median_s for row in reversed(rows) if row.contender == name}
+
+    def cell(row: Measured) -> str:
+        peer_s = peers.get(row.bytes)
+        if row.contender == name or not row.median_s or peer_s is None:
+            return ""
+        return units.significant(peer_s / row.median_s, 3 if peer_s >= row.median_s else 2)
+
+    library, _, algorithm = name.partition(":")
+    means = "how many times faster than that peer"
+    return Column(f"x {library}\n{algorithm}", cell, head=f"x {name}", means=means)
+
+
+def goals(verdicts: Sequence[Verdict]) -> Table[Verdict]:
+    """The closing table of a bench."""
+    return Table(
+        (
+            Column("goal", lambda verdict: verdict.goal, kind="name"),
+            Column("measured", lambda verdict: verdict.measured or units.MISSING),
+            Column("at", lambda verdict: verdict.at, kind="text"),
+            Column("reached", lambda verdict: units.verdict(verdict.reached)),
+        ),
+        verdicts,
+        "goals, each by the worst of its rows",
+    )
+
+
+def gradients(result: GradientResult) -> list[Table[GradientRow]]:
+    """A table for each model and number of ranks."""
+    return [_gradients(rows, result.cores) for rows in grouped(result.rows, lambda row: row.place).values()]
+
+
+def render_gradients(result: GradientResult) -> Sheet:
+    """What a terminal shows of a bench of gradients."""
+    return Sheet(gradients(result), GRADIENT_WORDS)
+
+
+GRADIENT_WORDS = (
+    "noise: nothing above bare, within the noise. no limit: faster than that, out of the cache. layerwise and"
+    " copied:flatten: with the transport's staging of memory that is not its own."
+)
+
+
+def _gradients(rows: Sequence[GradientRow], cores: int) -> Table[GradientRow]:
+    first = rows[0]
+    where = "1 process, no exchange" if first.ranks == 1 else f"{first.ranks} ranks on {cores} cores"
+    failed = grouped((row for row in rows if row.error is not None), lambda row: row.error)
+    ours = next((row.added_s for row in rows if row.form == CONTIGUOUS), None)
+    return Table(
+        (
+            Column("form", lambda row: row.form, kind="name"),
+            Column("", lambda row: str(row.passes or units.MISSING), head="passes"),
+            Column(
+                "median",
+                lambda row: units.seconds(row.median_s),
+                means="of an iteration that computes nothing, slowest rank",
+                fails=True,
+            ),
+            Column("p99", lambda row: units.seconds(row.p99_s), 4),
+            Column(
+                "added",
+                _added,
+                means="what the form takes beyond bare, in which no gradient is moved, in the same repetition",
+            ),
+            Column("share", _share, 3, means="of the median"),
+            Column(
+                "limit",
+                lambda row: units.seconds(row.limit_s) if row.passes else "",
+                1,
+                means="the form's passes over the gradients at the speed of plain copies, measured in the same run",
+            ),
+            Column("of limit", _of_limit, 2, means="the share of it reached"),
+            Column("x", partial(_times, ours), means="added, as a multiple of what contiguous adds"),
+            Column("ok", lambda row: units.verdict(row.correct), means="every element right on every rank"),
+        ),
+        rows,
+        f"{first.workload}, {units.decimal_size(first.bytes)} in {first.tensors} tensors, {where}",
+        measured=lambda row: row.error is None,
+        style=_failure,
+        errors=[f"{', '.join(row.form for row in its)}: {error}" for error, its in failed.items()],
+    )
+
+
+def _added(row: GradientRow) -> str:
+    if row.form == BARE:
+        return ""
+    return "noise" if row.added_s is not None and row.added_s <= 0 else units.seconds(row.added_s)
+
+
+def _share(row: GradientRow) -> str:
+    if row.form == BARE:
+        return ""
+    return units.MISSING if row.added_s is not None and row.added_s <= 0 else units.percent(row.share)
+
+
+def _of_limit(row: GradientRow) -> str:
+    if not row.passes:
+        return ""
+    return units.percent(row.of_limit) if row.of_limit is None or row.of_limit <= 1 else "no limit"
+
+
+def _times(ours: float | None, row: GradientRow) -> str:
+    if row.form in (BARE, CONTIGUOUS) or row.added_s is None or ours is None:
+        return ""
+    return units.MISSING if row.added_s <= 0 or ours <= 0 else units.significant(row.added_s / ours, 2)
+
+
+def render_codecs(result: CodecResult) -> Sheet:
+    """The table of codecs, with the verdict on each in words."""
+    if not result.rows:
+        return Sheet(())
+    add = units.significant(result.rows[0].np_add_gb_per_s)
+    columns: tuple[Column[CodecRow], ...] = (
+        Column("codec", lambda row: row.codec, kind="name"),
+        Column("fb", lambda row: "yes" if row.feedback else "", means="with error feedback"),
+        Column("bits", lambda row: units.significant(row.bits_per_element), means="per element on the wire"),
+        Column("encode", lambda row: units.significant(row.encode_gb_per_s), means="GB/s of float32"),
+        Column("decode", lambda row: units.significant(row.decode_gb_per_s), 2, means="GB/s of float32, added"),
+        Column(
+            "of add",
+            lambda row: units.percent(row.encode_gb_per_s / row.np_add_gb_per_s),
+            1,
+            means=f"encode as a share of np.add's {add} GB/s",
+        ),
+        Column(
+            "x torch",
+            lambda row: units.MISSING if row.torch_s is None else units.significant(row.torch_s / row.encode_s, 2),
+            3,
+            means="times faster than the usual composition of torch operations",
+        ),
+        Column(
+            "verdict",
+            _pays,
+            means=f"an allreduce of {result.workers} ranks is faster below that link speed",
+            kind="text",
+        ),
+    )
+    return Sheet([Table(columns, result.rows, f"codecs on {result.elements:,} float32, one core")])
+
+
+def _pays(row: CodecRow) -> str:
+    """On which links the codec makes an allreduce faster: ``pays below 3.2 Gbit/s``."""
+    rate = row.pays_below_bit_per_s
+    if rate is None:
+        return "never pays"
+    return "pays on any link" if rate >= ANY_LINK_BIT_PER_S else f"pays below {units.link_rate(rate)}"
+
+
+def render_steps(result: StepResult) -> Sheet:
+    """The table of steps."""
+    rows = result.rows
+
+    def figure(title: str, field: str, rank: int, means: str) -> Column[StepRow]:
+        return Column(title, lambda row: units.seconds(getattr(row, field)), rank, means=means, fails=title == "step")
+
+    columns: tuple[Column[StepRow], ...] = (
+        Column("framework", lambda row: row.framework, kind="name"),
+        Column("buckets", lambda row: str(row.tensors)),
+        figure("bare", "bare_s", 3, "a step of the framework alone"),
+        figure("exchange", "exchange_s", 2, "what it hands to the engine, called from Python"),
+        figure("step", "step_s", 0, "with Syncline"),
+        figure("beyond", "beyond_s", 0, "what that takes beyond both, in the same repetition"),
+        figure("quiet", "quiet_beyond_s", 0, "the same of the fifth percentiles of the three"),
+        figure("cpu", "cpu_beyond_s", 0, "the same of processor time"),
+        Column(
+            "each",
+            lambda row: units.seconds(each(row, rows)),
+            1,
+            means="quiet, for every bucket more than in the row above",
+        ),
+        figure("goal", "goal_s", 0, "1 ms, and 20 microseconds a bucket"),
+        Column("ok", lambda row: units.verdict(row.correct), means="the weights are right"),
+    )
+    failed = {row.error: row.framework for row in rows if row.error}
+    table = Table(
+        columns,
+        rows,
+        f"{result.strategy}, {result.ranks} ranks on {result.cores} cores, {result.repetitions} repetitions",
+        section=lambda row: row.framework,
+        measured=lambda row: row.error is None,
+        errors=[f"{framework}: {error}" for error, framework in failed.items()],
+    )
+    return Sheet([table], "Figures are medians of the slowest rank.")
+
+
+def each(row: StepRow, rows: Sequence[StepRow]) -> float | None:
+    """What a bucket more takes, from the row before of the same framework on."""
+    less = [one for one in rows if one.framework == row.framework and one.tensors < row.tensors]
+    if not less or row.quiet_beyond_s is None:
+        return None
+    before = max(less, key=lambda one: one.tensors)
+    if before.quiet_beyond_s is None:
+        return None
+    return (row.quiet_beyond_s - before.quiet_beyond_s) / (row.tensors - before.tensors)

@@ -1,0 +1,270 @@
+"""Results of ``syncline predict``: collectives and workloads, each with its rows, file and table.
+
+Owns the names, units and JSON of these results, and the columns of their tables. The meaning of a field stands at the
+field; ``result_file`` has the rules of the JSON. Does not know how anything was predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from . import units
+from .columns import Column, Sheet, Table
+from .result_file import ResultFile, grouped, reader
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """One collective among so many workers."""
+
+    algorithm: str
+    bytes: Annotated[int, "of the array"]
+    workers: int
+    comm_s: Annotated[float, "the time"]
+    low_s: Annotated[float, "the time with every constant of the network at the fastest end of its range"]
+    high_s: Annotated[float, "the same at the slowest end"]
+    per_node: Annotated[int, "workers on each host"] = 1
+    model: Annotated[str, "`plan`, timed message by message, or, where that would be too large, `formula`"] = "plan"
+
+    @property
+    def busbw_bytes_per_s(self) -> float | None:
+        """As in nccl-tests, for an allreduce; None where nothing is sent."""
+        if self.comm_s <= 0:
+            return None
+        return 2 * (self.workers - 1) / self.workers * self.bytes / self.comm_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivePrediction(ResultFile):
+    """Collectives on a network; ``constants`` has each of its numbers with its range and source.
+
+    ``assumed`` are the names of those that nobody has measured, ``notes`` what the answer cannot depend on.
+    """
+
+    verb: ClassVar = "predict --collective"
+    lists: ClassVar = {"rows": reader(CollectiveRow)}
+
+    network: str
+    about: str
+    source: str
+    date: str
+    topology: str
+    ports_per_host: int
+    constants: Mapping[str, Mapping[str, Any]]
+    assumed: list[str]
+    notes: list[str] = field(default_factory=list)
+    rows: tuple[CollectiveRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One strategy on so many workers of a network. Seconds are those of an iteration, in the mean."""
+
+    strategy: str
+    requested: str
+    network: str
+    workers: int
+    per_node: int
+    servers: int
+    batch: int
+    iteration_s: Annotated[float, "of an iteration"]
+    low_s: Annotated[float, "the least that is expected"]
+    high_s: Annotated[float, "the most that is expected"]
+    images_per_s: Annotated[float, "of all workers"]
+    scaling_efficiency: Annotated[float, "against one worker of the same network times their number"]
+    comm_s: Annotated[float, "for how long exchanges use the busiest of ports, links inside and servers"]
+    exposed_comm_s: Annotated[float, "what the training thread waits for them"]
+    bottleneck: Annotated[str, "the resource that saves most, those within 5 % of it beside it"]
+    remedy: Annotated[str, "what would remove it"]
+    would_save_s: Annotated[
+        Mapping[str, float], "by resource how much shorter an iteration would be without what it costs"
+    ]
+    loading_s: Annotated[float, "a stage, as in `compare`"]
+    h2d_s: Annotated[float, "the same"]
+    forward_s: Annotated[float, "the same"]
+    backward_s: Annotated[float, "the same"]
+    update_s: Annotated[float, "the same"]
+    other_s: Annotated[float, "the same"]
+    bytes_sent_per_step: Annotated[float | None, "a worker's; none where not every step exchanges everything"] = None
+    chosen: str = ""
+    note: str = ""
+    price: Annotated[float | None, "of an epoch, with `--price` of a worker for an hour"] = None
+    epoch_s: Annotated[float | None, "of an epoch, with `--epoch-images`"] = None
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A constant of a network, as it was used: seconds, their range, and where they are from."""
+
+    network: str
+    name: str
+    value: float
+    low: float
+    high: float
+    measured: bool
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(ResultFile):
+    """Rows, the constants that they are from, and what a reader has to know to judge them.
+
+    ``single_s`` is one worker's iteration on each network, ``knees`` the number of workers by network and strategy from
+    which one more doubling brings too little, ``winners`` the fastest strategy by network and number of workers,
+    ``break_even`` in words below which link speed each codec pays, ``holdout`` the model's error by network.
+    """
+
+    verb: ClassVar = "predict --workload"
+    lists: ClassVar = {"rows": reader(Predicted), "constants": reader(Stated)}
+
+    workload: str
+    rows: tuple[Predicted, ...]
+    constants: tuple[Stated, ...] = ()
+    single_s: Mapping[str, float] = field(default_factory=dict)
+    knees: tuple[Mapping[str, Any], ...] = ()
+    winners: tuple[Mapping[str, Any], ...] = ()
+    break_even: tuple[Mapping[str, Any], ...] = ()
+    holdout: tuple[Mapping[str, Any], ...] = ()
+    warnings: tuple[str, ...] = ()
+    price: float | None = None
+    epoch_images: int | None = None
+
+
+def render_collectives(result: CollectivePrediction) -> Sheet:
+    """The table, its legend, and what the network's numbers are."""
+    columns: tuple[Column[CollectiveRow], ...] = (
+        Column("algorithm", lambda row: row.algorithm, kind="name"),
+        Column("bytes", lambda row: units.decimal_size(row.bytes)),
+        Column("W", lambda row: f"{row.workers:,}"),
+        Column("time", lambda row: units.seconds(row.comm_s)),
+        Column("low", lambda row: units.seconds(row.low_s), means="with every constant at the fast end of its range"),
+        Column("high", lambda row: units.seconds(row.high_s), means="the same at the slow end"),
+        Column("busbw", _bandwidth, 2, unit="GB/s", means="as in nccl-tests, for an allreduce"),
+        Column(
+            "model",
+            lambda row: row.model,
+            1,
+            means="plan, every message of it on the clocks of all ranks; formula, where a plan would be too large",
+        ),
+    )
+    table = Table(columns, result.rows, section=lambda row: (row.bytes, row.workers))
+    return Sheet([table], remarks=remarks(result))
+
+
+def _bandwidth(row: CollectiveRow) -> str:
+    found = row.busbw_bytes_per_s
+    return units.MISSING if found is None else units.significant(found / 1e9)
+
+
+def remarks(result: CollectivePrediction) -> tuple[str, ...]:
+    """Where the constants are from, which of them nobody has measured, and what the answer cannot depend on."""
+    where = f"Network {result.network}" + (f": {result.about}" if result.about else "")
+    if result.source and result.source != "given":
+        where += f" ({result.source}{', ' if result.date else ''}{result.date})"
+    measured = [name for name in result.constants if name not in result.assumed]
+    lines = [f"{where}."]
+    if measured:
+        lines.append(f"Measured: {', '.join(measured)}.")
+    if result.assumed:
+        lines.append(f"Assumed, not measured: {', '.join(result.assumed)}.")
+    return (*lines, *result.notes)
+
+
+def iterations(result: Prediction) -> list[Table[Predicted]]:
+    """A table for each network."""
+    return [
+        Table(ITERATIONS, rows, f"{result.workload} on {network}", section=lambda row: row.workers)
+        for network, rows in grouped(result.rows, lambda row: row.network).items()
+    ]
+
+
+def render(result: Prediction) -> Sheet:
+    """A table for each network, the legend, and then what is to be known of them."""
+    return Sheet(iterations(result), remarks=(*findings(result), *result.warnings))
+
+
+ITERATIONS: tuple[Column[Predicted], ...] = (
+    Column("strategy", lambda row: row.requested, kind="name"),
+    Column("W", lambda row: f"{row.workers:,}", head="workers"),
+    Column("iter", lambda row: units.milliseconds(row.iteration_s), unit="ms", head="iteration"),
+    Column("low", lambda row: units.milliseconds(row.low_s), means="where the iteration is expected"),
+    Column("high", lambda row: units.milliseconds(row.high_s), means="where the iteration is expected"),
+    Column("img/s", lambda row: units.rate(row.images_per_s), 5),
+    Column(
+        "eff",
+        lambda row: units.percent(row.scaling_efficiency, 0, ""),
+        1,
+        unit="%",
+        head="efficiency",
+        means="scaling efficiency, against one worker there",
+    ),
+    Column(
+        "comm",
+        lambda row: units.milliseconds(row.comm_s),
+        4,
+        unit="ms",
+        means="exchanges on the busiest of what they use",
+    ),
+    Column(
+        "exp",
+        lambda row: units.milliseconds(row.exposed_comm_s),
+        2,
+        unit="ms",
+        head="exposed",
+        means="what the training thread waits for exchanges",
+    ),
+    Column("sent", lambda row: units.size(row.bytes_sent_per_step), 6, means="by a worker in an iteration"),
+    Column(
+        "price",
+        lambda row: units.MISSING if row.price is None else units.significant(row.price),
+        7,
+        means="of an epoch",
+        when=lambda row: row.price is not None,
+    ),
+    Column("bottleneck", lambda row: row.bottleneck, kind="text"),
+)
+
+CONSTANTS: tuple[Column[Stated], ...] = (
+    Column("constant", lambda one: one.name, kind="name"),
+    Column("value", lambda one: f"{one.value:.4g} s"),
+    Column("low", lambda one: f"{one.low:.4g} s"),
+    Column("high", lambda one: f"{one.high:.4g} s"),
+    Column("measured", lambda one: "yes" if one.measured else "no"),
+    Column("source", lambda one: one.source, kind="text"),
+)
+"""Of the page only."""
+
+
+def findings(result: Prediction) -> list[str]:
+    """Bottlenecks of the most workers, knees, winners and where compression pays, in words."""
+    lines = []
+    most = max(row.workers for row in result.rows)
+    largest = [row for row in result.rows if row.workers == most]
+    networks = len({row.network for row in result.rows}) > 1
+
+    def on(network: object) -> str:
+        return f" on {network}" if networks else ""
+
+    for row in largest:
+        remedy = row.remedy[:1].upper() + row.remedy[1:]
+        lines.append(f"{row.requested}{on(row.network)}, {most} workers: {row.bottleneck}. {remedy}.")
+    for row in largest:
+        if row.chosen or row.note:
+            said = "; ".join(text for text in (row.chosen, row.note) if text)
+            lines.append(f"{row.requested}{on(row.network)}: {said}.")
+    for knee in result.knees:
+        at = knee["workers"]
+        where = f"from {at} workers on a doubling brings less than 1.5 times" if at else "every doubling brings as much"
+        lines.append(f"{knee['strategy']}{on(knee['network'])}: {where}.")
+    for won in result.winners:
+        clear = "" if won["clear"] else ", within the interval of others"
+        lines.append(f"Fastest on {won['workers']} workers{on(won['network'])}: {won['strategy']}{clear}.")
+    for even in result.break_even:
+        where = even["where"]
+        if even["below_bit_per_s"] is not None:
+            where = f"below {units.link_rate(even['below_bit_per_s'])}"
+        beats = f"{even['strategy']}{on(even['network'])} beats itself without the codec {where}"
+        lines.append(f"{beats}, on {even['workers']} workers.")
+    return lines

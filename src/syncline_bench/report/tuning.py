@@ -1,0 +1,109 @@
+"""The result of a tuning: its rows, file and table. The rules of ``result_file`` hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from . import units
+from .columns import Column, Sheet, Table
+from .result_file import ResultFile, reader
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate."""
+
+    strategy: str
+    predicted_s: Annotated[float | None, "of an iteration; `null` where nothing was predicted"] = None
+    measured_s: Annotated[
+        float | None, "the median of `times_s`; `null` where it was not measured, failed or was refused"
+    ] = None
+    why: Annotated[str, "what became of it"] = ""
+    times_s: Annotated[tuple[float, ...], "each measurement, the median of some iterations"] = ()
+    efficiency: Annotated[
+        float | None, "what a step brings against one of exact training, where that was looked at"
+    ] = None
+
+    @property
+    def counts_s(self) -> float | None:
+        """Seconds of an iteration over how far it goes."""
+        return None if self.measured_s is None else self.measured_s / (self.efficiency or 1.0)
+
+
+@dataclass(frozen=True)
+class Tuned(ResultFile):
+    """Everything that a tuning knows; ``tried`` has the measured ones first, the fastest before the others.
+
+    ``best`` is a strategy's text, ``iteration_s`` what an iteration takes under it, ``default_iteration_s`` under the
+    strategy that was asked for with every open word left to the run. ``lab`` is the rate of the links between hosts.
+    ``networks`` are network files by transport, as ``syncline calibrate`` writes them: what predictions rest on.
+    """
+
+    verb: ClassVar[str] = "tune"
+    lists: ClassVar[Mapping[str, Any]] = {"tried": reader(Tried)}
+
+    best: str = ""
+    iteration_s: float | None = None
+    default: str = ""
+    default_iteration_s: float | None = None
+    tried: tuple[Tried, ...] = ()
+    explanation: str = ""
+    workload: str = ""
+    workers: int = 0
+    framework: str = "torch"
+    lab: str | None = None
+    budget_s: float = 0.0
+    spent_s: float = 0.0
+    searcher: str = ""
+    seed: int = 0
+    loss: float | None = None
+    networks: Mapping[str, Any] = field(default_factory=dict)
+
+    def same_work(self, other: Tuned) -> bool:
+        """Whether what was measured in one would be measured alike in the other."""
+        origin = ("machine", "cores", "versions", "source_sha256")
+        return self.same(other, *origin, "workload", "workers", "framework", "lab", "default")
+
+
+_COLUMNS: tuple[Column[Tried], ...] = (
+    Column("strategy", lambda row: row.strategy, kind="name"),
+    Column("iter", lambda row: units.milliseconds(row.measured_s), unit="ms", means="median of an iteration"),
+    Column(
+        "predicted",
+        lambda row: units.milliseconds(row.predicted_s),
+        2,
+        means="the same by simulation, before it was measured",
+    ),
+    Column("runs", lambda row: str(len(row.times_s)), 3, means="how often it was measured, in turn with the others"),
+    Column(
+        "step",
+        lambda row: units.percent(row.efficiency, 0, ""),
+        4,
+        unit="%",
+        means="what a step brings against one of exact training",
+        when=lambda row: row.efficiency is not None,
+    ),
+    Column("what became of it", lambda row: row.why, 1, kind="text"),
+)
+
+
+def render(result: Tuned) -> Sheet:
+    """The table of what has run, the fastest first, and the result in words."""
+    shown = [row for row in result.tried if row.times_s or row.why.startswith(("failed", "refused"))]
+    return Sheet([Table(_COLUMNS, shown)] if shown else (), findings=summary(result))
+
+
+def summary(result: Tuned) -> list[str]:
+    """What was found, and why; how much was looked at."""
+    predicted = sum(row.predicted_s is not None for row in result.tried)
+    ran = sum(bool(row.times_s) for row in result.tried)
+    found = [f"{ran} of {len(result.tried)} candidates ran, {predicted} were predicted, in {result.spent_s:.0f} s."]
+    if result.best and result.iteration_s is not None and result.default_iteration_s is not None:
+        times = result.default_iteration_s / result.iteration_s
+        found.append(
+            f"best: {result.best}: {units.seconds(result.iteration_s)} an iteration, {units.significant(times)} times"
+            f" as fast as {result.default} ({units.seconds(result.default_iteration_s)})"
+        )
+    return found + ([result.explanation] if result.explanation else [])
