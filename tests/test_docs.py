@@ -111,8 +111,8 @@ def test_commands_parse(page: str, line: str) -> None:  # noqa: ARG001 - names t
 
 
 def test_the_table_of_copies_has_every_transport_and_every_peer_of_the_bench() -> None:
-    """Each registered one has a row that says what is copied at either end, and what bounds it."""
-    section = (ROOT / "docs" / "bench.md").read_text().partition("## Who copies what, how often\n")[2]
+    """Each registered one has a row with its copies at either end, and its bottleneck."""
+    section = (ROOT / "docs" / "bench.md").read_text().partition("## Copies of each library\n")[2]
     rows = re.findall(r"^\| (`[^|]*) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section.partition("\n## ")[0], re.MULTILINE)
     told = {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
     libraries = {
