@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from syncline.kernels import halves
+from syncline.kernels.aot.compiled import compiled
+from syncline.kernels.aot.native import bits_of_float, float_of_bits
 from syncline.kernels.cast import narrow_e4m3, widen_e4m3
-from syncline.kernels.compiled import compiled
 from syncline.kernels.draws import chance, draw, other_key
-from syncline.kernels.native import bits_of_float, float_of_bits
 
 
 @compiled("(int64, int64, float32[])")

@@ -16,8 +16,8 @@ import elementwise
 import numpy as np
 import pytest
 
-from syncline.kernels import calls
-from syncline.kernels.marks import Parameter, Signature
+from syncline.kernels import xla
+from syncline.kernels.aot.compiled import Parameter, Signature
 from syncline.kernels.passes import CODES
 from syncline.kernels.private import NotPrivateError, check_contents, path_of, private_folder, read_file
 
@@ -26,7 +26,7 @@ def test_a_signature_says_what_is_taken_and_returned() -> None:
     found = Signature.parse("(float32[], int64[,], bool, float64) -> int64, int64")
     assert found.parameters == (Parameter("float32", 1), Parameter("int64", 2), Parameter("bool"), Parameter("float64"))
     assert found.results == ("int64", "int64")
-    assert found.layout == "q" + 8 * "x" + "q" + 16 * "x" + "?7x" + "d"
+    assert found.layout == "qq" + "qqq" + "?7x" + "d"
     assert found.size == 2 + 3 + 1 + 1 + 2
     assert Signature.parse(str(found)) == found
     assert Signature.parse("()") == Signature((), ())
@@ -147,12 +147,12 @@ def table(places: list[Array], bell: int = -1, share: float = 1.0) -> Array:
     row = [len(places)]
     for place in places:
         row += [CODES[str(place.dtype)], place.ctypes.data, place.size, place.nbytes]
-    made = np.zeros(calls.ROWS + 1 + len(row), np.int64)
-    made[calls.BELL], made[calls.ONE] = bell, 1
-    made[calls.ASLEEP] = bell >= 0
-    made[calls.SHARE : calls.SHARE + 1].view(np.float64)[0] = share
-    made[calls.TAKES] = made[calls.ROWS] = calls.ROWS + 1
-    made[calls.ROWS + 1 :] = row
+    made = np.zeros(xla.ROWS + 1 + len(row), np.int64)
+    made[xla.BELL], made[xla.ONE] = bell, 1
+    made[xla.ASLEEP] = bell >= 0
+    made[xla.SHARE : xla.SHARE + 1].view(np.float64)[0] = share
+    made[xla.TAKES] = made[xla.ROWS] = xla.ROWS + 1
+    made[xla.ROWS + 1 :] = row
     return made
 
 
@@ -166,19 +166,19 @@ def test_gradients_are_multiplied_as_numpy_does(dtype: str, share: float) -> Non
     made, handed = table(places, bell, share), np.zeros(2, np.int64)
     token = np.array([7, made.ctypes.data], np.int64)
     frame = Frame(3, 0, [token, *gradients], [handed])
-    assert calls.put.code(frame.words.ctypes.data) == 0
+    assert xla.put.code(frame.words.ctypes.data) == 0
     for place, gradient in zip(places, gradients, strict=True):
         assert np.array_equal(place, np.multiply(gradient, share))
     assert handed.tolist() == token.tolist()
-    assert (made[calls.DONE], os.eventfd_read(bell)) == (1, 1)
+    assert (made[xla.DONE], os.eventfd_read(bell)) == (1, 1)
     os.close(bell)
     back = [np.zeros_like(place) for place in places]
     end = Frame(3, 0, [token], [handed, *back])
-    assert calls.take.code(end.words.ctypes.data) == 0
+    assert xla.take.code(end.words.ctypes.data) == 0
     assert all(np.array_equal(one, other) for one, other in zip(back, places, strict=True))
 
 
-@pytest.mark.parametrize("call", [calls.put, calls.take])
+@pytest.mark.parametrize("call", [xla.put, xla.take])
 def test_the_version_is_told_and_other_stages_touch_nothing(call: Any) -> None:
     place, gradient, token = np.zeros(3), np.ones(3), np.zeros(2, np.int64)
     made = table([place])
@@ -193,7 +193,7 @@ def test_the_version_is_told_and_other_stages_touch_nothing(call: Any) -> None:
     frame.words[1] = other.ctypes.data
     asked[3] = -1
     assert call.code(frame.words.ctypes.data) == 0
-    assert asked[3:4].view(np.int32).tolist() == [calls.MAJOR, calls.MINOR]
+    assert asked[3:4].view(np.int32).tolist() == [xla.MAJOR, xla.MINOR]
 
 
 SOMEBODY = 54321

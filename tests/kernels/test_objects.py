@@ -1,14 +1,16 @@
-"""Machine code that is kept: for which text, by several processes at once, and what is made anew."""
+"""The cache of machine code: its folder and locks, what several processes share, and what is made anew."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -18,14 +20,15 @@ from types import ModuleType
 import pytest
 
 from syncline.errors import SynclineError
-from syncline.kernels import objects, places
+from syncline.kernels.aot import objects
+from syncline.kernels.private import path_of, private_folder, read_file
 
 LIMIT_S = 120.0
 
 KERNEL = """
 import numpy as np
-from syncline.kernels.compiled import compiled
-from syncline.kernels.native import free, malloc
+from syncline.kernels.aot.compiled import compiled
+from syncline.kernels.aot.native import free, malloc
 
 @compiled("(int64[]) -> int64")
 def total(numbers):
@@ -45,10 +48,10 @@ NAME = "small_kernels"
 
 def with_syncline_kept(root: Path) -> None:
     """A cache in which Syncline's own kernels are: to compile them takes half a minute, and is not what is tried."""
-    importlib.import_module("syncline.kernels.arrays")
-    kept = places.place_for(f"kernels-{objects.digest(objects.__name__)[:16]}-{objects.processor()[:16]}")
+    importlib.import_module("syncline.kernels.passes")
+    kept = objects.place_for(f"kernels-{objects.digest(objects.__name__)[:16]}-{objects.processor()[:16]}")
     if kept is not None:
-        assert (kept.path / "syncline.kernels.arrays.json").exists()
+        assert (kept.path / "syncline.kernels.passes.json").exists()
         (root / "cache" / "syncline").mkdir(mode=0o700, parents=True)
         shutil.copytree(kept.path, root / "cache" / "syncline" / kept.path.name)
 
@@ -117,8 +120,8 @@ def test_without_a_linker_llvmlite_opens_the_object_and_a_later_process_with_one
 def own(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
     """Imports the module here, with a cache of its own that has what was made."""
     shutil.copytree(folder_of(made), tmp_path / "cache" / "kernels")
-    importlib.import_module("syncline.kernels.arrays")  # of the cache of these tests
-    monkeypatch.setattr(objects, "place_for", lambda _: places.CacheFolder(tmp_path, ("cache", "kernels")))
+    importlib.import_module("syncline.kernels.passes")  # of the cache of these tests
+    monkeypatch.setattr(objects, "place_for", lambda _: objects.CacheFolder(tmp_path, ("cache", "kernels")))
     monkeypatch.setattr(objects, "_opened", {})
     monkeypatch.syspath_prepend(str(made))
 
@@ -184,7 +187,7 @@ def test_what_is_not_of_this_text_or_damaged_is_made_anew(
     def compile_again(folder: int, modules: list[str]) -> None:
         compilations.append(modules)
         for name, content in files(made).items():
-            places.keep(folder, name, content)
+            objects.keep(folder, name, content)
 
     monkeypatch.setattr(objects, "_compile", compile_again)
     assert total_of(own()) == 10
@@ -214,7 +217,7 @@ def test_without_a_place_code_is_made_for_this_process_alone(
     own: Callable[[], ModuleType], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else's place, one that stays locked, and one that became another's since it was looked at."""
-    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(objects.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(objects, "_compile", lambda fd, _: shutil.copytree(
         folder_of(made), objects.path_of(fd), dirs_exist_ok=True))  # fmt: skip
     kept = tmp_path / "cache" / "kernels"
@@ -273,7 +276,7 @@ def test_another_text_is_another_digest(tmp_path: Path, monkeypatch: pytest.Monk
         Path(module.__file__).write_text(text)
         found.add(objects.digest.__wrapped__("elsewhere"))
     assert len(found) == 3
-    assert objects.digest("syncline.kernels.passes") == objects.digest("syncline.kernels.objects")
+    assert objects.digest("syncline.kernels.passes") == objects.digest("syncline.kernels.aot.objects")
 
 
 def test_what_nearly_every_run_needs_is_compiled_together_once_though_nothing_is_kept(
@@ -285,7 +288,7 @@ def test_what_nearly_every_run_needs_is_compiled_together_once_though_nothing_is
     monkeypatch.setattr(objects, "_compile", lambda _, modules: compilations.append(modules))
     monkeypatch.setattr(objects, "_link", lambda *_: None)
     monkeypatch.setattr(objects, "_functions", lambda _, module: opened.append(module) or {"f": 1})
-    wanted = [f"syncline.kernels.{name}" for name in objects.TOGETHER]
+    wanted = list(objects.TOGETHER)
     assert [objects.address(module, "f") for module in wanted] == [1] * len(wanted)
     assert compilations == [wanted]
     assert opened == wanted
@@ -315,7 +318,7 @@ def test_a_library_copies_memory_as_this_process_does() -> None:
     """Not linked with the C library, it would get the oldest function of that name, which is half as fast."""
     name = "syncline.kernels.onesided"
     objects.address(name, "advance")
-    kept = places.place_for(f"kernels-{objects.digest(objects.__name__)[:16]}-{objects.processor()[:16]}")
+    kept = objects.place_for(f"kernels-{objects.digest(objects.__name__)[:16]}-{objects.processor()[:16]}")
     if kept is None:
         pytest.skip("nothing is kept here")
     library = ctypes.CDLL(str(kept.path / json.loads((kept.path / f"{name}.json").read_text())["library"][0]))
@@ -359,3 +362,158 @@ def test_why_nothing_was_compiled_is_said(
         monkeypatch.setenv(objects.COMPILING, "1")
     with pytest.raises(SynclineError, match=f"compil.*{NAME}.*{said}"):
         own()
+
+
+@pytest.fixture
+def roots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
+    """The user's cache, and the folder for temporary files."""
+    cache, temporary = tmp_path / "cache", tmp_path / "tmp"
+    cache.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(objects.tempfile, "gettempdir", lambda: str(temporary))
+    return cache, temporary
+
+
+def chosen() -> Path | None:
+    """Where machine code would be kept."""
+    place = objects.place_for.__wrapped__("kernels")
+    return None if place is None else place.path
+
+
+def test_the_users_cache_comes_first(roots: tuple[Path, Path]) -> None:
+    assert chosen() == roots[0] / "syncline" / "kernels"
+
+
+def test_where_the_cache_cannot_be_written_a_temporary_folder_does(roots: tuple[Path, Path]) -> None:
+    (roots[0] / "syncline").write_text("a file in the way")
+    found = chosen()
+    assert found is not None
+    assert found.parent == roots[1] / f"syncline-{os.getuid()}"
+    assert found.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_temporary_folder_that_others_can_write_to_is_not_used(roots: tuple[Path, Path]) -> None:
+    """Whoever can write there could have this process run what he likes."""
+    (roots[0] / "syncline").write_text("a file in the way")
+    open_to_all = roots[1] / f"syncline-{os.getuid()}"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    assert chosen() is None
+
+
+@pytest.mark.parametrize("where", [".", "inner", "inner/code.so", "code.o"])
+@pytest.mark.parametrize("how", ["group", "others", "link", "owner"])
+def test_a_cache_that_others_could_have_written_is_not_used_and_said_once(
+    roots: tuple[Path, Path], where: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = chosen()
+    assert folder is not None
+    (folder / "inner").mkdir(mode=0o700)
+    for name in ("inner/code.so", "code.o"):
+        (folder / name).touch(mode=0o600)
+    assert chosen() == folder
+    spoil(folder / where, how)
+    again = chosen()
+    assert again is not None
+    assert again.parent.parent == roots[1]
+    (said,) = caplog.messages
+    assert f"it is kept in {again}" in said
+    assert str(folder / where) in said
+    assert "remove it" in said
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to(path.with_name("elsewhere"))
+    elif how == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give files away")
+        os.chown(path, 54321, -1)
+    else:
+        path.chmod(0o770 if how == "group" else 0o707)
+
+
+@pytest.mark.parametrize("umask", [0, 0o002, 0o077])
+def test_what_is_kept_is_this_users_alone_and_replaced_in_one_piece(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with private_folder(tmp_path, "cache") as folder:
+            objects.keep(folder, "code", b"old")
+            with (tmp_path / "cache" / "code").open("rb") as reader:
+                objects.keep(folder, "code", b"new")
+                assert reader.read() == b"old"
+            assert read_file(folder, "code", tmp_path) == b"new"
+    finally:
+        os.umask(before)
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_stays_locked_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(objects, "LOCK_S", 0.0)
+    monkeypatch.setattr(objects, "_given_up", threading.Event())
+    with private_folder(tmp_path, "cache") as folder, (tmp_path / "cache" / "code.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for limit_s in (0.0, 1e9):  # who has given up once does not wait again
+            monkeypatch.setattr(objects, "LOCK_S", limit_s)
+            with pytest.raises(TimeoutError, match="stays locked"), objects.alone(folder, "code"):
+                pass
+        with objects.alone(folder, "other code"):
+            pass
+    (said,) = caplog.messages
+    assert "another process has locked" in said
+
+
+def test_one_waits_until_the_other_is_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, came = threading.Event(), threading.Event()
+    monkeypatch.setattr(objects.time, "sleep", lambda _: refused.set())
+
+    def second() -> None:
+        with private_folder(tmp_path, "cache") as folder, objects.alone(folder, "code"):
+            came.set()
+
+    with private_folder(tmp_path, "cache") as folder:
+        with objects.alone(folder, "code"):
+            thread = threading.Thread(target=second)
+            thread.start()
+            assert refused.wait(60)
+            assert not came.is_set()
+        assert came.wait(60)
+        thread.join(60)
+
+
+def test_who_has_no_home_keeps_it_in_a_temporary_folder(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container's user without an entry; a relative folder would be another one everywhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    found = chosen()
+    assert found is not None
+    assert found.is_relative_to(roots[1])
+
+
+def homeless(path: Path) -> Path:
+    raise RuntimeError(f"Could not determine home directory for {path}")
+
+
+def test_folders_that_killed_processes_have_left_are_removed_and_those_in_use_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(objects.tempfile, "tempdir", str(tmp_path))
+    with objects.of_its_own() as used:
+        in_use = path_of(used).resolve()
+        (in_use / "code.o").write_bytes(b"code")
+        left, young = (in_use.with_name(in_use.name + end) for end in ("left", "young"))
+        for folder in (left, young):
+            folder.mkdir(mode=0o700)
+            (folder / "code.o").write_bytes(b"code")
+        for folder in (in_use, left):
+            os.utime(folder, (0, 0))
+        with objects.of_its_own() as other:
+            assert {in_use, young, path_of(other).resolve()} == set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [young]

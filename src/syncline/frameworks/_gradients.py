@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..kernels.passes import CODES
-from ..kernels.shares import put_share
+from ..kernels.passes import CODES, put_share
 from ..nouns import Spec
 from ._weights import Array
 

@@ -1,11 +1,11 @@
-"""What kernels of block codecs have in common: reading a block, and sums of it in one fixed order, compiled.
+"""What kernels of block codecs share: reading a block, and sums in one fixed order.
 
 A block of n elements with p codes to the 32-bit word has W = ceil(n/p) words of codes: element k*W + j is field k of
-word j. Fields of one k lie side by side in memory on both sides, so that packing is the same plain loop over lanes on
-any processor, and nothing is shuffled.
+word j. Fields of one k are adjacent in memory on both sides, so packing is the same plain loop over lanes on any
+processor and needs no shuffles.
 
-Sums of floating-point numbers depend on their order, and payloads shall not depend on the processor: a sum is made in
-lanes, rows added in order, and the lanes are then folded in halves.
+Sums of floating-point numbers depend on their order, and payloads must not depend on the processor. So a sum is made in
+lanes: rows are added in order, then the lanes are folded in halves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import inner
-from .native import bits_of_float
+from .aot.compiled import inner
+from .aot.native import bits_of_float
 
 TINY: Final = np.float32(2.0**-100)
-"""A block's maximum below which nothing is sent of it, by codecs that would have to divide by it."""
+"""Blocks with a smaller maximum are sent as zeros by codecs that would have to divide by the maximum."""
 
 MAGIC: Final = np.float32(1.5 * 2.0**23)
-"""Adding it rounds a float32 below 2**22 to nearest even, and the sum's lowest bits are the number."""
+"""Adding it rounds a float32 below 2**22 to the nearest integer, ties to even, and puts that into the lowest bits."""
 
 NAN: Final = np.uint32(0x7FC00000)
 INFINITY: Final = np.uint32(0x7F800000)
@@ -31,7 +31,7 @@ BODY: Final = np.uint32(0x7FFFFFFF)
 
 @inner
 def gather(x, residual, values):
-    """``values`` = x + residual (where there is one) of a block; the bits of the largest magnitude."""
+    """Set ``values`` to the block x + residual (empty: x alone); return the bits of the largest magnitude."""
     largest = np.int32(0)
     if residual.size:
         for i in range(x.size):
@@ -48,7 +48,7 @@ def gather(x, residual, values):
 
 @inner
 def folded(lanes):
-    """The sum of the lanes, a power of two of them: lane j += lane j + half, half by half. They are overwritten."""
+    """The sum of the lanes, a power of two of them. Overwrites them: lane j += lane j + half, half by half."""
     half = lanes.size // 2
     while half:
         low, high = lanes[:half], lanes[half : 2 * half]

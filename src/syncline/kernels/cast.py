@@ -1,20 +1,20 @@
-"""Rounding to 16 and 8 bit floating-point numbers, compiled.
+"""Rounding to 16-bit and 8-bit floating-point numbers.
 
-The 16-bit types are those of ``halves``; a payload is the plain array of them. E4M3 is the 8-bit type of the OCP 8-bit
-Floating Point Specification: 4 bits of exponent with bias 7, 3 of mantissa, subnormal numbers, no infinity, largest
+The 16-bit types are those of ``halves``, and a payload is a plain array of them. E4M3 is the 8-bit type of the OCP
+8-bit Floating Point Specification: 4 bits of exponent with bias 7, 3 of mantissa, subnormals, no infinity, largest
 number 448. A block of them is one word with its scale (float32), then its codes as ``blocks`` lays them out, four to
-the word. A block is zero when its maximum is below ``TINY``. The scale is a NaN where the block is not finite.
+the word. A block is zero when its maximum is below ``TINY``. The scale is NaN if the block has an infinity or NaN.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .aot.compiled import compiled, inlined, inner
+from .aot.native import bits_of_float, float_of_bits, free, malloc, view
 from .blocks import BODY, INFINITY, NAN, TINY, gather
-from .compiled import compiled, inlined, inner
 from .halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 from .linear import step_of
-from .native import bits_of_float, float_of_bits, free, malloc, view
 
 _LARGEST_FLOAT16 = np.uint32(0x477FE000)
 _LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
@@ -30,7 +30,7 @@ _E4M3_ROUND = np.uint32((0x100000000 - ((127 - 7) << 23) + 0x7FFFF) & 0xFFFFFFFF
 
 @inlined
 def _saturated(bits, largest):
-    """The bits of a float32 with a finite number beyond the largest of another type made that one."""
+    """The float32 of these bits, with finite magnitudes above ``largest``, also bits, clipped to it."""
     body = np.uint32(bits & BODY)
     kept = largest if body > largest and body < INFINITY else body
     return float_of_bits(np.uint32(kept | np.uint32(bits & np.uint32(0x80000000))))
@@ -38,7 +38,7 @@ def _saturated(bits, largest):
 
 @compiled("(float32[], float32[], uint16[]) -> bool")
 def encode_float16(x, residual, out):
-    """float16 of ``x`` + ``residual`` (empty: none); whether all were finite."""
+    """Round ``x`` + ``residual`` (empty: none) to float16; return whether all elements were finite."""
     largest = np.int32(0)
     for i in range(x.size):
         value = x[i] + residual[i] if residual.size else x[i]
@@ -54,7 +54,7 @@ def encode_float16(x, residual, out):
 
 @compiled("(float32[], float32[], uint16[]) -> bool")
 def encode_bfloat16(x, residual, out):
-    """bfloat16 of ``x`` + ``residual`` (empty: none); whether all were finite."""
+    """Round ``x`` + ``residual`` (empty: none) to bfloat16; return whether all elements were finite."""
     largest = np.int32(0)
     for i in range(x.size):
         value = x[i] + residual[i] if residual.size else x[i]
@@ -70,7 +70,7 @@ def encode_bfloat16(x, residual, out):
 
 @compiled("(uint16[], float32[], bool) -> int64")
 def decode_float16(halves, out, add):
-    """float32 of float16, written or added."""
+    """Write or add the elements of a float16 payload; return their number."""
     for i in range(out.size):
         value = widen_float16(halves[i])
         out[i] = out[i] + value if add else value
@@ -79,7 +79,7 @@ def decode_float16(halves, out, add):
 
 @compiled("(uint16[], float32[], bool) -> int64")
 def decode_bfloat16(halves, out, add):
-    """float32 of bfloat16, written or added."""
+    """Write or add the elements of a bfloat16 payload; return their number."""
     for i in range(out.size):
         value = widen_bfloat16(halves[i])
         out[i] = out[i] + value if add else value
@@ -88,7 +88,7 @@ def decode_bfloat16(halves, out, add):
 
 @inlined
 def narrow_e4m3(value):
-    """The 8 bits of the E4M3 number nearest to a float32 of at most 448, ties to even, in a uint32."""
+    """The 8 bits of the E4M3 number nearest to a float32 of at most 448, ties to even, as a uint32."""
     bits = bits_of_float(value)
     body = np.uint32(bits & BODY)
     small = np.uint32(bits_of_float(float_of_bits(body) + _SUBNORMAL_MAGIC) - _SUBNORMAL_MAGIC_BITS)
@@ -100,7 +100,7 @@ def narrow_e4m3(value):
 
 @inlined
 def widen_e4m3(code):
-    """float32 of the 8 bits of an E4M3 number in a uint32; what the type calls a NaN, which is never sent, is 480."""
+    """The float32 of the 8 bits of an E4M3 number in a uint32. The NaN of E4M3, which is never sent, becomes 480."""
     body = np.uint32(np.uint32(code & np.uint32(0x7F)) << np.uint32(20))
     normal = np.uint32(body + _E4M3_BIAS)
     small = bits_of_float(float_of_bits(np.uint32(normal + np.uint32(1 << 23))) - _SMALLEST_NORMAL)
@@ -120,7 +120,7 @@ def _pack(values, residual, codes, inverse, scale, shift):
 
 @compiled("(float32[], float32[], uint32[], int64) -> int64")
 def encode_e4m3(x, residual, out, block):
-    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
+    """Encode ``x`` + ``residual`` (empty: none); return the number of blocks that are not finite."""
     memory = malloc(4 * block)
     room = view(memory, np.float32(0), block)
     at, bad = 0, 0
@@ -158,7 +158,7 @@ def _unpack(codes, out, scale, shift, add):
 
 @compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_e4m3(payload, out, block, add):
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes; return the words read."""
     at = 0
     for start in range(0, out.size, max(block, 1)):
         n = min(block, out.size - start)

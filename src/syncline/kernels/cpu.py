@@ -1,7 +1,7 @@
-"""Hot loops on the CPU, over one-dimensional contiguous numpy arrays.
+"""Loops that NumPy runs on the CPU, over one-dimensional contiguous arrays.
 
-Every function releases the interpreter lock for arrays of useful size (numpy's ufuncs do). Large arrays are walked in
-blocks that fit the cache, so that an operation with several operands reads memory once.
+For arrays of useful size NumPy's ufuncs release the interpreter lock. Large arrays are walked in blocks that fit the
+cache, so that an operation with several operands reads memory once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BLOCK_BYTES = 256 * 1024
 _HALVES = ("float16", "bfloat16")
 
 _COMPILED_BYTES = 8192
-"""From this size on compiled code repays what calling it costs."""
+"""Bytes from which on a compiled kernel is faster in spite of its call."""
 
 
 def add_all_into(into: Array, others: Sequence[Array]) -> None:
-    """``into += others[0] + others[1] + ...`` from left to right, reading and writing ``into`` in memory once."""
+    """``into += others[0] + others[1] + ...`` from left to right; reads and writes ``into`` in memory once."""
     if into.dtype.name in _HALVES and into.dtype.isnative and into.nbytes >= _COMPILED_BYTES:
         _add_halves(into, others)
         return
@@ -36,8 +36,8 @@ def add_all_into(into: Array, others: Sequence[Array]) -> None:
 
 
 def add_in_order(into: Array, before: Sequence[Array], after: Sequence[Array]) -> None:
-    """``into = before[0] + ... + into + after[0] + ...`` from left to right, each array read in memory once."""
-    if len(before) < 2:  # two numbers have one sum, in whatever order
+    """``into = before[0] + ... + into + after[0] + ...`` from left to right; reads each array in memory once."""
+    if len(before) < 2:  # the sum of two numbers does not depend on their order
         add_all_into(into, (*before, *after))
         return
     step = max(1, BLOCK_BYTES // into.itemsize)
@@ -52,8 +52,8 @@ def add_in_order(into: Array, before: Sequence[Array], after: Sequence[Array]) -
 
 
 def _add_halves(into: Array, others: Sequence[Array]) -> None:
-    """The same by compiled code: numpy converts 16-bit numbers one by one."""
-    from .passes import CODES, sum_arrays  # loaded by those who need it: that takes a moment
+    """``add_all_into`` by a kernel, because NumPy converts 16-bit floats one by one."""
+    from .passes import CODES, sum_arrays  # loads compiled code, so import it on first use
 
     target = into.ctypes.data
     sources = np.array([target, *(other.ctypes.data for other in others)], np.int64)
@@ -61,7 +61,7 @@ def _add_halves(into: Array, others: Sequence[Array]) -> None:
 
 
 def difference(x: Array, y: Array, out: Array) -> None:
-    """``out = x - y`` in float32, subtracted in the wider of it and their common type."""
+    """``out = x - y`` in float32, computed in the wider of float32 and the arrays' common type."""
     if x.dtype == np.float32:
         np.subtract(x, y, out=out)
     else:
@@ -69,12 +69,12 @@ def difference(x: Array, y: Array, out: Array) -> None:
 
 
 def add_difference(array: Array, change: Array) -> None:
-    """``array += change``, a float32 array, added in the wider of both types and rounded once."""
+    """``array += change`` for a float32 ``change``, computed in the wider of both types and rounded once."""
     np.add(array, change, out=array, dtype=np.result_type(np.float32, array.dtype), casting="same_kind")
 
 
 def weigh(array: Array, share: float) -> None:
-    """``array *= share`` in place; without a share all is 0, also what is no number, as a mean over nothing."""
+    """``array *= share`` in place. A share of 0 sets all to 0, NaNs too: a mean over no samples may be NaN."""
     if share > 0:
         scale(array, share)
     else:
@@ -82,6 +82,6 @@ def weigh(array: Array, share: float) -> None:
 
 
 def scale(array: Array, factor: float) -> None:
-    """``array *= factor`` in place, the factor rounded to the array's element type first."""
+    """``array *= factor`` in place, with the factor first rounded to the array's element type."""
     if factor != 1.0:
         np.multiply(array, array.dtype.type(factor), out=array)

@@ -1,19 +1,19 @@
-"""The 16-bit floating-point types in compiled code: widened to float32 and rounded back, to nearest even.
+"""The 16-bit floating-point types in kernels: widened to float32, and rounded back to nearest even.
 
-Numba has no such types, so their elements are uint16 here. ``float16`` is IEEE 754 binary16 with subnormal numbers,
-``bfloat16`` the upper half of a float32. Without branches, so that loops over them are vectorised. Rounding as numpy
-and ml_dtypes do; a NaN stays a NaN.
+Numba has no such types, so their elements are uint16 here. ``float16`` is IEEE 754 binary16 with subnormals;
+``bfloat16`` is the upper half of a float32. The conversions have no branches, so that loops over them are vectorised.
+They round as NumPy and ml_dtypes do, and a NaN stays a NaN.
 
-The conversions of float16 follow F. Giesen's (https://gist.github.com/rygorous/2156668): exponents are moved by
-integer addition, subnormal numbers by the rounding of a float addition.
+Those of float16 follow F. Giesen (https://gist.github.com/rygorous/2156668): integer addition moves the exponents, and
+the rounding of a float addition produces the subnormals.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .compiled import inlined
-from .native import bits_of_float, float_of_bits
+from .aot.compiled import inlined
+from .aot.native import bits_of_float, float_of_bits
 
 _SIGN = np.uint32(0x8000)
 _HALF_SCALE = np.float32(2.0**-14)
@@ -26,7 +26,7 @@ _REBIAS = np.uint32((0x100000000 + ((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)
 
 @inlined
 def widen_float16(half):
-    """float32 of the bits of a float16."""
+    """The float32 of the bits of a float16."""
     bits = np.uint32(half)
     body = np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
     exponent = np.uint32(body & np.uint32(0x0F800000))
@@ -53,7 +53,7 @@ def narrow_float16(value):
 
 @inlined
 def widen_bfloat16(half):
-    """float32 of the bits of a bfloat16."""
+    """The float32 of the bits of a bfloat16."""
     return float_of_bits(np.uint32(np.uint32(half) << np.uint32(16)))
 
 

@@ -1,22 +1,22 @@
-"""Quantisation to equal steps between -max and max of a block, rounded to nearest, compiled.
+"""Quantisation to equal steps between -max and max of a block, rounded to nearest.
 
 The payload of a block is one word with its step (float32), then its codes as ``blocks`` lays them out, 32/bits to the
-word, as numbers in two's complement. A block is zero when its maximum is below ``TINY``. The step is a NaN where the
-block is not finite.
+word, in two's complement. A block is zero when its maximum is below ``TINY``. The step is NaN if the block has an
+infinity or NaN.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .aot.compiled import compiled, inner
+from .aot.native import bits_of_float, float_of_bits, free, malloc, view
 from .blocks import INFINITY, MAGIC, NAN, TINY, gather
-from .compiled import compiled, inner
-from .native import bits_of_float, float_of_bits, free, malloc, view
 
 
 @inner
 def step_of(maximum, levels):
-    """The step with which ``levels`` of them make the maximum; one bit less where they would exceed float32."""
+    """The step that makes the maximum ``levels`` steps, one bit smaller if their product would overflow float32."""
     step = maximum / levels
     if not np.isfinite(step * levels):
         step = float_of_bits(np.uint32(bits_of_float(step) - np.uint32(1)))
@@ -35,7 +35,7 @@ def _pack(values, residual, codes, inverse, step, shift, mask):
 
 @compiled("(float32[], float32[], uint32[], int64, int64) -> int64")
 def encode_linear(x, residual, out, bits, block):
-    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
+    """Encode ``x`` + ``residual`` (empty: none); return the number of blocks that are not finite."""
     fields = 32 // bits
     levels = np.float32((1 << (bits - 1)) - 1)
     mask = np.uint32((1 << bits) - 1)
@@ -76,7 +76,7 @@ def _unpack(codes, out, step, left, right, add):
 
 @compiled("(uint32[], float32[], int64, int64, bool) -> int64")
 def decode_linear(payload, out, bits, block, add):
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes; return the words read."""
     fields = 32 // bits
     at = 0
     for start in range(0, out.size, max(block, 1)):

@@ -1,9 +1,9 @@
-"""Products with a few vectors and their orthogonalisation, compiled, with the same bits on every machine.
+"""Products of a matrix with few vectors, and their orthogonalisation, with the same bits on every machine.
 
-A matrix M is given by rows. Its factors are given as ``rank`` vectors one behind the other: those of P have an element
-for every row of M, those of Q one for every column. No BLAS: the order of its sums depends on the processor, and
-replicas on different hosts must agree to the bit. Here a sum has fixed lanes that are folded in halves, or goes from
-the first row to the last.
+A matrix M is stored by rows. A factor is stored as ``rank`` vectors, one after the other: those of P have an element
+for every row of M, those of Q one for every column. A BLAS is not used, because the order of its sums depends on the
+processor and replicas on different hosts must agree bit for bit. Sums here have fixed lanes that are folded in halves,
+or go from the first row to the last.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import compiled, inner
+from .aot.compiled import compiled, inner
+from .aot.native import free, malloc, view
 from .draws import draw, other_key
-from .native import free, malloc, view
 
 _LANES: Final = 256
 
 _LOST: Final = 1e-5
-"""A vector of which less than this part is left after projections is rounding, and no direction of its own."""
+"""A vector that projections shrink below this share of its length is rounding noise, not a new direction."""
 
 
 @inner
@@ -84,7 +84,7 @@ def transposed_times(matrix, p, q, rank):
 
 @compiled("(float32[], float32[], float32[], float32[], float32[], int64)")
 def expand(matrix, residual, p, mine, summed, rank):
-    """``residual`` (unless empty) = M - P mine^T, then M = P summed^T."""
+    """Set ``residual`` (unless empty) to M - P mine^T, then M to P summed^T."""
     rows, columns = p.size // rank, mine.size // rank
     for i in range(rows):
         row = matrix[i * columns : (i + 1) * columns]
@@ -127,9 +127,9 @@ def _scale(vector, length):
 
 @inner
 def _made_orthogonal(vectors, r, n, lanes, wide):
-    """Make vector r a unit vector orthogonal to those before it; False when nothing of it is left."""
+    """Make vector ``r`` a unit vector orthogonal to those before it; return False if nothing of it is left."""
     vector = vectors[r * n : (r + 1) * n]
-    for _ in range(2):  # the second time removes what rounding left of the first
+    for _ in range(2):  # the second pass removes the rounding errors of the first
         length = _length(vector, wide)
         if length == 0.0:
             return False
@@ -146,10 +146,10 @@ def _made_orthogonal(vectors, r, n, lanes, wide):
 
 @compiled("(float32[], int64, uint32)")
 def orthonormalise(vectors, rank, seed):
-    """Modified Gram-Schmidt in place, each vector twice.
+    """Modified Gram-Schmidt in place, with two passes over each vector.
 
-    A vector that is zero, or depends on those before it, becomes a random direction of ``seed`` instead, so that a
-    subspace never loses dimensions; it is zero where there are no further dimensions.
+    A vector that is zero or depends on earlier ones is replaced by a random direction drawn with ``seed``, so that the
+    subspace keeps its dimension. It becomes zero where no dimension is left.
     """
     n = vectors.size // rank
     memory = malloc(12 * _LANES)

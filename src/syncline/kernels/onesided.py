@@ -1,17 +1,16 @@
-"""Carries out scripts over shared memory, compiled: conditions, passes, and the words by which ranks see each other.
+"""Runs scripts over shared memory: the loop that waits for conditions, runs passes, and wakes other ranks.
 
-What a rank waits for is that a word in a slot of another rank's board (``board``) reaches a value. What others have
-written there is theirs to change at any time: a word that says where memory lies is read once, and held against what
-that rank has shared, before it becomes an address.
+A condition is that a word in a slot of another rank's board (``board``) has reached a value. The other rank can change
+what it has written there at any time. So a word that gives the place of memory is read once, and checked against the
+memory that the other rank has shared, before it becomes an address.
 
-``advance`` does what can be done, of so many operations, and returns when nothing can: the caller decides how to wait,
-and what to do first. Whoever sleeps says so on its board, looks once more, and is then rung through its eventfd
-(Dekker's pattern: a store, a fence, a load on both sides). Threads of the own process ring the same bell when they want
-whoever sleeps to do something else: a ring that did not bring what was waited for is left for the caller's own wait to
-find.
+``advance`` runs a limited number of operations and returns when it is blocked; the caller decides how to wait and what
+to do first. A rank that is about to sleep announces this on its board, checks its condition once more, and is then
+woken through its eventfd (Dekker's pattern: store, fence, load on both sides). Other threads of its own process ring
+the same eventfd when the sleeper has other work to do. A ring that did not fulfil the condition stays in the eventfd,
+where the caller's own wait finds it.
 
-All tables are int64 arrays; their columns are named below. Types, addresses and lengths were checked by
-``engine.memory``.
+All tables are int64 arrays with the columns below. ``engine.memory`` has checked their types, addresses and lengths.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from typing import Final
 
 import numpy as np
 
+from .aot.compiled import compiled, inner
+from .aot.native import add, fence, load, memcpy, poll, read, sched_getcpu, sched_yield, store, write
 from .board import (
     ASLEEP,
     AWAKE,
@@ -42,8 +43,6 @@ from .board import (
     TABLES,
     WAYS,
 )  # fmt: skip
-from .compiled import compiled, inner
-from .native import add, fence, load, memcpy, poll, read, sched_getcpu, sched_yield, store, write
 from .passes import sum_pass
 
 # Columns of the table of members.
@@ -97,7 +96,7 @@ SIGN: Final = 21
 THEIRS: Final = SIGN + SIGN_WORDS
 STATE: Final = THEIRS + SIGN_WORDS
 
-# Words of the buffer for system calls, and how often in succession a rank on this one's core was waited for.
+# Words of the buffer: arguments of system calls, and how many waits in a row were for a rank on this one's core.
 ONE: Final = 0
 RUNG: Final = 1
 POLLED: Final = 2
@@ -114,14 +113,17 @@ PAUSED: Final = 5
 OTHER: Final = 6
 
 LOOKS: Final = 200
-"""How often a condition is looked at before the core is offered to others: for about as long as offering it takes."""
+"""How often a condition is tested before the core is yielded: this takes about as long as yielding."""
 
 
 NOWHERE: Final = 0
 UNSEEN: Final = -1
 FORGED: Final = -2
-"""What ``find_slot`` returns for a run that has not come, that may be in a table not mapped here yet, or whose rank
-names memory for a table that cannot be one."""
+"""Results of ``find_slot`` without an address.
+
+NOWHERE: the rank has not begun the run. UNSEEN: the run may be in a table that is not mapped here yet. FORGED: the rank
+lists memory that cannot be a table.
+"""
 
 _POLLIN = 1
 _FACTOR = np.uint64(SPREAD)
@@ -130,7 +132,7 @@ _FACTOR = np.uint64(SPREAD)
 @inner
 def _ring(members, buffer, ranks, first, last):
     """Wake those of the ranks that sleep."""
-    fence()
+    fence()  # the progress stored before must be visible before ASLEEP is read, or a sleeper would miss it
     for i in range(first, last):
         rank = ranks[i]
         if load(members[rank, BOARD]) == ASLEEP:
@@ -139,7 +141,7 @@ def _ring(members, buffer, ranks, first, last):
 
 @compiled("(int64, int64) -> int64")
 def first_slot(wanted, sets):
-    """The first of the slots where a run may lie in a table of so many sets of slots, a power of two."""
+    """The first slot where a run may be in a table of ``sets`` sets of slots, a power of two."""
     scattered = (np.uint64(wanted) * _FACTOR) >> np.uint64(32)
     return np.int64(scattered & np.uint64(sets - 1)) * WAYS
 
@@ -156,7 +158,7 @@ def _in_table(table, sets, wanted):
 
 @compiled("(int64[,], int64[,], int64, int64) -> int64")
 def find_slot(members, maps, rank, wanted):
-    """The address of the slot of a run of another rank; NOWHERE when not there yet, UNSEEN when not seen from here."""
+    """The address of another rank's slot for a run, or NOWHERE, UNSEEN or FORGED."""
     board, sets = members[rank, BOARD], SLOTS // WAYS
     found = _in_table(board + BOARD_HEAD, sets, wanted)
     for table in range(MORE_TABLES):
@@ -178,7 +180,7 @@ def find_slot(members, maps, rank, wanted):
 
 @inner
 def _resolve(rank, state, peers, members, maps):
-    """Find a peer's slot and memory; DONE, BLOCKED, UNMAPPED, UNLIKE, BROKEN or OTHER."""
+    """Find a peer's slot and memory, if not known yet; DONE, BLOCKED, UNMAPPED, UNLIKE, BROKEN or OTHER."""
     if peers[rank, SLOT] == 0:
         if members[rank, BOARD] == 0:
             return UNMAPPED
@@ -205,7 +207,7 @@ def _resolve(rank, state, peers, members, maps):
         if 2 * segment >= maps.shape[1] or maps[rank, 2 * segment] == 0:
             return UNMAPPED
         nbytes, step = state[ELEMENTS] * state[ITEM], state[PER_SEGMENT] * state[ITEM]
-        if stride == 0:  # staged: every segment of the array lies in the same place
+        if stride == 0:  # staged: all segments of the array share one place
             nbytes = min(nbytes, step)
         elif stride != step:
             return BROKEN
@@ -218,7 +220,7 @@ def _resolve(rank, state, peers, members, maps):
 
 @inner
 def _met(operation, state, peers, members, maps, operations, operands, lengths):
-    """Whether all conditions of an operation hold; otherwise why not, and for whom it waits."""
+    """DONE if all conditions of an operation hold; otherwise the reason, with the rank in ``state[WAITS_FOR]``."""
     for i in range(operations[operation, WAITS], operations[operation, WAITS + 1], 2):
         rank = operands[i]
         state[WAITS_FOR] = rank
@@ -232,9 +234,9 @@ def _met(operation, state, peers, members, maps, operations, operands, lengths):
 
 @inner
 def _addresses(found, operands, first, last, state, peers, offset, private):
-    """Where the arrays of a list of ranks (or scratch) lie, at ``offset`` bytes into this segment.
+    """Write the addresses of a list of ranks' arrays, or scratch, at ``offset`` bytes into this segment.
 
-    Of the own array ``private`` chunks, which no other rank looks at, lie where the user has them.
+    With ``private`` the own array is the user's instead of the staged copy, since no other rank reads these chunks.
     """
     for i in range(first, last):
         rank = operands[i]
@@ -248,7 +250,7 @@ def _addresses(found, operands, first, last, state, peers, offset, private):
 
 @inner
 def _perform(operation, state, peers, operations, operands, room):
-    """The pass of an operation over its chunks of this segment."""
+    """Run the pass of an operation over its chunks of this segment."""
     first, last = operations[operation, SOURCES], operations[operation, SOURCES + 1]
     if first == last:
         return
@@ -267,7 +269,7 @@ def _perform(operation, state, peers, operations, operands, room):
 
 @inner
 def _stage(state, peers, staged, direction):
-    """Copy what of this segment others look at from the user's array to where they see it (IN), or back (OUT)."""
+    """Copy the chunks that other ranks access from the user's array to shared memory (IN) or back (OUT)."""
     start = state[SEGMENT] * state[PER_SEGMENT]
     length = min(state[PER_SEGMENT], state[ELEMENTS] - start)
     user, shown = state[USER] + start * state[ITEM], peers[state[RANK], BASE]
@@ -283,7 +285,7 @@ def _stage(state, peers, staged, direction):
 
 @inner
 def _show(state, peers, members):
-    """Fill in this run's slot and show it to the others, and on which core this rank begins it."""
+    """Fill in this run's slot, publish it, and note on which core this rank begins the run."""
     store(members[state[RANK], BOARD] + CORE, np.int64(sched_getcpu()) + 1)
     slot = state[OWN_SLOT]
     store(slot + SLOT_SEGMENT, state[OWN_SEGMENT])
@@ -298,19 +300,20 @@ def _show(state, peers, members):
     peers[state[RANK], SLOT] = slot
     peers[state[RANK], BASE] = state[OWN_ADDRESS]
     peers[state[RANK], STRIDE] = state[OWN_STRIDE]
+    # The identity comes last: it publishes the slot, whose other words must be complete by then.
     store(slot + SLOT_ID, state[ID])
 
 
 @inner
 def _sleep(state, members, patience_ms):
-    """Sleep until rung, for at most that long; the caller has said so on the board and looked once more."""
+    """Sleep until woken, for at most ``patience_ms``. The caller has set ASLEEP and tested its condition again."""
     store(state[BUFFER] + 8 * POLLED, members[state[RANK], BELL] | (_POLLIN << 32))
     poll(state[BUFFER] + 8 * POLLED, 1, np.int32(patience_ms))
 
 
 @inner
 def _note_core(state, members):
-    """Show on which core this rank waits, and whether the one that it waits for has its core there too."""
+    """Publish the core on which this rank waits, and count waits in a row for a rank on the same core."""
     core, counted = np.int64(sched_getcpu()) + 1, state[BUFFER] + 8 * CROWDED
     store(members[state[RANK], BOARD] + CORE, core)
     peer = members[state[WAITS_FOR], BOARD]
@@ -322,7 +325,7 @@ def _note_core(state, members):
 
 @inner
 def _wait(operation, state, peers, members, maps, operations, operands, lengths, spins, patience_ms):
-    """Wait a little for an operation's conditions: looking again and again first, then asleep."""
+    """Wait for an operation's conditions: test them repeatedly, then yield the core in between, then sleep."""
     found = _met(operation, state, peers, members, maps, operations, operands, lengths)
     looks = LOOKS if spins != 0 else 0
     while found == BLOCKED and looks > 0:
@@ -343,7 +346,7 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
     if found == BLOCKED:
         _sleep(state, members, patience_ms)
         found = _met(operation, state, peers, members, maps, operations, operands, lengths)
-        if found == DONE:  # else the loop of the transport reads it
+        if found == DONE:  # otherwise the transport's loop reads the ring
             read(np.int32(members[state[RANK], BELL]), state[BUFFER] + 8 * RUNG, 8)
     store(board, AWAKE)
     return found
@@ -357,14 +360,15 @@ def _wait(operation, state, peers, members, maps, operations, operands, lengths,
 def advance(
     state, peers, members, maps, operations, operands, lengths, touched, staged, room, spins, patience_ms, most
 ):  # fmt: skip
-    """Do what can be done of a run; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN, PAUSED, OTHER.
+    """Run as much of a script as possible; DONE, or why not: BLOCKED, UNMAPPED, UNLIKE, BROKEN, PAUSED, OTHER.
 
-    ``state[WAITS_FOR]`` says for whom it waits, or who has exchanged something else or broken the protocol; OTHER when
-    that rank's sign, which is in ``state[THEIRS]`` then, says something else than this one's.
-    A condition that does not hold is looked at for a moment, then ``spins`` times more, the core being offered to
-    others in between, and is then slept for, each time for at most ``patience_ms``: 0 when there is something else to
-    do. With ``spins`` of 0 it is not looked at again at all, with -1 for that moment only. It pauses after ``most``
-    operations, and after one that it was rung for: its own process rings, too, to have other things looked at.
+    ``state[WAITS_FOR]`` is the rank that this one waits for, or that has exchanged an array of another size (UNLIKE),
+    broken the protocol (BROKEN) or begun another collective (OTHER, with its sign in ``state[THEIRS]``).
+
+    A condition that does not hold is tested ``LOOKS`` times, then ``spins`` times with the core yielded in between, and
+    then slept for, each time for at most ``patience_ms``: 0 if the caller has other work. With ``spins`` of 0 it is
+    tested once, with -1 only ``LOOKS`` times more. The run pauses after ``most`` operations, and after one that a ring
+    ended the wait for, because threads of this process ring too when there is other work.
     """
     count = operations.shape[0]
     store(state[BUFFER] + 8 * RUNG, 0)
@@ -408,12 +412,12 @@ def advance(
 
 @compiled("(int64)")
 def sleep_soon(board):
-    """Say that this rank is about to sleep; it has to look once more before it does."""
+    """Announce that this rank is about to sleep. Afterwards it has to test its condition once more."""
     store(board, ASLEEP)
     fence()
 
 
 @compiled("(int64)")
 def awake(board):
-    """Say that this rank needs no ringing."""
+    """Announce that this rank need not be woken."""
     store(board, AWAKE)

@@ -1,14 +1,14 @@
-"""Pairs of index and value as words, compiled: written, read and checked, merged.
+"""Pairs of index and value as payload words: written, checked and read, merged.
 
-The indices are relative to the *stretch* of 65536 elements they are in, and so take 16 bits; the number of pairs of
-every stretch stands in front:
+An index is relative to its *stretch* of 65536 elements, so that it takes 16 bits. The payload begins with the number of
+pairs in every stretch:
 
     words                  content
     ceil(elements/65536)   pairs in each stretch, in order
     ceil(pairs/2)          the 16-bit indices, strictly increasing within a stretch, two to a word, low half first
     pairs                  the values, float32
 
-6 bytes a pair, and 4 bytes for every 65536 elements.
+This takes 6 bytes for each pair and 4 bytes for every 65536 elements.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import compiled, inner
-from .native import bits_of_float
+from .aot.compiled import compiled, inner
+from .aot.native import bits_of_float
 
 STRETCH: Final = 1 << 16
 _LOW: Final = np.uint32(0xFFFF)
 
-# What ``read_indices`` says of a payload that is wrong.
+# Faults of a payload, as ``count_pairs`` and ``read_indices`` return them.
 TOO_MANY: Final = -1
 LENGTH: Final = -2
 RANGE: Final = -3
@@ -37,7 +37,7 @@ def _stretches(elements):
 
 @compiled("(uint32[], float32[], int64, uint32[]) -> int64")
 def write_pairs(indices, values, elements, out):
-    """The pairs of a tensor as words, the indices increasing; how many words."""
+    """Write pairs with increasing indices as payload words; return the number of words."""
     stretches, pairs = _stretches(elements), indices.size
     out[:stretches] = np.uint32(0)
     halves = out[stretches : stretches + (pairs + 1) // 2]
@@ -54,7 +54,7 @@ def write_pairs(indices, values, elements, out):
 
 @compiled("(uint32[], int64) -> int64")
 def count_pairs(payload, elements):
-    """How many pairs a payload for that many elements has, or what is wrong with its head or length."""
+    """The number of pairs in a payload for a tensor of ``elements``, or the fault of its counts or length."""
     stretches = _stretches(elements)
     if payload.size < stretches:
         return LENGTH
@@ -68,7 +68,7 @@ def count_pairs(payload, elements):
 
 @compiled("(uint32[], int64, uint32[]) -> int64")
 def read_indices(payload, elements, indices):
-    """The indices of a payload whose pairs were counted; their number, or what is wrong with one of them."""
+    """Read the indices of a payload that ``count_pairs`` accepted; return their number, or the fault of one."""
     stretches = _stretches(elements)
     halves = payload[stretches:]
     at = 0
@@ -90,7 +90,7 @@ def read_indices(payload, elements, indices):
 
 @compiled("(uint32[], float32[], uint32[], float32[], uint32[], float32[]) -> int64")
 def merge(left, lefts, right, rights, indices, values):
-    """Two lists of indices and values as one, values of the same index added; how many pairs."""
+    """Merge two sorted lists of pairs, adding the values of equal indices; return the number of pairs."""
     i, j, at = 0, 0, 0
     while i < left.size or j < right.size:
         mine = np.int64(left[i]) if i < left.size else np.int64(1) << 32

@@ -1,13 +1,13 @@
-"""One pass over memory that sums several arrays and writes the sum to several places, compiled.
+"""Passes over memory: sums of several arrays written to several places, and products with a number.
 
-The arrays are given by address: they lie in the memory of several processes. Addition goes from left to right, so the
-result does not depend on who does it; 16-bit floating-point sums are rounded after every addition, as a chain of
-additions would be. Sources and targets may be the same arrays; an element is written when all sources' elements have
-been read.
+Arrays are given by address, because they may be in the memory of several processes. Addition goes from left to right,
+so the result does not depend on which rank adds; 16-bit floats are rounded after every addition, as a chain of
+additions would. Sources and targets may be the same arrays: a sum reads an element of all sources before it writes that
+element to any target.
 
-Least memory traffic: every source read once, every target written once. Two and four arrays of float32 that are sources
-and targets alike keep the sum in registers; otherwise it is made block by block in the first target, while it is in
-the first-level cache.
+A pass has the least memory traffic: it reads every source once and writes every target once. Two or four float32 arrays
+that are both sources and targets keep the sum in registers. Otherwise the first target holds the sum, block by block,
+while the block is in the first-level cache.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import compiled, inner
+from .aot.compiled import compiled, inner
+from .aot.native import memcpy, view
 from .halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
-from .native import memcpy, view
 
 CODES: Final = {
     "float32": 0,
@@ -30,10 +30,10 @@ CODES: Final = {
     "float16": 4,
     "bfloat16": 5,
 }
-"""Element types that can be summed, by name; sums of unsigned numbers have the bits of signed ones."""
+"""The numbers of the element types, by name. Signed and unsigned integers share one: their sums have the same bits."""
 
 _BLOCK = 1024
-"""Elements made at a time where the sum does not stay in registers."""
+"""Elements summed at a time, where the sum is not kept in registers."""
 
 
 @inner
@@ -87,7 +87,7 @@ def _alike(sources, targets):
 
 @inner
 def _in_registers(sources, n):
-    """Two or four arrays of float32 that are sources and targets alike."""
+    """``sum_pass`` for two or four float32 arrays that are both sources and targets."""
     zero = np.float32(0)
     a, b = view(sources[0], zero, n), view(sources[1], zero, n)
     if sources.size == 2:
@@ -98,7 +98,7 @@ def _in_registers(sources, n):
 
 @inner
 def add_block(code, into, source, n):
-    """Add ``n`` elements at one address to those at another."""
+    """Add ``n`` elements at address ``source`` to those at ``into``."""
     if code == 0:
         _add(view(into, np.float32(0), n), view(source, np.float32(0), n), n)
     elif code == 1:
@@ -115,9 +115,10 @@ def add_block(code, into, source, n):
 
 @inner
 def sum_pass(code, size, sources, targets, n):
-    """``targets[...] = sources[0] + sources[1] + ...`` over ``n`` elements of ``size`` bytes; addresses.
+    """``targets[...] = sources[0] + sources[1] + ...`` over ``n`` elements of ``size`` bytes; both are addresses.
 
-    The first target must be the first source or no source at all. With one source the type does not matter.
+    The first target must be the first source or no source at all. A single source is copied, so ``code`` does not
+    matter.
     """
     if code == 0 and (sources.size == 2 or sources.size == 4) and _alike(sources, targets):
         _in_registers(sources, n)
@@ -136,5 +137,31 @@ def sum_pass(code, size, sources, targets, n):
 
 @compiled("(int64, int64, int64[], int64[], int64)")
 def sum_arrays(code, size, sources, targets, n):
-    """``sum_pass``, for Python."""
+    """``sum_pass`` for callers in Python."""
     sum_pass(code, size, sources, targets, n)
+
+
+@inner
+def multiply(code, into, source, n, share):
+    """Write ``n`` elements at ``source`` times ``share``, a product in their own type, to ``into``."""
+    if code == 0:
+        single, factor = view(source, np.float32(0), n), np.float32(share)
+        places = view(into, np.float32(0), n)
+        for i in range(n):
+            places[i] = single[i] * factor
+    elif code == 1:
+        double = view(source, np.float64(0), n)
+        wide = view(into, np.float64(0), n)
+        for i in range(n):
+            wide[i] = double[i] * share
+    else:
+        half, factor = view(source, np.uint16(0), n), widen_float16(narrow_float16(np.float32(share)))
+        halves = view(into, np.uint16(0), n)
+        for i in range(n):
+            halves[i] = narrow_float16(widen_float16(half[i]) * factor)
+
+
+@compiled("(int64, int64, int64, int64, float64)")
+def put_share(code, into, source, n, share):
+    """``multiply`` for callers in Python."""
+    multiply(code, into, source, n, share)

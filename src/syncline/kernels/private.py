@@ -1,12 +1,12 @@
-"""Folders that nobody but this user can write to: where what is read back may be run, or believed.
+"""Folders that no other user can write to, for files that are later run or trusted.
 
-A cache is read by the next process, perhaps another day. Whoever can put a file there decides what that process does,
-so everything from the cache's own folder down to its files has to belong to this user (or root), be writable by neither
-group nor others, and be no link. What was checked is what is used: folders are opened one below the other without
-following links, checked by their descriptors, and reached through these from then on (``path_of``). In a folder that
-passed, nobody else can put or replace anything; folders above it may be replaced without harm.
+The next process reads a cache, perhaps on another day, and whoever can put a file there controls that process. So
+everything from the cache's own folder down to its files must belong to this user or root, be writable by neither group
+nor others, and be no symbolic link. So that nothing changes between check and use, folders are opened one inside the
+other without following links, checked by descriptor, and then reached through that descriptor (``path_of``). Nobody
+else can put or replace anything in a folder that has passed; a replaced parent folder does no harm.
 
-A group counts as others: whether it has one member today is not written in the folder.
+The group counts as others, because a folder does not show who its members are.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivateError(Exception):
-    """Somebody else could have written there; says where, why, and what to do."""
+    """Another user could have written there; the text says where, why, and what to do."""
 
 
 def cache_home() -> Path:
-    """The user's folder for caches: ``XDG_CACHE_HOME``, or ``~/.cache``, or a temporary one of who has no home."""
+    """The user's cache folder: ``XDG_CACHE_HOME``, ``~/.cache``, or a temporary folder for a user without a home."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if chosen.is_absolute():
         return chosen
@@ -39,10 +39,10 @@ def cache_home() -> Path:
 
 @contextmanager
 def private_folder(root: Path, *names: str) -> Iterator[int]:
-    """A descriptor of the folder ``root/names...``; what is missing is made, for this user alone.
+    """A descriptor of the folder ``root/names...``; missing folders are made for this user alone.
 
-    ``root`` itself may be reached by links and belong to anybody, if there are names. Raises NotPrivateError when
-    somebody else could write in one of the named folders, OSError when one cannot be opened or made.
+    With ``names``, ``root`` itself may belong to anybody and be reached by links. Raises NotPrivateError if another
+    user could write in one of the named folders, OSError if one cannot be opened or made.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, path = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), root
@@ -70,15 +70,15 @@ def _open_folder(parent: int, name: str, path: Path) -> int:
 
 
 def path_of(fd: int) -> Path:
-    """A path to the very folder that a descriptor stands for, as long as that is open."""
+    """A path to the folder that an open descriptor refers to, whatever its name is now."""
     return Path(f"/proc/self/fd/{fd}")
 
 
 def check_contents(fd: int, path: Path) -> None:
-    """Raise NotPrivateError unless all that lies in an open folder, at any depth, is this user's."""
+    """Raise NotPrivateError unless everything in an open folder, at any depth, is this user's alone."""
     for name in os.listdir(fd):
         inner = path / name
-        with suppress(FileNotFoundError):  # another process of this user tidies up
+        with suppress(FileNotFoundError):  # another process of this user has just removed it
             found = os.lstat(name, dir_fd=fd)
             _check(found, inner)
             if stat.S_ISDIR(found.st_mode):
@@ -90,12 +90,12 @@ def check_contents(fd: int, path: Path) -> None:
 
 
 def new_file(path: Path, mode: int = 0o600) -> int:
-    """A descriptor, for reading and writing, of a file that was not there; no link is followed to one that was."""
+    """Create a file, which must not exist, without following a link; return its descriptor for reading and writing."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def read_file(fd: int, name: str, path: Path) -> bytes:
-    """The bytes of a file in an open folder; NotPrivateError when somebody else could have written them."""
+    """Read a file of an open folder; NotPrivateError if another user could have written it."""
     try:
         file = os.open(name, _OPEN | os.O_NONBLOCK, dir_fd=fd)
     except OSError:
@@ -107,7 +107,7 @@ def read_file(fd: int, name: str, path: Path) -> bytes:
 
 
 def _check(found: os.stat_result, path: Path) -> None:
-    """Raise NotPrivateError for a link, something not a file or folder, or what others own or can write to."""
+    """Raise NotPrivateError for a link, for anything but files and folders, and for what others own or can write to."""
     if stat.S_ISLNK(found.st_mode):
         raise NotPrivateError(f"{path} is a link: remove it")
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):

@@ -1,37 +1,40 @@
-"""What a socket's row of words holds, for ``streams`` and for the links whose rows they are."""
+"""The layout of a socket's row, which ``wire.links`` fills in and ``streams`` works on.
+
+This file has no kernels, so importing it opens no machine code.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 FD: Final = 0
-"""The socket."""
+"""The descriptor of the socket."""
 INTO: Final = 1
-"""Where the next bytes of a body go, or are added: an address."""
+"""The address where the next bytes of a body are written or added."""
 LEFT: Final = 2
-"""Bytes of the body that have not come; nothing is read while there are none."""
+"""Bytes of the body that have not arrived; nothing is read while this is 0."""
 RECEIVED: Final = 3
-"""Bytes read, in all."""
+"""Bytes read since the row was made."""
 CODE: Final = 4
-"""The type of the elements that are added (``passes.CODES``), or ``AS_IS``."""
+"""The type of the elements to add (``passes.CODES``), or ``AS_IS`` to write bytes unchanged."""
 ITEM: Final = 5
 """Bytes of an element."""
 SCRATCH: Final = 6
-"""Memory for what is to be added, ``PIECE_BYTES`` of it: an address."""
+"""The address of ``PIECE_BYTES`` of memory that hold bytes until they are added."""
 CARRY: Final = 7
-"""Bytes of an element that wait at the beginning of the scratch memory for its rest."""
+"""Bytes at the beginning of the scratch memory that belong to an incomplete element."""
 OUT: Final = 8
-"""What is written next: an address."""
+"""The address of the next bytes to write."""
 OUT_LEFT: Final = 9
-"""How many bytes of it are left."""
+"""Bytes left to write."""
 WORDS: Final = 10
 
 AS_IS: Final = -1
 
 PIECE_BYTES: Final = 256 * 1024
-"""What is received at a time where it is added: it has to stay in the second-level cache until it is."""
+"""Most bytes received at a time if they are added: they have to stay in the second-level cache until then."""
 
 COMPLETE: Final = 1
 OPEN: Final = 0
 NOTHING: Final = -1
-"""What moving bytes came to: all of a body is there, more is to come, not a byte moved."""
+"""Results of moving bytes: COMPLETE when the body is done, OPEN when more is to come, NOTHING when none moved."""

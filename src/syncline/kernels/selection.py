@@ -1,11 +1,11 @@
-"""Choosing the elements of a tensor that are sent, compiled: the largest ones, or one at random of every stratum.
+"""Selects the elements of a tensor to send: the largest ones, or one at random from every stratum.
 
-What is compared are the 31 lowest bits of a float32 as a whole number, its *magnitude*: it orders as |v| does, with
-infinities and NaNs above everything finite, so that nothing has to be tested on the way.
+Comparisons use the *magnitude*: the 31 lowest bits of a float32 as a whole number. It orders like |v|, with infinities
+and NaNs above everything finite, so the loops need no test for them.
 
-The value that is sent of an element is ``scale * x + momentum * velocity + residual``, each where there is one; an
-empty array says that there is none. It is computed again wherever it is needed, always in the same order and therefore
-with the same bits: ``select`` only reads, and ``settle`` writes it down once the whole tensor is known to be finite.
+The value sent for an element is ``scale * x + momentum * velocity + residual``; an empty array leaves its term out. The
+value is computed again wherever it is needed, always in the same order and so with the same bits: ``select`` only
+reads, and ``settle`` stores it once the whole tensor is known to be finite.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import compiled, inner
+from .aot.compiled import compiled, inner
+from .aot.native import bits_of_float, free, malloc, view
 from .draws import below, draw, other_key
-from .native import bits_of_float, free, malloc, view
 
 NOT_FINITE: Final = 0x7F800000
-"""The magnitude of infinity; that of a NaN is larger."""
+"""The magnitude of infinity. That of a NaN is larger."""
 
 BLOCK: Final = 2048
-"""Elements whose values are worked on in the first-level cache; also the slack that ``select`` asks for."""
+"""Elements whose values stay in the first-level cache. ``select`` needs room for as many more than it returns."""
 
 _GROUP: Final = 8
-"""Elements that are skipped together when none of them is large enough."""
+"""Elements that are skipped together if none of them is large enough."""
 
 _DIGIT: Final = 2048
 _LANES: Final = 64
@@ -34,7 +34,7 @@ _BODY: Final = np.uint32(0x7FFFFFFF)
 
 @inner
 def magnitude(value):
-    """|value| as a whole number that orders like it."""
+    """|value| as a whole number with the same order."""
     return np.int32(np.uint32(bits_of_float(value) & _BODY))
 
 
@@ -50,7 +50,10 @@ def _value(x, residual, velocity, i, momentum, scale):
 
 @inner
 def _fill(x, residual, velocity, momentum, scale, room):
-    """The values of a block, and their largest magnitude; one loop for each case, as only such loops are vectorised."""
+    """Compute the values of a block; return the largest magnitude.
+
+    Each case has a loop of its own, because only loops without such branches are vectorised.
+    """
     largest = np.int32(0)
     if velocity.size:
         for i in range(x.size):
@@ -72,17 +75,17 @@ def _fill(x, residual, velocity, momentum, scale, room):
 
 @inner
 def _mark(values, bound, marks):
-    """1 for each value of a block that reaches the bound, 0 for the others."""
+    """Set 1 for each value of a block that reaches the bound, 0 for the others."""
     for i in range(values.size):
         marks[i] = np.uint8(magnitude(values[i]) >= bound)
 
 
 @inner
 def _append(block, first, marks, words, groups, indices, values, found):
-    """The marked ones of a block, for all of which there has to be room.
+    """Append the marked elements of a block, which must all fit.
 
-    Eight marks are looked at as one of ``words``: most are empty, and the others are listed in ``groups``. Nothing
-    branches on what is marked, since nothing could foretell it: each is written, and kept by counting on.
+    Eight marks are tested as one of ``words``: most of these are 0, and ``groups`` lists the others. The inner loop
+    writes every element and advances only past marked ones, since a branch on the marks could not be predicted.
     """
     some = 0
     for group in range(block.size // _GROUP):
@@ -103,10 +106,10 @@ def _append(block, first, marks, words, groups, indices, values, found):
 
 @compiled("(float32[], float32[], float32[], float32, float32, int64, uint32[], float32[]) -> int64, int64")
 def select(x, residual, velocity, momentum, scale, bound, indices, values):
-    """Indices and values of the elements whose magnitude is at least ``bound``, in order, as far as there is room.
+    """Collect the elements whose magnitude is at least ``bound``, in order; return how many and the largest magnitude.
 
-    Returns how many were found and the largest magnitude of all elements. It stops collecting, not looking, where a
-    block might need more places than there are, so a number found that leaves ``BLOCK`` places or more is complete.
+    The magnitude is that of all elements. Where a block might not fit in the remaining room, ``select`` stops
+    collecting but not measuring, so the result is complete if it leaves room for ``BLOCK`` more.
     """
     memory = malloc(7 * BLOCK)
     marks, words = view(memory, np.uint8(0), BLOCK), view(memory, np.uint64(0), BLOCK // _GROUP)
@@ -127,9 +130,9 @@ def select(x, residual, velocity, momentum, scale, bound, indices, values):
 
 @compiled("(float32[], float32[], float32[], float32, float32, int64, int64, uint32[], float32[]) -> int64")
 def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices, values):
-    """As ``select``, but what is larger than ``bound`` and the first ``ties`` that equal it; needs one place more.
+    """Collect the elements above ``bound`` and the first ``ties`` that equal it; needs room for one more.
 
-    Zeros lose their sign, as those of ``add_zeros`` have none.
+    Zeros lose their sign, like those of ``add_zeros``.
     """
     found = 0
     for i in range(x.size):
@@ -145,7 +148,7 @@ def select_exactly(x, residual, velocity, momentum, scale, bound, ties, indices,
 
 @compiled("(float32[], float32[]) -> int32")
 def largest_magnitude(x, residual):
-    """The largest magnitude of ``x`` + ``residual``."""
+    """The largest magnitude of ``x`` + ``residual`` (empty: none)."""
     memory = malloc(4 * BLOCK)
     room = view(memory, np.float32(0), BLOCK)
     largest = np.int32(0)
@@ -159,14 +162,14 @@ def largest_magnitude(x, residual):
 
 @compiled("(float32[], float32[], float32[], float32, float32, int32[])")
 def magnitudes(x, residual, velocity, momentum, scale, out):
-    """The magnitudes of all elements."""
+    """Write the magnitudes of all elements."""
     for i in range(x.size):
         out[i] = magnitude(_value(x, residual, velocity, i, momentum, scale))
 
 
 @compiled("(float32[], float32[], float32[], float32, float32, uint32, int32[])")
 def sample(x, residual, velocity, momentum, scale, seed, out):
-    """The magnitudes of ``out.size`` elements, one at random of each of as many strata of equal size."""
+    """Write the magnitudes of ``out.size`` elements, one at random from each of as many strata of equal size."""
     other = other_key(seed)
     for j in range(out.size):
         first, stop = j * x.size // out.size, (j + 1) * x.size // out.size
@@ -176,7 +179,7 @@ def sample(x, residual, velocity, momentum, scale, seed, out):
 
 @inner
 def _digit_of_rank(counts, rank):
-    """The digit of the element of that rank, counted from the largest, and how many have larger digits."""
+    """The digit of the element with this rank, counted from the largest, and how many have larger digits."""
     larger = 0
     for back in range(counts.size):
         digit = counts.size - 1 - back
@@ -190,7 +193,8 @@ def _digit_of_rank(counts, rank):
 def rank_largest(found, rank):
     """The ``rank``-th largest of some magnitudes (1: the largest), and how many are larger than it.
 
-    Three counts by digits of 11, 10 and 10 bits from the highest down: exact, and linear whatever the values are.
+    Counts digits three times, of 11, 10 and 10 bits from the highest down. This is exact, and takes linear time for any
+    values.
     """
     memory = malloc(8 * _DIGIT)
     counts = view(memory, np.int64(0), _DIGIT)
@@ -212,7 +216,7 @@ def rank_largest(found, rank):
 
 @compiled("(uint32[], float32[], int64, int64, int64) -> int64")
 def keep_largest(indices, values, found, bound, ties):
-    """Keep, in place and in order, what is larger than ``bound`` and the first ``ties`` that equal it; how many."""
+    """Keep, in place, the pairs above ``bound`` and the first ``ties`` that equal it; return their number."""
     kept = 0
     for i in range(found):
         size = np.int64(magnitude(values[i]))
@@ -226,7 +230,7 @@ def keep_largest(indices, values, found, bound, ties):
 
 @compiled("(uint32[], float32[], uint32[], float32[])")
 def add_zeros(indices, values, all_indices, all_values):
-    """The elements chosen, and zeros at the lowest other indices, as many as there are places for them."""
+    """Copy the selected pairs, and fill the remaining places with zeros at the lowest other indices."""
     zeros, at, index = all_indices.size - indices.size, 0, 0
     for i in range(all_indices.size):
         if zeros and (at == indices.size or index < np.int64(indices[at])):
@@ -241,7 +245,7 @@ def add_zeros(indices, values, all_indices, all_values):
 
 @compiled("(uint32[], float32[], int64, int64, float32[])")
 def put_others(indices, values, bound, ties, out):
-    """Add to ``out`` what ``keep_largest`` with the same bound and ties does not keep."""
+    """Add to ``out`` the pairs that ``keep_largest`` with the same bound and ties drops."""
     for i in range(indices.size):
         size = np.int64(magnitude(values[i]))
         if size == bound and ties > 0:
@@ -264,9 +268,9 @@ def _absorb(x, residual, velocity, momentum, scale):
 
 @compiled("(float32[], float32[], float32[], float32, float32, uint32[], bool)")
 def settle(x, residual, velocity, momentum, scale, chosen, finite):
-    """``residual`` becomes the values that ``select`` saw, and ``velocity`` what was added; both zero where chosen.
+    """Set ``residual`` to the values that ``select`` saw and ``velocity`` to its new value, both to zero where chosen.
 
-    Where not everything was ``finite`` they stay what they are.
+    Does nothing unless everything was ``finite``.
     """
     if not finite:
         return
@@ -283,7 +287,7 @@ def settle(x, residual, velocity, momentum, scale, chosen, finite):
 
 @compiled("(float32[]) -> float64")
 def norm(x):
-    """The Euclidean norm, summed in float64 lane by lane in a fixed order; not finite where ``x`` is not."""
+    """The Euclidean norm, summed in float64 in lanes of a fixed order. It is not finite if ``x`` is not."""
     memory = malloc(8 * _LANES)
     lanes = view(memory, np.float64(0), _LANES)
     lanes[:] = 0.0
@@ -300,7 +304,7 @@ def norm(x):
 
 @compiled("(uint32, int64, uint32[])")
 def strata(seed, elements, out):
-    """One random index of each of ``out.size`` strata of equal size."""
+    """Draw one index from each of ``out.size`` strata of equal size."""
     other = other_key(seed)
     for j in range(out.size):
         first, stop = j * elements // out.size, (j + 1) * elements // out.size
@@ -309,21 +313,21 @@ def strata(seed, elements, out):
 
 @compiled("(uint32[], float32[], float32[])")
 def take(indices, x, out):
-    """The elements at the indices, added to ``out``."""
+    """Add the elements at the indices to ``out``."""
     for j in range(indices.size):
         out[j] += x[indices[j]]
 
 
 @compiled("(uint32[], float32[], float32[])")
 def put(indices, values, out):
-    """Add the values at the indices."""
+    """Add the values to ``out`` at the indices."""
     for j in range(indices.size):
         out[indices[j]] += values[j]
 
 
 @compiled("(float32[], float32[], float32, uint32[])")
 def fade(x, residual, decay, chosen):
-    """``residual`` becomes ``decay`` times its sum with ``x``, and zero where chosen."""
+    """Set ``residual`` to ``decay`` times its sum with ``x``, and to zero where chosen."""
     for i in range(x.size):
         residual[i] = (residual[i] + x[i]) * decay
     for j in range(chosen.size):
@@ -331,9 +335,9 @@ def fade(x, residual, decay, chosen):
 
 
 def take_strata(x, residual, decay, seed, out):
-    """One element at random of as many strata as ``out`` has words, NaNs where anything is not finite.
+    """Write one element at random from each of ``out.size`` strata, or NaNs if an element is not finite.
 
-    Returns whether all are. ``decay`` times what is not taken stays in the residual, if there is one.
+    Returns whether all elements are finite. The residual, unless empty, keeps ``decay`` times the elements not taken.
     """
     values, indices = out.view(np.float32), np.empty(out.size, np.uint32)
     if largest_magnitude(x, residual) >= NOT_FINITE:
@@ -349,7 +353,7 @@ def take_strata(x, residual, decay, seed, out):
 
 
 def put_strata(values, seed, out):
-    """Add the values at one element of as many strata, those that ``take_strata`` takes."""
+    """Add the values at the elements that ``take_strata`` with the same seed takes."""
     indices = np.empty(values.size, np.uint32)
     strata(seed, out.size, indices)
     put(indices, values, out)

@@ -1,13 +1,13 @@
-"""One bit per element: signs, with the means of a block or without, compiled.
+"""One bit per element: its sign, with two means per block, one mean, or a fixed scale.
 
 The payload of a block of n elements is its scales (float32), then W = ceil(n/32) words of sign bits: element k*W + j of
-the block is bit k of word j, set where the element's sign bit is. ``means``: two scales, the mean of the elements
-without and of those with a set bit. ``signs``: one scale, the mean magnitude, or for votes a fixed one.
+the block is bit k of word j, the element's own sign bit. ``encode_means`` has two scales, the means of the elements
+with clear and with set bits. ``encode_signs`` has one, the mean magnitude or, for votes, a fixed number.
 
-What is kept for the next step is the residual, or with votes the momentum, of which the bits are the signs.
+The state kept for the next step is the residual, or for votes the momentum, whose signs are the bits.
 
-Scales are NaNs where the block is not finite, or the sum of its elements is not. Means are made from sums in lanes,
-one lane for each word, rows added in order.
+Scales are NaN if the block, or the sum of its elements, is not finite. Means come from sums in lanes, one lane for each
+word, with rows added in order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
+from .aot.compiled import compiled, inner
+from .aot.native import bits_of_float, float_of_bits, free, malloc, view
 from .blocks import BODY, NAN, folded
-from .compiled import compiled, inner
-from .native import bits_of_float, float_of_bits, free, malloc, view
 
 BLOCK: Final = 16384
 _BITS = 32
@@ -28,7 +28,7 @@ _SIGN_BIT = np.uint32(31)
 
 @inner
 def _sum_row(x, residual, codes, above, below, shift):
-    """The bits of a row; its elements with and without a set bit added to their lanes."""
+    """Put a row's sign bits into the codes and add its elements to ``above`` (bit clear) or ``below`` (bit set)."""
     for j in range(x.size):
         value = x[j] + residual[j] if residual.size else x[j]
         bit = np.uint32(bits_of_float(value) >> _SIGN_BIT)
@@ -39,7 +39,7 @@ def _sum_row(x, residual, codes, above, below, shift):
 
 @inner
 def _sum_magnitudes(x, kept, decay, codes, lanes, shift):
-    """The bits of a row; the magnitudes of its elements added to their lanes."""
+    """Put a row's sign bits into the codes and add the magnitudes of its elements to the lanes."""
     for j in range(x.size):
         value = x[j] + decay * kept[j] if kept.size else x[j]
         bits = bits_of_float(value)
@@ -49,7 +49,7 @@ def _sum_magnitudes(x, kept, decay, codes, lanes, shift):
 
 @inner
 def _keep(x, residual, above, below):
-    """The residual of a whole block, whose bits are its elements' own."""
+    """Update the residual of a whole block."""
     for j in range(residual.size):
         value = x[j] + residual[j]
         residual[j] = value - (below if np.uint32(bits_of_float(value) >> _SIGN_BIT) else above)
@@ -57,14 +57,14 @@ def _keep(x, residual, above, below):
 
 @inner
 def _move(x, momentum, decay):
-    """The momentum of a whole block."""
+    """Update the momentum of a whole block."""
     for j in range(momentum.size):
         momentum[j] = x[j] + decay * momentum[j]
 
 
 @inner
 def _count(codes):
-    """How many bits are set."""
+    """The number of set bits."""
     total = np.uint32(0)
     for j in range(codes.size):
         word = codes[j]
@@ -78,7 +78,7 @@ def _count(codes):
 
 @compiled("(float32[], float32[], uint32[]) -> int64")
 def encode_means(x, residual, out):
-    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
+    """Encode ``x`` + ``residual`` (empty: none); return the number of blocks that are not finite."""
     memory = malloc(8 * _LANES)
     lanes = view(memory, np.float32(0), 2 * _LANES)
     above, below = lanes[:_LANES], lanes[_LANES:]
@@ -109,10 +109,10 @@ def encode_means(x, residual, out):
 
 @compiled("(float32[], float32[], uint32[], float32, float32) -> int64")
 def encode_signs(x, kept, out, vote, decay):
-    """Payload of ``x`` + ``decay`` * ``kept`` (empty: none); the number of blocks that are not finite.
+    """Encode ``x`` + ``decay`` * ``kept`` (empty: none); return the number of blocks that are not finite.
 
-    Where ``vote`` is 0 the scale is the mean magnitude, and what is kept the residual. Otherwise ``vote`` is the scale,
-    and what is kept all of it.
+    With ``vote`` of 0 the scale is the mean magnitude, and ``kept`` becomes the residual. Otherwise ``vote`` is the
+    scale, and ``kept`` becomes the encoded sum itself, the momentum.
     """
     memory = malloc(4 * _LANES)
     lanes = view(memory, np.float32(0), _LANES)
@@ -151,7 +151,7 @@ def _unpack(codes, out, above, below, shift, add):
 
 @compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_bits(payload, out, scales, add):
-    """The elements that a payload of the right length with one or two scales says, written or added."""
+    """Write or add the elements of a payload of the right length with 1 or 2 scales; return the words read."""
     at = 0
     for start in range(0, out.size, BLOCK):
         n = min(BLOCK, out.size - start)

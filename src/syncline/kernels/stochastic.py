@@ -1,19 +1,19 @@
-"""Stochastic rounding, to equal steps of a block's norm and to powers of two, compiled.
+"""Stochastic rounding to equal steps of a block's norm, and to powers of two.
 
 Payloads are laid out as in ``blocks``, with one word before the codes of a block. ``qsgd``: that word is the step, the
-codes are numbers in two's complement, and ``linear`` decodes them. ``natural``: that word is a power of two U, a code
-is a sign (bit 7) and an exponent e, and means 2**(e - 127) * U, or 0 where e = 0. In both the word is a NaN where the
-block is not finite.
+codes are numbers in two's complement, and ``linear`` decodes them. ``natural``: that word is a power of two U; a code
+is a sign (bit 7) and an exponent e, and means 2**(e - 127) * U, or 0 if e = 0. In both the word is NaN if the block is
+not finite.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .aot.compiled import compiled, inlined, inner
+from .aot.native import bits_of_float, float_of_bits, free, malloc, view
 from .blocks import BODY, INFINITY, NAN, TINY, folded, gather
-from .compiled import compiled, inlined, inner
 from .draws import chance, draw, other_key
-from .native import bits_of_float, float_of_bits, free, malloc, view
 
 _LANES = 256
 _LARGEST_NORM = np.float32(2.0**127)
@@ -22,7 +22,7 @@ _MANTISSA_BITS = np.uint32(23)
 
 @inner
 def _norm(values, maximum, lanes):
-    """The L2 norm, by way of values divided by the maximum: their squares neither overflow nor vanish."""
+    """The L2 norm. Dividing the values by the maximum first keeps their squares from overflow and underflow."""
     unit = np.float32(1) / maximum
     lanes[:] = np.float32(0)
     for first in range(0, values.size, _LANES):
@@ -49,7 +49,7 @@ def _pack_steps(values, residual, codes, inverse, step, levels, first, key, othe
 
 @compiled("(float32[], float32[], uint32[], int64, int64, int64, int64, int64) -> int64")
 def encode_steps(x, residual, out, bits, levels, block, seed, index):
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
+    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite."""
     fields = 32 // bits
     mask = np.uint32((1 << bits) - 1)
     key = np.uint32(seed)
@@ -111,18 +111,18 @@ def _pack_powers(values, residual, codes, scale, unit, first, key, other, shift)
 
 @inlined
 def _power(code):
-    """2**(e - 127) with its sign, 0 for e = 0."""
+    """2**(e - 127) with the sign of the code, 0 for e = 0."""
     sign = np.uint32(np.uint32(code & np.uint32(0x80)) << np.uint32(24))
     return float_of_bits(np.uint32(np.uint32(np.uint32(code & np.uint32(0x7F)) << _MANTISSA_BITS) | sign))
 
 
 @compiled("(float32[], float32[], uint32[], int64, int64, int64) -> int64")
 def encode_powers(x, residual, out, block, seed, index):
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
+    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite.
 
-    Adding a random number below 2**23 to the bits of a float32 carries into its exponent with the probability that
-    stochastic rounding to a power of two asks for, subnormal numbers included. So values are scaled, by a power of two
-    and thus exactly, for the largest to be rounded to at most 2**0; what lies 126 powers below is subnormal then.
+    Adding a random number below 2**23 to the bits of a float32 carries into its exponent with exactly the probability
+    of stochastic rounding to a power of two, also for subnormals. Values are first scaled by a power of two, hence
+    exactly, so that the largest is rounded to at most 2**0. Values 126 powers below that are then subnormal.
     """
     key = np.uint32(seed)
     other = other_key(key)
@@ -172,7 +172,7 @@ def _unpack_powers(codes, out, unit, shift, add):
 
 @compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_powers(payload, out, block, add):
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes; return the words read."""
     at = 0
     for start in range(0, out.size, max(block, 1)):
         n = min(block, out.size - start)

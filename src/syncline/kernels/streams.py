@@ -1,11 +1,11 @@
-"""Moves the large parts of frames between sockets and memory, compiled: an event loop's turn without the interpreter.
+"""Moves the bodies of messages between sockets and memory: the turns of an event loop without the interpreter.
 
-Each socket has a row (``rows``) that says where the next bytes of a body go, or are added, and what is written next.
-``turn`` waits for sockets, does what their rows ask for, and comes back for everything else: a header, a body that is
-complete, a connection that ends, a descriptor without a row. So the interpreter runs once per message, and not once for
-each piece of it that the network brings.
+Each socket has a row (``rows``) that says where the next bytes of a body are written or added, and which bytes are sent
+next. ``turn`` waits for sockets, serves their rows, and returns for everything else: a header, a complete body, the end
+of a connection, a descriptor without a row. So the interpreter runs once per message instead of once for each piece
+that the network delivers. ``beat`` sends heartbeats while another thread holds the interpreter lock.
 
-A row is changed by its owner between two calls. Addresses and lengths were checked where they were written there.
+The owner of a row changes it only between two calls, and has checked its addresses and lengths.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import compiled, inner
-from .native import clock_gettime, epoll_wait, memcpy, read, send, view
+from .aot.compiled import compiled, inner
+from .aot.native import clock_gettime, epoll_wait, memcpy, poll, read, send, view
 from .passes import add_block
 from .rows import (
     AS_IS,
@@ -37,24 +37,24 @@ from .rows import (
     WORDS,
 )
 
-_BACK_AFTER_MS: Final = 50  # from which on a turn that has moved bytes lets the interpreter look after signals
-_BUDGET_BYTES: Final = 2 * 1024 * 1024  # of one socket, before it is another one's turn
+_BACK_AFTER_MS: Final = 50  # then a turn that has moved bytes lets the interpreter handle signals
+_BUDGET_BYTES: Final = 2 * 1024 * 1024  # that one socket may read before the next socket's turn
 _READABLE: Final = 0x1
 _WRITABLE: Final = 0x4
-_TROUBLE: Final = 0x8 | 0x10  # an error; an end in both directions
-_FLAGS: Final = 0x40 | 0x4000  # do not wait, no signal
+_TROUBLE: Final = 0x8 | 0x10  # EPOLLERR, EPOLLHUP
+_FLAGS: Final = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
 _MONOTONIC: Final = 1
 
-# struct epoll_event: 32 bits of what has happened, and 64 of which the first are the descriptor; x86-64 leaves no gap.
-_PACKED: Final = platform.machine() in ("x86_64", "i686")  # a 64-bit program may be told of the smaller one
+# struct epoll_event: 32 bits of events, then 64 bits of data that begin with the descriptor. On x86-64 it is packed.
+_PACKED: Final = platform.machine() in ("x86_64", "i686")  # a 64-bit process may see the name of the 32-bit machine
 EVENT_WORDS: Final = 3 if _PACKED else 4
-"""The words, of 32 bits, of an event."""
+"""The 32-bit words of an event."""
 _EVENT_FD: Final = 1 if _PACKED else 2
 
 
 @inner
 def _took(row, size):
-    """Add the whole elements among those carried and ``size`` bytes behind them; the rest is carried."""
+    """Add the whole elements among the carried bytes and the ``size`` bytes after them; carry the rest."""
     have = row[CARRY] + size
     whole = have // row[ITEM] * row[ITEM]
     add_block(row[CODE], row[INTO], row[SCRATCH], whole // row[ITEM])
@@ -67,13 +67,13 @@ def _took(row, size):
 
 @compiled("(int64[], int64)")
 def took(row, size):
-    """So many bytes of a body that is added were read into the scratch memory, behind those that are carried."""
+    """Account for ``size`` bytes that the caller has read into the scratch memory, after the carried ones."""
     _took(row, size)
 
 
 @compiled("(int64[], int64, int64, int64, int64, int64, int64, int64)")
 def begin(row, code, item, into, size, scratch, source, nbytes):
-    """A body of ``size`` bytes is added to what lies at ``into``; ``nbytes`` of it have come, and lie at ``source``."""
+    """Begin a body of ``size`` bytes that is added at ``into``; its first ``nbytes`` have arrived at ``source``."""
     row[CODE] = code
     row[ITEM] = item
     row[INTO] = into
@@ -90,14 +90,14 @@ def begin(row, code, item, into, size, scratch, source, nbytes):
 
 @inner
 def _fill(row):
-    """Read what has come of a body, up to a budget."""
+    """Read the available bytes of a body, up to a budget."""
     begun = row[RECEIVED]
     while row[LEFT] > 0 and row[RECEIVED] - begun < _BUDGET_BYTES:
         wanted, into = row[LEFT], row[INTO]
         if row[CODE] != AS_IS:
             wanted, into = min(wanted, PIECE_BYTES - row[CARRY]), row[SCRATCH] + row[CARRY]
         got = read(np.int32(row[FD]), into, wanted)
-        if got <= 0:  # an error, or the end, is found again when that is all there is
+        if got <= 0:  # a later turn finds the error or the end again, by itself
             return OPEN if row[RECEIVED] > begun else NOTHING
         row[RECEIVED] += got
         if row[CODE] == AS_IS:
@@ -112,13 +112,13 @@ def _fill(row):
 
 @compiled("(int64[]) -> int64")
 def fill(row):
-    """Read what has come of a body, up to a budget."""
+    """Read the available bytes of a body, up to a budget; COMPLETE, OPEN or NOTHING."""
     return _fill(row)
 
 
 @inner
 def _flush(row):
-    """Write what the kernel takes."""
+    """Write as many bytes as the kernel accepts."""
     begun = row[OUT_LEFT]
     while row[OUT_LEFT] > 0:
         sent = send(np.int32(row[FD]), row[OUT], row[OUT_LEFT], np.int32(_FLAGS))
@@ -131,7 +131,7 @@ def _flush(row):
 
 @inner
 def _left_over(row, events):
-    """Do what a row asks for; what of its events is left to be looked at."""
+    """Serve a row; return the events that are left for the caller."""
     if events & _TROUBLE:
         return events
     if events & _READABLE and row[LEFT] > 0 and _fill(row) == OPEN:
@@ -150,11 +150,12 @@ def _now_ms(clock_at):
 
 @compiled("(int64[], int64[], int32[], int64, int64, int64, int64) -> int64")
 def turn(rows, found, events, events_at, clock_at, epoll, wait_ms):
-    """Wait up to ``wait_ms`` for sockets, without end where it is negative; how many are left to be looked at.
+    """Wait up to ``wait_ms`` for sockets, without limit if negative; return the number of events left for the caller.
 
-    ``rows`` has the addresses of rows by descriptor, 0 where there is none; ``found`` is filled with pairs, a
-    descriptor and its events. 0 when the time is over, and now and then while bodies come; negative when a signal came,
-    or the wait failed. ``events_at`` is where ``events`` lies, and at ``clock_at`` is room for a struct timespec.
+    ``rows`` has the address of the row for each descriptor, 0 for none; ``found`` receives pairs of descriptor and
+    events. Returns 0 when the time is over, and now and then while bodies arrive, and a negative number when a signal
+    interrupted the wait or the wait failed. ``events_at`` is the address of ``events``, ``clock_at`` that of a struct
+    timespec.
     """
     most = np.int32(events.size // EVENT_WORDS)
     begun, left_ms = _now_ms(clock_at), wait_ms
@@ -176,3 +177,22 @@ def turn(rows, found, events, events_at, clock_at, epoll, wait_ms):
             return left
         if wait_ms >= 0:
             left_ms = wait_ms - passed_ms
+
+
+@compiled("(int64[], int64[], int64[], int64, int64, int64, int64)")
+def beat(descriptors, begun, running, frame, nbytes, bell, period_ms):
+    """Send ``nbytes`` at address ``frame`` to every socket once per period, until the bell rings.
+
+    No thread that holds the interpreter lock can delay this loop. ``bell`` is the address of a struct pollfd. A socket
+    that accepts nothing is skipped; if it accepts part of a frame, ``begun`` counts these bytes and the next period
+    sends the rest. The loop sets ``running`` once it no longer needs the interpreter.
+    """
+    running[0] = 1
+    rung = np.int32(0)
+    while rung <= 0:  # negative: interrupted by a signal
+        for i in range(descriptors.size):
+            rest = nbytes - begun[i]
+            sent = send(np.int32(descriptors[i]), frame + begun[i], rest, np.int32(_FLAGS))
+            if sent > 0:
+                begun[i] = (begun[i] + sent) % nbytes
+        rung = poll(bell, 1, np.int32(period_ms))

@@ -1,21 +1,22 @@
-"""Rounding to -1, 0 or 1 times the largest magnitude of a block, 20 to a 32-bit word, compiled.
+"""Rounding to -1, 0 or 1 times the largest magnitude of a block, 20 values to a 32-bit word.
 
 The payload of a block of n elements is one word with its largest magnitude (float32), then W = ceil(n/20) words of
 trits: element k*W + j of the block is digit k, with weight 3**k, of word j; the digit is the trit plus 1. The maximum
-is a NaN where the block is not finite.
+is NaN if the block is not finite.
 
-A block is clipped by giving it a smaller maximum: what is larger is rounded to that, whatever the chance. The standard
-deviation it follows from is that about zero, from squares summed in lanes, one for each word, rows added in order.
+Clipping a block means giving it a smaller maximum: larger elements are then rounded to that maximum with certainty. The
+limit is a number of standard deviations about zero, from squares summed in lanes, one for each word, with rows added in
+order.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .aot.compiled import compiled, inlined, inner
+from .aot.native import bits_of_float, float_of_bits, free, malloc, view
 from .blocks import INFINITY, NAN, folded, gather
-from .compiled import compiled, inlined, inner
 from .draws import chance, draw, other_key
-from .native import bits_of_float, float_of_bits, free, malloc, view
 
 _TRITS = 20
 _HALF_TRITS = 10
@@ -33,9 +34,9 @@ def _add_squares(values, unit, lanes):
 
 @inner
 def _clipped(values, largest, clip, words, lanes):
-    """The maximum, or ``clip`` standard deviations where these are less.
+    """The maximum, or ``clip`` standard deviations if these are smaller.
 
-    Squares are those of values times a power of two, so that they neither overflow nor vanish.
+    Values are multiplied by a power of two before they are squared, so that squares neither overflow nor underflow.
     """
     exponent = min(max(np.int32(largest >> _EXPONENT_BITS), np.int32(1)), np.int32(253))
     unit = float_of_bits(np.uint32(np.uint32(np.int32(254) - exponent) << _EXPONENT_BITS))
@@ -71,9 +72,9 @@ def _pack_stochastic(values, residual, codes, maximum, weight, first, key, other
 
 @compiled("(float32[], float32[], uint32[], int64, bool, float32, int64, int64) -> int64")
 def encode_trits(x, residual, out, block, stochastic, clip, seed, index):
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
+    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite.
 
-    Blocks have up to 512 words, and are clipped at ``clip`` standard deviations unless that is 0.
+    A block has at most 512 words. It is clipped at ``clip`` standard deviations unless ``clip`` is 0.
     """
     key = np.uint32(seed)
     other = other_key(key)
@@ -110,7 +111,7 @@ def encode_trits(x, residual, out, block, stochastic, clip, seed, index):
 
 @inner
 def _unpack(codes, out, maximum, add):
-    """Write or add the lowest digits, and take them off the codes, which are below 2**16."""
+    """Write or add the elements of the lowest digits, and remove these digits from the codes, all below 2**16."""
     for j in range(out.size):
         code = codes[j]
         rest = np.uint32(np.uint32(code * np.uint32(43691)) >> np.uint32(17))  # code // 3
@@ -122,7 +123,7 @@ def _unpack(codes, out, maximum, add):
 
 @inner
 def _halve(codes, low, high):
-    """Each code as two of ten digits, which 32-bit arithmetic can divide; digits beyond the 20th are dropped."""
+    """Split each code into two of ten digits, which 32-bit arithmetic can divide; drop digits beyond the 20th."""
     for j in range(codes.size):
         code = codes[j]
         upper = np.uint32(np.uint64(code) // np.uint64(_HALF_WEIGHT))
@@ -132,7 +133,7 @@ def _halve(codes, low, high):
 
 @compiled("(uint32[], float32[], int64, bool) -> int64")
 def decode_trits(payload, out, block, add):
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes; return the words read."""
     most = (block + _TRITS - 1) // _TRITS
     memory = malloc(8 * most)
     lower, upper = view(memory, np.uint32(0), most), view(memory + 4 * most, np.uint32(0), most)

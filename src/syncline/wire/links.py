@@ -35,7 +35,7 @@ import numpy as np
 
 from ..errors import ProtocolError
 from ..kernels import rows
-from ..kernels.compiled import Bound
+from ..kernels.aot.compiled import Bound
 from .scratch import Adding, address_of
 
 HEADER = struct.Struct("<QQQ")

@@ -49,7 +49,7 @@ class Heartbeats:
     """Sends ``frame`` over every connection once per ``period_s``, from ``start`` until ``end``."""
 
     def __init__(self, socks: Mapping[int, socket.socket], frame: bytes, period_s: float) -> None:
-        from ..kernels.beats import beat  # compiled code: loaded where it is used
+        from ..kernels.streams import beat  # compiled code: loaded where it is used
 
         self._peers = tuple(socks)
         self._frame = np.frombuffer(frame, np.uint8)
@@ -129,7 +129,7 @@ def sees(one: Member, other: Member) -> bool:
 def prepare(roll: Roll) -> None:
     """Load what watching this group needs, before connections stand and peers begin to expect heartbeats."""
     if not all(sees(roll.members[roll.index], member) for member in roll.members):
-        importlib.import_module("syncline.kernels.beats")
+        importlib.import_module("syncline.kernels.streams")
 
 
 class Watcher:

@@ -7,10 +7,10 @@ All that are Python are one of these, ``_handle``; a number that is compiled int
 version it tells when it is registered.
 
 A thread of XLA's makes each call, and would have to wait for the interpreter, which the engine wants too. So only the
-beginning and the end of a step are calls of Python (``Buckets``). In between machine code (``kernels.calls``) copies
+beginning and the end of a step are calls of Python (``Buckets``). In between machine code (``kernels.xla``) copies
 gradients into their buckets, counts, and rings a bell, at which a thread hands over whatever buckets have come: several
 at once where they come faster than they can go. The end hands over what is left, so that nothing depends on that thread
-but how early buckets go. Both share a table, whose words ``kernels.calls`` names; its address goes through the
+but how early buckets go. Both share a table, whose words ``kernels.xla`` names; its address goes through the
 computation. Where several devices compute, each makes every call, and all of these are Python (``OnceForAll``).
 
 JAX hands a computation to threads of its own and goes on. To JAX the calls have results, which the next step needs, and
@@ -37,7 +37,7 @@ import jax
 import numpy as np
 
 from ...errors import UsageError
-from ...kernels import calls as kernel
+from ...kernels import xla as kernel
 from ...kernels.passes import CODES
 from ...session.session import Session
 from .._computations import keep_state

@@ -1,9 +1,10 @@
-"""The hot loops of the codecs for tensors on a GPU, in Triton: the payload bits of the Numba kernels.
+"""Kernels of the codecs for tensors on a GPU, in Triton, with the payload bits of the Numba kernels.
 
-One file per family, beside the Numba file of the same name, whose functions it mirrors over torch tensors: payloads are
-int32 where numpy has uint32, and a count that Numba returns stays on the device as a tensor of one element, so that
-nobody waits for the GPU where the text does not say so. How the bits are kept equal is told in ``launch``.
+There is one file per family, beside the Numba file of the same name, with the same functions over torch tensors.
+Payloads are int32 where NumPy has uint32. A count that Numba returns stays on the device as a tensor of one element, so
+that the host does not wait for the GPU unless a docstring says so. ``launch`` explains how the bits are kept equal;
+start reading there. Codecs import from here.
 
-Triton is asked for when the first kernel is, not before. With ``TRITON_INTERPRET=1``, set before Triton is imported,
-the same kernels run on tensors of the CPU, slowly.
+The first kernel imports Triton. With ``TRITON_INTERPRET=1``, set before Triton is imported, the same kernels run on
+tensors of the CPU, slowly.
 """

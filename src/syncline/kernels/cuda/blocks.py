@@ -1,18 +1,18 @@
-"""What kernels of block codecs have in common on a GPU: see ``kernels.blocks``.
+"""What kernels of block codecs share on a GPU; ``kernels.blocks`` describes the layout.
 
-``encode_blocks`` and ``decode_blocks`` start a program for every block and call a codec's function in it, which gets
+``encode_blocks`` and ``decode_blocks`` start a program for every block. The program calls a codec's function with
 pointers to the block, its residual and its part of the payload:
 
     encode(x, residual, out, bad, words, n, seed, index, LANES, WHOLE, FEEDBACK, ARGUMENT)
     decode(payload, out, words, n, LANES, WHOLE, ADD, ARGUMENT)
 
-The block has ``n`` elements and ``words`` words of codes, both int32; vectors have ``LANES`` lanes; ``index`` is that
-of the block's first element in its tensor, a uint32 as ``seed`` is; ``bad`` counts blocks that are not finite, and
+The block has ``n`` elements and ``words`` words of codes, both int32. Vectors have ``LANES`` lanes. ``index`` is the
+index of the block's first element in its tensor, a uint32 like ``seed``. ``bad`` counts blocks that are not finite, and
 ``ARGUMENT`` is the codec's own.
 
-A program sees its block as rows of lanes: row k is what goes into field k of the block's W words, elements k*W to
-(k+1)*W, and is one vector. Packing is arithmetic within a lane then, and nothing is shuffled. A whole block whose W is
-a power of two (``WHOLE``) is read and written without masks, 16 bytes at a time.
+A program treats its block as rows of lanes. Row k, elements k*W to (k+1)*W, is one vector and goes into field k of the
+block's W words. So packing is arithmetic within a lane and needs no shuffles. A whole block whose W is a power of two
+(``WHOLE``) is read and written without masks, 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ...errors import UsageError
 from .launch import blocks_of, counter, launch, signed
 
 TINY = tl.constexpr(2.0**-100)
-"""A block's maximum below which nothing is sent of it, by codecs that would have to divide by it."""
+"""Blocks with a smaller maximum are sent as zeros by codecs that would have to divide by the maximum."""
 
 MAGIC = tl.constexpr(1.5 * 2.0**23)
-"""Adding it rounds a float32 below 2**22 to nearest even, and the sum's lowest bits are the number."""
+"""Adding it rounds a float32 below 2**22 to the nearest integer, ties to even, and puts that into the lowest bits."""
 
 NAN = tl.constexpr(0x7FC00000)
 INFINITY = tl.constexpr(0x7F800000)
@@ -40,12 +40,12 @@ BODY = tl.constexpr(0x7FFFFFFF)
 
 _MOST_HALVINGS = tl.constexpr(10)
 LARGEST_BLOCK = 1 << 15
-"""Elements of the largest block: a program keeps it in registers."""
+"""Elements of the largest block, which a program keeps in registers."""
 
 
 @triton.jit
 def float_of_bits(bits):
-    """The float32 with these 32 bits."""
+    """The float32 that has these 32 bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -57,26 +57,26 @@ def bits_of_float(value):
 
 @triton.jit
 def negated(value):
-    """-value, of zeros too: Triton's own sign is a subtraction from 0."""
+    """-value, for zeros too: Triton computes ``-value`` as ``0 - value``, which is +0 for +0."""
     return float_of_bits(bits_of_float(value) ^ SIGN)
 
 
 @triton.jit
 def store_float(pointer, value):
-    """A float32 among the words of a payload."""
+    """Store a float32 as a word of a payload."""
     tl.store(pointer, value.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def load_row(array, k, words, n, lane, WHOLE: tl.constexpr):
-    """Row ``k`` of a block of ``n`` elements, zeros behind its end."""
+    """Row ``k`` of a block of ``n`` elements, with zeros after its end."""
     at = k * words + lane
     return tl.load(array + at) if WHOLE else tl.load(array + at, mask=(lane < words) & (at < n), other=0)
 
 
 @triton.jit
 def store_row(array, row, k, words, n, lane, WHOLE: tl.constexpr):
-    """Write row ``k`` of a block of ``n`` elements, nothing behind its end."""
+    """Write row ``k`` of a block of ``n`` elements, up to its end."""
     at = k * words + lane
     if WHOLE:
         tl.store(array + at, row)
@@ -94,13 +94,13 @@ def put_row(out, row, k, words, n, lane, WHOLE: tl.constexpr, ADD: tl.constexpr)
 
 @triton.jit
 def load_codes(payload, words, lane, WHOLE: tl.constexpr):
-    """The words of codes of a block, uint32."""
+    """The words of a block's codes, as uint32."""
     return load_row(payload, 0, words, words, lane, WHOLE).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def store_codes(out, codes, words, lane, WHOLE: tl.constexpr):
-    """Write the words of codes of a block, uint32."""
+    """Write the words of a block's codes, given as uint32."""
     store_row(out, codes.to(tl.int32, bitcast=True), 0, words, words, lane, WHOLE)
 
 
@@ -109,7 +109,7 @@ def gather(
     x, residual, words, n, lane,
     FIELDS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """The rows of x + residual (with ``FEEDBACK``) of a block, and the bits of the largest magnitude, an int32."""
+    """The rows of a block, x + residual with ``FEEDBACK``, and the bits of the largest magnitude as an int32."""
     rows = ()
     largest = tl.zeros([LANES], tl.int32)
     for k in tl.static_range(FIELDS):
@@ -123,9 +123,9 @@ def gather(
 
 @triton.jit
 def folded(lanes):
-    """The sum of the lanes, a power of two of them up to 1024: lane j += lane j + half, half by half.
+    """The sum of the lanes, a power of two up to 1024: lane j += lane j + half, half by half.
 
-    A sum of two has one order only.
+    Each ``tl.sum`` here adds two numbers, whose sum does not depend on their order.
     """
     for _ in tl.static_range(_MOST_HALVINGS):
         if lanes.shape[0] > 1:
@@ -135,7 +135,7 @@ def folded(lanes):
 
 @triton.jit
 def step_of(maximum, LEVELS: tl.constexpr):
-    """The step with which ``LEVELS`` (float) of them make the maximum; one bit less where they would exceed float32."""
+    """The step that makes the maximum ``LEVELS`` steps, one bit smaller if their product would overflow float32."""
     step = tl.div_rn(maximum, LEVELS)
     bits = bits_of_float(step)
     above = bits_of_float(step * LEVELS) >= INFINITY
@@ -188,9 +188,9 @@ def encode_blocks(
     function: Any, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int, fields: int,
     argument: Any = None, *, heads: int = 1, seed: int = 0, index: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Let ``function`` encode every block of ``x`` + ``residual`` (empty: none); how many blocks are not finite.
+    """Encode every block of ``x`` + ``residual`` (empty: none) by ``function``; return the blocks not finite.
 
-    Raises UsageError for a block that a program cannot keep in its registers.
+    Raises UsageError for a block that does not fit in a program's registers.
     """
     if block > LARGEST_BLOCK:
         raise UsageError(f"block={block}: on a GPU choose {LARGEST_BLOCK} elements or fewer")
@@ -207,7 +207,7 @@ def decode_blocks(
     function: Any, payload: torch.Tensor, out: torch.Tensor, block: int, fields: int, argument: Any = None,
     *, heads: int = 1, add: bool,
 ) -> None:  # fmt: skip
-    """Let ``function`` decode every block, or add what it says; blocks as in ``encode_blocks``."""
+    """Decode every block by ``function``, which writes or adds; blocks are as in ``encode_blocks``."""
     if block > LARGEST_BLOCK:
         raise UsageError(f"block={block}: on a GPU choose {LARGEST_BLOCK} elements or fewer")
     launch(
@@ -217,11 +217,11 @@ def decode_blocks(
 
 
 def _shape(block: int, fields: int) -> dict[str, int]:
-    """A block's words and lanes: Triton's vectors are as long as a power of two."""
+    """The words and lanes of a block. Triton's vectors have a power of two of elements."""
     words = -(-block // fields)
     return {"BLOCK": block, "FIELDS": fields, "WORDS": words, "LANES": int(triton.next_power_of_2(words))}
 
 
 def _warps(block: int, fields: int) -> int:
-    """So many that a thread loads 16 bytes of a row at once, and more where it would have to keep over 64 elements."""
+    """Warps with which a thread loads 16 bytes of a row at once, or more to keep at most 64 elements per thread."""
     return max(block // fields // 128, block // 2048)

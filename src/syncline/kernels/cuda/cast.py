@@ -1,4 +1,4 @@
-"""Rounding to 16 and 8 bit floating-point numbers, for tensors on a GPU: see ``kernels.cast``."""
+"""Rounding to 16-bit and 8-bit floating-point numbers on a GPU, like ``kernels.cast``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .launch import blocks_of, counter, launch
 
 _TILE = 1024
 _WARPS = 4
-"""Elements of a program that rounds to 16 bits, and its warps: 8 elements a thread."""
+"""Elements and warps of a program that rounds to 16 bits: 8 elements per thread."""
 
 _LARGEST_FLOAT16 = tl.constexpr(0x477FE000)
 _LARGEST_BFLOAT16 = tl.constexpr(0x7F7F0000)
@@ -51,7 +51,7 @@ def _widen(half, BRAIN: tl.constexpr):
 
 @triton.jit
 def _narrow(bits, BRAIN: tl.constexpr):
-    """The 16 bits of the nearest number; a finite one beyond the largest is made that one."""
+    """The 16 bits of the nearest number; finite numbers out of range are clipped to the largest."""
     LARGEST: tl.constexpr = _LARGEST_BFLOAT16 if BRAIN else _LARGEST_FLOAT16
     body = bits & BODY
     kept = tl.where((body > LARGEST) & (body < INFINITY), LARGEST, body).to(tl.uint32) | (bits & SIGN)
@@ -127,28 +127,34 @@ def _decode(halves: torch.Tensor, out: torch.Tensor, add: bool, brain: bool) -> 
 
 
 def encode_float16(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """float16 of ``x`` + ``residual`` (empty: none) as int16, a 0 behind an odd last; whether all were finite."""
+    """Round ``x`` + ``residual`` (empty: none) to float16; return whether all elements were finite.
+
+    Payloads are int16; an odd number of elements is followed by a 0.
+    """
     return _encode(x, residual, out, False)
 
 
 def encode_bfloat16(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """bfloat16 of ``x`` + ``residual`` (empty: none) as int16, a 0 behind an odd last; whether all were finite."""
+    """Round ``x`` + ``residual`` (empty: none) to bfloat16; return whether all elements were finite.
+
+    Payloads are int16; an odd number of elements is followed by a 0.
+    """
     return _encode(x, residual, out, True)
 
 
 def decode_float16(halves: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    """float32 of float16 given as int16, written or added."""
+    """Write or add the elements of a float16 payload, given as int16."""
     _decode(halves, out, add, False)
 
 
 def decode_bfloat16(halves: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    """float32 of bfloat16 given as int16, written or added."""
+    """Write or add the elements of a bfloat16 payload, given as int16."""
     _decode(halves, out, add, True)
 
 
 @triton.jit
 def _narrow_e4m3(value):
-    """The 8 bits of the E4M3 number nearest to a float32 of at most 448, ties to even, in a uint32."""
+    """The 8 bits of the E4M3 number nearest to a float32 of at most 448, ties to even, as a uint32."""
     bits = bits_of_float(value)
     body = bits & BODY
     small = bits_of_float(float_of_bits(body) + _SUBNORMAL_MAGIC) - _SUBNORMAL_MAGIC_BITS
@@ -158,7 +164,7 @@ def _narrow_e4m3(value):
 
 @triton.jit
 def _widen_e4m3(code):
-    """float32 of the 8 bits of an E4M3 number in a uint32."""
+    """The float32 of the 8 bits of an E4M3 number in a uint32."""
     body = (code & 0x7F) << 20
     normal = body + _E4M3_BIAS
     small = bits_of_float(float_of_bits(normal + (1 << 23)) - _SMALLEST_NORMAL)
@@ -202,10 +208,10 @@ def _decode_block(
 
 
 def encode_e4m3(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (empty: none) into ``out``; the number of blocks that are not finite."""
+    """Encode ``x`` + ``residual`` (empty: none) into ``out``; return the number of blocks that are not finite."""
     return encode_blocks(_encode_block, x, residual, out, block, 4)
 
 
 def decode_e4m3(payload: torch.Tensor, out: torch.Tensor, block: int, add: bool) -> None:
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes."""
     decode_blocks(_decode_block, payload, out, block, 4, add=add)

@@ -1,7 +1,7 @@
-"""The 16-bit floating-point types on a GPU, bit for bit as ``kernels.halves`` has them.
+"""The 16-bit floating-point types on a GPU, bit for bit like ``kernels.halves``.
 
-In integers rather than by the GPU's own conversions: Triton's interpreter has to give the same, and a codec waits for
-memory anyway. Halves are uint32 whose upper half is 0.
+The code uses integer arithmetic instead of the GPU's conversions, because Triton's interpreter has to give the same
+bits; a codec is limited by memory anyway. Halves are uint32 whose upper half is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REBIAS = tl.constexpr((1 << 32) - ((127 - 15) << 23) + 0xFFF)
 
 @triton.jit
 def widen_float16(half):
-    """float32 of the bits of a float16."""
+    """The float32 of the bits of a float16."""
     body = (half & 0x7FFF) << 13
     exponent = body & 0x0F800000
     normal = body + ((127 - 15) << 23)
@@ -44,7 +44,7 @@ def narrow_float16(bits):
 
 @triton.jit
 def widen_bfloat16(half):
-    """float32 of the bits of a bfloat16."""
+    """The float32 of the bits of a bfloat16."""
     return float_of_bits(half << 16)
 
 

@@ -1,11 +1,11 @@
-"""Starting kernels, and what makes floating-point arithmetic on a GPU give the bits of the processor's.
+"""Starts kernels, and explains how a GPU's floating-point arithmetic gives the bits of the CPU's.
 
 contraction   a*b + c stays two roundings: kernels are compiled without fused multiply-add
-division      ``/`` of float32 is approximate in Triton: kernels say ``tl.div_rn``, and ``tl.sqrt_rn`` for roots
-denormals     are kept: neither Triton nor the Numba kernels flush them
-sums          of a block go over lanes that are folded in halves; ``tl.sum`` promises no order
-NaN           a GPU makes other NaNs than a processor does: they show in payloads of 16-bit numbers, and their sign
-              bits in those of signs; everywhere else a payload holds one fixed NaN
+division      ``/`` of float32 is approximate in Triton: kernels use ``tl.div_rn``, and ``tl.sqrt_rn`` for roots
+denormals     are kept: neither Triton nor the Numba kernels flush them to zero
+sums          of a block use lanes that are folded in halves, since ``tl.sum`` promises no order
+NaN           GPU and CPU produce different NaNs: these show in payloads of 16-bit numbers, and their sign bits in
+              payloads of signs; everywhere else a payload has one fixed NaN
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_WARPS = 16
 
 
 def launch(kernel: Any, programs: int, warps: int, *arguments: Any, **constants: Any) -> None:
-    """Start ``programs`` programs on the device of the first argument, a tensor, in its current stream."""
+    """Start ``programs`` programs in the current stream of the device of the first argument, a tensor."""
     if programs == 0:
         return
     warps = min(int(triton.next_power_of_2(max(1, warps))), _MOST_WARPS)
@@ -28,15 +28,15 @@ def launch(kernel: Any, programs: int, warps: int, *arguments: Any, **constants:
 
 
 def blocks_of(elements: int, block: int) -> int:
-    """The number of blocks, the last of which may be shorter."""
+    """The number of blocks in a tensor; the last block may be shorter."""
     return -(-elements // block)
 
 
 def counter(like: torch.Tensor) -> torch.Tensor:
-    """A zero on the device of a tensor, for kernels to count in."""
+    """A zero on the device of ``like``, in which kernels count."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def signed(word: int) -> int:
-    """32 bits as kernels take them, whatever their value: a number of type int32."""
+    """The int32 with the bits of a 32-bit word, as kernels take it."""
     return word - (1 << 32) if word >= 1 << 31 else word

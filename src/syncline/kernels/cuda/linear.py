@@ -1,6 +1,6 @@
-"""Quantisation to equal steps between -max and max of a block, for tensors on a GPU: see ``kernels.linear``.
+"""Quantisation to equal steps between -max and max of a block on a GPU, like ``kernels.linear``.
 
-A program reads its block once, keeps it in registers while the maximum is found, and writes codes and residual.
+A program reads its block once, keeps it in registers while it finds the maximum, and writes codes and residual.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _decode(payload, out, words, n, LANES: tl.constexpr, WHOLE: tl.constexpr, AD
 
 
 def encode_linear(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (empty: none) into ``out``; the number of blocks that are not finite."""
+    """Encode ``x`` + ``residual`` (empty: none) into ``out``; return the number of blocks that are not finite."""
     return encode_blocks(_encode, x, residual, out, block, 32 // bits, bits)
 
 
 def decode_linear(payload: torch.Tensor, out: torch.Tensor, bits: int, block: int, add: bool) -> None:
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes."""
     decode_blocks(_decode, payload, out, block, 32 // bits, bits, add=add)

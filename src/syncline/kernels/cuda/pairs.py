@@ -1,10 +1,10 @@
-"""Pairs of index and value as words, for tensors on a GPU: see ``kernels.pairs``.
+"""Pairs of index and value as payload words on a GPU, like ``kernels.pairs``.
 
-    writing   14 bytes a pair: 8 of index and value are read, 6 of payload are written; stretches are counted beside
-    reading   6 bytes a pair: halves are read, and words of indices written; values stay where they are
+    writing   14 bytes for each pair: 8 of index and value read, 6 of payload written, and the counts of stretches
+    reading   6 bytes for each pair: the 16-bit indices are read and 32-bit ones written; values stay in the payload
 
-A payload that came from elsewhere is checked before anything of it is used, and whoever checks has to know: reading
-waits for the device, once. Which of several faults of one payload is told may differ from the host.
+A payload from another process is checked before any of it is used, so reading waits for the device once. If a payload
+has several faults, the one reported may differ from the host's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _write(indices, values, heads, halves, words, pairs, TILE: tl.constexpr):
 
 
 def write_pairs(indices: torch.Tensor, values: torch.Tensor, elements: int, out: torch.Tensor) -> int:
-    """The pairs of a tensor as words, the indices increasing; how many words."""
+    """Write pairs with increasing indices as payload words; return the number of words."""
     stretches, pairs = blocks_of(elements, STRETCH), len(indices)
     first = stretches + (pairs + 1) // 2
     out[:stretches].zero_()
-    out[stretches + pairs // 2 : first].zero_()  # the last word of indices, if only half of it is one
+    out[stretches + pairs // 2 : first].zero_()  # the last word of indices, which may have an unused half
     launch(
         _write, blocks_of(pairs, _TILE), _WARPS, indices, values, out, out[stretches:first].view(torch.int16),
         out[first : first + pairs], pairs, TILE=_TILE,
@@ -45,7 +45,7 @@ def write_pairs(indices: torch.Tensor, values: torch.Tensor, elements: int, out:
 
 
 def count_pairs(payload: torch.Tensor, elements: int) -> int:
-    """How many pairs the length of a payload for that many elements says, or that it is wrong: without waiting."""
+    """The number of pairs that the length of a payload allows, or LENGTH if it allows none; does not wait."""
     rest = len(payload) - blocks_of(elements, STRETCH)
     if rest < 0 or rest % 3 == 1:
         return LENGTH
@@ -59,7 +59,7 @@ def _local(halves, at, here):
 
 @triton.jit(do_not_specialize=["elements", "pairs"])
 def _read(heads, begins, halves, indices, faults, elements, pairs, STRETCH: tl.constexpr, TILE: tl.constexpr):
-    """The indices of a stretch; faults in the order of ``_FAULTS``, 1 where there is one."""
+    """Write the indices of a stretch, and a 1 for each fault in the order of ``_FAULTS``."""
     first = tl.program_id(0).to(tl.int64) * STRETCH
     count, begin = tl.load(heads + tl.program_id(0)), tl.load(begins + tl.program_id(0))
     stop = tl.minimum(elements - first, STRETCH)
@@ -80,7 +80,10 @@ def _read(heads, begins, halves, indices, faults, elements, pairs, STRETCH: tl.c
 
 
 def read_indices(payload: torch.Tensor, elements: int, indices: torch.Tensor) -> int:
-    """The indices of a payload whose pairs were counted; their number, or what is wrong. Waits for the device."""
+    """Read the indices of a payload that ``count_pairs`` accepted; return their number, or a fault.
+
+    Waits for the device.
+    """
     stretches, pairs = blocks_of(elements, STRETCH), len(indices)
     heads = payload[:stretches].to(torch.int64) & 0xFFFFFFFF
     faults = torch.zeros(len(_FAULTS), dtype=torch.int32, device=payload.device)

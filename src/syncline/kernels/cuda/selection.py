@@ -1,23 +1,23 @@
-"""Choosing the elements of a tensor that are sent, for tensors on a GPU: see ``kernels.selection``.
+"""Selects the elements of a tensor to send on a GPU, like ``kernels.selection``.
 
-The k largest are found by three counts of digits of the magnitudes (11, 10 and 10 bits, from the highest down), which
-give the k-th largest magnitude whatever the values are. Then every block counts what is larger and what is equal, sums
-over the blocks' counts say where each block's pairs begin, and the pairs are written in the order of their indices.
-Everything is counted in integers, so that no order of the programs shows, and nobody waits. In bytes per element, with
-error feedback and (without):
+Three counts of digits of the magnitudes (11, 10 and 10 bits, from the highest down) give the k-th largest magnitude for
+any values. Then every block counts its larger and its equal elements, sums over these counts say where each block's
+pairs begin, and the pairs are written in the order of their indices. All counts are integers, so the result does not
+depend on the order of the programs, and the host does not wait. Bytes of memory traffic per element, with error
+feedback and (without):
 
-    choose_exactly    8 (4) for each of five readings: three counts of digits, one of blocks, one that collects
+    choose_exactly    8 (4) for each of five readings: three counts of digits, one count per block, one that collects
     choose_reaching   8 (4) for each of two readings: one that counts, one that collects; waits for the device once
-    settle            12 (0): x and residual are read, the residual is written
-    randomk           28 (4): one reading that looks for what is not finite, ``settle``, and the decay of the residual;
-                      random elements beside
+    settle            12 (0): reads x and residual, writes the residual
+    randomk           28 (4): one reading to find elements that are not finite, ``settle``, the decay of the residual,
+                      and accesses to the random elements
 
-Momentum correction adds 4 to each reading, and 8 to ``settle``. Where memory is the limit, 12 (4) cannot be undercut.
+Momentum correction adds 4 to each reading, and 8 to ``settle``. Where memory is the limit, 12 (4) is the minimum.
 
-Kernels that read whole tensors let Triton look at the length: four elements are loaded at once where 16 divide it.
+In kernels that read whole tensors Triton specialises on the length: if 16 divides it, four elements are loaded at once.
 
-The value of an element is computed as on the host, in the same order. A NaN may be another one than there, and so may
-the choice among more NaNs than are sent.
+An element's value is computed in the same order as on the host. NaNs may differ from the host's, and so may the choice
+if there are more NaNs than elements to send.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from .launch import blocks_of, launch, signed
 
 _WARPS = 4
 _ROWS = 32
-"""Blocks whose digits a program counts."""
+"""Blocks whose digits one program counts."""
 
 _DIGITS = ((20, 11), (10, 10), (0, 10))
-"""Shift and width of the digits of a magnitude, as on the host."""
+"""Shift and width of the digits of a magnitude, the same as on the host."""
 
 _TILE = 1024
-"""Pairs, or strata, of a program."""
+"""Pairs or strata that one program handles."""
 
 
 @triton.jit
 def _magnitude(value):
-    """|value| as a whole number that orders like it."""
+    """|value| as a whole number with the same order."""
     return value.to(tl.int32, bitcast=True) & BODY
 
 
 @triton.jit
 def _no_sign_of_zero(value):
-    """Zeros are sent without their sign."""
+    """The value with the sign of a zero removed."""
     return tl.where(value == 0.0, 0.0, value)
 
 
 @triton.jit
 def _moved(x, velocity, momentum, scale, at, here, MOVED: tl.constexpr):
-    """What is added to the residual."""
+    """The addend of the residual."""
     value = tl.load(x + at, mask=here, other=0.0) * scale
     if MOVED:
         value = tl.load(velocity + at, mask=here, other=0.0) * momentum + value
@@ -67,7 +67,7 @@ def _moved(x, velocity, momentum, scale, at, here, MOVED: tl.constexpr):
 
 @triton.jit
 def _values(x, residual, velocity, momentum, scale, at, here, KEPT: tl.constexpr, MOVED: tl.constexpr):
-    """What is chosen from; zeros where nothing is ``here``."""
+    """The values to select from; zeros outside ``here``."""
     value = _moved(x, velocity, momentum, scale, at, here, MOVED)
     if KEPT:
         value = tl.load(residual + at, mask=here, other=0.0) + value
@@ -80,7 +80,7 @@ def _histogram(
     KEPT: tl.constexpr, MOVED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """How often each digit occurs among the magnitudes that begin with the digits found."""
+    """Count each digit among the magnitudes that begin with the digits found so far."""
     first = tl.program_id(0).to(tl.int64) * (BLOCK * ROWS)
     prefix = tl.load(found)
     mine = tl.zeros([1 << WIDTH], tl.int32)
@@ -95,7 +95,7 @@ def _histogram(
 
 @triton.jit(do_not_specialize=["rank"])
 def _descend(counts, found, rank, WIDTH: tl.constexpr):
-    """Append the digit of the element of that rank, and count what has larger ones."""
+    """Append the digit of the element with this rank, and add the number of elements with larger digits."""
     digit = (1 << WIDTH) - 1 - tl.arange(0, 1 << WIDTH)
     count = tl.load(counts + digit).to(tl.int64)
     prefix, larger = tl.load(found), tl.load(found + 1)
@@ -110,7 +110,7 @@ def _count(
     x, residual, velocity, momentum, scale, bound, larger, equal, most, n,
     KEPT: tl.constexpr, MOVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many of a block are larger than the bound, how many equal it, and the largest magnitude."""
+    """The number of a block's elements above the bound and equal to it, and its largest magnitude."""
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     here = at < n
@@ -126,7 +126,10 @@ def _collect(
     x, residual, velocity, momentum, scale, bound, ties, equals, places, indices, values, n, room,
     KEPT: tl.constexpr, MOVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a block's chosen ones from its place on, if that is in the room; ``equals`` equal the bound before it."""
+    """Write a block's chosen pairs from its place on, if that is in the room.
+
+    ``equals`` has the number of elements in earlier blocks that equal the bound.
+    """
     block = tl.program_id(0).to(tl.int64)
     place = tl.load(places + block)
     if place <= room:
@@ -182,7 +185,7 @@ def _put(indices, values, out, pairs, TILE: tl.constexpr):
 
 @triton.jit
 def _drawn(n, k, seed, TILE: tl.constexpr):
-    """The strata of a program, and the index of the element that is drawn of each."""
+    """The strata of a program, and the index drawn from each."""
     j = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     seed = seed.to(tl.uint32, bitcast=True)
     first = j * n // k
@@ -199,7 +202,7 @@ def _sample(
 
 @triton.jit(do_not_specialize=["n", "k", "seed"])
 def _take(source, out, finite, n, k, seed, CLEAR: tl.constexpr, TILE: tl.constexpr):
-    """One element of every stratum, NaN unless all are finite; with ``CLEAR`` zero afterwards where it was."""
+    """Write one element of every stratum, or NaN unless all are finite; with ``CLEAR`` zero it in the source."""
     j, at = _drawn(n, k, seed, TILE)
     right = tl.load(finite) != 0
     value = _no_sign_of_zero(tl.load(source + at, mask=j < k, other=0.0))
@@ -216,7 +219,7 @@ def _spread(values, out, n, k, seed, TILE: tl.constexpr):
 
 
 class _Source(NamedTuple):
-    """What the values are made of, as kernels take it: some tensor stands for those that there are not."""
+    """The terms of the values, as kernels take them; a missing array is represented by another one."""
 
     arrays: tuple[Any, ...]
     elements: int
@@ -224,20 +227,20 @@ class _Source(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Of every block: how many are larger than the bound, how many equal it, and its largest magnitude."""
+    """Counts of every block: elements above the bound, elements equal to it, and the largest magnitude."""
 
     larger: torch.Tensor
     equal: torch.Tensor
     most: torch.Tensor
 
     def finite(self) -> torch.Tensor:
-        """Whether all values are: a tensor of one element."""
+        """Whether all values are finite, as a tensor of one element."""
         return self.most.amax(0, keepdim=True) < NOT_FINITE
 
     def before(self, ties: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """In front of each block: how many equal the bound, and how many are chosen if the first ``ties`` of them are.
+        """For each block, the earlier elements that equal the bound, and the earlier ones chosen; both int64.
 
-        int64; without ``ties`` all that equal the bound are chosen.
+        ``ties`` limits how many of those that equal the bound are chosen; without it all are.
         """
         equals = self.equal.cumsum(0) - self.equal
         taken = equals if ties is None else torch.minimum(equals, ties)
@@ -255,7 +258,7 @@ def _words(like: torch.Tensor, size: int, dtype: torch.dtype = torch.int32) -> t
 
 
 def _rank_largest(source: _Source, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``rank``-th largest magnitude (1: the largest), and how many are larger than it: int64 of one element."""
+    """The ``rank``-th largest magnitude (1: the largest), and how many are larger: int64 tensors of one element."""
     device = source.arrays[0].device
     found = torch.zeros(2, dtype=torch.int64, device=device)
     for shift, width in _DIGITS:
@@ -269,7 +272,7 @@ def _rank_largest(source: _Source, rank: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _counts(source: _Source, bound: torch.Tensor) -> _Counts:
-    """Counts of at least one block."""
+    """The counts of all blocks, at least one."""
     blocks = max(1, blocks_of(source.elements, BLOCK))
     larger, equal, most = (_words(bound, blocks) for _ in range(3))
     launch(
@@ -283,7 +286,7 @@ def _collected(
     source: _Source, bound: torch.Tensor, ties: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor],
     size: int, room: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The ``size`` indices and values of what is larger than ``bound`` and the first ``ties`` that equal it, in order.
+    """The ``size`` indices and values above ``bound``, with the first ``ties`` that equal it, in order.
 
     Blocks whose place is beyond the room are left out.
     """
@@ -298,7 +301,7 @@ def _collected(
 def choose_exactly(
     x: torch.Tensor, residual: Any, velocity: Any, momentum: float, scale: float, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Indices and values of the ``k`` largest, and whether all are finite, a tensor of one element; see ``largest``."""
+    """Indices and values of the ``k`` largest, and whether all are finite, as a tensor of one element."""
     source = _source(x, residual, velocity, momentum, scale)
     bound, larger = _rank_largest(source, k)
     counts, ties = _counts(source, bound), k - larger
@@ -309,9 +312,10 @@ def choose_reaching(
     x: torch.Tensor, residual: Any, velocity: Any, momentum: float, scale: float, k: int,
     drawn: int, rank: int, room: int, seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As ``choose_exactly``, of what reaches the ``rank``-th largest of ``drawn`` elements (0: of what is not zero).
+    """Like ``choose_exactly`` for the elements that reach the ``rank``-th largest of ``drawn`` random ones.
 
-    Fewer than ``k`` where fewer do. It collects from the tensor's start while there is room. Waits for the device.
+    With ``drawn`` of 0 these are all elements that are not zero. Returns fewer than ``k`` if fewer reach it. Collects
+    from the tensor's start while there is room. Waits for the device.
     """
     source = _source(x, residual, velocity, momentum, scale)
     bound = torch.ones(1, dtype=torch.int64, device=x.device)
@@ -339,9 +343,9 @@ def choose_reaching(
 def settle(
     x: torch.Tensor, residual: Any, velocity: Any, momentum: float, scale: float, chosen: torch.Tensor, finite: Any
 ) -> None:
-    """Unless something is not finite: ``residual`` becomes the values, ``velocity`` what was added, zero where chosen.
+    """Set ``residual`` to the values and ``velocity`` to its new value, both to zero where chosen.
 
-    ``finite`` is a tensor of one element.
+    Does nothing unless ``finite``, a tensor of one element, is true.
     """
     source = _source(x, residual, velocity, momentum, scale)
     moved = source.which["MOVED"]
@@ -351,15 +355,15 @@ def settle(
 
 
 def put(indices: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the values at the indices, no two of which are equal."""
+    """Add the values to ``out`` at the indices, which must be distinct."""
     launch(_put, blocks_of(len(indices), _TILE), _WARPS, indices, values, out, len(indices), TILE=_TILE)
 
 
 def take_strata(x: torch.Tensor, residual: Any, decay: float, seed: int, out: torch.Tensor) -> torch.Tensor:
-    """One element at random of as many strata as ``out`` has words, NaNs where anything is not finite.
+    """Write one element at random from each of ``len(out)`` strata, or NaNs if an element is not finite.
 
-    Returns whether all are, a tensor of one element. ``decay`` times what is not taken stays in the residual, if there
-    is one.
+    Returns whether all elements are finite, as a tensor of one element. The residual, unless empty, keeps ``decay``
+    times the elements not taken.
     """
     source = _source(x, residual)
     finite = _counts(source, torch.zeros(1, dtype=torch.int64, device=x.device)).finite()
@@ -376,5 +380,5 @@ def take_strata(x: torch.Tensor, residual: Any, decay: float, seed: int, out: to
 
 
 def put_strata(values: torch.Tensor, seed: int, out: torch.Tensor) -> None:
-    """Add the values at one element of as many strata, those that ``take_strata`` takes."""
+    """Add the values at the elements that ``take_strata`` with the same seed takes."""
     launch(_spread, blocks_of(len(values), _TILE), _WARPS, values, out, len(out), len(values), signed(seed), TILE=_TILE)

@@ -1,4 +1,4 @@
-"""One bit per element, with the means of a block or without, for tensors on a GPU: see ``kernels.signs``."""
+"""One bit per element on a GPU, with one or two scales per block, like ``kernels.signs``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _finite(value):
 
 @triton.jit
 def _keep(rows, residual, above, below, words, n, lane, WHOLE: tl.constexpr):
-    """The residual of a block."""
+    """Update the residual of a block."""
     for k in tl.static_range(_BITS):
         value = rows[k]
         sent = tl.where((bits_of_float(value) >> 31) > 0, below, above)
@@ -96,7 +96,7 @@ def _encode_signs(
         rows += (value,)
     mean = tl.div_rn(folded(lanes), n.to(tl.float32))
     if _finite(mean):
-        # Compared: for a GPU no float compiles as a condition.
+        # A comparison, because Triton does not compile a float as a condition for a GPU.
         scale = tl.full([], VOTE, tl.float32) if VOTE != 0 else mean
         store_float(out, scale)
         if FEEDBACK and VOTE != 0:
@@ -121,21 +121,21 @@ def _decode(payload, out, words, n, LANES: tl.constexpr, WHOLE: tl.constexpr, AD
 
 
 def encode_means(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (empty: none); the number of blocks that are not finite."""
+    """Encode ``x`` + ``residual`` (empty: none); return the number of blocks that are not finite."""
     return encode_blocks(_encode_means, x, residual, out, _BLOCK, 32, heads=2)
 
 
 def encode_signs(
     x: torch.Tensor, kept: torch.Tensor, out: torch.Tensor, vote: float, decay: float
 ) -> torch.Tensor:  # fmt: skip
-    """Payload of ``x`` + ``decay`` * ``kept`` (empty: none); the number of blocks that are not finite.
+    """Encode ``x`` + ``decay`` * ``kept`` (empty: none); return the number of blocks that are not finite.
 
-    Where ``vote`` is 0 the scale is the mean magnitude, and what is kept the residual. Otherwise ``vote`` is the scale,
-    and what is kept all of it.
+    With ``vote`` of 0 the scale is the mean magnitude, and ``kept`` becomes the residual. Otherwise ``vote`` is the
+    scale, and ``kept`` becomes the encoded sum itself, the momentum.
     """
     return encode_blocks(_encode_signs, x, kept, out, _BLOCK, 32, (vote, decay))
 
 
 def decode_bits(payload: torch.Tensor, out: torch.Tensor, scales: int, add: bool) -> None:
-    """The elements that a payload of the right length with one or two scales says, written or added."""
+    """Write or add the elements of a payload of the right length with 1 or 2 scales."""
     decode_blocks(_decode, payload, out, _BLOCK, 32, scales, heads=scales, add=add)

@@ -1,4 +1,4 @@
-"""Stochastic rounding to steps of a block's norm and to powers of two, on a GPU: see ``kernels.stochastic``."""
+"""Stochastic rounding to steps of a block's norm and to powers of two on a GPU, like ``kernels.stochastic``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST_NORM = tl.constexpr(2.0**127)
 
 @triton.jit
 def _norm(x, residual, n, maximum, FEEDBACK: tl.constexpr):
-    """The L2 norm of a block, which is read again in the order of the sum, out of the cache."""
+    """The L2 norm of a block. Reads the block again, from the cache, in the order of the sum."""
     unit = tl.div_rn(1.0, maximum)
     lane = tl.arange(0, _LANES)
     lanes = tl.zeros([_LANES], tl.float32)
@@ -84,13 +84,13 @@ def encode_steps(
     x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor,
     bits: int, levels: int, block: int, seed: int, index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
+    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite."""
     return encode_blocks(_encode_steps, x, residual, out, block, 32 // bits, (bits, levels), seed=seed, index=index)
 
 
 @triton.jit
 def _power(code):
-    """2**(e - 127) with its sign, 0 for e = 0."""
+    """2**(e - 127) with the sign of the code, 0 for e = 0."""
     return float_of_bits(((code & 0x7F) << 23) | ((code & 0x80) << 24))
 
 
@@ -136,10 +136,10 @@ def _decode_powers(
 def encode_powers(
     x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int, seed: int, index: int
 ) -> torch.Tensor:
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite."""
+    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite."""
     return encode_blocks(_encode_powers, x, residual, out, block, 4, seed=seed, index=index)
 
 
 def decode_powers(payload: torch.Tensor, out: torch.Tensor, block: int, add: bool) -> None:
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes."""
     decode_blocks(_decode_powers, payload, out, block, 4, add=add)

@@ -1,4 +1,4 @@
-"""Rounding to -1, 0 or 1 times the largest magnitude of a block, for tensors on a GPU: see ``kernels.ternary``."""
+"""Rounding to -1, 0 or 1 times the largest magnitude of a block on a GPU, like ``kernels.ternary``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HALF_WEIGHT = tl.constexpr(3**10)
 
 @triton.jit
 def _clipped(rows, largest, n, LANES: tl.constexpr, CLIP: tl.constexpr):
-    """The maximum, or ``CLIP`` standard deviations where these are less."""
+    """The maximum, or ``CLIP`` standard deviations if these are smaller."""
     exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
     unit = float_of_bits((254 - exponent) << 23)
     lanes = tl.zeros([LANES], tl.float32)
@@ -54,7 +54,7 @@ def _encode(
         tl.store(out, NAN)
         tl.atomic_add(bad, 1)
     else:
-        # Compared: for a GPU no float compiles as a condition.
+        # A comparison, because Triton does not compile a float as a condition for a GPU.
         maximum = _clipped(rows, largest, n, LANES, CLIP) if CLIP != 0 else float_of_bits(largest)
         other = other_key(seed)
         store_float(out, maximum)
@@ -92,13 +92,13 @@ def encode_trits(
     x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor,
     block: int, stochastic: bool, clip: float, seed: int, index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Payload of ``x`` + ``residual`` (empty: none), ``x`` starting at an index; the number of blocks not finite.
+    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite.
 
-    Blocks have 512 words, and are clipped at ``clip`` standard deviations unless that is 0.
+    A block has 512 words at most. It is clipped at ``clip`` standard deviations unless ``clip`` is 0.
     """
     return encode_blocks(_encode, x, residual, out, block, 20, (stochastic, clip), seed=seed, index=index)
 
 
 def decode_trits(payload: torch.Tensor, out: torch.Tensor, block: int, add: bool) -> None:
-    """The elements that a payload of the right length says, written or added."""
+    """Write or add the elements that a payload of the right length encodes."""
     decode_blocks(_decode, payload, out, block, 20, add=add)

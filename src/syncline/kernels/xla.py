@@ -1,10 +1,10 @@
-"""Calls out of computations that XLA has compiled, compiled too: gradients into their buckets, without the interpreter.
+"""Handlers of XLA's foreign function interface: compiled JAX computations put gradients into buckets without Python.
 
-What XLA hands over is read word by word, by the offsets of its C interface (``xla/ffi/api/c_api.h``): a function in
-machine code takes the address of its parameters (``compiled``), and a call's frame is such parameters. The first array
-of every call, and of what it gives, are two words: the step, and the address of a table whose words are named below.
-So a compiled computation has no address in it, and may be kept and used by other processes. Of what is neither an
-execution nor a question for the version nothing is done.
+A handler reads its call frame word by word, at the offsets of XLA's C interface (``xla/ffi/api/c_api.h``); the address
+of a frame serves as that of a block of parameters (``aot.compiled``). The first array of every call, and of its
+results, is a token of two words: the step, and the address of a table with the words below. So a compiled computation
+contains no address, and JAX may cache it and run it in other processes. A handler answers the question for its
+interface version and serves executions; it ignores all other stages.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Final
 
 import numpy as np
 
-from .compiled import compiled, inner
-from .native import load, memcpy, store, view, write
-from .shares import multiply
+from .aot.compiled import compiled, inner
+from .aot.native import load, memcpy, store, view, write
+from .passes import multiply
 
-# The words of a table.
+# Words of a table.
 DONE: Final = 0
 """How many calls have put their gradients into buckets."""
 BELL: Final = 1
-"""An eventfd that is rung behind each of them."""
+"""An eventfd that is rung after each such call."""
 ASLEEP: Final = 2
-"""Whether somebody waits for it to be."""
+"""Whether a thread waits for the bell."""
 SHARE: Final = 3
-"""What gradients are multiplied by, as a float64, in the type of each."""
+"""The factor of gradients, as a float64; products have the gradients' own type."""
 ONE: Final = 4
-"""1, which is what a ring writes."""
+"""The number 1, which a ring writes to the eventfd."""
 TAKES: Final = 5
-"""Where the row begins that says what is given to the computation at the end."""
+"""The index of the row of arrays that the computation receives at the end."""
 ROWS: Final = 6
-"""From here on where the row of each call begins: how many arrays, and then the columns of each."""
+"""From here on the index of the row of each call. A row has the number of its arrays, then their columns."""
 
 TYPE: Final = 0
 PLACE: Final = 1
 ELEMENTS: Final = 2
 BYTES: Final = 3
 COLUMNS: Final = 4
-"""Of an array: its element type (``passes.CODES``), its address here, its elements and bytes."""
+"""Columns of an array: its element type (``passes.CODES``), its address here, its elements and its bytes."""
 
 MAJOR: Final = 0
 MINOR: Final = 1
-"""The version of XLA's interface that these offsets are of."""
+"""The version of XLA's interface that these offsets belong to."""
 
 _METADATA: Final = 1  # the extension by which XLA asks for the version
 _EXECUTE: Final = 3
@@ -61,7 +61,7 @@ def _data(buffers, number):
 
 @inner
 def _is_execution(extension, stage):
-    """Whether a frame is one; where it asks for the version that is told."""
+    """Whether a frame is an execution. Answers a question for the version."""
     while extension != 0:
         half = view(extension + 8, np.int32(0), 1)
         if half[0] == _METADATA:
@@ -75,7 +75,7 @@ def _is_execution(extension, stage):
 
 @inner
 def _pass_on(arguments, results):
-    """Hand the two words on; the address among them."""
+    """Copy the token to the results; return the table's address in it."""
     token, handed = view(_data(arguments, 0), np.int64(0), 2), view(_data(results, 0), np.int64(0), 2)
     handed[0] = token[0]
     handed[1] = token[1]
@@ -84,7 +84,7 @@ def _pass_on(arguments, results):
 
 @inner
 def _table(extension, stage, arguments, results):
-    """The address of a call's table; 0 where a frame is no execution."""
+    """The address of a call's table, 0 if the frame is no execution."""
     if not _is_execution(extension, stage):
         return np.int64(0)
     return _pass_on(arguments, results)
@@ -95,7 +95,7 @@ def put(
     _size, extension, _api, _context, stage, _5, _6, _7, _8, arguments, _10, _11, _12, _13, results,
     _15, _16, _17, _18, _19, attributes,
 ):  # fmt: skip
-    """Put gradients into their places, multiplied by the share; the attribute says which call this is."""
+    """Copy gradients, times the share, to their places in buckets; the attribute numbers the call."""
     at = _table(extension, stage, arguments, results)
     if at == 0:
         return 0
@@ -120,7 +120,7 @@ def take(
     _size, extension, _api, _context, stage, _5, _6, _7, _8, arguments, _10, _11, _12, _13, results,
     _15, _16, _17, _18, _19, _attributes,
 ):  # fmt: skip
-    """Give the computation what has come."""
+    """Copy the exchanged arrays to the computation's results."""
     at = _table(extension, stage, arguments, results)
     if at == 0:
         return 0

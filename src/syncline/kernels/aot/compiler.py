@@ -1,9 +1,8 @@
-"""Makes the machine code of kernels with Numba: the process that ``objects`` starts.
+"""Compiles kernels with Numba into object files, in the process that ``objects`` starts.
 
-Every function is compiled without Numba's runtime: it can neither allocate nor raise, and needs nothing of Python or
-Numba when it runs. Python calls it through an *entry* that takes the address of its parameters (``compiled``). The
-functions of a module and what they call become one object, which refers to the C library and nothing else; one that
-refers to more is refused here.
+Kernels are compiled without Numba's runtime, so they can neither allocate arrays nor raise, and need nothing of Python
+or Numba when they run. The kernels of a module become one object, each with an entry that takes the address of a block
+of parameters (``compiled``). An object may refer to a few functions of the C library; the compiler refuses any other.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from llvmlite import binding
+from llvmlite import binding, ir
 from numba import njit, types
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 
-from . import instructions, marks, objects
-from .marks import Parameter, Signature
-from .places import keep
+from . import compiled, objects
+from .compiled import Parameter, Signature
 
 C_LIBRARY: Final = frozenset(
     (
@@ -30,63 +30,66 @@ C_LIBRARY: Final = frozenset(
         "sched_yield", "send", "sqrt", "sqrtf", "write",
     )
 )  # fmt: skip
-"""What machine code may refer to."""
+"""The functions that machine code may refer to."""
 
 _SYMBOLS: Final = 2
-"""The kind of a section of ELF that is a table of symbols."""
+"""SHT_SYMTAB: the type of an ELF section that is a symbol table."""
 
+# error_model "numpy": a division by zero gives an infinity or NaN, where Python's model would raise.
 _OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True}
+
+_WORD: Final = ir.IntType(64)
 
 
 class NumbaCompiler:
-    """Marks functions for Numba, and remembers those that Python calls."""
+    """Hands marked functions to Numba and records, for each module, the kernels that need an entry."""
 
     def __init__(self) -> None:
         self.entries: dict[str, list[tuple[str, Callable[..., Any], Signature]]] = {}
 
     def inner(self, function: Callable[..., Any], inline: bool) -> Any:
-        """A function that is compiled with those that call it."""
+        """Compile a function together with the kernels that call it."""
         return njit(inline="always" if inline else "never", **_OPTIONS)(function)
 
     def compiled(self, function: Callable[..., Any], signature: Signature) -> Any:
-        """A function with an entry."""
+        """Compile a kernel and give it an entry."""
         made = self.inner(function, inline=False)
         self.entries.setdefault(function.__module__, []).append((function.__name__, made, signature))
         return made
 
     def instruction(self, name: str) -> Any:
-        """What stands for an instruction."""
-        return getattr(instructions, name)
+        """The implementation of a declaration in ``native``."""
+        return _INSTRUCTIONS[name]
 
     def external(self, name: str, signature: Signature) -> Any:
-        """A function of the C library."""
+        """Declare a function of the C library."""
         result = _type(Parameter(signature.results[0])) if signature.results else types.void
         return types.ExternalFunction(name, result(*map(_type, signature.parameters)))
 
 
 def main() -> None:
-    """Compile modules into an open folder: the arguments are its descriptor, and ``MODULE=DIGEST`` for each.
+    """Compile modules into an open folder. Arguments: the folder's descriptor, then ``MODULE=DIGEST`` for each module.
 
-    The digest is that of the text which the caller has; one line on standard error says why it cannot be done.
+    The digest is that of the source text which the caller has read. A failure prints one line on standard error.
     """
     folder = int(sys.argv[2])
-    compiler = marks.compiler = NumbaCompiler()
+    compiler = compiled.compiler = NumbaCompiler()
     for argument in sys.argv[3:]:
         module, _, digest = argument.partition("=")
         try:
             importlib.import_module(module)
-            if objects.digest(module) != digest:
-                raise RuntimeError(f"the text in {objects.__file__} is not the caller's: has it just been edited?")
+            if objects.digest(module) != digest:  # else later processes would trust code of another text
+                raise RuntimeError(f"the text beside {objects.__file__} is not the caller's: has it just been edited?")
             _keep(folder, module, *_object(compiler.entries[module]))
-        except Exception as error:  # whoever waits shows one line
+        except Exception as error:  # the process that waits reports one line
             sys.exit(f"{module}: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _keep(folder: int, module: str, code: bytes, functions: dict[str, str]) -> None:
-    """The object, and then its manifest, so that one without the other is never read."""
+    """Write the object before its manifest: a reader that finds the manifest then finds the object too."""
     digest = hashlib.sha256(code).hexdigest()
     name = f"{module}-{digest[:16]}.o"
-    keep(folder, name, code)
+    objects.keep(folder, name, code)
     versions = {package: importlib.metadata.version(package) for package in ("numba", "llvmlite")}
     manifest = {
         "sources": objects.digest(module),
@@ -97,11 +100,11 @@ def _keep(folder: int, module: str, code: bytes, functions: dict[str, str]) -> N
         "functions": functions,
         "made by": versions,
     }
-    keep(folder, f"{module}.json", manifest)
+    objects.keep(folder, f"{module}.json", manifest)
 
 
 def _object(entries: list[tuple[str, Callable[..., Any], Signature]]) -> tuple[bytes, dict[str, str]]:
-    """The object of some functions, and by name the symbols of their entries."""
+    """Compile kernels into one object; return it and the symbol of each kernel's entry."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     whole = binding.parse_assembly("")
@@ -130,7 +133,7 @@ def _object(entries: list[tuple[str, Callable[..., Any], Signature]]) -> tuple[b
 
 
 def undefined(code: bytes) -> set[str]:
-    """The symbols that an object of ELF (64 bits, little-endian) needs from elsewhere."""
+    """The undefined symbols of an ELF object (64 bits, little-endian)."""
     (table,), (size, count) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HH", code, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", code, table + size * number) for number in range(count)]
     found = set[str]()
@@ -145,7 +148,7 @@ def undefined(code: bytes) -> set[str]:
 
 
 def _entry(function: Callable[..., Any], signature: Signature) -> tuple[str, str]:
-    """A function that takes the address of its parameters, as LLVM's text, and what Numba calls it."""
+    """A kernel's entry as LLVM assembly, and the name that Numba gave it."""
     entry = njit(_word_of(signature)(types.int64), **_OPTIONS)(_python_entry(function, signature))
     (made,) = entry.overloads.values()
     return entry.inspect_llvm(entry.signatures[0]), made.fndesc.llvm_func_name
@@ -156,12 +159,12 @@ def _word_of(signature: Signature) -> Any:
 
 
 def _python_entry(function: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """Python text that reads parameters out of memory and calls the function, compiled to Python."""
+    """A Python function that reads the parameters of a block and calls the kernel; Numba compiles it."""
     words = signature.size
     lines = ["def entry(block):", f" whole, real = view(block, int_, {words}), view(block, real_, {words})"]
     arguments, at = list[str](), 0
     names: dict[str, Any] = {
-        "view": instructions.view, "table": instructions.table, "function": function,
+        "view": view, "table": table, "function": function,
         "int_": np.int64(0), "real_": np.float64(0), "np": np,
     }  # fmt: skip
     for item in signature.parameters:
@@ -193,9 +196,9 @@ def _number(element: str, at: int) -> str:
 
 
 def _bridge(symbol: str, inside: str, signature: Signature) -> str:
-    """LLVM's text of a function of C that calls one of Numba's, which writes its result to an address.
+    """LLVM assembly of a C function that calls Numba's, which returns a status and writes its result to an address.
 
-    Numba's second address is for an exception, and its own result says whether there is one: there never is.
+    The status and the second address tell of exceptions, which kernels cannot raise.
     """
     word = "double" if _word_of(signature) is types.float64 else "i64"
     return f"""
@@ -211,7 +214,7 @@ define {word} @"{symbol}"(i64 %block) {{
 
 
 def _strip(module: Any, entries: set[str], machine: Any) -> None:
-    """Leave the entries and what they need; RuntimeError where that is Numba's runtime or Python's."""
+    """Remove all that no entry needs; RuntimeError if an entry needs the runtime of Numba or Python."""
     for function in module.functions:
         if not function.is_declaration and function.name not in entries:
             function.linkage = binding.Linkage.internal
@@ -223,8 +226,98 @@ def _strip(module: Any, entries: set[str], machine: Any) -> None:
     passes.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
     raised = any("picklebuf" in item.name for item in module.global_variables)
     if raised or any(item.name.startswith(("numba_", "NRT_", "Py")) for item in module.functions):
-        raise RuntimeError("kernels may neither raise nor allocate")
+        raise RuntimeError(
+            "kernels may neither raise nor allocate: give every range() a step that cannot be 0, such as max(block, 1),"
+            " and let the caller pass arrays in"
+        )
 
 
 def _type(parameter: Parameter) -> Any:
     return getattr(types, parameter.element)
+
+
+# The declarations in ``native`` say what each of these does.
+
+
+@intrinsic
+def view(typing: Any, address: Any, like: Any, size: Any) -> Any:  # noqa: ARG001, D103
+    return _array(address, like, [size])
+
+
+@intrinsic
+def table(typing: Any, address: Any, like: Any, rows: Any, columns: Any) -> Any:  # noqa: ARG001, D103
+    return _array(address, like, [rows, columns])
+
+
+def _array(address: Any, like: Any, sizes: list[Any]) -> Any:
+    # numba.carray returns the array from a function of its own, which code without Numba's runtime cannot do.
+    made = types.Array(like, len(sizes), "C")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        element = context.get_data_type(like)
+        itemsize = context.get_constant(types.intp, context.get_abi_sizeof(element))
+        array = make_array(made)(context, builder)  # type: ignore[no-untyped-call]
+        shape, strides = args[2:], [itemsize]
+        for extent in reversed(shape[1:]):
+            strides.insert(0, builder.mul(extent, strides[0]))
+        data = builder.inttoptr(args[0], element.as_pointer())
+        populate_array(array, data=data, shape=shape, strides=strides, itemsize=itemsize, meminfo=None)  # type: ignore[no-untyped-call]
+        return array._getvalue()
+
+    return made(address, like, *sizes), generate
+
+
+@intrinsic
+def load(typing: Any, address: Any) -> Any:  # noqa: ARG001, D103
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        return builder.load_atomic(builder.inttoptr(args[0], _WORD.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001, D103
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _WORD.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def add(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001, D103
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _WORD.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def fence(typing: Any) -> Any:  # noqa: ARG001, D103
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def float_of_bits(typing: Any, bits: Any) -> Any:  # noqa: ARG001, D103
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def bits_of_float(typing: Any, value: Any) -> Any:  # noqa: ARG001, D103
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+_INSTRUCTIONS: Final[dict[str, Any]] = {
+    "view": view, "table": table, "load": load, "store": store, "add": add, "fence": fence,
+    "float_of_bits": float_of_bits, "bits_of_float": bits_of_float,
+}  # fmt: skip
