@@ -61,7 +61,7 @@ def test_who_has_no_nesterov_cannot_look_ahead(change: dict[str, Any]) -> None:
 
 
 def test_an_optimizer_that_keeps_nothing_has_nothing_for_each_worker() -> None:
-    with pytest.raises(UsageError, match=r"sync=ssp\(momentum=own\) keeps .*, and Plain, as it is set, learns nothing"):
+    with pytest.raises(UsageError, match=r"sync=ssp\(momentum=own\) keeps .*, and Plain, as it is set, has no state"):
         check_kept("own", "ssp", "Plain", keeps=False)
     check_kept("shared", "ssp", "Plain", keeps=False)
     check_kept("own", "ssp", "Heavy", keeps=True)

@@ -1,13 +1,13 @@
-"""Pushes of all workers as one: a plan sums them on their way to the owners, and another copies the weights back.
+"""Pushes of all workers as one sum: one plan sums them on their way to the owners, another copies the weights back.
 
-``Planned`` moves them as they are, ``Coded`` as a codec's payloads. The same on workers, owners or not, and on servers:
-each runs its own part of the same plans.
+``Planned`` moves arrays, ``Coded`` moves a codec's payloads. Workers, workers that own weights, and servers all use the
+same classes: each process runs its own part of the same plans.
 
-``Updating`` are an owner's updates by what all workers have pushed: each bucket's when its push is there and the owner
-knows the values that the update needs (learning rate and so on), which may come before the first push of a step or
-behind the last. No bucket waits for another, so weights go back to the workers while gradients still come. Only an
-optimizer of which nobody knows whether it updates tensors by themselves updates all buckets at once, behind the last
-push. Updates are made in the thread that drives, between two turns of the exchange.
+``Updating`` schedules an owner's updates. A bucket is updated once its push has arrived and the owner knows the values
+that the update needs (the learning rate and others), which may arrive before the first push of a step or after the
+last. No bucket waits for another, so weights return to the workers while gradients still arrive. The exception is an
+optimizer that may not update tensors one by one: it updates all buckets at once after the last push. The thread that
+drives the exchange makes the updates, between two turns.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class Merged:
         self._engine, self._model, self.buckets = session.engine, model, len(model.layout.buckets)
 
     def push(self, number: int, when: When) -> Work:
-        """One exchange with all others; under a codec, the first half of a reduction."""
+        """Start this process's part in the push; under a codec, the first half of a reduction."""
         return self._engine.start(self._push[number], when)
 
     def post(self, number: int, when: When) -> Work:
-        """An owner's part in a push, which never ends when the workers leave."""
+        """Start an owner's part in a push. It never ends if the workers leave."""
         return self._engine.start(self._post[number], when)
 
     def pull(self, number: int, when: When) -> Work:
-        """One exchange with all others; under a codec, what corresponds to the second half."""
+        """Start this process's part in the pull; under a codec, the counterpart of a reduction's second half."""
         return self._engine.start(self._pull[number], when)
 
     def exchanges(self, apart: bool) -> Posted:
-        """Of all workers at once."""
+        """The owner's part, one for all workers together."""
         return Posted(self._engine, self, self._model.layout.priorities, apart)
 
 
 class Planned(Merged):
-    """Gradients are summed by one half of the architecture's plan, weights copied by the other."""
+    """Sums gradients by one half of the architecture's plan and copies weights by the other."""
 
     keeps = False
 
@@ -73,21 +73,21 @@ class Planned(Merged):
         self._pull = [Order(pull, array, _weights_key(model, i), _weights_of(i)) for i, (_, array) in enumerate(arrays)]
 
     def holdings(self) -> list[Holding] | None:
-        """Chunks of the plan."""
+        """This process's chunks of the plan."""
         model, index = self._model, self._index
         if index not in self._plan.owners:
             return None
         return planned(model.layout.buckets, model.gradients, model.weights, self._plan, index)
 
     def know(self, records: Sequence[Record]) -> None:
-        """What is sent next says all."""
+        """Do nothing: the next pull sends whole weights, not differences."""
 
     def resume_at(self, step: int) -> None:
-        """Nothing depends on the step."""
+        """Do nothing: plans do not depend on the step."""
 
 
 class Coded(Merged):
-    """Gradients come as a codec's payloads, and what the updates change goes so."""
+    """Moves gradients as a codec's payloads, and likewise the changes that updates make to the weights."""
 
     def __init__(self, session: Session, model: Model, compression: Compression) -> None:
         super().__init__(session, model)
@@ -106,28 +106,28 @@ class Coded(Merged):
         return self._updates.keeps
 
     def holdings(self) -> list[Holding] | None:
-        """Whole blocks of the codec, with weights of the owner's."""
+        """Whole blocks of the codec, with the owner's own weights."""
         if self._compression.participant.owner < 0:
             return None
         return coded(self._model.layout.buckets, self._model.gradients, self._updates)
 
     def know(self, records: Sequence[Record]) -> None:
-        """What is sent next says the difference to these."""
+        """Take over the workers' weights, since the next pull sends the difference from these."""
         for bucket, array in zip(self._model.layout.buckets, self._model.weights, strict=True):
             write_into(records, [(part, array[at : at + part.elements]) for at, part in placed(bucket)])
 
     def resume_at(self, step: int) -> None:
-        """Told to the codec behind what ``push`` has posted, in the thread that drives."""
+        """Tell the codec, in the thread that drives and after the exchanges that ``push`` has posted."""
         self._engine.wait(self._engine.then("resume", (), partial(self._compression.resume_at, step)))
 
 
 def planned_posts(program: Program, gradients: Sequence[Array]) -> list[Order]:
-    """A server's part in the next exchange of every bucket; it never ends when the workers leave."""
+    """A server's part in the next exchange of every bucket. It never ends if the workers leave."""
     return [Order(program, array, number, f"bucket {number}", tolerant=True) for number, array in enumerate(gradients)]
 
 
 def coded_posts(session: Session, compression: Compression) -> list[CodedOrder]:
-    """The same for compressed gradients."""
+    """A server's part in the next exchange of every bucket, for compressed gradients."""
     numbers = range(compression.buckets)
     return [session.coded_order(compression, number, number, f"bucket {number}", tolerant=True) for number in numbers]
 
@@ -141,9 +141,9 @@ def _weights_of(number: int) -> str:
 
 
 class Posted:
-    """An owner's part in all workers' pushes as one, and in all workers' pulls as one.
+    """An owner's part in the merged pushes and pulls of all workers.
 
-    A bucket's next push and its pull begin when it has been updated, whatever has become of the others.
+    The next push of a bucket and its pull begin once the bucket has been updated, whatever the state of other buckets.
     """
 
     def __init__(self, engine: Engine, traffic: Merged, priorities: Sequence[float], apart: bool) -> None:
@@ -157,40 +157,40 @@ class Posted:
             self._expect(number)
 
     def coming(self, worker: int) -> Sequence[Work]:  # noqa: ARG002
-        """Nothing: what has come is updated as it comes."""
+        """Empty: ``Updating`` waits for the pushes itself."""
         return ()
 
     def settle(self, worker: int) -> None:  # noqa: ARG002
-        """Wait for what is under way."""
+        """Wait for all pushes and pulls in progress."""
         self._engine.wait(*self._pushes, *self._pulls.values())
 
     def add(self, worker: int, bucket: int, scale: float) -> None:
-        """The plan has summed them."""
+        """Never called: the plan sums the pushes."""
         raise NotImplementedError
 
     def update(self, worker: int, bucket: int, update: Update) -> None:  # noqa: ARG002
-        """As ``Updating`` does."""
+        """Tell ``Updating`` the values of a step."""
         self._updating.say(update)()
 
     def release(self, workers: Sequence[int], bucket: int) -> None:
-        """They have been told: what is updated goes to all."""
+        """Do nothing: an updated bucket goes to all workers anyway."""
 
     def rest(self) -> None:
-        """Wait for the pulls."""
+        """Wait for the pulls, which read the weights."""
         self._engine.wait(*self._pulls.values())
 
     def close(self) -> None:
-        """The pushes that have come are none."""
+        """Ignore pushes that have arrived: they belong to no step."""
         self._updating.close()
 
     def _expect(self, number: int) -> None:
-        """Update a bucket when its push, which is posted, has come, and the pull before does not read the weights."""
+        """Update a bucket once its posted push has arrived and the previous pull no longer reads the weights."""
         before = self._pulls.get(number)
         came = [self._pushes[number], *([] if before is None else [before])]
         self._updating.after(number, came, partial(self._go_on, number))
 
     def _go_on(self, number: int) -> None:
-        """A bucket has been updated."""
+        """Send the updated bucket and post its next push."""
         self._pulls[number] = self._traffic.pull(number, self._whens[number])
         self._pushes[number] = self._post(number)
         self._expect(number)
@@ -200,20 +200,20 @@ class Posted:
 
 
 class Updating:
-    """The updates of so many ``buckets``, ``apart`` from each other or all at once, step by step."""
+    """Schedules the updates of all ``buckets``, step by step, each bucket by itself if ``apart``."""
 
     def __init__(self, engine: Engine, buckets: int, apart: bool) -> None:
         self._engine, self._apart = engine, apart
         self._expected = [0] * buckets  # steps that each bucket has been handed over for
         self._told = 0  # steps whose values have been told
-        self._lock = threading.Lock()  # values are told in another thread than pushes end in
-        self._steps: dict[int, _Step] = {}  # of which something is left to update
+        self._lock = threading.Lock()  # one thread tells values while another finishes pushes
+        self._steps: dict[int, _Step] = {}  # the steps that still have buckets to update
         self._closed = False
 
     def after(self, number: int, came: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
-        """Update a bucket for the next step that it has not been handed over for, once all of ``came`` is done.
+        """Update a bucket for its next step once all works in ``came`` are done.
 
-        The work is done behind ``call``, which is called then.
+        ``call`` is called after the update; the returned work ends after that.
         """
         count = self._expected[number]
         self._expected[number] += 1
@@ -230,7 +230,7 @@ class Updating:
         return updated
 
     def say(self, update: Update) -> Callable[[], None]:
-        """Know what updates the buckets of the next step: it does once the answer of this has been called."""
+        """Set how the buckets of the next step are updated. They are updated once the returned function is called."""
         count = self._told
         self._told += 1
         step = self._step(count)
@@ -238,9 +238,9 @@ class Updating:
         return step.open
 
     def close(self) -> None:
-        """Update nothing more: what waits for values that nobody will tell is done without, and nothing follows it.
+        """End all updates: works that wait for a step's values end without it, and call nothing.
 
-        Called by who tells values, behind the last update.
+        The thread that tells values calls this, after the last update.
         """
         with self._lock:
             self._closed = True
@@ -280,7 +280,7 @@ class Updating:
 
 
 class _Step:
-    """What is known of one step."""
+    """The state of one step's updates."""
 
     def __init__(self, engine: Engine, buckets: int) -> None:
         self._engine, self._opened = engine, False
@@ -292,11 +292,11 @@ class _Step:
         self.handed_over = 0
 
     def open(self) -> None:
-        """Let what waits for the values go on, if it does not already."""
+        """Let the works that wait for the step's values continue. May be called twice."""
         if not self._opened:
             self._opened = True
             self._engine.fulfil(self.said)
 
 
 def _nothing(bucket: int) -> None:
-    raise AssertionError(f"bucket {bucket} is updated by what nobody has told")
+    raise AssertionError(f"bucket {bucket} is updated before its step's values are known")

@@ -1,7 +1,7 @@
-"""What workers and servers tell each other besides gradients and weights: small JSON objects, and bodies of any size.
+"""Messages between workers and owners besides gradients and weights: small JSON objects, and bodies of any size.
 
-Owns how they are checked when they come: whoever sends something that no process of this version sends is named, with
-the operation. A body travels in pieces: memory is taken as they come, whatever its size is said to be.
+Received objects are checked field by field. An error names the process that sent what no process of this version sends,
+and the operation. A body travels in pieces; its memory is allocated as they arrive, whatever size was announced.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..errors import ProtocolError
 from ..session.session import Session
 
 BODY_PIECE_BYTES = 64 * 1024 * 1024
-"""What a body is cut into."""
+"""The largest piece of a body."""
 
 _MOST_BODY_BYTES = 1 << 56
 
 REQUESTS, ANSWERS = range(2)
-"""Topics: a process that is a worker and an owner sends both to the same peer."""
+"""Topics. They differ because a process that is both worker and owner sends both to the same peer."""
 
 
 def read_message(session: Session, source: int, label: str, data: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
-    """The JSON object that process ``source`` has sent, with at least these fields; raises ProtocolError."""
+    """Parse the JSON object that process ``source`` has sent and check its ``fields``; raises ProtocolError."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -37,7 +37,7 @@ def read_message(session: Session, source: int, label: str, data: bytes, fields:
 def check_fields(
     session: Session, source: int, label: str, message: Mapping[str, Any], fields: Mapping[str, type]
 ) -> None:
-    """Raise ProtocolError unless an object has these fields, of these types; an int counts from 0."""
+    """Raise ProtocolError unless an object has these fields with these types; an int must not be negative."""
     for name, kind in fields.items():
         value = message.get(name)
         kinds: Any = (int, float) if kind is float else kind
@@ -47,7 +47,7 @@ def check_fields(
 
 
 def nonsense(session: Session, source: int, label: str, why: str) -> ProtocolError:
-    """The error for what no process of this version sends."""
+    """The error for a message that no process of this version sends."""
     return ProtocolError(
         f"{label} from {session.name(source)} makes no sense: {why}; do all processes run the same version on sound"
         " machines?",
@@ -57,13 +57,13 @@ def nonsense(session: Session, source: int, label: str, why: str) -> ProtocolErr
 
 
 def send_body(session: Session, dst: int, body: bytes, label: str, topic: int = REQUESTS) -> None:
-    """Start sending a body of known size."""
+    """Start sending a body whose size the receiver knows."""
     for at in range(0, len(body), BODY_PIECE_BYTES):
         session.send(dst, body[at : at + BODY_PIECE_BYTES], label, topic)
 
 
 def receive_body(session: Session, src: int, size: int, label: str, topic: int = REQUESTS) -> bytes:
-    """Wait for a body of ``size`` bytes; memory is taken as its pieces come."""
+    """Wait for a body of ``size`` bytes, allocating memory piece by piece."""
     if size > _MOST_BODY_BYTES:
         raise nonsense(session, src, label, f"it has {size} bytes")
     pieces = []

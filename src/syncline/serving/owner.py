@@ -1,20 +1,22 @@
-"""The owner's side: it takes gradients in, applies updates, and lets the workers have the new weights.
+"""The owner's side: takes gradients, applies updates, and releases the new weights to the workers.
 
-``Owner`` does what the protocol's state machine decides, wherever the owner is. Knows no messages: a ``server`` is
-asked by them, and ``owners`` are on workers whose pushes are merged, where everybody comes to the same call.
+``Owner`` carries out the decisions of the protocol's state machine. It knows no messages: a ``server`` calls it for the
+requests that arrive; on workers that own weights and merge their pushes, ``owners`` calls it where all ranks make the
+same call.
 
-A push by itself counts by the share of its worker's weight among those of all workers (``Shares``). It says its own
-weight, as a number of samples; nobody meets to compare them. An owner takes the latest that it knows of every worker,
-and of who has not pushed yet that it weighs as much as the one that does. So equal workers count alike from the first
-push on, and of unequal ones a round adds up to the mean over all samples that one worker would take, as soon as the
-owner has heard of all. A share multiplies the gradient, not the rate: what an optimizer keeps (momentum, moments) is of
-gradients. ``PushGroups`` says with which values of the optimizer's groups it is applied.
+``Shares`` weights a push that is applied by itself by its worker's part of all workers' samples. Each push carries its
+own weight, a number of samples, because no collective compares them. An owner uses the latest weight of every worker,
+and assumes for a worker that has not pushed yet the weight of the one that pushes now. So workers of equal weight count
+alike from the first push on. With unequal weights, one push of each adds up to the mean over all samples, as soon as
+the owner has heard from all. The share multiplies the gradient and not the learning rate, because the optimizer's state
+(momentum, moments) is made of gradients. ``PushGroups`` decides with which values of the optimizer's parameter groups a
+push is applied.
 
-``Compensation`` moves gradients that are late to the weights that there are now. A worker's gradient g is one on the
-weights w that it was sent; meanwhile others have made w' of them. The gradient there is g + H (w' - w) to the first
-order, and the elements of g g stand in for the Hessian H: Zheng et al., "Asynchronous stochastic gradient descent with
-delay compensation", ICML 2017. Cost: a copy of what is owned for every worker, and one pass over gradients and both
-weights, in blocks that stay in the cache.
+``Compensation`` adjusts late gradients to the current weights. A worker computed its gradient g on the weights w that
+it was sent; meanwhile other pushes have turned them into w'. To the first order the gradient at w' is g + H (w' - w),
+where the squares of g's elements approximate the diagonal of the Hessian H: Zheng et al., "Asynchronous stochastic
+gradient descent with delay compensation", ICML 2017. It costs a copy of the owned weights for every worker, and one
+pass over gradients and both weights in blocks that stay in the cache.
 """
 
 from __future__ import annotations
@@ -37,27 +39,28 @@ from .shard import Build, Groups, Holding, Shard
 from .traffic import Pushes
 
 MOST_WEIGHT = 1e18
-"""Of a push; what is more makes sums overflow."""
+"""The largest weight of a push; larger ones would make sums overflow."""
 
 
 class Answers(Protocol):
     """How an owner answers its workers."""
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
-        """Tell these workers the squared norm of the gradients here."""
+        """Tell these workers the squared norm of the gradients of this owner's part."""
         ...
 
     def release(self, released: Release) -> None:
-        """Let these workers have the weights, and go on."""
+        """Send the weights to these workers and let them go on."""
         ...
 
 
 class Owner:
-    """Keeps the ledger of one shard and does what it says.
+    """Keeps the ledger of one shard and carries out its decisions.
 
-    ``buckets`` are pushed by themselves; where workers tell of a step at once that is ``ALL``. ``version`` counts the
-    updates of weights; the last may still be on its way, bucket by bucket. ``lags`` are how many had been made since
-    the weights on which each worker's last push was computed, of the bucket with most.
+    ``buckets`` are those that workers push one by one, or ``ALL`` if one message announces a whole step. ``version``
+    counts the updates of the weights; those of the last update may still be in progress, bucket by bucket. ``lags``
+    has, for each worker, how many updates had been made since the weights of its last push were sent, in the bucket
+    where these are most.
     """
 
     def __init__(
@@ -72,10 +75,10 @@ class Owner:
         self.lags = [0] * session.group.workers
         factor = application_of(mode).compensate
         self._compensation = Compensation(shard.holdings, session.group.workers, factor) if factor else None
-        self._leaving: tuple[bytes, bytes | None] = b"", None  # state and weights on their way to other owners
+        self._leaving: tuple[bytes, bytes | None] = b"", None  # packed state and weights for the new owners
 
     def handle(self, request: Request) -> None:
-        """Take a worker's message; raises MismatchError for one that is not its next, or differs from the others'."""
+        """Handle a worker's message; raises MismatchError if it is out of turn or contradicts another worker's."""
         pushes, answers = self.pushes, self._answers
         for action in self.ledger.handle(request):
             if isinstance(action, Measure):
@@ -97,7 +100,7 @@ class Owner:
                 answers.release(action)
 
     def _update(self, action: Apply, bucket: int) -> None:
-        """One update, which is observed."""
+        """Apply an update, with a span for the observer."""
         observer = self._session.observer
         if observer is None:
             self._apply(action, bucket)
@@ -110,10 +113,10 @@ class Owner:
         span.end()
 
     def _apply(self, action: Apply, bucket: int) -> None:
-        """One update; raises ProtocolError that names the worker whose values are none of this optimizer's."""
+        """Apply an update; an error names the worker whose values do not fit this optimizer."""
         try:
             values = action.values
-            if self._adds:  # these were pushes' own
+            if self._adds:  # scales and skips were applied to each push
                 self.shard.apply(bucket, action.newest["groups"], 1.0)
                 return
             times = 1.0 if action.worker == ALL else self._shares.of(action.worker, values["weight"])
@@ -133,17 +136,17 @@ class Owner:
                 rank=-1 if action.worker == ALL else self._session.member.number(action.worker),
             ) from error
 
-    # Where another layout takes the place of this one (``session.layout``), slices have other owners.
+    # A new layout (``session.layout``) gives slices to other owners.
 
     def move_out(self, keeps: bool) -> None:
-        """The model's memory is about to be laid out anew: take what is owned out of it.
+        """Save state, and weights if ``keeps``, before the model's memory is laid out anew.
 
-        ``keeps``: the owners' weights may say more than those that all know.
+        ``keeps``: the owners' weights may be more precise than those of the workers.
         """
         self._leaving = pack(self.shard.state()), pack(self.shard.weights()) if keeps else None
 
     def move_in(self, holdings: Sequence[Holding]) -> None:
-        """It has been, and this process owns these slices now; all owners call it together."""
+        """Take over these slices in the new layout, with the state that the owners share; all owners call this."""
         mine = {held.slice.tensor for held in holdings}
         (state, weights), self._leaving = self._leaving, (b"", None)
         learnt = [one for one in self._shared(state) if one.slice.tensor in mine]
@@ -162,35 +165,35 @@ class Owner:
 def shard_of(
     session: Session, holdings: Sequence[Holding], build: Build, learnt: Sequence[Record], *, apart: bool
 ) -> Shard:
-    """What this process owns, updated as the strategy says."""
+    """The shard of this process, updated as the strategy says."""
     workers = 1 if momentum_of(session.strategy.sync_mode()) == "shared" else session.group.workers
     return Shard(holdings, build, learnt, apart=apart and _by_bucket(session), workers=workers)
 
 
 def _by_bucket(session: Session) -> bool:
-    """Whether owners update bucket by bucket where the optimizer allows it.
+    """Whether owners update bucket by bucket if the optimizer allows it.
 
-    Pushes that are updates by themselves they do so where workers tell the values of a step when it begins.
+    Where each push is an update, that needs the values of a step at its beginning, as with ``apply="layer"``.
     """
     strategy = session.strategy
     return strategy.sync_mode().merges or strategy.schedule_object().apply == "layer"
 
 
 class Shares:
-    """What one owner knows of the weights of so many workers."""
+    """What one owner knows of the weights of all workers."""
 
     def __init__(self, workers: int) -> None:
         self._weights: list[float | None] = [None] * workers
 
     def of(self, worker: int, weight: float) -> float:
-        """What to multiply that worker's gradient by, of ``weight``: 1 where all weigh alike, 0 for nothing."""
+        """Record a worker's ``weight`` and return the factor of its gradient: 1 if all weigh alike, 0 for none."""
         self._weights[worker] = weight
         total = sum(weight if known is None else known for known in self._weights)
         return weight * len(self._weights) / total if total else 0.0
 
 
 class PushGroups:
-    """With which values one of so many workers' pushes is applied, under a mode of that name."""
+    """Adapts the values of the optimizer's groups to a sync mode in which each worker's push is an update."""
 
     def __init__(self, mode: SyncMode, workers: int, sync: str) -> None:
         self._workers, self._sync = workers, sync
@@ -198,16 +201,16 @@ class PushGroups:
         self._looks_ahead = momentum_of(mode) == "dana"
 
     def __call__(self, groups: Groups) -> Groups:
-        """The groups as they are then; raises UsageError for those with which that cannot be."""
+        """The adapted groups; raises UsageError for groups that the mode cannot use."""
         if self._shares:
             groups = shared_rate(groups, self._workers, self._sync)
         return looking_ahead(groups, self._sync) if self._looks_ahead else groups
 
 
 def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
-    """The groups with a share of their learning rates, so that a push of each worker moves as far as one of all.
+    """The groups with each learning rate divided by the number of workers: N pushes then move as far as one step.
 
-    Raises UsageError for a group that has none.
+    Raises UsageError for a group without a learning rate.
     """
     shared = []
     for number, group in enumerate(groups):
@@ -223,7 +226,7 @@ def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
 
 
 def looking_ahead(groups: Groups, sync: str) -> Groups:
-    """The groups with Nesterov's momentum; raises UsageError for a group that has no such thing."""
+    """The groups with Nesterov's momentum; raises UsageError for a group without momentum."""
     for number, group in enumerate(groups):
         if "nesterov" not in group or not group.get("momentum") or group.get("dampening"):
             raise UsageError(
@@ -235,29 +238,32 @@ def looking_ahead(groups: Groups, sync: str) -> Groups:
 
 
 def check_kept(momentum: Momentum, sync: str, optimizer: str, keeps: bool) -> None:
-    """Raise UsageError where an optimizer of that name, which ``keeps`` something or not, has nothing of the kind."""
+    """Raise UsageError if the mode keeps momentum for each worker and the optimizer has none.
+
+    ``keeps`` says whether the optimizer has any state from one step to the next; ``optimizer`` is its name.
+    """
     if momentum != "shared" and not keeps:
         raise UsageError(
-            f"sync={sync}(momentum={momentum}) keeps for every worker what the optimizer learns, and {optimizer}, as it"
-            " is set, learns nothing from one step for the next: give it momentum, or leave momentum= out"
+            f"sync={sync}(momentum={momentum}) keeps the optimizer's state for every worker, and {optimizer}, as it is"
+            " set, has no state from one step to the next: give it momentum, or leave momentum= out"
         )
 
 
 class Compensation:
-    """What an owner has sent to each of so many workers; ``factor`` is the lambda of the paper."""
+    """Keeps the weights that each worker was sent; ``factor`` is the lambda of the paper."""
 
     def __init__(self, holdings: Sequence[Holding], workers: int, factor: float) -> None:
         self._holdings, self._factor = holdings, factor
         self._sent = [[_told(held).copy() for held in holdings] for _ in range(workers)]
 
     def note(self, workers: Iterable[int], bucket: int) -> None:
-        """These are sent the weights of a bucket, or of ``ALL``, as they are now."""
+        """Record that these workers are sent the current weights of a bucket, or of ``ALL``."""
         for worker in workers:
             for sent, held in self._of(worker, bucket):
                 np.copyto(sent, _told(held))
 
     def correct(self, worker: int, bucket: int, scale: float) -> None:
-        """Compensate a worker's gradients, which lie in the holdings and will be multiplied by ``scale``."""
+        """Compensate a worker's gradients in the holdings, which the optimizer will multiply by ``scale``."""
         for sent, held in self._of(worker, bucket):
             compensate(held.gradient, held.weights, sent, self._factor * scale)
 
@@ -272,7 +278,7 @@ def _told(held: Holding) -> Array:
 
 
 def compensate(gradient: Array, now: Array, then: Array, factor: float) -> None:
-    """``gradient += factor * gradient**2 * (now - then)``, all of one type and size; in place."""
+    """Compute ``gradient += factor * gradient**2 * (now - then)`` in place, all of one type and size."""
     step = max(1, BLOCK_BYTES // gradient.itemsize)
     room = np.empty(min(step, gradient.size), gradient.dtype)
     times = gradient.dtype.type(factor)

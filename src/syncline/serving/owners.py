@@ -1,7 +1,7 @@
-"""How a worker talks to the processes that hold and update the weights.
+"""The worker's side: how a worker talks to the processes that own and update the weights.
 
-``RemoteOwners`` asks by messages whoever serves, ``LocalOwners`` is for workers that own the slices themselves and all
-come to each call together, where every owner takes all their messages.
+``RemoteOwners`` sends requests to servers, or to threads that serve beside workers. ``LocalOwners`` is for workers that
+own the slices themselves and make every call together: each owner then handles the messages of all workers.
 """
 
 from __future__ import annotations
@@ -28,59 +28,60 @@ from .traffic import Traffic, Update
 NOTHING: Mapping[str, type] = {}
 
 _RELEASED = {"version": int, "clock": int, "ahead": int, "lag": int, "waited_s": float, "for": int, "met": str}
-"""What servers say when they send weights."""
+"""The fields of a server's answer that goes with weights."""
 
 
 class Owners(Protocol):
-    """The processes that hold and update the weights, as a worker sees them."""
+    """The processes that own and update the weights, as a worker sees them."""
 
     count: int
-    """How many they are."""
+    """The number of owners."""
     answers_one: bool
-    """Whether one worker alone may ask for the state; otherwise all have to."""
+    """Whether a single worker may ask for the state; otherwise all must."""
 
     def squared_norm(self, clock: int) -> float:
         """The squared norm of all averaged gradients of step ``clock``."""
         ...
 
     def tell(self, clock: int, values: StepValues, changed: int = 0) -> None:
-        """Have the update of step ``clock`` applied, whose gradients are under way, or will be.
+        """Have the update of step ``clock`` applied, whose gradients are being pushed or will be.
 
-        ``values`` are what it needs of a worker. ``changed`` tells the changes of weights before it from others; it has
-        to be the same on all workers.
+        ``values`` are this worker's values for the update. ``changed`` identifies the changes that the script made to
+        weights before the step; it must be the same on all workers.
         """
         ...
 
     def told(self) -> None:
-        """Return when the owners have taken what they were told last: this worker may go on."""
+        """Wait until the owners have accepted the last step told to them; then this worker may go on."""
         ...
 
     def shadow(self, kind: int, clock: int, teller: int) -> bool:
-        """Take part in what workers with batches do, who show tickets of ``kind``; whether to pull weights then.
+        """Take part, without batches, in a call of the workers that have some; return whether to pull weights then.
 
-        ``teller`` is one of them.
+        ``kind`` is the kind of their tickets, ``teller`` one of these workers.
         """
         ...
 
     def meet(self, clock: int, call: str) -> tuple[int, str]:
-        """Have the owners wait, after step ``clock``, until all workers that have not left do so; the clock of all.
+        """Wait, after step ``clock``, until all workers that have not left call this; return the clock of all.
 
-        Each says at which ``call`` it is, and is told at which all have met: another one than that of who joins. Owners
-        then send the weights of all buckets. Only where every push is an update by itself.
+        Each worker gives the ``call`` that it is in. The result also names the call in which they met, which differs
+        for a worker in ``join()``. Owners then send the weights of all buckets. Only for modes where each push is an
+        update.
         """
         ...
 
     def updated(self, number: int, push: Work) -> Work:
-        """What is done when this process has updated what it owns of a bucket, behind its push."""
+        """A work that ends when this process has updated its part of a bucket after the push."""
         ...
 
     @property
     def shard(self) -> Shard | None:
-        """What this process owns itself, where the gradients of all are summed in its own."""
+        """This process's own shard, if the merged gradients arrive in its own gradients."""
         ...
 
     def ask(self, what: Told) -> list[Record]:
-        """What ``Shard.told`` says, from all owners; under a codec their weights know more than the workers'."""
+        """The records ``what`` of all owners. Under a codec, their weights are more precise than the workers'."""
         ...
 
     def load(self, records: list[Record]) -> None:
@@ -88,27 +89,30 @@ class Owners(Protocol):
         ...
 
     def replace(self, weights: list[Record]) -> None:
-        """Let the owners have these weights, which the script has changed; rank 0's count, all workers call it."""
+        """Give the owners weights that the script has changed. Rank 0's count; all workers call this."""
         ...
 
     def resume(self, step: int, weights: list[Record]) -> None:
-        """Go on from that step with these weights, as far as there are any; all workers call it."""
+        """Go on from ``step`` with these weights, which may be none; all workers call this."""
         ...
 
     def move_out(self, keeps: bool) -> None:
-        """The model's memory is about to be laid out anew: take what this process owns out of it.
+        """Save what this process owns before the model's memory is laid out anew.
 
-        ``keeps``: the owners' weights may say more than those that all know.
+        ``keeps``: the owners' weights may be more precise than those of the workers.
         """
         ...
 
     def move_in(self, traffic: Traffic, buckets: int) -> None:
-        """It has been, in so many buckets, and this process owns other slices; all workers call it."""
+        """Take over slices in the new layout with ``buckets`` buckets; all workers call this."""
         ...
 
 
 class LocalOwners:
-    """The workers own the slices: every call is collective, ``shard`` is this rank's (None when it owns nothing)."""
+    """Owners that are the workers themselves: every call is collective.
+
+    ``shard`` belongs to this rank, and is None if it owns nothing.
+    """
 
     answers_one = False
 
@@ -116,10 +120,10 @@ class LocalOwners:
         self._session = session
         self._owner = None if shard is None else Owner(session, shard, self, self)
         self._updating = self._updating_of(buckets)
-        self._pushes: dict[int, Work] = {}  # the last ones
-        self._open: Callable[[], None] = _nothing  # lets the updates of the step begin that has been told
-        self._known: Sequence[Work] = ()  # done when it is known that all tell the same
-        self._telling: tuple[Meeting, StepValues] | None = None  # what they tell, while that is not known
+        self._pushes: dict[int, Work] = {}  # the last push of each bucket
+        self._open: Callable[[], None] = _nothing  # lets the updates of the last step told begin
+        self._known: Sequence[Work] = ()  # done when all workers are known to tell the same
+        self._telling: tuple[Meeting, StepValues] | None = None  # what is told, until all are known to agree
         self._squared = 0.0
         roles = session.strategy.roles
         assert roles is not None
@@ -135,7 +139,7 @@ class LocalOwners:
         return sum(float(part) for part in self._session.gather(repr(self._squared).encode()))
 
     def tell(self, clock: int, values: StepValues, changed: int = 0) -> None:
-        """All ranks must bring the same values; owners then update their slices."""
+        """Ranks compare tickets first and raise MismatchError for unequal values."""
         said = json.dumps([clock, values, changed], sort_keys=True)
         meeting = self._session.meet(COMMIT, zlib.crc32(said.encode()))
         self._take("push", clock, values)
@@ -145,7 +149,7 @@ class LocalOwners:
         self._telling = meeting, values
 
     def told(self) -> None:
-        """All have come, with the same; who has no batches is told what that is."""
+        """Also tells the values of the step to workers without batches."""
         self._session.engine.wait(*self._known)
         if self._telling is not None:
             (meeting, values), self._telling = self._telling, None
@@ -154,7 +158,7 @@ class LocalOwners:
                 self._session.tell_all(json.dumps(values).encode(), tellers[0])
 
     def shadow(self, kind: int, clock: int, teller: int) -> bool:
-        """What is done together; weights come with the optimizer's step."""
+        """Weights arrive with the optimizer's step."""
         if kind == NORM:
             self._norm(clock)
         if kind != COMMIT:
@@ -168,12 +172,12 @@ class LocalOwners:
         return True
 
     def updated(self, number: int, push: Work) -> Work:
-        """In the thread that drives."""
+        """Called in the thread that drives."""
         self._pushes[number] = push
         return push if self._updating is None else self._updating.after(number, [push])
 
     def _take(self, kind: Kind, clock: int, values: Mapping[str, Any]) -> None:
-        """What each worker would tell a server, which is the same of all."""
+        """Handle the message that each worker would send to a server; all are the same."""
         if self._owner is not None:
             for worker in range(self._session.world_size):
                 self._owner.handle(Request(kind, worker, clock, values))
@@ -181,74 +185,74 @@ class LocalOwners:
     def _updating_of(self, buckets: int) -> Updating | None:
         return None if self.shard is None else Updating(self._session.engine, buckets, self.shard.apart)
 
-    # As ``Pushes`` and ``Answers``: what all have come for is there, and each worker goes on and pulls by itself.
+    # As ``Pushes`` and ``Answers``: all ranks are in the same call, and each pulls by itself.
 
     def settle(self, worker: int) -> None:  # noqa: ARG002
-        """The last step has waited for its pulls."""
+        """Wait for the last pushes; the last step has already waited for its pulls."""
         self._session.engine.wait(*self._pushes.values())
 
     def add(self, worker: int, bucket: int, scale: float) -> None:
-        """Pushes are summed by their plan."""
+        """Never called: the plan sums the pushes."""
         raise NotImplementedError
 
     def update(self, worker: int, bucket: int, update: Update) -> None:  # noqa: ARG002
-        """When the workers are known to agree."""
+        """Let the update begin once the workers are known to agree."""
         assert self._updating is not None
         self._open = self._updating.say(update)
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:  # noqa: ARG002
-        """To be gathered."""
+        """Keep this owner's part; ``_norm`` gathers the parts."""
         self._squared = squared
 
     def release(self, released: Release) -> None:
-        """Nobody is told."""
+        """Do nothing: each worker pulls by itself."""
 
     def meet(self, clock: int, call: str) -> tuple[int, str]:
-        """They go in step."""
+        """Return at once: these workers go in step."""
         return clock, call
 
     @property
     def shard(self) -> Shard | None:
-        """This rank's."""
+        """The shard of this rank."""
         return None if self._owner is None else self._owner.shard
 
     def ask(self, what: Told) -> list[Record]:
-        """Collective."""
+        """Collective: gathers the records of all ranks."""
         parts = self._session.gather(pack([] if self.shard is None else self.shard.told(what)))
         name, number = self._session.name, self._session.member.number
         return [record for rank, part in enumerate(parts) for record in unpack(part, name(rank), number(rank))]
 
     def load(self, records: list[Record]) -> None:
-        """Collective in effect: every owner keeps what it owns."""
+        """Collective in effect: every owner keeps its own slices."""
         if self.shard is not None:
             self.shard.load(records)
 
     def replace(self, weights: list[Record]) -> None:
-        """Every owner keeps what it owns."""
+        """Every owner keeps its own slices."""
         if self.shard is not None:
             self.shard.load_weights(weights)
 
     def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
-        """Every owner keeps what it owns."""
+        """Every owner keeps its own slices."""
         self.replace(weights)
 
     def move_out(self, keeps: bool) -> None:
-        """Its slices are on their way from now on."""
+        """The slices travel to their new owners in ``move_in``."""
         if self._owner is not None:
             self._owner.move_out(keeps)
 
     def move_in(self, traffic: Traffic, buckets: int) -> None:
-        """From the other owners."""
+        """Collective: the owners share their slices."""
         if self._owner is not None:
             self._owner.move_in(traffic.holdings() or [])
         self._updating, self._pushes = self._updating_of(buckets), {}
 
 
 class RemoteOwners:
-    """Whoever owns slices is asked by messages: server processes, or threads beside workers, of this one too."""
+    """Owners that answer requests: server processes, or threads beside workers, including this one."""
 
     answers_one = True
-    shard = None  # what others push does not lie in the gradients of this worker
+    shard = None  # pushes do not arrive in this worker's gradients
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -257,8 +261,8 @@ class RemoteOwners:
         self._servers = roles.places(session.group)
         self.count = len(self._servers)
         self._merges = session.strategy.sync_mode().merges
-        self._versions = [0] * self.count  # of the weights that each sent last
-        self._replies: list[Work] = []  # to what they were told last
+        self._versions = [0] * self.count  # the version of the weights that each server sent last
+        self._replies: list[Work] = []  # answers to the last step told
         self._ahead = 0  # how many clocks ahead of the slowest worker this one may begin its next step
 
     def squared_norm(self, clock: int) -> float:
@@ -273,9 +277,9 @@ class RemoteOwners:
         return found
 
     def tell(self, clock: int, values: StepValues, changed: int = 0) -> None:
-        """Every server answers once it knows what all workers tell, or where each is an update by itself, has made it.
+        """A server answers once all workers have told the step or, where each push is an update, has made it.
 
-        It may be asked for something else behind that.
+        The worker may send other requests before that answer.
         """
         self.told()
         if not self._merges:
@@ -284,7 +288,7 @@ class RemoteOwners:
         self._replies = self._begin({"kind": "push", "clock": clock, "values": told}, self._each())
 
     def told(self) -> None:
-        """It has all answers."""
+        """Waits for the answers of all servers."""
         if self._replies:
             answers, self._replies = self._released("push", self._replies), []
             if not self._merges:
@@ -292,7 +296,7 @@ class RemoteOwners:
                 self._session.coordination.pushed(max(answer["lag"] for answer in answers), waited_s, held_by)
 
     def meet(self, clock: int, call: str) -> tuple[int, str]:
-        """Every server answers when all have come."""
+        """Every server answers once all workers have come."""
         self.told()
         replies = self._begin({"kind": "meet", "clock": clock + 1, "call": call})
         answers = self._released("meet", replies)
@@ -306,21 +310,21 @@ class RemoteOwners:
         return answers
 
     def shadow(self, kind: int, clock: int, teller: int) -> bool:  # noqa: ARG002
-        """Of a step's backward pass alone the workers tell each other."""
+        """Announce a push without values and wait until the servers release this worker."""
         self.told()
         self._replies = self._begin({"kind": "shadow", "clock": clock}, self._each())
         self.told()
         return True
 
     def updated(self, number: int, push: Work) -> Work:  # noqa: ARG002
-        """Nothing is here."""
+        """Return the push: this process updates nothing."""
         return push
 
     def _each(self) -> list[dict[str, int]]:
         return [{"version": version} for version in self._versions]
 
     def ask(self, what: Told) -> list[Record]:
-        """Any worker may, alone."""
+        """Any worker may ask, alone."""
         found: list[Record] = []
         for server, reply in zip(self._servers, self._ask({"kind": what}, {"size": int}), strict=True):
             body = receive_body(self._session, server, reply["size"], f"the owner's {what}", ANSWERS)
@@ -328,34 +332,37 @@ class RemoteOwners:
         return found
 
     def load(self, records: list[Record]) -> None:
-        """Any worker may load, alone; the last one counts."""
+        """Any worker may load, alone. The last load counts."""
         self._put({"kind": "load"}, records)
 
     def replace(self, weights: list[Record]) -> None:
-        """Rank 0 tells the servers; nothing is applied before it has, and the others have, pushed."""
+        """Rank 0 tells the servers, before any worker's next push can be applied."""
         if self._session.rank == 0:
             self._put({"kind": "replace"}, weights)
 
     def resume(self, step: int, weights: list[Record]) -> None:
-        """Rank 0 tells the servers, and nobody goes on before they know."""
+        """Rank 0 tells the servers; a barrier keeps the others from going on before that."""
         if self._session.rank == 0:
             self._put({"kind": "resume", "step": step}, weights)
         self._session.barrier()
 
     def move_out(self, keeps: bool) -> None:
-        """Nothing is here."""
+        """Do nothing: this process owns nothing."""
 
     def move_in(self, traffic: Traffic, buckets: int) -> None:
-        """The servers know."""
+        """Do nothing: the servers know the new layout."""
 
     def leave(self, over: Work | None) -> None:
-        """Tell all owners that this worker asks no more; one that serves itself goes on until no worker does."""
-        self.told()  # who is held by the bound leaves behind its release
+        """Tell all owners that this worker sends no more requests.
+
+        A worker that serves, with ``over`` as the end of its service, waits until no worker needs it.
+        """
+        self.told()  # a worker held by the staleness bound leaves after its release
         for server in self._servers:
             self._send(server, {"kind": "leave"})
         if over is not None:
             engine = self._session.engine
-            engine.wait(engine.then("the others' last steps", [over]))  # by the limit of progress
+            engine.wait(engine.then("the others' last steps", [over]))  # the engine's progress limit bounds this
 
     def _put(self, request: Mapping[str, Any], records: list[Record]) -> None:
         self.told()
@@ -367,19 +374,19 @@ class RemoteOwners:
             self._session.engine.wait(self._listen(server, f"the answer to a {request['kind']}"))
 
     def _ask(self, request: Mapping[str, Any], fields: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
-        """Ask all servers; their answers, which have these fields."""
+        """Send a request to all servers; return their answers, which have these fields."""
         self.told()
         return self._finish(request["kind"], self._begin(request), fields)
 
     def _begin(self, request: Mapping[str, Any], each: Sequence[Mapping[str, Any]] | None = None) -> list[Work]:
-        """Ask all servers, with something for ``each`` beside."""
+        """Send a request to all servers, with additional fields for ``each``."""
         replies = [self._listen(server, f"the answer to a {request['kind']}") for server in self._servers]
         for server, more in zip(self._servers, each or [{}] * self.count, strict=True):
             self._send(server, {**request, **more})
         return replies
 
     def _finish(self, kind: str, replies: Sequence[Work], fields: Mapping[str, type]) -> list[dict[str, Any]]:
-        """Their answers, which have these fields."""
+        """Wait for the answers of all servers, which have these fields."""
         self._session.engine.wait(*replies)
         return [
             read_message(self._session, server, f"the answer to a {kind}", reply.result, fields)
@@ -400,10 +407,10 @@ class RemoteOwners:
 
 
 def _agreed(meeting: Meeting, then: Callable[[], None]) -> None:
-    """All workers have come; raises MismatchError unless with the same."""
+    """Call ``then`` after all workers have come; raises MismatchError if their tickets differ."""
     meeting.tickets()
     then()
 
 
 def _nothing() -> None:
-    """Where this process owns nothing."""
+    """Open nothing: this process owns nothing, or the step is open already."""

@@ -1,36 +1,35 @@
 """The protocol between workers and the owners of their weights, as a state machine: messages in, actions out.
 
-Every owner keeps a ``Ledger``, be it a process of its own or a worker. It knows no sockets, threads, clocks or arrays:
-who moves messages and weights tells it what has come, and does what it answers.
+Every owner, a server or a worker, keeps a ``Ledger``. It knows no sockets, threads, clocks or arrays: its caller moves
+messages and weights, tells it what has arrived, and carries out the actions that it returns.
 
-A worker pushes its gradients of a step, with the values that the update needs from it, and goes on when it is released;
-before that it may ask for their norm. What is pushed by itself is applied and released by itself: a bucket, or ``ALL``
-of them where one message says that the whole step has been pushed. A worker without batches is the ``shadow`` of the
-others where their pushes are merged: it pushes zeros, and has no say in what they agree on.
+A worker pushes its gradients of a step together with the values that the update needs, and goes on when it is released.
+Before the push it may ask for the gradients' norm. The unit of pushes is a bucket, or ``ALL`` buckets if one message
+announces the whole step; each unit is applied and released by itself. Where pushes are merged, a worker without batches
+is a ``shadow`` of the others: it pushes zeros, and its values are not compared with theirs.
 
-The sync mode is the rule. Where it merges, the pushes of all workers for a step are one update, with values on which
-they agree; an owner may take them in by one plan. Where it does not, every push is an update by itself, with the newest
-values that are known: a slow worker's push is applied with the learning rate that those ahead of it have come to. In
-both cases the mode says which workers wait for how slow a one. Bulk-synchronous training merges and lets nobody go on
-before all have pushed; what does not merge is asynchronous SGD, with or without a bound.
+The sync mode is the rule. If it merges, the pushes of all workers for a step are one update with values on which they
+agree, and one plan may sum them. If it does not, every push is an update with the newest known values: a slow worker's
+push is applied with the learning rate that faster workers have already reached. In both cases the mode says how far a
+worker may be ahead of a slower one. Bulk-synchronous training merges and lets nobody go on before all have pushed.
+Without merging it is asynchronous SGD, with or without a bound on staleness.
 
-Where pushes are not merged a worker may leave between two steps, and is the slowest no more. Workers may also meet
-there: who has come holds up nobody, and when all have that have not left, all are sent the same weights and go on from
-the clock of the fastest.
+Without merging, a worker may leave between two steps and then no longer counts as the slowest. Workers may also meet
+there. A worker that has come to the meeting holds up nobody. When all workers that have not left have come, all are
+sent the same weights and go on from the clock of the fastest.
 
-With so many backup workers the slowest of the others is the one that is waited for. An update is the sum of what has
-been pushed, made when that one has come to another clock; who comes later goes on at once, and what it has pushed is
-part of the next update, or, where it comes again before that, of one of its own. Nothing is lost, and nobody waits for
-the slowest (Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop 2016, where it is dropped).
+With backup workers, the b slowest are not waited for. An update is the sum of the pushes so far, made when the slowest
+of the others reaches a new clock. A later worker goes on at once, and its push becomes part of the next update, or of
+an update of its own if it pushes again before that. No push is lost, and nobody waits for the slowest (Chen et al.,
+"Revisiting Distributed Synchronous SGD", ICLR workshop 2016, which drops late gradients instead).
 
 Rules
-* A worker's message is for its next step, each bucket once, and it begins a step only when it has been released from
-  all of the one before; all else raises and changes nothing.
-* What is merged is agreed on: all workers bring the same values for a step, and ask for the norm all or none.
-* ``Apply`` comes once for every update and bucket, its versions count from 1, and before the ``Release`` that it makes
-  possible.
-* A worker's clock, the steps that it has pushed, only grows. How far it is ahead of the slowest when it is released is
-  the staleness of the step that it may begin; ``Release`` says it.
+* A worker's message is for its next step, with each bucket once. It begins a step only after it has been released from
+  all buckets of the step before. Anything else raises and changes nothing.
+* Merged pushes agree: all workers bring the same values for a step, and either all ask for the norm or none does.
+* ``Apply`` comes once for every update and bucket, with versions counted from 1, before the ``Release`` that it allows.
+* A worker's clock, the number of steps it has pushed, only grows. Its lead over the slowest worker at its release is
+  the staleness of the step that it may begin; ``Release`` has it.
 
 Theory: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
@@ -46,18 +45,21 @@ from ..errors import MismatchError
 from ..sync import backup_of
 
 JOIN = "join()"
-"""The call of who has no more batches: it meets others at whatever call they come to, until all are at this one."""
+"""The call of a worker without further batches. It meets others at any call of theirs, until all are at this one."""
 
 ALL = -1
-"""In place of a worker's number: all of them, whose pushes are one. In place of a bucket's: the whole step."""
+"""In place of a worker's number: all workers, whose pushes are one. In place of a bucket's: the whole step."""
+
+
+_NO_SHADOWS = "which this sync mode does not allow, since every push is an update by itself: leave instead"
 
 
 class Rule(Protocol):
-    """What the ledger asks of a sync mode; the slowest worker must always be allowed to go on."""
+    """What the ledger asks of a sync mode. It must always let the slowest worker go on."""
 
     @property
     def merges(self) -> bool:
-        """Whether all workers' pushes for a step are one update, or each is one by itself."""
+        """Whether the pushes of all workers for a step are one update, instead of one update each."""
         ...
 
     def may_proceed(self, clock: int, slowest: int) -> bool:
@@ -70,11 +72,12 @@ Kind = Literal["norm", "push", "shadow", "meet", "leave"]
 
 @dataclass(frozen=True)
 class Request:
-    """A worker's message: ``push`` says that its gradients are under way, ``norm`` asks for their norm before.
+    """A worker's message.
 
-    ``shadow`` is a push of zeros without values. ``meet`` says that before this step it waits for all others to do so
-    too, ``leave`` that it makes none any more.
-    ``values`` are what the update needs from the worker: the optimizer's group values and the clipping factor.
+    ``push``: its gradients are on their way. ``norm``: it asks for their norm first. ``shadow``: a push of zeros
+    without values. ``meet``: before this step it waits until all others meet too. ``leave``: it makes no more steps.
+
+    ``values`` are the worker's values for the update: those of the optimizer's groups, and the clipping factor.
     """
 
     kind: Kind
@@ -86,7 +89,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Measure:
-    """Compute the norm of that worker's gradients, or of the sum of ``ALL``, of that step; tell ``workers``."""
+    """Compute the norm of a worker's gradients of a step, or of the sum of ``ALL``, and tell it to ``workers``."""
 
     worker: int
     clock: int
@@ -95,7 +98,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Add:
-    """Add the push of that worker for step ``clock`` to the next update of ``ALL``; ``lag`` is as for ``Apply``."""
+    """Add a worker's push for step ``clock`` to the next update of ``ALL``. ``lag`` is defined as for ``Apply``."""
 
     worker: int
     clock: int
@@ -106,10 +109,10 @@ class Add:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the push of that worker for step ``clock``, or the merged one of ``ALL``: it makes that version.
+    """Apply a worker's push for step ``clock``, or the merged one of ``ALL``, which makes ``version``.
 
-    ``values`` came with the push, ``newest`` with the latest of who has made most steps. ``lag`` is how many updates
-    had been made to the bucket since the weights that the worker was sent last.
+    ``values`` came with the push, ``newest`` with the latest push of the worker that has made most. ``lag`` is the
+    number of updates made to the bucket since the weights that the worker was sent last.
     """
 
     worker: int
@@ -123,10 +126,10 @@ class Apply:
 
 @dataclass(frozen=True)
 class Release:
-    """Send the bucket's weights to these workers: as far as it is concerned, they go on.
+    """Send a bucket's weights to these workers and let them go on.
 
-    ``ahead`` is how many clocks each is ahead of the slowest, ``by`` the worker whose message they have waited for,
-    ``met`` the call at which all have met, if they have.
+    ``ahead`` is the lead of each over the slowest in clocks, ``by`` the worker whose message released them, ``met`` the
+    call at which all have met, if they have.
     """
 
     workers: tuple[int, ...]
@@ -141,11 +144,11 @@ Action = Measure | Add | Apply | Release
 
 @dataclass
 class _Page:
-    """A bucket's: the last step that each worker has pushed, who waits, and the first push of steps to be applied.
+    """The state of a bucket: for each worker the last step pushed, those that wait, and pushes not yet applied.
 
-    ``sent`` are the versions that workers were sent last, ``latest`` their latest pushes, the newest behind the others,
-    and ``made`` how many there were of each.
-    ``added`` are the workers whose pushes wait for the next update, ``level`` is the clock that the last one was of.
+    ``sent`` has the version that each worker was sent last. ``latest`` has the latest push of each worker, the newest
+    last, and ``made`` the number of its pushes. ``added`` are workers whose pushes wait for the next update, and
+    ``level`` is the clock at which the last update was made.
     """
 
     clocks: list[int]
@@ -161,9 +164,10 @@ class _Page:
 
 @dataclass
 class _Turn:
-    """A worker's next step: how many buckets it has pushed of it, and how many of the step before are released.
+    """A worker's next step: the buckets that it has begun, and those of the step before that are released.
 
-    ``back`` are those that it has pushed and that are released already, and count for the step behind it.
+    ``back`` counts buckets that it has pushed of this step and that are released already; they count for the step
+    after.
     """
 
     clock: int
@@ -173,9 +177,9 @@ class _Turn:
 
 
 class Ledger:
-    """Keeps how far every worker is, who waits for whom, and what is still to be applied, under a rule.
+    """Keeps how far every worker is, who waits for whom, and which pushes are still to be applied, under a rule.
 
-    ``buckets`` are the numbers of what is pushed by itself. Messages call workers as ``called`` does.
+    ``buckets`` are the numbers of the units that are pushed by themselves. Errors call workers as ``called`` does.
     """
 
     def __init__(
@@ -193,20 +197,20 @@ class Ledger:
         self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
         self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
         self._left: set[int] = set()
-        self._met: dict[int, str] = {}  # those that wait for all others between two steps, and at which call
+        self._met: dict[int, str] = {}  # workers that wait in a meeting, and their calls
 
     @property
     def clocks(self) -> list[int]:
-        """The steps that each worker has pushed as a whole."""
+        """The number of whole steps that each worker has pushed."""
         return [turn.clock - 1 for turn in self._turns]
 
     def clock_of(self, worker: int) -> int:
-        """Those of one."""
+        """The number of whole steps that one worker has pushed."""
         return self._turns[worker].clock - 1
 
     @property
     def awaited(self) -> dict[int, int]:
-        """Worker -> step of those whose push, or question for the norm, others wait for; from any thread."""
+        """Worker -> step, for workers whose push or question for the norm others wait for. Safe in any thread."""
         late: dict[int, int] = {}
         moving = self._moving()
         for page in self._pages.values():
@@ -224,14 +228,14 @@ class Ledger:
         return late
 
     def _moving(self) -> list[int]:
-        """The workers that make steps: one of them is the slowest."""
+        """The workers that make steps. One of them is the slowest."""
         return [worker for worker in self._workers if worker not in self._left and worker not in self._met]
 
     def handle(self, request: Request) -> list[Action]:
-        """Take a worker's message; what has to be done now, in order.
+        """Handle a worker's message; return the actions to carry out, in order.
 
-        Raises MismatchError, and changes nothing, when the message is not the worker's next one or when it differs from
-        those that it has to be merged with.
+        Raises MismatchError, without any change, if the message is not the worker's next one or contradicts those that
+        it has to be merged with.
         """
         self._check_turn(request)
         if request.kind in ("meet", "leave"):
@@ -255,13 +259,13 @@ class Ledger:
         return [*measured, *self._apply(page, request), *self._release(page, request.bucket, request.worker)]
 
     def _push(self, turn: _Turn) -> None:
-        """One bucket more has been; behind the last comes the next step."""
+        """Count one more pushed bucket; after the last one the next step begins."""
         turn.ready, turn.begun = turn.ready - 1, turn.begun + 1
         if turn.begun == len(self._pages):
             turn.clock, turn.ready, turn.begun, turn.back = turn.clock + 1, turn.back, 0, 0
 
     def _stop(self, request: Request) -> list[Action]:
-        """The worker makes no steps any more, or none before all have met: nobody waits for one of it."""
+        """The worker leaves, or waits for a meeting: nobody waits for its steps meanwhile."""
         if request.kind == "leave":
             self._left.add(request.worker)
         else:
@@ -274,7 +278,7 @@ class Ledger:
         return found
 
     def _part(self, last: int) -> list[Action]:
-        """All have met: all get the same weights, and nobody is ahead."""
+        """All workers have met: send all the same weights, with nobody ahead."""
         met, clock = tuple(sorted(self._met)), max(self.clocks)
         call = next((call for call in self._met.values() if call != JOIN), JOIN)
         self._met.clear()
@@ -300,7 +304,7 @@ class Ledger:
         return self._measured(clock)
 
     def _measured(self, clock: int) -> list[Action]:
-        """The norm of a step, once all have asked that have batches."""
+        """Measure the norm of a step once all workers with batches have asked."""
         asked = self._asked.get(clock)
         if asked is None or len(asked) + len(self._shadows.get(clock, ())) < len(self._workers):
             return []
@@ -332,7 +336,7 @@ class Ledger:
         return found
 
     def _come_to(self, page: _Page, bucket: int) -> list[Action]:
-        """One update of all that has been added, where who is waited for has come to another clock."""
+        """Make one update of all added pushes if the slowest awaited worker has reached a new clock."""
         level = self._level(page)
         if not self._backup or level <= page.level:
             return []
@@ -348,12 +352,15 @@ class Ledger:
         return [Apply(ALL, newest.clock, page.version, bucket, newest.values, newest.values)]
 
     def _newest(self, page: _Page) -> Request:
-        """The latest push of who has made most, and has not left: a schedule that has ended is nobody else's."""
+        """The latest push of the worker with most pushes among those that have not left.
+
+        A worker that has left may have ended its learning-rate schedule; the others must not inherit its values.
+        """
         here = [worker for worker in page.latest if worker not in self._left] or list(page.latest)
         return page.latest[max(reversed(here), key=lambda worker: page.made[worker])]
 
     def _level(self, page: _Page) -> int:
-        """The clock of the slowest worker that is waited for, of those that make steps; 0 where there are none."""
+        """The clock of the slowest awaited worker among those that make steps; 0 if there are none."""
         clocks = sorted(page.clocks[worker] for worker in self._moving())
         return clocks[min(self._backup, len(clocks) - 1)] if clocks else 0
 
@@ -384,7 +391,7 @@ class Ledger:
             )
 
     def _is_next(self, request: Request) -> bool:
-        """Whether the worker has been released from the step before, and has not sent this yet."""
+        """Whether the worker has been released from the step before and has not sent this message yet."""
         worker, clock = request.worker, request.clock
         if worker not in self._moving() or (self._rule.merges and request.kind in ("meet", "leave")):
             return False
@@ -397,16 +404,16 @@ class Ledger:
         return page is not None and page.clocks[worker] == clock - 1 and worker not in page.waiting
 
     def _check_shadow(self, request: Request) -> None:
-        """Somebody has to have batches, whose values count, and to wait for all."""
+        """At least one worker must have batches, because its values count, and the rule must merge."""
         shadows = {*self._shadows.get(request.clock, ()), request.worker}
         if not self._rule.merges or len(shadows) == len(self._workers):
             raise MismatchError(
-                f"{self._called(request.worker)} takes part in step {request.clock} without batches, and"
-                f" {'so do all' if self._rule.merges else 'every push is an update by itself'}"
+                f"{self._called(request.worker)} takes part in step {request.clock} without batches,"
+                f" {'and so do all others: one of them has to have batches' if self._rule.merges else _NO_SHADOWS}"
             )
 
     def _check_meeting(self, request: Request) -> None:
-        """Who meets does it for one thing."""
+        """All workers that meet must be in the same call."""
         call = request.values.get("call", "")
         for worker, other in self._met.items():
             if request.kind == "meet" and JOIN not in (call, other) and call != other:
@@ -417,7 +424,7 @@ class Ledger:
                 )
 
     def _check_norm(self, request: Request) -> None:
-        """A worker that waits for the norm would wait forever for one that pushes without asking."""
+        """Norms and pushes of one step must not mix: a worker that waits for the norm would wait forever."""
         clock, worker = request.clock, request.worker
         asked = self._asked.get(clock, {})
         if request.kind == "norm":

@@ -1,15 +1,15 @@
-"""What owners hold as records of slices, and records as bytes: a JSON table and elements behind one another, no pickle.
+"""Records of what owners hold for slices of tensors, and their serialisation without pickle.
 
-8 bytes   length of the table (little endian)
-table     [[tensor, start, stop, key, type, shape] or [tensor, start, stop, key, null, value], ...]
-elements  raw, in the order of the table
+    8 bytes   length of the table (little endian)
+    table     JSON: [[tensor, start, stop, key, type, shape] or [tensor, start, stop, key, null, value], ...]
+    elements  raw, in the order of the table
 
-An owner holds slices of tensors; a checkpoint wants whole ones. Records of any slices that cover a tensor say the same,
-so that state leaves and enters as if one process had trained, whoever owns what. A slice counts elements in the order
-in which they lie in memory. Elements have the types of any framework: nothing here computes with them.
+An owner holds slices of tensors; a checkpoint has whole ones. Records of any slices that cover a tensor are equivalent,
+so state is saved and loaded as if one process had trained, whichever process owns what. A slice counts elements in
+memory order. Elements may have the types of any framework, because this module does not compute with them.
 
-What comes from another process is checked: every length against the bytes that are there, every type and name, and that
-nothing comes twice or is left over.
+Data from another process is checked: every length against the bytes that are there, every type and name, and that no
+entry is repeated and no byte left over.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ ITEM_BYTES = {
     "complex32": 4,
     "float4_e2m1fn_x2": 1,
 }
-"""What elements may be, by the names of NumPy, ml_dtypes and PyTorch, and the bytes of one."""
+"""The types that elements may have, by their names in NumPy, ml_dtypes and PyTorch, and the bytes of one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """A tensor in nobody's framework: the name of its type, its shape, and its memory as bytes, flat."""
+    """A tensor without a framework: the name of its type, its shape, and its memory as flat bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,12 +53,12 @@ class Elements:
 
     @classmethod
     def of(cls, array: Array) -> Elements:
-        """Those of a contiguous array, whose memory they are."""
+        """The elements of a contiguous array, sharing its memory."""
         return cls(str(array.dtype), array.shape, array.reshape(-1).view(np.uint8))
 
     @property
     def array(self) -> Array:
-        """The same memory as an array of a type that NumPy has."""
+        """The same memory as a NumPy array."""
         found: Array = self.data.view(numpy_dtype(self.dtype)).reshape(self.shape)
         return found
 
@@ -67,12 +67,12 @@ Value = Elements | bool | int | float | str | None
 """One entry of an optimizer's state."""
 
 State = dict[str, Value]
-"""The optimizer's state of a slice; of the slice's size are those entries that have an element for each of its own."""
+"""The optimizer's state of a slice. An entry is a scalar or tensor; some have one element for each of the slice."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One entry of what is known of a slice."""
+    """One entry of what an owner holds for a slice."""
 
     slice: Slice
     key: str
@@ -80,13 +80,13 @@ class Record:
 
     @property
     def elementwise(self) -> bool:
-        """Whether the value has an element for each of the slice."""
+        """Whether the value has one element for each element of the slice."""
         value = self.value
         return isinstance(value, Elements) and value.shape != () and math.prod(value.shape) == self.slice.elements
 
 
 def states_of(records: Iterable[Record], slices: Sequence[Slice]) -> list[State]:
-    """What records of whole tensors, or of any slices that cover them, say of these slices; values are copies."""
+    """The states of these slices, from records of whole tensors or of any slices that cover them; copies values."""
     found: list[State] = [{} for _ in slices]
     known = _by_tensor(records)
     for state, part in zip(found, slices, strict=True):
@@ -106,9 +106,9 @@ def states_of(records: Iterable[Record], slices: Sequence[Slice]) -> list[State]
 
 
 def write_into(records: Iterable[Record], parts: Iterable[tuple[Slice, Array]]) -> None:
-    """Give arrays of slices what records of whole tensors, or of any slices, say of them.
+    """Fill arrays of slices from records of whole tensors or of any slices.
 
-    Raises ValueError for what does not have an element of the array's type for each of the slice.
+    Raises ValueError for a record without one element of the array's type for each element of its slice.
     """
     known = _by_tensor(records)
     for part, array in parts:
@@ -132,7 +132,7 @@ def _common(one: Slice, other: Slice) -> bool:
 
 
 def _copy(record: Record, part: Slice, target: NDArray[np.uint8]) -> None:
-    """Copy what a record and a slice have in common to the slice's memory."""
+    """Copy the elements that a record and a slice share into the slice's memory."""
     assert isinstance(record.value, Elements)
     known = record.slice
     start, stop = max(part.start, known.start), min(part.stop, known.stop)
@@ -143,7 +143,7 @@ def _copy(record: Record, part: Slice, target: NDArray[np.uint8]) -> None:
 
 
 def pack(records: Iterable[Record]) -> bytes:
-    """Records to bytes; raises UsageError for a value that is neither a tensor's nor plain."""
+    """Serialise records; raises UsageError for a value that is neither a tensor nor a plain value."""
     table: list[list[object]] = []
     bodies: list[bytes] = []
     for record in records:
@@ -161,7 +161,7 @@ def pack(records: Iterable[Record]) -> bytes:
 
 
 def unpack(data: bytes, who: str, rank: int) -> list[Record]:
-    """Bytes that process ``rank``, which messages call ``who``, has packed, to records; raises ProtocolError."""
+    """Parse the records that process ``rank``, called ``who`` in messages, has packed; raises ProtocolError."""
     try:
         return _unpack(memoryview(data))
     except (ValueError, TypeError, RecursionError) as error:
@@ -204,7 +204,7 @@ def _whole(*numbers: Any) -> bool:
 
 
 def _elements(data: memoryview, at: int, kind: Any, shape: Any) -> tuple[Elements, int]:
-    """The elements at an offset, in memory of their own, and where the next ones are."""
+    """Copy the elements at an offset; return them and the offset of the next ones."""
     if kind not in ITEM_BYTES or not isinstance(shape, list) or not _whole(*shape):
         raise ValueError(f"a tensor of type {kind!r:.100} and shape {shape!r:.100}")
     size = math.prod(shape) * ITEM_BYTES[kind]

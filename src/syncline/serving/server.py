@@ -1,10 +1,10 @@
-"""A server, until the workers leave: an owner that is asked by messages, or one that only adds gradients up.
+"""A server process until the workers leave: an owner that answers requests, or a server that only sums gradients.
 
-An owner is a process that does nothing else, or, where every push is an update by itself, a thread of a worker
-(``serve_beside``). It takes up whichever message is complete, its gradients included, in no order of workers.
-``Summing`` takes part in the workers' exchange of gradients, and holds no weights.
+``Server`` is an owner. It is a process of its own or, where every push is an update, a thread beside a worker
+(``serve_beside``). It handles each message as soon as that and the gradients it announces are complete, whatever the
+order of workers. ``Summing`` takes part in the workers' exchange of gradients and holds no weights.
 
-A server has posted its part in the next push, and that it hears of another layout (``session.layout``).
+A server always has its part in the next push posted, and a receive for news of another layout (``session.layout``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .single import Single
 from .traffic import Model, Traffic
 
 REQUEST_BYTES = 1 << 20
-"""The longest request of a worker: the values of its parameter groups."""
+"""The longest request of a worker, with the values of its parameter groups."""
 
 REPLY_BYTES = 1 << 10
 """The longest answer of a server."""
@@ -52,28 +52,28 @@ _FIELDS: dict[str, dict[str, type]] = {
     "meet": {"clock": int, "call": str},
     "leave": {},
 }
-"""What each kind of request has to say."""
+"""The fields of each kind of request."""
 
 _MOST_CALL = 64
-"""Letters of the name of a call at which workers meet."""
+"""The longest name, in letters, of a call at which workers meet."""
 
 _OF_STEPS = ("norm", "push", "shadow")
-"""Requests behind the gradients of a step."""
+"""Requests that follow the gradients of a step."""
 
 
 Lay = Callable[[Sequence[Bucket]], tuple[Sequence[Array], Sequence[Array]]]
-"""Cuts a model's memory into other buckets: their gradients and their weights."""
+"""Divides a model's memory into other buckets; returns their gradients and their weights."""
 
 
 class Relay(NamedTuple):
-    """A model, and how its memory is cut anew."""
+    """A model, and the function that lays its memory out anew."""
 
     model: Model
     lay: Lay
 
 
 def traffic_of(session: Session, model: Model) -> Traffic:
-    """How a model's gradients and weights travel between workers and owners, as the sync mode and the codec say."""
+    """How a model's gradients and weights travel between workers and owners, as the sync mode and the codec require."""
     if not session.strategy.sync_mode().merges:
         return Single(session, model)
     return Planned(session, model) if model.compression is None else Coded(session, model, model.compression)
@@ -81,7 +81,7 @@ def traffic_of(session: Session, model: Model) -> Traffic:
 
 @dataclass
 class _Standing:
-    """Of a worker that waits: the parts that it has been sent, its staleness, and since when it waits."""
+    """A waiting worker: how many parts it has been sent, its staleness, and when it began to wait."""
 
     parts: int = 0
     ahead: int = 0
@@ -89,9 +89,9 @@ class _Standing:
 
 
 class Server:
-    """Serves a shard to workers that send requests; ``traffic`` is how their gradients and its weights travel.
+    """Serves a shard to workers that send requests; ``traffic`` carries their gradients and the weights.
 
-    ``relay`` is how its model is laid out anew; without one the layout stays as it is.
+    Without ``relay`` the layout never changes.
     """
 
     def __init__(self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None) -> None:
@@ -100,17 +100,17 @@ class Server:
         self._merges = session.strategy.sync_mode().merges
         self._parts = range(traffic.buckets) if shard.apart and not self._merges else (ALL,)
         self._owner = Owner(session, shard, self._exchanges, self, self._parts)
-        self._begun: dict[int, set[int]] = {}  # worker -> the parts of its step that it has pushed, where not yet all
+        self._begun: dict[int, set[int]] = {}  # worker -> parts pushed of an unfinished step
         self._standing = [_Standing() for _ in range(session.group.workers)]
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
-        self._gone: set[int] = set()  # those that have said that they leave
-        self._messages: dict[int, dict[str, Any]] = {}  # that have come, from the workers that have not left
+        self._gone: set[int] = set()  # workers that have announced their end
+        self._messages: dict[int, dict[str, Any]] = {}  # requests that have arrived and wait for gradients
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
         self._heard = None if relay is None else session.everyone.listen(LABEL)
         session.engine.expect(self._expects)
 
     def serve(self) -> None:
-        """Return when every worker has left; raises the fault when there is one."""
+        """Serve until every worker has left; raises the run's fault if there is one."""
         engine, workers = self._session.engine, range(self._session.group.workers)
         while not engine.over(self._all_left):
             coming = [work for worker in self._requests for work in self._next(worker)]
@@ -124,7 +124,7 @@ class Server:
                 self._replace(self._heard, self._relay)
 
     def _take(self, worker: int) -> None:
-        """Do what a worker has asked for, and listen for more."""
+        """Handle a worker's request, and post the receive of its next one."""
         if not self._take_parts(worker):
             return
         message = self._messages.pop(worker)
@@ -138,7 +138,10 @@ class Server:
             self._requests[worker] = self._listen(worker)
 
     def _take_parts(self, worker: int) -> bool:
-        """Do what has come of a push that is taken in bucket by bucket; whether the message can be taken as a whole."""
+        """Handle the arrived buckets of a push that is taken bucket by bucket.
+
+        Returns True for a request that is handled as a whole instead.
+        """
         message = self._messages[worker]
         if message["kind"] != "push" or ALL in self._parts:
             return True
@@ -154,7 +157,7 @@ class Server:
         return False
 
     def _next(self, worker: int) -> Sequence[Work]:
-        """What a worker's request waits for, or itself when it can be answered."""
+        """The works that a worker's request still waits for, or the request itself if it can be handled."""
         request = self._requests[worker]
         if not request.done:
             return [request]
@@ -175,12 +178,12 @@ class Server:
     # As ``Answers``.
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
-        """They have asked for it."""
+        """Answer the workers' questions."""
         for worker in workers:
             self._reply(worker, {"squared": squared})
 
     def release(self, released: Release) -> None:
-        """Send the weights and, with the last of them, answer what workers have asked, and how they stand."""
+        """Send the weights; with the last part of a step, answer the worker."""
         self._exchanges.release(released.workers, released.bucket)
         for worker, ahead in zip(released.workers, released.ahead, strict=True):
             standing = self._standing[worker]
@@ -190,7 +193,7 @@ class Server:
                 self._answer_step(worker, standing, released.by, released.met)
 
     def _answer_step(self, worker: int, standing: _Standing, by: int, met: str) -> None:
-        """A worker has been sent all, the last of it because of a message of worker ``by``."""
+        """Answer a worker that has been sent everything, the last part because of a message of ``by``."""
         waited_s = 0.0 if worker == by else time.perf_counter() - standing.since
         version = self._told[worker] = self._owner.version
         clock, lag = self._owner.ledger.clock_of(worker), self._owner.lags[worker]
@@ -202,7 +205,7 @@ class Server:
     # Requests.
 
     def _read(self, worker: int, data: bytes) -> dict[str, Any]:
-        """A worker's request, checked."""
+        """Parse and check a worker's request."""
         label = f"a request of {self._session.called(worker)}"
         message = read_message(self._session, worker, label, data, {"kind": str})
         fields = _FIELDS.get(message["kind"])
@@ -219,7 +222,7 @@ class Server:
         return message
 
     def _expects(self) -> dict[int, str]:
-        """The workers that others wait for here; asked from any thread."""
+        """The workers that others wait for here, and for what. Called in any thread."""
         late = {worker: f"step {step} of the optimizer" for worker, step in self._owner.ledger.awaited.items()}
         for worker in list(self._messages):
             if not all(work.done for work in self._exchanges.coming(worker)):
@@ -235,7 +238,7 @@ class Server:
             values = {"call": message["call"]} if kind == "meet" else message.get("values", {})
             self._owner.handle(Request(kind, worker, message["clock"], values))
             return
-        if kind != "load":  # which alone does not touch the weights
+        if kind != "load":  # the only request that does not touch the weights
             self._exchanges.rest()
         if kind in ("advanced", "state", "weights"):
             body = pack(shard.told(kind))
@@ -254,7 +257,7 @@ class Server:
         self._reply(worker, {})
 
     def _take_weights(self, worker: int, kind: str, records: list[Record]) -> None:
-        """The owner's; what ``replace`` brings all workers have."""
+        """Replace the owner's weights; those of ``replace`` are also the ones that all workers have."""
         try:
             if kind == "replace":
                 self._traffic.know(records)
@@ -263,12 +266,12 @@ class Server:
             raise nonsense(self._session, worker, f"the body of a {kind}", str(error)) from error
 
     def _body(self, worker: int, message: dict[str, Any]) -> list[Record]:
-        """The records that follow a message."""
+        """Receive the records that follow a request."""
         body = receive_body(self._session, worker, message["size"], f"the body of a {message['kind']}")
         return unpack(body, self._session.name(worker), self._session.member.number(worker))
 
     def _replace(self, heard: Heard, relay: Relay) -> None:
-        """As ``session.layout`` has it: the workers have been answered all that they have asked."""
+        """Take part in a change of layout (``session.layout``). All workers' requests have been answered by then."""
         session, model = self._session, relay.model
         layout, passed = hear_layout(session, model.layout.layers, heard)
         self._exchanges.rest()
@@ -303,11 +306,13 @@ class Server:
 
 
 def check_values(session: Session, worker: int, label: str, values: Mapping[str, Any]) -> None:
-    """Raise ProtocolError unless these are what an update needs of a worker (``StepValues``), from another process."""
+    """Raise ProtocolError unless values from another process have the fields and ranges of ``StepValues``."""
     check_fields(session, worker, label, values, {"groups": list, "scale": float, "skip": bool, "weight": float})
     if not 0 <= values["weight"] <= MOST_WEIGHT:
         raise nonsense(session, worker, label, f"its weight is {values['weight']!r:.100}")
-    if not 0 <= values["scale"] < MOST_WEIGHT and values["scale"] == values["scale"]:  # NaN is a norm's
+    if (
+        not 0 <= values["scale"] < MOST_WEIGHT and values["scale"] == values["scale"]
+    ):  # NaN is allowed: a norm that is not finite gives it
         raise nonsense(session, worker, label, f"its scale is {values['scale']!r:.100}")
     if not all(isinstance(group, dict) for group in values["groups"]):
         raise nonsense(session, worker, label, "its groups are no groups")
@@ -322,9 +327,9 @@ def serve(
     *,
     apart: bool,
 ) -> None:
-    """Own a part of that model's weights, with what the optimizer has ``learnt`` before, until the workers leave.
+    """Own a part of a model's weights until the workers leave, beginning with the optimizer state ``learnt``.
 
-    ``lay`` lays the model's memory out anew. ``apart`` is for ``Shard``.
+    ``lay`` lays the model's memory out anew. ``apart`` is that of ``Shard``.
     """
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()
@@ -334,7 +339,7 @@ def serve(
 
 
 def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
-    """Serve in a thread beside this worker's own; the work is done when every worker has left, this one included."""
+    """Serve in a thread beside this worker; the work ends when every worker has left, this one included."""
     engine = session.engine
     server, over = Server(session, shard, traffic), engine.promise("the others' last steps", tolerant=True)
 
@@ -353,9 +358,9 @@ def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
 
 
 class Summing:
-    """The part of a server that holds no weights in the exchanges of one model.
+    """Takes part in the exchanges of one model's gradients, for a server that holds no weights.
 
-    ``lay`` cuts the memory of the ``gradients`` anew.
+    ``lay`` divides the memory of the ``gradients`` anew.
     """
 
     def __init__(
@@ -370,12 +375,12 @@ class Summing:
         self._compression = compression
         self._program: Program = compiled(session.strategy.plan(session.group), session.index)
         self._posted: list[Work] = []
-        self._exchanges = 0  # in this layout, the posted one included
+        self._exchanges = 0  # begun in this layout, including the posted one
         self._post()
         self._heard = session.everyone.listen(LABEL)
 
     def serve(self) -> None:
-        """Return when every worker has left; raises the fault when there is one."""
+        """Serve until every worker has left; raises the run's fault if there is one."""
         engine, left = self._session.engine, self._session.ending.workers_left
         while not engine.over(left):
             coming = [work for work in self._posted if not work.done][:1]
@@ -388,7 +393,7 @@ class Summing:
 
     @property
     def _owns(self) -> bool:
-        """False where a codec leaves nothing of the model to this server: what it posts is done at once."""
+        """False if the codec assigns nothing of the model to this server: its exchanges then end at once."""
         return self._compression is None or self._compression.owns
 
     def _post(self) -> None:
@@ -400,12 +405,12 @@ class Summing:
         self._posted = [session.engine.start(order) for order in orders]
 
     def _replace(self, heard: Heard) -> None:
-        """As ``session.layout`` has it."""
+        """Take part in a change of layout (``session.layout``)."""
         session, engine = self._session, self._session.engine
         layout, passed = hear_layout(session, self._layout.layers, heard)
         if passed.exchanges > self._exchanges and self._owns:
             raise ProtocolError(f"{LABEL}: {session.name(0)} tells of {passed.exchanges} exchanges", rank=0)
-        if passed.exchanges == self._exchanges and self._owns:  # the workers have this one behind them
+        if passed.exchanges == self._exchanges and self._owns:  # the workers have finished the posted exchange
             engine.wait(*self._posted)
             self._post()
         anew = passed.anew or not layout.travels_like(self._layout)

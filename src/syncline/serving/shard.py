@@ -1,19 +1,18 @@
-"""What a process owns of a model's weights: slices of every bucket, and what updates them.
+"""The slices of a model's weights that a process owns, and the optimizer that updates them.
 
-Which slices these are follows from the plan by which gradients are pushed (``planned``), or, where a codec carries
-gradients and updates, from its blocks (``coded``): the owner's weights are then others than those of the workers.
+The plan that pushes gradients determines the slices (``planned``), or under a codec its blocks (``coded``); the owner's
+weights are then separate from the workers'.
 
-``Optimizer`` is all that a framework implements: the user's optimizer on flat slices in place of tensors. Whether that
-is the same update is for the framework to find out; state leaves and enters as records, so that nobody else knows how
-it is kept.
+A framework implements ``Optimizer``: the user's optimizer on flat slices instead of tensors. The framework has to find
+out whether that gives the same update. State is exchanged as records, so only the framework knows its form.
 
-An optimizer may be kept for every worker, with momentum, moments and counts of that worker's own pushes. The owners'
-weights are one; each worker's pushes update them by a state of their own. Saved, such states are one again
-(``gathered``), as an optimizer without workers can go on from it: the mean of all under every key, since the sum of
-what N workers' momenta do to weights at a learning rate divided by N is what their mean does at the whole rate. Each
-worker's own is beside it, under a key that says whose it is and of how many, for a run with as many. An optimizer that
-knows of no workers carries such keys along unchanged while it trains: they count only where their mean is still what is
-under every key. Theory: Hakimi et al., "Taming momentum in a distributed asynchronous environment", arXiv 1907.11612.
+An optimizer may be kept for every worker, with the momentum, moments and counts of that worker's own pushes. There is
+still one set of weights, which each worker's pushes update with their own state. When saved, these states become one
+(``gathered``), from which a run with a single optimizer can go on: the mean of all under every key, because the momenta
+of N workers move weights, at a learning rate divided by N, as far as their mean does at the full rate. Each worker's
+own state is saved beside it, under a key that names the worker and their number, for a run with as many. A run with a
+single optimizer carries such keys along unchanged. They are used only while their mean still equals the state under the
+plain keys. Theory: Hakimi et al., "Taming momentum in a distributed asynchronous environment", arXiv 1907.11612.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ WEIGHTS = "weights"
 """The key of records of weights."""
 
 Groups = Sequence[Mapping[str, Any]]
-"""The values of an optimizer's parameter groups, as JSON can say them."""
+"""The values of an optimizer's parameter groups that JSON can express."""
 
 
 class StepValues(TypedDict):
-    """What an update needs of a worker: with ``skip`` it is none, as of gradients that have overflown.
+    """A worker's values for an update.
 
-    ``weight`` is what they count, 1 where workers have agreed on that.
+    With ``skip`` there is no update, as after an overflow of gradients. ``weight`` is the weight of the gradients, 1 if
+    workers have agreed on weights before.
     """
 
     groups: Groups
@@ -55,9 +55,10 @@ class StepValues(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """A slice that this process owns: where its weights lie, and the gradients that are pushed to it, flat.
+    """A slice that this process owns: its weights, and the gradients that are pushed to it, both flat.
 
-    ``bucket`` is the number of that by which they travel, ``sent`` where the weights lie as workers are sent them.
+    ``bucket`` is the number of the bucket by which they travel. ``sent`` are the weights as workers are sent them, if
+    these differ.
     """
 
     slice: Slice
@@ -70,8 +71,8 @@ class Holding:
 class Optimizer(Protocol):
     """An optimizer on a list of holdings, whose weights it updates in place; all lists are in their order.
 
-    Called by one thread at a time, whichever that is, and never while a push into these gradients, or a pull of these
-    weights, is under way.
+    One thread at a time calls it, not always the same one, and never while a push into these gradients or a pull of
+    these weights is in progress.
     """
 
     def squared_norm(self) -> float:
@@ -79,34 +80,34 @@ class Optimizer(Protocol):
         ...
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """One update with these values of the user's parameter groups; gradients are multiplied by ``scale`` first."""
+        """Make one update with these values of the parameter groups, after multiplying gradients by ``scale``."""
         ...
 
     def advanced(self) -> Groups:
-        """The values of the groups, and what it has beside them, that the optimizer changes in an update, as of now."""
+        """The current values that an update itself changes, of the groups and beside them."""
         ...
 
     def state(self) -> list[State]:
-        """What it has learnt of every slice; elements are flat and may be its own memory."""
+        """The state of every slice. Elements are flat and may be the optimizer's own memory."""
         ...
 
     def load(self, states: Sequence[State]) -> None:
-        """Replace that; what is given is its own from now on."""
+        """Replace the state; the optimizer may keep the memory of ``states``."""
         ...
 
 
 Told = Literal["advanced", "state", "weights"]
-"""What owners tell workers when these ask: values of groups that the optimizer has changed, its state, the weights."""
+"""What workers ask owners for: values of groups that the optimizer has changed, its state, or the weights."""
 
 Build = Callable[[Sequence[Holding]], Optimizer]
-"""What a framework is asked for."""
+"""Makes a framework's optimizer for some holdings."""
 
 
 class Shard:
-    """The slices of one process with their optimizer, which begins with what ``learnt`` says of them.
+    """The slices of one process and their optimizer, which begins with the state in the records ``learnt``.
 
-    ``apart`` says that tensors may be updated by themselves: each bucket then has an optimizer of its own. Where each
-    of so many ``workers`` has its own momentum there are as many of every one, on the same weights and gradients.
+    ``apart`` says that tensors may be updated one by one: each bucket then has an optimizer of its own. With momentum
+    per worker there is an optimizer for each of the ``workers``, all on the same weights and gradients.
     """
 
     def __init__(
@@ -131,11 +132,11 @@ class Shard:
         self.load(learnt)
 
     def squared_norm(self) -> float:
-        """Of all gradients here."""
+        """The squared norm of all gradients here."""
         return self._whole.squared_norm()
 
     def apply(self, bucket: int, groups: Groups, scale: float, worker: int = ALL) -> None:
-        """Update what is here of a bucket, or of ``ALL``, as ``Optimizer.apply`` does, by a push of that worker."""
+        """Update the slices of a bucket, or of ``ALL``, as ``Optimizer.apply`` does, by a push of ``worker``."""
         wanted = [self._parts.get(bucket)] if bucket != ALL else list(self._parts.values())
         for part in wanted:
             if part is not None:
@@ -143,13 +144,13 @@ class Shard:
                 optimizers[worker if len(optimizers) > 1 else 0].apply(groups, scale)
 
     def told(self, what: Told) -> list[Record]:
-        """What workers may ask for."""
+        """The records that a worker asks for."""
         return {"advanced": self.advanced, "state": self.state, "weights": self.weights}[what]()
 
     def advanced(self) -> list[Record]:
-        """The values of the groups that the optimizer itself changes: records of no elements of tensor ``group``.
+        """The values of the groups that updates change, as records of no elements of tensor ``group``.
 
-        Of those that make the updates; raises UsageError where they have come to different ones.
+        Raises UsageError if the optimizers of different buckets have come to different values.
         """
         found: dict[tuple[int, str], Any] = {}
         for _, (optimizer, *_) in self._parts.values():
@@ -192,7 +193,7 @@ class Shard:
 def planned(
     buckets: Sequence[Bucket], gradients: Sequence[Array], weights: Sequence[Array], push: Plan, index: int
 ) -> list[Holding]:
-    """What ``index`` owns of each bucket under a push plan, tensor by tensor; the workers' weights are its own."""
+    """The holdings of process ``index`` under a push plan, tensor by tensor; the workers' weights are its own."""
     found = []
     for number, (bucket, gradient, weight) in enumerate(zip(buckets, gradients, weights, strict=True)):
         edges = chunk_edges(bucket.elements, push.chunks)
@@ -205,7 +206,7 @@ def planned(
 def held(
     number: int, bucket: Bucket, gradient: Array, weight: Array, start: int, stop: int, sent: Array | None = None
 ) -> list[Holding]:
-    """Elements ``start`` to ``stop`` of a bucket, which has that number, tensor by tensor."""
+    """The holdings for elements ``start`` to ``stop`` of bucket ``number``, tensor by tensor."""
     found = []
     for at, part in placed(bucket):
         low, high = max(start, at), min(stop, at + part.elements)
@@ -217,7 +218,7 @@ def held(
 
 
 def coded(buckets: Sequence[Bucket], gradients: Sequence[Array], updates: Updates) -> list[Holding]:
-    """What this process owns of each bucket where a codec's blocks stay together, with weights of its own."""
+    """This process's holdings under a codec, which keeps blocks whole, with separate weights."""
     found = []
     for one in updates.owned:
         number, at = next(
@@ -232,7 +233,7 @@ def coded(buckets: Sequence[Bucket], gradients: Sequence[Array], updates: Update
 
 
 def placed(bucket: Bucket) -> list[tuple[int, Slice]]:
-    """The slices of a bucket, each with the place of its first element."""
+    """The slices of a bucket, each with the position of its first element."""
     at, found = 0, []
     for part in bucket.slices:
         found.append((at, part))
@@ -240,14 +241,14 @@ def placed(bucket: Bucket) -> list[tuple[int, Slice]]:
     return found
 
 
-# What is kept for every worker.
+# State of every worker.
 
 _OWN = re.compile(r"(.+) of rank (\d+) of (\d+)", re.DOTALL)
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")
 
 
 def gathered(states: Sequence[State]) -> State:
-    """What is kept of one slice for each worker, as one state."""
+    """Combine the states that workers have for one slice into one."""
     found = _common(states)
     for worker, state in enumerate(states):
         found |= {f"{key} of rank {worker} of {len(states)}": value for key, value in state.items()}
@@ -255,7 +256,10 @@ def gathered(states: Sequence[State]) -> State:
 
 
 def parted(state: State, workers: int) -> list[State]:
-    """The other way round, for so many workers; all begin with the same where it is not of as many, or newer."""
+    """Split a state into those of ``workers``.
+
+    All begin with the common state if the saved ones are of another number of workers, or if it has changed since.
+    """
     common: State = {}
     own: list[State] = [{} for _ in range(workers)]
     for key, value in state.items():
@@ -270,13 +274,13 @@ def parted(state: State, workers: int) -> list[State]:
 
 
 def _common(states: Sequence[State]) -> State:
-    """What is one of all; the same bits however slices are cut."""
+    """The mean state; its bits do not depend on how slices are cut."""
     keys = dict.fromkeys(key for state in states for key in state)
     return {key: _mean([state[key] for state in states if key in state]) for key in keys}
 
 
 def _compared(state: State) -> dict[str, object]:
-    """In what can be compared; counts are numbers, of whatever type an optimizer keeps them in."""
+    """The state in comparable form. Counts become numbers, whatever type an optimizer keeps them in."""
     return {key: _value(value) for key, value in state.items()}
 
 
@@ -289,7 +293,7 @@ def _value(value: Value) -> object:
 
 
 def _mean(values: Sequence[Value]) -> Value:
-    """Of numbers for each element; of all else the first, which one worker has counted."""
+    """The mean of values with elements. Of other values the first: one worker's count."""
     arrays = [value for value in values if isinstance(value, Elements) and value.shape != ()]
     if len(arrays) < len(values) or len({(one.dtype, one.shape) for one in arrays}) > 1:
         return values[0]

@@ -1,17 +1,17 @@
-"""Pushes and pulls of one worker by itself, where every push is an update of its own.
+"""Pushes and pulls of one worker at a time, where every push is an update by itself.
 
-A push is between one worker and the owners, and so is a pull; no two workers wait for each other in them. ``Plans``
-moves them as they are, and ``Payloads`` under a codec: what one worker pushes is encoded as it is where all are summed,
-and decoded by itself, and what it pulls are the updates that it has not, or weights as they are
-(``compression.versions``). Every bucket of every worker has a key of its own, which its next step uses again: that
-begins when the worker has all of the step before. A push is received whenever it comes, into memory that the owner
-keeps for that worker, and copied to where the optimizer reads it when its turn has come. What a worker is released with
-is copied too and then sent, so that the next update need not wait until the worker has it. An owner that is a worker
-has weights beside those of its model, which stay as they were pulled until it pulls again; between the two, what it
-owns itself is copied and not sent.
+A push or pull is between one worker and the owners, so no two workers wait for each other in it. ``Plans`` moves
+arrays, ``Payloads`` a codec's payloads: a push is encoded as under an allreduce and decoded by itself, and a pull
+brings the updates that the worker does not have, or whole weights (``compression.versions``). Every bucket of every
+worker has its own key. The next step uses the key again, and begins when the worker has everything of the step before.
 
-Memory at an owner: its part of the model once for every worker, and the model once, under a codec twice, with payloads
-of no more bytes than its part.
+An owner receives a push whenever it arrives, into memory kept for that worker, and copies it to the optimizer's
+gradients when its turn comes. The weights for a released worker are copied too before they are sent, so the next update
+need not wait until the worker has them. An owner that is also a worker has weights beside those of its model, which
+stay as they were pulled until the next pull; between the two, its own slices are copied instead of sent.
+
+Memory at an owner: its part of the model once for every worker, and the model once, or twice under a codec, with
+payloads of at most the bytes of its part.
 
 Theory: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NeurIPS 2012.
 """
@@ -41,11 +41,11 @@ from .shard import Holding, held
 from .traffic import Model, Update
 
 _ALIGNED_BYTES = 64
-"""Arrays of several types share a block of memory."""
+"""The alignment of arrays, since arrays of several types share a block of memory."""
 
 
 class Single:
-    """This process's part in the pushes and pulls of each worker: the worker's own, and those of an owner."""
+    """This process's part in the pushes and pulls of each worker: its own as a worker, and those of an owner."""
 
     keeps = True
 
@@ -56,14 +56,14 @@ class Single:
         self._owned = None if mine is None else _Owned(session, model, self._carrier, mine)
 
     def push(self, number: int, when: When) -> Work:
-        """As the carrier does."""
+        """Start the carrier's push, and tell this process's owner."""
         work = self._carrier.push(number, when)
         if self._owned is not None:
             self._owned.produced(number, work if self._carrier.encodes else when.gate)
         return work
 
     def pull(self, number: int, when: When) -> Work:
-        """As the carrier does, behind what this process sends itself."""
+        """Start the carrier's pull, after this process's owner has released its own slices."""
         given = None if self._owned is None else self._owned.take_given(number)
         if given is not None:
             gates = [given, *([] if when.gate is None else [when.gate])]
@@ -71,44 +71,44 @@ class Single:
         return self._carrier.pull(number, when)
 
     def exchanges(self, apart: bool) -> _Owned:  # noqa: ARG002 - nothing waits here
-        """One for each worker."""
+        """The owner's exchanges. They never wait, so ``apart`` does not matter."""
         assert self._owned is not None
         self._owned.begin()
         return self._owned
 
     def holdings(self) -> list[Holding] | None:
-        """With weights of the owner's, where it is a worker."""
+        """With separate weights if the owner is also a worker."""
         return None if self._owned is None else self._owned.holdings()
 
     def know(self, records: Sequence[Record]) -> None:
-        """What is sent next says all."""
+        """Do nothing: the next pull sends whole weights, or updates of weights that the owner knows."""
 
     def resume_at(self, step: int) -> None:  # noqa: ARG002 - each push says of which step it is, where that matters
-        """With weights that the owners were given."""
+        """Send whole weights next, since the owners were given others. (Each push carries its own step.)"""
         self._carrier.renew()
 
 
 class _Owned:
-    """What an owner has of every bucket, and what each worker pushes to it and pulls from it."""
+    """An owner's buckets, with each worker's pushes and pulls."""
 
     def __init__(self, session: Session, model: Model, carrier: Carrier, mine: Sequence[slice]) -> None:
         self._session, self._model, self._carrier, self._mine = session, model, carrier, mine
         self._workers = [worker for worker in range(session.group.workers) if worker != session.index]
         self._gradients, self._weights = list(model.gradients), list(model.weights)
-        if session.is_worker:  # these are the worker's own
+        if session.is_worker:  # the model's arrays belong to the worker, so the owner needs its own
             self._gradients = [np.zeros(array.size, array.dtype) for array in model.gradients]
             self._weights = [np.zeros(array.size, array.dtype) for array in model.weights]
             for own, array, part in zip(self._weights, model.weights, mine, strict=True):
                 own[part] = array[part]
         self._sent = carrier.hold(self._weights)
-        self._pushes: dict[int, list[Work]] = {}  # the next ones of each worker
-        self._sends: dict[tuple[int, int], Work] = {}  # the last one of a bucket to each worker
-        self._given: dict[int, Work] = {}  # bucket -> done when this process's worker has what its owner updates of it
-        self._owing: dict[int, Work] = {}  # the same, while that is not so
-        self._added: set[int] = set()  # buckets in whose gradients the sum of some pushes lies
+        self._pushes: dict[int, list[Work]] = {}  # the next pushes of each worker, by bucket
+        self._sends: dict[tuple[int, int], Work] = {}  # the last send of each bucket to each worker
+        self._given: dict[int, Work] = {}  # bucket -> done when this process's worker has the weights
+        self._owing: dict[int, Work] = {}  # the same, until the weights are given
+        self._added: set[int] = set()  # buckets whose gradients hold a sum of pushes
 
     def holdings(self) -> list[Holding]:
-        """What is owned, tensor by tensor."""
+        """The owned slices, tensor by tensor."""
         found = []
         for number, (bucket, part) in enumerate(zip(self._model.layout.buckets, self._mine, strict=True)):
             arrays = self._gradients[number], self._weights[number], self._sent[number]
@@ -124,7 +124,10 @@ class _Owned:
             self._pushes[self._session.index] = [self._promise(number) for number in range(len(self._mine))]
 
     def produced(self, number: int, gate: Work | None) -> None:
-        """The worker of this process has a bucket's gradients behind ``gate``; called in the thread that trains."""
+        """Announce that this process's worker has a bucket's gradients once ``gate`` is done.
+
+        The training thread calls this.
+        """
         engine = self._session.engine
         self._given[number] = self._owing[number] = engine.promise(f"weights of bucket {number}", tolerant=True)
         if gate is None:
@@ -134,23 +137,23 @@ class _Owned:
             engine.then(push.label, [gate], partial(engine.fulfil, push), tolerant=True)
 
     def take_given(self, number: int) -> Work | None:
-        """What a pull of this process's worker goes behind, the first one after a push."""
+        """The work that the next pull of this process's worker has to wait for; None on a second pull."""
         return self._given.pop(number, None)
 
     # As ``Exchanges``.
 
     def coming(self, worker: int) -> Sequence[Work]:
-        """All of its push."""
+        """All buckets of the worker's push."""
         return self._pushes.get(worker, ())
 
     def settle(self, worker: int, bucket: int = ALL) -> None:
-        """Copy what has come to where the optimizer reads it."""
+        """Copy the push into the optimizer's gradients."""
         for number in self._numbers(bucket):
             part, came = self._mine[number], self._carrier.pushed(worker, number)
             np.copyto(self._gradients[number][part], came[part], casting="same_kind")
 
     def add(self, worker: int, bucket: int, scale: float) -> None:
-        """In the order in which pushes come."""
+        """Adds in the order in which pushes arrive."""
         for number in self._numbers(bucket):
             part = self._mine[number]
             total, came = self._gradients[number][part], self._carrier.pushed(worker, number)[part]
@@ -162,10 +165,10 @@ class _Owned:
         self._added.update(self._numbers(bucket))
 
     def update(self, worker: int, bucket: int, update: Update) -> None:
-        """At once; the worker's next push comes when it has the weights."""
+        """Update at once. The worker's next push cannot arrive before it has the weights."""
         if worker != ALL:
             self.settle(worker, bucket)
-        elif self._added.isdisjoint(self._numbers(bucket)):  # nothing of it was finite
+        elif self._added.isdisjoint(self._numbers(bucket)):  # no push of it was finite
             return
         self._added.difference_update(self._numbers(bucket))
         update(bucket)
@@ -173,7 +176,7 @@ class _Owned:
             self._carrier.updated(number)
 
     def release(self, workers: Sequence[int], bucket: int) -> None:
-        """Copy the weights as they are now, and start to send them; what is pushed next comes behind that."""
+        """Copy the current weights and start sending them; then expect the next push."""
         for worker in workers:
             for number in self._numbers(bucket):
                 self._carrier.put(worker, number, self._mine[number])
@@ -186,16 +189,16 @@ class _Owned:
         return range(len(self._mine)) if bucket == ALL else (bucket,)
 
     def rest(self) -> None:
-        """What is sent are copies."""
+        """Do nothing: sends use copies."""
 
     def close(self) -> None:
-        """Nothing takes the place of these."""
+        """Do nothing: without merging the layout never changes."""
 
     def _give(self, worker: int, number: int) -> Work:
-        """Send a bucket; its next push, behind that, unless one is expected already, the last pull being none's.
+        """Send a bucket and expect its next push afterwards, unless a push is expected already.
 
-        A worker that meets the others, or has just met them, has all that was sent before; this process may not have
-        seen that yet, and goes on with the key when it has.
+        A push is expected already where the last pull belonged to a meeting. A worker in a meeting has received all
+        that was sent before; this process may not know that yet, and reuses the key once it does.
         """
         sent = self._carrier.send(worker, number, self._sends.get((worker, number)))
         self._sends[worker, number] = sent
@@ -203,7 +206,7 @@ class _Owned:
         return self._expect(worker, number, sent) if expected.done else expected
 
     def _give_own(self, number: int) -> None:
-        """The worker of this process has a bucket, if it has not only met the others; it may push the next."""
+        """Let this process's worker have a bucket; after a push, expect its next one."""
         pushes, engine = self._pushes[self._session.index], self._session.engine
         if pushes[number].done:
             pushes[number] = self._promise(number)
@@ -219,14 +222,14 @@ class _Owned:
 
 
 class Carrier:
-    """What moves one worker's pushes and pulls, and of an owner its part in those of each.
+    """Moves one worker's pushes and pulls, and an owner's part in those of each worker.
 
-    Owns their keys, and the memory in which an owner receives and out of which it sends. Raises UsageError for more
-    keys than there are.
+    Owns their keys, and the memory in which an owner receives and from which it sends. Raises UsageError if the buckets
+    need more keys than there are.
     """
 
     encodes = False
-    """True where a push replaces what its own process owns of it by what its payload says."""
+    """Whether a push replaces this process's own slices of the gradients by the decoded payload."""
     _push: Sequence[Order | CodedOrder]
     _pull: Sequence[Order | CodedOrder]
 
@@ -247,7 +250,7 @@ class Carrier:
         return WEIGHT_KEYS + self._push_key(worker, number)
 
     def _labels(self, worker: int, owner: bool) -> tuple[list[str], list[str]]:
-        """How messages call the pushes and pulls of each bucket, to a worker itself or to an ``owner``."""
+        """The labels of each bucket's pushes and pulls, for the worker itself or for an ``owner``."""
         numbers = range(self._buckets)
         if not owner:
             return list(self._model.layout.labels), [f"weights of bucket {number}" for number in numbers]
@@ -257,7 +260,7 @@ class Carrier:
 
     @property
     def mine(self) -> Sequence[slice] | None:
-        """The elements that this process owns of every bucket, None where it is no owner."""
+        """The elements that this process owns of every bucket, None if it is no owner."""
         raise NotImplementedError
 
     def push(self, number: int, when: When) -> Work:
@@ -269,38 +272,38 @@ class Carrier:
         return self._session.engine.start(self._pull[number], when)
 
     def begin(self, workers: Sequence[int]) -> None:
-        """Make room at this owner for what these workers push and pull."""
+        """Allocate the memory of this owner for the pushes and pulls of these workers."""
         raise NotImplementedError
 
     def expect(self, worker: int, number: int, gate: Work | None) -> Work:
-        """Post this owner's part in a worker's next push, behind ``gate``; it never ends when the worker leaves."""
+        """Post this owner's part in a worker's next push, after ``gate``. It never ends if the worker leaves."""
         return self._session.engine.start(self._expect[worker][number], When(gate))
 
     def pushed(self, worker: int, number: int) -> Array:
-        """Where the owner finds that push, an array of the bucket's size; also that of its own worker."""
+        """Where the owner finds a worker's push, its own worker's too: an array of the bucket's size."""
         raise NotImplementedError
 
     def send(self, worker: int, number: int, gate: Work | None) -> Work:
-        """Send a worker, behind ``gate``, what ``put`` has made ready."""
+        """Send a worker, after ``gate``, what ``put`` has prepared."""
         raise NotImplementedError
 
     def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
-        """These are this owner's weights, by bucket; those that workers are sent, which may say less, in return."""
+        """Set this owner's weights, by bucket; return the weights as workers get them, which may be less precise."""
         raise NotImplementedError
 
     def put(self, worker: int, number: int, part: slice) -> None:
-        """Have ready what a worker shall have, ``part`` being what is owned; its own worker then has it."""
+        """Prepare the weights for a worker; ``part`` is the owned part. This process's own worker gets them at once."""
         raise NotImplementedError
 
     def updated(self, number: int) -> None:
-        """This owner's weights of a bucket have been updated."""
+        """Note that this owner's weights of a bucket have been updated."""
 
     def renew(self) -> None:
-        """This owner's weights are others, which no updates have made."""
+        """Note that this owner's weights were replaced without an update."""
 
 
 class Plans(Carrier):
-    """Gradients and weights as they are, by plans between one worker and the owners, each of which has a chunk."""
+    """Moves arrays by plans between one worker and the owners, each of which owns a chunk."""
 
     def __init__(self, session: Session, model: Model) -> None:
         super().__init__(session, model)
@@ -320,7 +323,7 @@ class Plans(Carrier):
     def _orders(
         self, worker: int, pushed: Sequence[Array], pulled: Sequence[Array], *, owner: bool = False
     ) -> tuple[list[Order], list[Order]]:
-        """This process's part in what that worker pushes and pulls, by bucket; nothing where it is no worker."""
+        """This process's part in the pushes and pulls of ``worker``, by bucket; empty if it has none."""
         if worker not in self._programs:
             return [], []
         push, pull = self._programs[worker]
@@ -335,7 +338,7 @@ class Plans(Carrier):
 
     @property
     def mine(self) -> list[slice] | None:
-        """One chunk of each."""
+        """One chunk of each bucket."""
         if self._session.index not in self._places:
             return None
         chunk = self._places.index(self._session.index)
@@ -343,32 +346,32 @@ class Plans(Carrier):
         return [slice(one[chunk], one[chunk + 1]) for one in edges]
 
     def begin(self, workers: Sequence[int]) -> None:
-        """One array for both: a worker pushes when it has pulled."""
+        """Allocates one array for both directions: a worker pushes only after it has pulled."""
         found = rooms(self._session, self._model.gradients, self.mine or (), len(workers))
         self._rooms = dict(zip(workers, found, strict=True))
         for worker, room in self._rooms.items():
             self._expect[worker], self._send[worker] = self._orders(worker, room, room, owner=True)
 
     def pushed(self, worker: int, number: int) -> Array:
-        """The array, or the own worker's gradients."""
+        """The array of that worker, or the own worker's gradients."""
         return self._rooms.get(worker, self._model.gradients)[number]
 
     def send(self, worker: int, number: int, gate: Work | None) -> Work:
-        """The other end of ``pull``."""
+        """The counterpart of ``pull``."""
         return self._session.engine.start(self._send[worker][number], When(gate))
 
     def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
-        """They are sent as they are."""
+        """Workers get these weights unchanged."""
         self._held = weights
         return weights
 
     def put(self, worker: int, number: int, part: slice) -> None:
-        """A copy in the array, or in the own worker's weights."""
+        """Copies into the worker's array, or into the own worker's weights."""
         self._rooms.get(worker, self._model.weights)[number][part] = self._held[number][part]
 
 
 class Payloads(Carrier):
-    """Gradients and updates as a codec's payloads; owners have whole blocks of the codec."""
+    """Moves gradients and updates as a codec's payloads; owners own whole blocks of the codec."""
 
     encodes = True
 
@@ -384,29 +387,29 @@ class Payloads(Carrier):
             session.reducers_order(partial(self._receiving, i), self._pull_key(me, i), pulls[i]) for i in buckets
         ]
         self._send_labels: dict[int, list[str]] = {}
-        self._known: list[Array] = []  # of an owner, as the workers of the newest version have them
-        self._senders: dict[int, UpdateSender] = {}  # of an owner, by bucket
+        self._known: list[Array] = []  # of an owner: the weights that workers of the newest version have
+        self._senders: dict[int, UpdateSender] = {}  # of an owner: by bucket
         self._has: dict[tuple[int, int], int] = defaultdict(int)  # the version that a worker has of a bucket
         self._messages: dict[tuple[int, int], Array] = {}  # what it is sent next
-        self._receivers: dict[int, dict[int, UpdateReceiver]] = {}  # of a worker, by bucket and owner
+        self._receivers: dict[int, dict[int, UpdateReceiver]] = {}  # of a worker: by bucket and owner
 
     def _shares_of(self, number: int, array: Array) -> list[list[Operand]]:
-        """What each owner has of a bucket."""
+        """Each owner's part of a bucket."""
         return share_out(self._compression.parts(number, array), len(self._owners))
 
     def _edges_of(self, number: int) -> list[int]:
-        """Where the parts of a bucket's owners begin and end: they are consecutive."""
+        """The boundaries of the owners' parts of a bucket, which are consecutive."""
         shares = self._shares_of(number, self._model.weights[number])
         return [0, *accumulate(sum(part.array.size for part in share) for share in shares)]
 
     @property
     def mine(self) -> list[slice] | None:
-        """What goes to this owner when a bucket is reduced to owners."""
+        """The part that this owner gets when a bucket is reduced to owners."""
         owner = self._compression.participant.owner
         return None if owner < 0 else [slice(edges[owner], edges[owner + 1]) for edges in self._edges]
 
     def pull(self, number: int, when: When) -> Work:
-        """A message from each owner."""
+        """Receives a message from each owner."""
         if number not in self._receivers:
             shares, room = self._shares_of(number, self._model.weights[number]), self._compression.participant.room
             places = zip(self._owners, shares, strict=True)
@@ -416,9 +419,9 @@ class Payloads(Carrier):
         return super().pull(number, when)
 
     def hold(self, weights: Sequence[Array]) -> Sequence[Array]:
-        """The workers have others than these, the owner's own."""
+        """Workers get decoded weights, which are kept beside the owner's own."""
         me, names = self._compression.participant.owner, self._compression.names
-        self._known = [np.zeros_like(array) for array in weights]  # of which only what is owned is ever touched
+        self._known = [np.zeros_like(array) for array in weights]  # only the owned parts are ever touched
         for number, (own, known, edges) in enumerate(zip(weights, self._known, self._edges, strict=True)):
             known[edges[me] : edges[me + 1]] = own[edges[me] : edges[me + 1]]
             share = self._shares_of(number, known)[me]
@@ -431,17 +434,17 @@ class Payloads(Carrier):
         return self._known
 
     def updated(self, number: int) -> None:
-        """How they have changed is encoded, once for all workers."""
+        """Encodes the change once for all workers."""
         if number in self._senders:
             self._senders[number].update()
 
     def renew(self) -> None:
-        """All are sent them as they are."""
+        """Sends whole weights to all workers next."""
         for telling in self._senders.values():
             telling.renew()
 
     def put(self, worker: int, number: int, part: slice) -> None:
-        """The message of what the worker has not; the own one's weights are copied."""
+        """Prepares a message with what the worker does not have; copies the own worker's weights."""
         telling = self._senders.get(number)
         if worker == self._session.index:
             self._model.weights[number][part] = self._known[number][part]
@@ -450,7 +453,7 @@ class Payloads(Carrier):
             self._has[worker, number] = telling.version
 
     def begin(self, workers: Sequence[int]) -> None:
-        """Codecs decode to float32."""
+        """Allocates float32 arrays, to which codecs decode."""
         for worker in workers:
             self._pushed[worker] = [np.zeros(array.size, np.float32) for array in self._model.weights]
             pushes, self._send_labels[worker] = self._labels(worker, owner=True)
@@ -467,11 +470,11 @@ class Payloads(Carrier):
         return lambda: taken
 
     def pushed(self, worker: int, number: int) -> Array:
-        """The array, or the own worker's gradients, which are what its payload says."""
+        """The decoded push, or the own worker's gradients, which its payload has already replaced."""
         return self._pushed.get(worker, self._model.gradients)[number]
 
     def send(self, worker: int, number: int, gate: Work | None) -> Work:
-        """That message."""
+        """Sends the message that ``put`` has prepared, if any."""
         said = self._messages.pop((worker, number), None)
         sends = [] if said is None else [Message(worker, said)]
         key, label = self._pull_key(worker, number), self._send_labels[worker][number]
@@ -482,7 +485,7 @@ class Payloads(Carrier):
         return [partial(self._receive, number)]
 
     def _receive(self, number: int) -> Reducer:
-        """What the owners tell of a bucket's weights."""
+        """Receive and apply the owners' messages about a bucket's weights."""
         room, hearing = self._compression.participant.room, self._receivers[number]
         buffers = {place: room.take(one.greatest_bytes) for place, one in hearing.items()}
         wanted = [Message(place, buffers[place][: one.greatest_bytes]) for place, one in hearing.items()]
@@ -497,9 +500,9 @@ def _sending(sends: Sequence[Message]) -> Reducer:
 
 
 def rooms(session: Session, like: Sequence[Array], mine: Sequence[slice], count: int) -> list[list[Array]]:
-    """So many times arrays like these, in one block of the transport's memory, which may commit all of it.
+    """``count`` times arrays like these, in one block of the transport's memory, which may commit all of it.
 
-    Nobody touches more of them than ``mine``, so they lie over each other, and only these parts side by side.
+    Only the parts ``mine`` are ever touched. So the arrays overlap, and just these parts lie side by side.
     """
     strides = [_aligned(array[part].nbytes) for array, part in zip(like, mine, strict=True)]
     sizes = [_aligned(array.nbytes) + count * stride for array, stride in zip(like, strides, strict=True)]

@@ -1,6 +1,7 @@
-"""How gradients come to the owners of a model's weights, and how the weights go back, as workers and owners see it.
+"""The interfaces by which workers and owners exchange the gradients and weights of a model.
 
-``merged`` moves what all workers push as one, ``single`` what each pushes by itself. Both know plans, keys and arrays.
+``merged`` implements them where the pushes of all workers are one, ``single`` where each push is an update. Both know
+plans, keys and arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Update = Callable[[int], None]
 class Model:
     """A prepared model's arrays, by bucket; ``weights`` are those that all workers have.
 
-    ``first_key`` begins the keys that tell its exchanges from those of others.
+    ``first_key`` is the first of the keys that belong to its exchanges.
     """
 
     layout: Layout
@@ -34,18 +35,18 @@ class Model:
 
 
 class Pushes(Protocol):
-    """What an owner is pushed. ``worker`` is ``ALL`` where the pushes of all workers are one."""
+    """The pushes to an owner. ``worker`` is ``ALL`` where the pushes of all workers are one."""
 
     def settle(self, worker: int) -> None:
-        """Return when the push of that worker lies in the gradients, and nothing under way reads the weights."""
+        """Wait until a worker's push is in the gradients and nothing in progress reads the weights."""
         ...
 
     def add(self, worker: int, bucket: int, scale: float) -> None:
-        """Add what that worker has pushed of a bucket, or of ``ALL``, times ``scale``, to the next update of all."""
+        """Add a worker's push of a bucket, or of ``ALL``, times ``scale``, to the next update."""
         ...
 
     def update(self, worker: int, bucket: int, update: Update) -> None:
-        """Have what that worker has pushed of a bucket, or of ``ALL``, updated, now or as soon as it is there."""
+        """Call ``update`` for a bucket, or for ``ALL``, now or as soon as the worker's push has arrived."""
         ...
 
 
@@ -53,28 +54,28 @@ class Exchanges(Pushes, Protocol):
     """An owner's part in pushes and pulls."""
 
     def coming(self, worker: int) -> Sequence[Work]:
-        """What has to be done before anything is done for what a worker says of its gradients, by bucket if at all."""
+        """The works that precede the handling of a worker's message about its gradients, by bucket."""
         ...
 
     def release(self, workers: Sequence[int], bucket: int) -> None:
-        """Start to send these workers the weights of a bucket, or of ``ALL``."""
+        """Start sending these workers the weights of a bucket, or of ``ALL``."""
         ...
 
     def rest(self) -> None:
-        """Return when nothing under way reads the weights."""
+        """Wait until nothing in progress reads the weights."""
         ...
 
     def close(self) -> None:
-        """Leave nothing behind: others take the place of these, after the last update."""
+        """End after the last update: another object takes over."""
         ...
 
 
 class Traffic(Protocol):
-    """This process's part in the pushes and pulls of one model, in so many ``buckets``."""
+    """This process's part in the pushes and pulls of one model with ``buckets`` buckets."""
 
     @property
     def buckets(self) -> int:
-        """How many there are."""
+        """The number of buckets."""
         ...
 
     def push(self, number: int, when: When) -> Work:
@@ -86,25 +87,25 @@ class Traffic(Protocol):
         ...
 
     def exchanges(self, apart: bool) -> Exchanges:
-        """An owner's part of all, which begins with that in the first push; it never ends when the workers leave.
+        """An owner's part in all exchanges, beginning with the first push. It never ends if the workers leave.
 
         ``apart`` says whether buckets may be updated one after the other.
         """
         ...
 
     def holdings(self) -> list[Holding] | None:
-        """What this process owns, None where it is no owner."""
+        """The slices that this process owns, None if it is no owner."""
         ...
 
     @property
     def keeps(self) -> bool:
-        """True when the owners' weights may say more than the workers', which a checkpoint then needs."""
+        """Whether the owners' weights may be more precise than the workers', so that a checkpoint needs them."""
         ...
 
     def know(self, records: Sequence[Record]) -> None:
-        """The workers have other weights than they were sent: these."""
+        """Note that the workers now have these weights instead of those that they were sent."""
         ...
 
     def resume_at(self, step: int) -> None:
-        """Have an owner go on from that step, counted from 0."""
+        """Have an owner go on from this step, counted from 0."""
         ...
