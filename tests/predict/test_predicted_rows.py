@@ -219,7 +219,7 @@ def test_a_network_that_is_too_small_is_no_schedule_that_cannot_be_laid_out(
     trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SYNCLINE_TUNING", "on")
-    with pytest.raises(UsageError, match="has 4 hosts, and 8 are needed"):
+    with pytest.raises(UsageError, match="has 4 hosts, but 8 are needed"):
         predict(question(trace, ["alpha=1us,beta=1ns,topology=torus(dims=2x2)"], (8,), ["ring"]))
 
 

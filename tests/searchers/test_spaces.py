@@ -46,11 +46,11 @@ def test_a_prediction_is_asked_for_once_a_candidate() -> None:
     ("axes", "text"),
     [
         ([], "needs an axis"),
-        ([Axis("a", ())], "choices of a"),
-        ([Axis("a", (1, 1))], "each once"),
+        ([Axis("a", ())], "a needs at least one choice"),
+        ([Axis("a", (1, 1))], "each only once"),
         ([Axis("a", (1,)), Axis("a", (2,))], "two axes"),
         ([Axis("a", (1,), when={"b": (1,)}), Axis("b", (1,))], "list that axis before"),
-        ([Axis("a", (1,)), Axis("b", (1,), when={"a": (2,)})], "none of its choices"),
+        ([Axis("a", (1,)), Axis("b", (1,), when={"a": (2,)})], "a has no such choice"),
     ],
 )
 def test_axes_that_make_no_sense_are_refused(axes: list[Axis], text: str) -> None:
@@ -59,7 +59,7 @@ def test_axes_that_make_no_sense_are_refused(axes: list[Axis], text: str) -> Non
 
 
 def test_a_space_without_candidates_or_with_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="every combination was refused"):
+    with pytest.raises(UsageError, match="every combination of the axes"):
         Space(AXES, lambda _: False)
     monkeypatch.setattr(searchers, "MOST_CANDIDATES", 100)
     with pytest.raises(UsageError, match="too many to search"):
@@ -70,7 +70,7 @@ def test_choices_that_are_unknown_or_missing_are_named() -> None:
     space = Space(AXES, valid)
     with pytest.raises(UsageError, match="no axis 'colour'"):
         space.candidate({**FASTEST, "colour": "red"})
-    with pytest.raises(UsageError, match="missing: bucket"):
+    with pytest.raises(UsageError, match="choice of bucket is missing"):
         space.candidate({name: choice for name, choice in FASTEST.items() if name != "bucket"})
     with pytest.raises(UsageError, match="bucket=3 is no choice"):
         space.candidate({**FASTEST, "bucket": 3})

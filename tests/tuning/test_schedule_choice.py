@@ -181,7 +181,7 @@ def test_where_no_schedule_fits_that_is_said(cost: LinearCost | None) -> None:
     def lay(by: Strategy) -> Layout:
         raise UsageError(f"{by.schedule.name} is too large")
 
-    with pytest.raises(UsageError, match="split is too large; no other schedule that might be chosen fits"):
+    with pytest.raises(UsageError, match="split is too large; no other schedule that schedule=auto chooses from fits"):
         choose_schedule(strategy("ring"), model(3, 10, 0.01, 0.02), cost, lay, crossing=True)
 
 
@@ -254,7 +254,7 @@ def test_what_may_not_run_does_not_where_nothing_else_ends_its_steps_by_itself()
     assert [one.schedule for one in found] == [
         write("schedules", one.schedule) for one in candidates(strategy("ring"), True) if fits(one)
     ][:1]
-    with pytest.raises(UsageError, match="no schedule that might be chosen may run here"):
+    with pytest.raises(UsageError, match="no schedule that schedule=auto chooses from can run here"):
         worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, lambda _: False)
 
 
@@ -434,5 +434,5 @@ def test_where_iterations_may_not_be_crossed_the_best_is_one_that_does_not_even_
 def test_where_every_layout_crosses_and_none_may_that_is_said() -> None:
     run = Run({"cross a": 0.1})
     run.trials.refuse_crossing()
-    with pytest.raises(UsageError, match="no schedule whose steps end by themselves"):
+    with pytest.raises(UsageError, match="no schedule whose steps end within their iteration"):
         run.trials.following()

@@ -1,13 +1,13 @@
-"""A virtual clock, resources that are used by turns or shared, and operations that go through them stage by stage.
+"""A discrete-event simulator: a virtual clock, resources with queues, and operations that pass through them in stages.
 
-Events are ordered by (time, serial), so that every run of a simulation is the same. Knows nothing of workers, plans or
-networks: who drives it says what uses what for how long.
+Events are ordered by (time, serial), so every run of a simulation is the same. This module knows nothing of workers,
+plans or networks: its caller says which resource is used for how long.
 
-Theory. A resource has lanes. A lane serves one job at a time, the most urgent first, which interrupts another; of jobs
-that are equally urgent the one that was there first. Lanes share the resource's capacity evenly, none getting more than
-1 (processor sharing): the cores of a host are a resource with a lane per thread. A lane may stand for several that are
-always busy at the same time, as that of one worker does for all that are like it. Where a resource is ``ranked`` only
-those lanes share it whose jobs are the most urgent: a port has a lane for each exchange under way.
+Theory. A resource has lanes. A lane serves one job at a time, the most urgent first and preemptively; jobs of equal
+priority are served in order of arrival. Lanes share the resource's capacity evenly, none at a rate above 1 (processor
+sharing): the cores of a host are a resource with a lane per thread. A lane may stand for several that are always busy
+at the same time, as the lane of one worker stands for those of all workers like it. In a ``ranked`` resource only the
+lanes with the most urgent jobs share the capacity: a port has a lane for each exchange in progress.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Callable[[], None]
 
 
 class Clock:
-    """Time that passes from event to event, beginning at 0; ``now_s`` are seconds."""
+    """Time that advances from event to event, from 0; ``now_s`` is in seconds."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -34,15 +34,15 @@ class Clock:
         self._serial = count()
 
     def at(self, when_s: float, call: Call) -> None:
-        """Have something done then, behind what is done at the same time already."""
+        """Call at a time, after all calls already scheduled for that time."""
         heappush(self._events, (max(when_s, self.now_s), next(self._serial), call))
 
     def after(self, seconds: float, call: Call) -> None:
-        """Have something done so much later."""
+        """Call after a delay."""
         self.at(self.now_s + seconds, call)
 
     def run(self, until_s: float = math.inf, over: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass to ``until_s``, or to where it is ``over`` or nothing is left to happen."""
+        """Advance time to ``until_s``, or until ``over()`` is true or no event is left."""
         while not over() and self._events and self._events[0][0] <= until_s:
             self.now_s, _, call = heappop(self._events)
             call()
@@ -51,7 +51,7 @@ class Clock:
 
 
 class _Job:
-    """Seconds that are still to be served, of somebody who is told when they have been."""
+    """The service time left of a job, and the function to call when it is done."""
 
     __slots__ = ("done", "left_s")
 
@@ -63,9 +63,9 @@ _Waiting = tuple[float, int, int, _Job]
 
 
 class Resource:
-    """Serves jobs as the head of this file says.
+    """Serves jobs as the module's docstring describes.
 
-    ``capacity`` may be below 1, and infinite where nobody waits for another lane.
+    ``capacity`` may be below 1. With infinite capacity no lane waits for another.
     """
 
     def __init__(self, clock: Clock, capacity: float = 1.0, *, ranked: bool = False) -> None:
@@ -73,28 +73,28 @@ class Resource:
         self._lanes: dict[str, list[_Waiting]] = {}
         self._alike: dict[str, int] = {}
         self._since_s = 0.0
-        self._turn = 0  # counts changes of what is served: an end that was foreseen before one is none
+        self._turn = 0  # counts changes of service: an end scheduled before the last change is void
         self._serial = count()
         self._busy_s = 0.0
 
     @property
     def busy_s(self) -> float:
-        """Seconds that have been served up to now, those of a lane that stands for several once."""
+        """Seconds of service so far; a lane that stands for several counts once."""
         self._pass()
         return self._busy_s
 
     def stand(self, lane: str, alike: int) -> None:
-        """Have a lane stand for so many that are alike: each of them is served as it is, and takes as much capacity."""
+        """Let a lane stand for ``alike`` lanes: each gets the same service, and takes as much of the capacity."""
         self._alike[lane] = alike
 
     def use(self, seconds: float, done: Call, *, priority: float = 0.0, serial: int = 0, lane: str = "") -> None:
-        """Be served for so long; of the same priority the smallest ``serial`` goes first."""
+        """Request service for ``seconds``. Among jobs of equal priority the smallest ``serial`` goes first."""
         self._pass()
         heappush(self._lanes.setdefault(lane, []), (priority, serial, next(self._serial), _Job(seconds, done)))
         self._foresee()
 
     def _served(self) -> list[list[_Waiting]]:
-        """The lanes whose first jobs are being served."""
+        """The lanes whose first jobs are in service."""
         lanes = list(self._lanes.values())
         if self._ranked and lanes:
             least = min(jobs[0][0] for jobs in lanes)
@@ -102,13 +102,13 @@ class Resource:
         return lanes
 
     def _rate(self, served: int) -> float:
-        """What a second serves of each lane that is being served; so many are."""
+        """The rate at which each of the ``served`` lanes is served."""
         if self._alike and not self._ranked:
             served = sum(self._alike.get(lane, 1) for lane in self._lanes)
         return min(1.0, self._capacity / served)
 
     def _pass(self) -> None:
-        """Serve up to now."""
+        """Account for the service up to now."""
         passed_s = self._clock.now_s - self._since_s
         self._since_s = self._clock.now_s
         served = self._served() if passed_s > 0 else []
@@ -127,7 +127,7 @@ class Resource:
             self._clock.after(left_s / rate, lambda: self._end(turn))
 
     def _end(self, turn: int) -> None:
-        """What is served next to its end has come to it."""
+        """Finish the jobs whose service ends now."""
         if turn != self._turn:
             return
         served = self._served()
@@ -142,15 +142,15 @@ class Resource:
 
 
 class Share:
-    """The lanes that somebody has on a resource which others use as well, under names of its own.
+    """The lanes of one user of a shared resource, under names of its own.
 
-    Each lane stands for so many that are ``alike``.
+    Each lane stands for ``alike`` lanes.
     """
 
     def __init__(self, resource: Resource, name: str, alike: int = 1) -> None:
         self._resource, self._name, self._alike = resource, name, alike
         self.busy_s = 0.0
-        """Seconds of what has been served to its end."""
+        """Seconds of service of the jobs that have finished."""
 
     def use(self, seconds: float, done: Call, *, priority: float = 0.0, serial: int = 0, lane: str = "") -> None:
         """As ``Resource.use``."""
@@ -168,7 +168,7 @@ Used = Resource | Share
 
 
 class Stage(NamedTuple):
-    """Seconds on a lane of a resource, its own operation's where that is empty; where there is none they just pass."""
+    """Seconds on a lane of a resource, by default a lane of the operation's own. Without a resource, a pure delay."""
 
     resource: str | None
     seconds: float
@@ -179,7 +179,7 @@ Chain = Sequence[Stage]
 
 
 class _Queue:
-    """What waits of one lane, and how many of it are under way."""
+    """The operations that wait in a lane, and the number in progress."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, Submit]] = deque()
@@ -190,11 +190,11 @@ _Lane = tuple[bool, float]
 
 
 Begin = Callable[[Submit, int, Call], None]
-"""Sets an operation going, of which there were so many before; it calls back once when that is done."""
+"""Starts an operation, with its serial number; calls back when the operation is done."""
 
 
 class Chains:
-    """Sets operations going that are done when all of their chains have gone through their stages."""
+    """Starts operations that are done once all of their chains have passed through their stages."""
 
     def __init__(
         self,
@@ -237,11 +237,11 @@ class Chains:
 
 
 class Operations:
-    """Operations under way, which ``begin`` sets going one after the other.
+    """The operations in progress, which ``begin`` starts.
 
-    Up to ``in_flight`` of each priority begin before another is done; all-gathers, which go behind their
-    reduce-scatters, are counted by themselves, as in ``engine.order``. ``done_at`` is when they were done, ``opens_s``
-    when what is handed over may begin.
+    At most ``in_flight`` operations of each priority are in progress. All-gathers, which follow their reduce-scatters,
+    are counted separately, as in ``engine.order``. ``done_at`` has when operations ended, ``opens_s`` is the earliest
+    time at which one may begin.
     """
 
     def __init__(self, clock: Clock, begin: Begin, in_flight: int) -> None:
@@ -249,25 +249,25 @@ class Operations:
         self.done_at: dict[BucketPhase, float] = {}
         self.opens_s = 0.0
         self._queues: dict[_Lane, _Queue] = {}
-        self._gated: dict[BucketPhase, list[_Lane]] = {}  # whose next one waits for that
+        self._gated: dict[BucketPhase, list[_Lane]] = {}  # lanes whose next operation waits for the key
         self._wanted: dict[BucketPhase, list[Call]] = {}
         self._serial = count()
 
     def submit(self, submit: Submit) -> None:
-        """Hand an operation over."""
+        """Queue an operation."""
         lane = _lane(submit)
         self._queues.setdefault(lane, _Queue()).waiting.append((next(self._serial), submit))
         self._start(lane)
 
     def when_done(self, operation: BucketPhase, call: Call) -> None:
-        """Have something done once an operation is; at once if it is."""
+        """Call once an operation is done; at once if it is done already."""
         if operation in self.done_at:
             call()
         else:
             self._wanted.setdefault(operation, []).append(call)
 
     def _start(self, lane: _Lane) -> None:
-        """Let what waits there begin, in order, as far as others of its priority let it."""
+        """Start the waiting operations of a lane, in order, while its limit allows."""
         queue = self._queues[lane]
         while queue.waiting and queue.active < self._in_flight:
             serial, submit = queue.waiting[0]

@@ -1,39 +1,38 @@
-"""A cluster as numbers: links, adding, processors, codecs, topology; each number with its range and where it is from.
+"""A cluster as constants: links, adding, processors, codecs, topology; each constant with its range and source.
 
-Owns how long a message occupies a port, which links inside the network messages share, what constants are called, and
-copies with other ones. Does not know files or the times of anything that runs on it.
+Owns how long a message occupies a port, which links inside the network messages share, the names of constants, and
+copies with other constants. Does not know files or the times of anything that runs on the cluster.
 
 **Links.** A message of n bytes occupies the sender's and the receiver's port for a + n b seconds (Hockney, "The
-communication challenge for MPP", Parallel Computing 1994), with constants of their own for each range of sizes, since
-libraries change protocols. It is there ``flight_s`` after that, during which both ports serve others. LogGP
-(Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) is the same with other words: sender and receiver spend o each, a
-port begins a message max(o, g) + (n-1) G after the one before it, and a message of n bytes alone takes
-o + (n-1) G + L + o. So a port is busy for max(o, g) + (n-1) G, and the flight is what is left: L + 2 o - max(o, g).
+communication challenge for MPP", Parallel Computing 1994). The constants depend on ranges of sizes, since libraries
+change protocols. The message arrives ``flight_s`` later, while both ports already serve others. LogGP (Alexandrov,
+Ionescu, Schauser, Scheiman, SPAA 1995) is equivalent: sender and receiver each spend o, a port begins a message max(o,
+g) + (n-1) G after the previous one, and a single message of n bytes takes o + (n-1) G + L + o. So a port is busy for
+max(o, g) + (n-1) G, and the flight is the rest: L + 2 o - max(o, g).
 
-**Topologies.** A shared link's capacity is relative to one port: a link of capacity 1 carries what one port does.
-Links are numbered from 0 and go one way.
+**Topologies.** The capacity of a shared link is relative to one port. Links are numbered from 0 and have one direction.
 
-* ``switch``: nothing is shared but ports.
-* ``fat_tree``: hosts hang at leaves; what goes from leaf to leaf goes up one link and down another, each with the ports
-  of its leaf divided by the oversubscription (Leiserson, "Fat-trees", IEEE Trans. Computers 1985). Equal-cost paths are
-  taken to be used evenly, which hashing only does on average.
-* ``ring``: neighbours are joined by a link each way; messages take the shorter way, upwards where both are as short.
-* ``torus``: rings in every dimension; messages go along the first dimension first, then the second and so on (Dally,
-  Seitz, "Deadlock-free message routing", IEEE Trans. Computers 1987). Hosts next in number are neighbours in the last.
+* ``switch``: only ports are shared.
+* ``fat_tree``: hosts are attached to leaves. A message between leaves uses one link up and another down; each has the
+  capacity of its leaf's ports divided by the oversubscription (Leiserson, "Fat-trees", IEEE Trans. Computers 1985).
+  The model assumes an even use of equal-cost paths, which hashing achieves only on average.
+* ``ring``: neighbours have a link in each direction; messages take the shorter way, upwards if both are equal.
+* ``torus``: rings in every dimension; messages are routed by dimension order (Dally, Seitz, "Deadlock-free message
+  routing", IEEE Trans. Computers 1987). Hosts with consecutive numbers are neighbours in the last dimension.
 
-**Constants.** Each has a dotted name: what varies one constant, all of them or none goes by names and knows no cluster.
+**Constants.** Each has a dotted name, so that code which varies constants needs to know only names.
 
     between.alpha  between.beta  between.flight    a message, a byte, the flight: between hosts
-    inside.alpha   inside.beta   inside.flight     the same inside a host; without them all messages go between
-    between.from_65536.alpha  ....beta             of messages of that many bytes and more
+    inside.alpha   inside.beta   inside.flight     the same within a host; without them hosts have no faster link
+    between.from_65536.alpha  ....beta             the same for messages of that many bytes and more
     gamma                                          a byte added to another
     message  byte_cpu                              processor time of a message, and of a byte sent or received
     bucket                                         of a bucket and operation, in the thread that moves messages
-    tensor  iteration                              of a gradient, and of an iteration, in the thread that trains
-    update  copy                                   a byte of weights updated, of anything copied
-    codecs.CODEC.encode  codecs.CODEC.decode       a byte of gradient, CODEC being the codec's text
+    tensor  iteration                              of a gradient, and of an iteration, in the training thread
+    update  copy                                   a byte of weights updated, a byte copied
+    codecs.CODEC.encode  codecs.CODEC.decode       a byte of gradient; CODEC is the codec's text
 
-Seconds per message, or per byte, throughout.
+All are in seconds per message or per byte.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Piece:
-    """What messages of ``from_bytes`` and more take: ``busy_s``, and ``per_byte_s`` times the bytes."""
+    """The cost of messages of ``from_bytes`` and more: ``busy_s`` plus ``per_byte_s`` times the bytes."""
 
     from_bytes: float
     busy_s: float
@@ -66,9 +65,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A full-duplex link between two ports; ``pieces`` ascend by size and begin at 0.
+    """A full-duplex link between two ports; ``pieces`` are sorted by size and begin at 0.
 
-    Raises UsageError for pieces that do not, and for numbers that are negative or not finite.
+    Raises UsageError for pieces that are not, and for numbers that are negative or not finite.
     """
 
     pieces: tuple[Piece, ...]
@@ -77,14 +76,14 @@ class LinkCost:
     def __post_init__(self) -> None:
         numbers = [self.flight_s, *(number for piece in self.pieces for number in (piece.busy_s, piece.per_byte_s))]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
-            raise UsageError(f"the seconds of a link are finite and not negative, got {self}")
+            raise UsageError(f"the seconds of a link have to be finite and not negative, got {self}")
         starts = [piece.from_bytes for piece in self.pieces]
         if not starts or starts[0] != 0 or any(low >= high for low, high in pairwise(starts)):
-            raise UsageError(f"the pieces of a link begin at 0 bytes and ascend, got {starts}: sort them")
+            raise UsageError(f"the pieces of a link have to begin at 0 bytes and ascend, got {starts}: sort them")
 
     @classmethod
     def linear(cls, alpha_s: float, beta_s_per_byte: float, flight_s: float = 0.0) -> LinkCost:
-        """Alpha seconds for each message and beta for each byte, of every size."""
+        """Alpha seconds for each message and beta for each byte, for all sizes."""
         return cls((Piece(0, alpha_s, beta_s_per_byte),), flight_s)
 
     @overload
@@ -110,13 +109,13 @@ class LinkCost:
         return nbytes * self.piece(nbytes).per_byte_s
 
     def constants(self, nbytes: Floats) -> tuple[Floats, Floats]:
-        """Of messages of these sizes the seconds of each, and those of a byte of each."""
+        """The seconds per message and the seconds per byte for messages of these sizes."""
         starts, fixed_s, per_byte_s = self._columns
         piece = np.searchsorted(starts, nbytes, side="right") - 1
         return fixed_s[piece], per_byte_s[piece]
 
     def piece(self, nbytes: float) -> Piece:
-        """The piece that messages of a size belong to."""
+        """The piece that applies to messages of a size."""
         return next(piece for piece in reversed(self.pieces) if piece.from_bytes <= nbytes)
 
     @cached_property
@@ -126,9 +125,9 @@ class LinkCost:
 
 
 def loggp(latency_s: float, overhead_s: float, gap_s: float, gap_s_per_byte: float) -> LinkCost:
-    """The link of LogGP's L, o, g and G.
+    """The link for LogGP's L, o, g and G.
 
-    Raises UsageError where a byte takes longer than a message's overhead, or a gap longer than a message's flight.
+    Raises UsageError if a byte takes longer than a message's overhead, or a gap longer than a message's flight.
     """
     busy_s = max(overhead_s, gap_s) - gap_s_per_byte
     flight_s = latency_s + 2 * overhead_s - max(overhead_s, gap_s)
@@ -152,33 +151,33 @@ class Topology(Protocol):
     """Which shared links messages use."""
 
     def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:
-        """Of messages between hosts, one array entry each, every use of a link: which message, and which link.
+        """Every use of a link by messages between hosts ``src`` and ``dst``: the message, and the link.
 
-        ``hosts`` is how many there are. Cost: linear in the uses.
+        ``hosts`` is the number of hosts. Cost: linear in the uses.
         """
         ...
 
     def capacity(self, link: int) -> float:
-        """What a link carries, relative to one port."""
+        """The capacity of a link, relative to one port."""
         ...
 
 
 def route(topology: Topology, src: int, dst: int, hosts: int) -> tuple[int, ...]:
-    """The links that one message between two hosts uses, in the order of its way."""
+    """The links that one message between two hosts uses, in order."""
     _, links = topology.crossings(np.array([src]), np.array([dst]), hosts)
     return tuple(links.tolist())
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One switch that carries whatever its ports do."""
+    """One switch that carries everything its ports can."""
 
     def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:  # noqa: ARG002
-        """None."""
+        """Empty: no link is shared."""
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
     def capacity(self, link: int) -> float:
-        """There is no link."""
+        """Raises UsageError: there is no shared link."""
         raise UsageError(f"a switch has no shared link {link}")
 
     def __str__(self) -> str:
@@ -187,24 +186,24 @@ class Switch:
 
 @dataclass(frozen=True)
 class FatTree:
-    """Two levels: leaves of so many hosts, joined by links that are ``oversubscription`` times too thin for all."""
+    """Two levels: leaves with ``hosts_per_leaf`` hosts each, joined by links with the given oversubscription."""
 
     hosts_per_leaf: int
     oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         if self.hosts_per_leaf < 1 or not (math.isfinite(self.oversubscription) and self.oversubscription > 0):
-            raise UsageError(f"{self}: a leaf has at least one host, and the oversubscription is a number above 0")
+            raise UsageError(f"{self}: a leaf needs at least one host, and the oversubscription has to be above 0")
 
     def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:  # noqa: ARG002
-        """Up from the sender's leaf (2 leaf) and down to the receiver's (2 leaf + 1), where they differ."""
+        """Up from the sender's leaf (link 2 leaf) and down to the receiver's (2 leaf + 1), if these differ."""
         up, down = src // self.hosts_per_leaf, dst // self.hosts_per_leaf
         away = np.flatnonzero(up != down)
         links = np.stack([2 * up[away], 2 * down[away] + 1], axis=1)
         return np.repeat(away, 2), links.reshape(-1)
 
     def capacity(self, link: int) -> float:  # noqa: ARG002
-        """That of the leaf's ports, thinned."""
+        """The capacity of the leaf's ports, divided by the oversubscription."""
         return self.hosts_per_leaf / self.oversubscription
 
     def __str__(self) -> str:
@@ -219,13 +218,13 @@ class Torus:
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.dims):
-            raise UsageError(f"{self}: a dimension has at least one host")
+            raise UsageError(f"{self}: a dimension needs at least one host")
 
     def crossings(self, src: Ints, dst: Ints, hosts: int) -> tuple[Ints, Ints]:
-        """Dimension by dimension the links to the next host, upwards or downwards."""
+        """The links to each next host, dimension by dimension, upwards or downwards."""
         dims = self.dims or (hosts,)
         if math.prod(dims) < hosts:
-            raise UsageError(f"{self} has {math.prod(dims)} hosts, and {hosts} are needed: give larger dimensions")
+            raise UsageError(f"{self} has {math.prod(dims)} hosts, but {hosts} are needed: give larger dimensions")
         message, link = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         at, stride = src.copy(), math.prod(dims)
         for axis, size in enumerate(dims):
@@ -246,7 +245,7 @@ class Torus:
         return np.concatenate(message)[order], np.concatenate(link)[order]
 
     def capacity(self, link: int) -> float:  # noqa: ARG002
-        """That of a port."""
+        """The capacity of a port."""
         return 1.0
 
     def __str__(self) -> str:
@@ -254,7 +253,7 @@ class Torus:
 
 
 def topology_of(text: str) -> Topology:
-    """The topology that a text names; raises UsageError, naming the nearest, for one that does not exist."""
+    """The topology with this text; raises UsageError, with the nearest name, for an unknown one."""
     part = read_part(text)
     given = dict(part.args)
     makers: dict[str, tuple[Callable[..., Topology], dict[str, Callable[[str, str], Any]]]] = {
@@ -298,10 +297,10 @@ End = Literal["low", "high"]
 
 @dataclass(frozen=True)
 class Constant:
-    """A number of seconds, the range in which it may be expected, and where it comes from.
+    """A number of seconds, its expected range, and its source.
 
-    ``measured`` tells a measurement from an assumption. Without a range it is exact.
-    Raises UsageError for numbers that are negative or not finite, and for a range without the value.
+    ``measured`` tells a measurement from an assumption. Without a range the number is exact. Raises UsageError for
+    numbers that are negative or not finite, and for a range that excludes the value.
     """
 
     value: float
@@ -313,29 +312,29 @@ class Constant:
     def __post_init__(self) -> None:
         for number in (self.value, *self.range):
             if not (math.isfinite(number) and number >= 0):
-                raise UsageError(f"a constant is a finite number of seconds and not negative, got {number!r}")
+                raise UsageError(f"a constant has to be a finite number of seconds and not negative, got {number!r}")
         if not self.range[0] <= self.value <= self.range[1]:
-            raise UsageError(f"a constant lies in its range, got {self.value!r} and {self.range}")
+            raise UsageError(f"a constant has to be in its range, got {self.value!r} and {self.range}")
 
     @property
     def range(self) -> tuple[float, float]:
-        """The least and the greatest that may be expected."""
+        """The least and the greatest expected value."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
     def at(self, end: End) -> Constant:
-        """The constant at one end of its range, exactly."""
+        """The constant at one end of its range, as exact."""
         return Constant(self.range[end == "high"], measured=self.measured, source=self.source)
 
 
 class CodecCosts(NamedTuple):
-    """Seconds per byte of gradient that a codec takes."""
+    """A codec's seconds per byte of gradient."""
 
     encode_s_per_byte: float
     decode_s_per_byte: float
 
 
 class _Seconds:
-    """A constant of a cluster by its name; 0 where it has none of that name."""
+    """A descriptor for a constant of a cluster; 0 if the cluster does not have it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -346,13 +345,12 @@ class _Seconds:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts, their links and what computing costs on them; ``constants`` by their names, see the file's head.
+    """Hosts, their links and the cost of computing on them; the module's docstring lists the names of ``constants``.
 
-    ``ports_per_host`` ports serve all ranks of a host; ``per_host`` is how many ranks a host has unless somebody says
-    otherwise. ``cores`` are shared by the ranks of a host, or of all hosts where these are namespaces of one machine
-    (``one_machine``); None: there are enough. ``ready_made`` clusters are those of the library under their names: what
-    was measured of one says nothing of a file that is called the same. Raises UsageError for constants that are
-    unknown, or that are missing.
+    ``ports_per_host`` ports serve all ranks of a host; ``per_host`` is the default number of ranks on a host. ``cores``
+    are shared by the ranks of a host, or of all hosts if these are namespaces of one machine (``one_machine``); None
+    means enough cores. ``ready_made`` marks clusters that come with the library: a measured error of one says nothing
+    about a user's file of the same name. Raises UsageError for constants that are unknown or missing.
     """
 
     name: str
@@ -377,7 +375,7 @@ class Cluster:
             if key not in _NAMES and not _PIECE.fullmatch(key) and not _CODEC.fullmatch(key):
                 known = ", ".join(_NAMES)
                 raise UsageError(
-                    f"network {self.name}: unknown constant {key!r}{nearest(key, _NAMES)}; there are {known},"
+                    f"network {self.name}: unknown constant {key!r}{nearest(key, _NAMES)}; choose from {known},"
                     " between.from_BYTES.alpha and codecs.CODEC.encode"
                 )
         for key in ("between.alpha", "between.beta"):
@@ -385,27 +383,27 @@ class Cluster:
                 raise UsageError(f"network {self.name}: {key} is missing: seconds per message, and per byte")
         for what in ("ports_per_host", "per_host"):
             if getattr(self, what) < 1:
-                raise UsageError(f"network {self.name}: {what} is at least 1, got {getattr(self, what)}")
+                raise UsageError(f"network {self.name}: {what} has to be at least 1, got {getattr(self, what)}")
         if self.cores is not None and self.cores < 1:
-            raise UsageError(f"network {self.name}: hosts have at least one core, got {self.cores}")
-        # Their own checks: pieces begin at 0, alpha and beta come together.
+            raise UsageError(f"network {self.name}: hosts need at least one core, got {self.cores}")
+        # Computed here for their checks: pieces begin at 0, and alpha and beta come together.
         self.between, self.inside, self.codecs  # noqa: B018
 
     @cached_property
     def between(self) -> LinkCost:
         """The link between two hosts."""
         found = self._link("between")
-        assert found is not None  # alpha and beta are there
+        assert found is not None  # __post_init__ has checked alpha and beta
         return found
 
     @cached_property
     def inside(self) -> LinkCost | None:
-        """The link between two ranks of one host; None: they talk as ranks of different hosts do."""
+        """The link between two ranks of one host; None if they use the same link as ranks of different hosts."""
         return self._link("inside")
 
     @cached_property
     def codecs(self) -> Mapping[str, CodecCosts]:
-        """What codecs cost, by their text."""
+        """The costs of codecs, by their text."""
         matches = [match for key in self.constants if (match := _CODEC.fullmatch(key))]
         found = {}
         for text in dict.fromkeys(match[1] for match in matches):
@@ -416,12 +414,12 @@ class Cluster:
         return found
 
     def replaced(self, values: Mapping[str, float]) -> Cluster:
-        """The cluster with other values, which are exact and not measured; they may be constants that it lacked."""
+        """A copy with other values, exact and not measured; these may be constants that it did not have."""
         given = {name: Constant(value, source="given") for name, value in values.items()}
         return replace(self, constants={**self.constants, **given})
 
     def at(self, end: End) -> Cluster:
-        """The cluster with every constant at one end of its range: the fastest, or the slowest, to be expected."""
+        """A copy with every constant at one end of its range: the fastest, or slowest, cluster to expect."""
         return replace(self, constants={name: constant.at(end) for name, constant in self.constants.items()})
 
     def _seconds(self, name: str) -> float:
@@ -435,7 +433,7 @@ class Cluster:
             if match is not None and match[1] == end:
                 numbers = pieces.setdefault(int(match[2] or 0), {})
                 if match[3] in numbers:
-                    raise UsageError(f"network {self.name}: {key} is given under another name, too: leave one out")
+                    raise UsageError(f"network {self.name}: {key} is also given under another name: leave one out")
                 numbers[match[3]] = constant.value
         if not pieces:
             if f"{end}.flight" in self.constants:

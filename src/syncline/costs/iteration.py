@@ -1,21 +1,21 @@
-"""How long a training iteration takes: ``engine.step`` driven by a virtual clock.
+"""Predicts the time of a training iteration by running ``engine.step`` on a virtual clock.
 
-What is foreseen is what is run: a ``VirtualWorker`` drives the very state machine, schedule, sync mode and buckets of a
-run. ``predict_iteration`` puts it on a link that two numbers describe, which choices at run time ask; ``syncline
-predict`` puts it on a cluster.
+The simulation uses the code of a run: a ``VirtualWorker`` drives the same state machine, schedule, sync mode and
+buckets. ``predict_iteration`` puts it on a link with two parameters, for choices at run time; ``syncline predict`` puts
+it on a cluster.
 
-**The worker.** It is a process that yields what it waits for, a ``Stage`` (time of its own) or an operation, and is
-given the clock back when that is over. A batch is loaded, beside the training where batches are prepared ahead, copied
-to the device, and then layer after layer computes. What the machine hands over goes under way; where it waits the
-worker waits. What is applied takes the time of an optimizer. Shi and Chu, arXiv 1711.05979, have these stages.
+**The worker** is a process that yields what it waits for, a ``Stage`` (a time of its own) or an operation, and
+continues when that is over. A batch is loaded (concurrently with training if batches are prefetched) and copied to the
+device, then the layers compute one after the other. The state machine's submissions start operations, and its waits
+stop the worker. An update takes the optimizer's time. These are the stages of Shi and Chu, arXiv 1711.05979.
 
-**The link of two numbers.** All workers are alike, so that one says what all do. An exchange of n bytes takes a + n b:
-a latency, which passes beside those of others, and its bytes, of which the link carries one operation's at a time,
-always those of the most urgent that is under way. Of each priority ``in_flight`` operations may be; all-gathers, which
-go behind their reduce-scatters, are counted by themselves, as in ``engine.order``. Each half of an exchange takes half
-of it. So one operation alone takes what was measured, and many small ones hide their latencies as far as the schedule
-lets them. Not modelled there: processors that compute and communicate at once, and what an optimizer takes, under every
-schedule alike.
+**The link with two parameters.** All workers are alike, so one stands for all. An exchange of n bytes takes a + n b: a
+latency, during which other exchanges may pass, and the bytes, which the link carries for one operation at a time,
+always the most urgent in progress. At most ``in_flight`` operations of each priority are in progress; all-gathers,
+which follow their reduce-scatters, are counted separately, as in ``engine.order``. Each half of an exchange takes half
+of its time. So a single operation takes the measured time, and many small ones hide their latencies as far as the
+schedule allows. Not modelled here: processors that compute and communicate at once, and the optimizer's time, which is
+the same under every schedule.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Process = Generator[Wanted, None, None]
 
 
 class Stretch(NamedTuple):
-    """Layers that compute as one: the seconds of both passes, and the tensors whose gradients end with the second."""
+    """Consecutive layers as one: seconds of both passes, and the tensors whose gradients the backward pass produces."""
 
     forward_s: float
     backward_s: float
@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Batches:
-    """How batches come, as ``workloads.Pipeline`` has it: seconds to load and to copy one, and how many ahead."""
+    """How batches arrive, as in ``workloads.Pipeline``: seconds to load and to copy one, and the prefetch depth."""
 
     loading_s: float = 0.0
     h2d_s: float = 0.0
@@ -57,10 +57,10 @@ class Batches:
 
 @dataclass(frozen=True)
 class Duties:
-    """What a worker computes in an iteration: ``parts`` in forward order.
+    """The computation of a worker in an iteration: ``parts`` in forward order.
 
-    Beside layers the training thread has to ``update`` the weights of a bucket, to take over averaged ones, and to do
-    what every ``gradient`` and every ``iteration`` takes. Layers just last, as on an accelerator.
+    Besides the layers the training thread has stages to ``update`` the weights of a bucket, for ``averaging`` weights,
+    for every ``gradient`` and for every ``iteration``. Layers are pure delays, as on an accelerator.
     """
 
     parts: tuple[Stretch, ...]
@@ -78,7 +78,7 @@ class Duties:
 
 @dataclass
 class TimeSpent:
-    """Seconds of a worker so far, by what they went on; ``waited_s`` is what was exposed of communication."""
+    """A worker's seconds so far, by purpose. ``waited_s`` is the exposed communication."""
 
     loading_s: float = 0.0
     h2d_s: float = 0.0
@@ -91,16 +91,16 @@ class TimeSpent:
 
 
 class Handed(NamedTuple):
-    """Where a worker's operations go, and what is to be agreed on before any of a step."""
+    """The functions that receive a worker's operations, and the agreement before the first one of a step."""
 
     submit: Callable[[Submit], None]
     agree: Callable[[int], None]
 
 
 class VirtualWorker:
-    """Makes steps with these ``duties``; ``stretch`` gives what the times of a step's layers are multiplied by.
+    """A worker with these ``duties``; ``stretch`` gives the factor of a step's layer times.
 
-    ``spent`` is where its time went, ``ends_s`` when its iterations ended.
+    ``spent`` has where its time went, with the end of each iteration in ``ends_s``.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class VirtualWorker:
     ) -> None:
         self._clock, self._duties, self._steps, self._handed, self._stretch = clock, duties, steps, handed, stretch
         self.spent = TimeSpent()
-        self._loaded_s: list[float] = []  # when batches were ready
-        self._taken_s: list[float] = []  # when they were asked for, and there
+        self._loaded_s: list[float] = []  # when each batch was ready
+        self._taken_s: list[float] = []  # when each batch was taken
 
     def iterations(self) -> Process:
-        """The process, which does not end."""
+        """The process, which never ends."""
         for step in count():
             yield from self._iterate(step)
             self.spent.ends_s.append(self._clock.now_s)
@@ -141,7 +141,7 @@ class VirtualWorker:
         yield from self._lasting("other_s", duties.iteration)
 
     def _load(self, step: int) -> Process:
-        """The next batch, which a thread beside this one may have prepared, and its copy."""
+        """Load the next batch, or wait for the prefetching thread, then copy it."""
         batches = self._duties.batches
         now_s = self._clock.now_s
         if batches.prefetch:
@@ -180,7 +180,7 @@ class VirtualWorker:
 
 
 def run(clock: Clock, process: Process, resources: Mapping[str, Used], operations: Operations) -> None:
-    """Begin a process now; it goes on whenever what it waits for is there."""
+    """Start a process now; it continues whenever the thing that it waits for is there."""
 
     def go_on() -> None:
         for wanted in process:
@@ -198,12 +198,12 @@ def run(clock: Clock, process: Process, resources: Mapping[str, Used], operation
 
 
 _BEFORE, _COUNTED = 3, 4
-"""Iterations until one is like the one before, and those of which the mean counts: a sync mode may have a period."""
+"""Iterations until a steady state, and those that are averaged then: a sync mode may have a period."""
 
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """Seconds of one steady iteration: all of it, the computation in it, and what the link carries for it."""
+    """Seconds of one steady iteration: the whole, its computation, and the link's work for it."""
 
     whole_s: float
     computing_s: float
@@ -211,19 +211,19 @@ class IterationTimes:
 
     @property
     def exposed_s(self) -> float:
-        """What the worker waits."""
+        """The exposed communication."""
         return self.whole_s - self.computing_s
 
 
 class Spent(NamedTuple):
-    """Seconds that an operation takes: its latency, and its bytes on the link."""
+    """Seconds of an operation: its latency, and its bytes on the link."""
 
     latency_s: float
     bytes_s: float
 
 
 class VirtualLink:
-    """Carries operations that take what ``spent`` says, up to ``in_flight`` of each priority at a time."""
+    """Carries operations with the times that ``spent`` returns, up to ``in_flight`` of each priority at a time."""
 
     def __init__(self, spent: Callable[[BucketPhase], Spent], in_flight: int) -> None:
         self.clock = Clock()
@@ -237,37 +237,37 @@ class VirtualLink:
 
     @property
     def carried_s(self) -> float:
-        """How long the link was busy with the bytes of operations."""
+        """How long the link has carried bytes."""
         return self._link.busy_s
 
     @property
     def done_at(self) -> Mapping[BucketPhase, float]:
-        """When operations were done."""
+        """When each operation was done."""
         return self.operations.done_at
 
     def submit(self, now_s: float, submit: Submit) -> None:
-        """Hand an operation over; times never go back."""
+        """Queue an operation at ``now_s``, which must not decrease."""
         self.clock.run(now_s)
         self.operations.submit(submit)
 
     def carry_until(self, wanted: BucketPhase) -> float:
-        """Carry what goes before an operation, and that; when it is done.
+        """Advance time until an operation is done; return that time.
 
-        Raises UsageError for one that nothing leads to.
+        Raises UsageError if no operation in progress leads to it.
         """
         self.clock.run(over=lambda: wanted in self.done_at)
         if wanted not in self.done_at:
-            raise UsageError(f"{wanted} is waited for, and nothing that is under way leads to it")
+            raise UsageError(f"the worker waits for {wanted}, and no operation in progress leads to it")
         return self.done_at[wanted]
 
 
 def predict_iteration(
     layers: Sequence[Layer], laid: Laid, schedule: Schedule, mode: SyncMode, cost: LinearCost
 ) -> IterationTimes:
-    """One steady iteration of a worker whose ``layers``, in forward order, take the times that they say.
+    """One steady iteration of a worker with ``layers`` in forward order, which have their measured times.
 
-    ``laid`` are the buckets that travel, and ``cost`` what an exchange takes by its bytes. Takes tens of microseconds
-    per tensor and bucket.
+    ``laid`` has the buckets, ``cost`` the time of an exchange by its bytes. Takes tens of microseconds per tensor and
+    bucket.
     """
     nbytes = [bucket.nbytes for bucket in laid.buckets]
 

@@ -1,27 +1,27 @@
 """What a plan costs on a network, at two fidelities.
 
-``plan_load`` is the quick answer: what a plan's messages put on whoever is busiest. A step begins when the one before
-it has ended everywhere, which is what happens where all ranks have as much to do. Run-time choices and simulated
-trainings, which ask for thousands of exchanges, of payloads too, take it. ``plan_time`` is the exact answer: the clocks
-of all ranks and ports. Collectives alone are answered by it, since by loads double trees come out up to 1.7 times as
-slow, and messages that meet on links inside the network up to a quarter faster or slower. Neither knows a schedule,
-another exchange under way, or how arrays are cut into segments that flow one behind the other. Both are held to the
-formulas of the literature.
+``plan_load`` is the quick model: the load that a plan's messages put on the busiest places. It assumes that a step
+begins when the one before it has ended everywhere, which holds if all ranks have equal work. Choices at run time and
+simulated trainings use it, because they ask for thousands of exchanges, those of payloads included. ``plan_time`` is
+the precise model: the clocks of all ranks and ports. Predictions of single collectives use it, because by loads double
+trees come out up to 1.7 times too slow, and messages that meet on links inside the network up to a quarter too fast or
+too slow. Neither model knows a schedule, another exchange in progress, or the segments into which arrays are cut for
+pipelining. Tests hold both against the formulas of the literature.
 
-**Loads.** An ``Outline`` is what is left of messages when places that have the same to do count as one, and steps that
-are the same as well: a ring of 512 ranks has one place and one step, 1022 times. It holds for arrays of any size and
-for all constants, so that it is made once and asked often; what it says is what all messages one by one would.
+**Loads.** An ``Outline`` is a compressed form of a plan's messages: places with equal work count as one, and so do
+equal steps. A ring of 512 ranks has one place and one step, 1022 times. An outline is valid for arrays of any size and
+for all constants, so it is computed once and evaluated often, with the same result as message by message.
 
-**Clocks.** A message of a step begins when what it carries is there, when the sender's port has sent what it sent
-before, and when the receiver's port is free and its rank has added what came before; it occupies both ports for what
-the link says, and arrives a flight later. What is reduced is then added, which keeps a rank from receiving more. These
-are maxima and sums, so clocks of all ranks are propagated as arrays (Baccelli, Cohen, Olsder, Quadrat, "Synchronization
-and Linearity", 1992): no step waits for ranks that it does not concern, so late starts spread only as far as messages
-carry them. Where a port has several messages in a step they queue, at the sender's port and then at the receiver's,
-whoever is ready first being first; the network between keeps what a port cannot take yet. A link inside the network
-that would be busy in a step for longer than the ports of the messages on it makes these take as much longer (as max-min
-fair sharing gives it for messages that are alike). Processors bound the whole: where cores are counted, it is no
-shorter than what messages, bytes and adding cost them.
+**Clocks.** A message of a step begins when its data is there, the sender's port has sent its earlier messages, and the
+receiver's port is free and its rank has added earlier ones. It occupies both ports for the link's time and arrives a
+flight later. Reduced data is then added, and meanwhile the rank receives no more. All of this is maxima and sums, so
+the clocks of all ranks are propagated as arrays (Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity",
+1992): a step waits only for ranks that concern it, and late starts spread only as far as messages carry them. Several
+messages at one port in a step are queued at the sender's port and then at the receiver's, first come first served; the
+network between buffers what a port cannot accept yet. If a link inside the network would be busy in a step for longer
+than the ports of its messages, these messages take proportionally longer, as under max-min fairness for equal messages.
+Processors give a lower bound: where cores are counted, the plan takes at least the processor time of its messages,
+bytes and additions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ..plans.plan import Plan
 from .cluster import Cluster, Constant, Floats, Ints, LinkCost, Switch, Topology
 
 _SHORTEST_S = 1e-12
-"""What no clock tells from nothing."""
+"""Times below this count as 0."""
 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds of an exchange by its bytes: A + B n."""
+    """The seconds of an exchange by its bytes: A + B n."""
 
     base_s: float
     per_byte_s: float
@@ -57,14 +57,14 @@ class LinearCost:
         return self.base_s + self.per_byte_s * nbytes
 
     def __add__(self, other: LinearCost) -> LinearCost:
-        """The cost of one exchange behind another of the same size."""
+        """The cost of two exchanges of the same size, one after the other."""
         return LinearCost(self.base_s + other.base_s, self.per_byte_s + other.per_byte_s)
 
 
 def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> LinearCost | None:
-    """The line that is nearest to measured times of sizes in bytes, by relative distance; None where none shows.
+    """The line nearest to measured times, by relative error; ``sizes`` in bytes. None if no time was measurable.
 
-    Neither number is negative: where noise would make one so, the other alone says most.
+    Neither coefficient is negative: if noise made one negative, the fit uses the other alone.
     """
     x, y = np.array(sizes, float), np.array(seconds, float)
     x, y = x[y > _SHORTEST_S], y[y > _SHORTEST_S]
@@ -80,11 +80,11 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> LinearCost | Non
 
 
 def fit_ring(workers: int, small: tuple[int, float], large: tuple[int, float], reduced: tuple[int, float]) -> Cluster:
-    """The cluster on which a ring's halves took these times, given as (bytes, seconds).
+    """The cluster on which the halves of a ring took these times, given as (bytes, seconds).
 
-    ``small`` and ``large`` are all-gathers of different sizes, ``reduced`` a reduce-scatter. An all-gather takes
-    (N-1) a + (N-1)/N n b; a reduce-scatter (N-1)/N n g more. Noise can make a difference negative: such a number is 0,
-    and alpha, below which no time can be told apart, a nanosecond.
+    ``small`` and ``large`` are all-gathers of different sizes, ``reduced`` a reduce-scatter. An all-gather takes (N-1)
+    a + (N-1)/N n b; a reduce-scatter takes (N-1)/N n g more. Noise can make a difference negative; the constant is then
+    0, and alpha at least a nanosecond, the resolution of the clock.
     """
     steps, share = workers - 1, (workers - 1) / workers
     beta = max(0.0, (large[1] - small[1]) / (share * (large[0] - small[0])))
@@ -98,14 +98,14 @@ Column = NDArray[Any]
 
 
 class Load(NamedTuple):
-    """Seconds of the busiest port, inside the busiest host, of steps and of flights; and the rest of one rank.
+    """Seconds of the busiest port, of the busiest host's inside, of steps and flights; and the work of one rank.
 
-    ``port_s`` are those of whichever port has the most to do in all steps together. Steps wait for each other, and
-    where the busiest port of each step is another one they take ``turns_s`` longer: ports are then free for other
-    exchanges, as those of a tree's leaves are while its root goes on. ``inside_s`` are those inside of one step after
-    the other; where messages go between hosts and inside in one step it is what the latter take longer.
-    ``added_bytes`` are what it adds, ``moved_bytes`` what it sends and receives in so many ``messages``; ``sent_bytes``
-    are what a worker sends, in the mean over all.
+    ``port_s`` is the time of the port with the most work over all steps. Steps wait for each other; if another port is
+    the busiest in each step, the plan takes ``turns_s`` longer. Ports are then free for other exchanges, like those of
+    a tree's leaves while its root works. ``inside_s`` is the time within hosts, step after step; for a step that also
+    has messages between hosts, it is only what the messages inside take longer. ``added_bytes`` is what a rank adds,
+    ``moved_bytes`` what it sends and receives in ``messages`` messages; ``sent_bytes`` is what a worker sends, as the
+    mean over all.
     """
 
     port_s: float = 0.0
@@ -118,13 +118,13 @@ class Load(NamedTuple):
     turns_s: float = 0.0
 
     def then(self, other: Load) -> Load:
-        """One behind the other."""
+        """The load of one exchange after the other."""
         return Load(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class ProcessPlacement:
-    """The processes of a run on hosts: workers ``per_host`` to a host, servers of their own on hosts of their own."""
+    """The processes of a run on hosts: ``per_host`` workers to a host, and a host for each server."""
 
     group: Group
     per_host: int = 1
@@ -137,32 +137,32 @@ class ProcessPlacement:
 
     @property
     def count(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return int(self.hosts[-1]) + 1
 
 
 class ClusterShape(NamedTuple):
-    """What of a cluster outlines depend on."""
+    """The properties of a cluster that outlines depend on."""
 
     topology: Topology
     ports_per_host: int
     has_inside: bool
     starts: tuple[tuple[float, ...], ...]
-    """From which sizes on links have other constants: between hosts, and inside."""
+    """The sizes from which other constants apply: between hosts, and inside."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterShape:
-        """That of a cluster."""
+        """The shape of a cluster."""
         links = (cluster.between, cluster.inside or cluster.between)
         starts = tuple(tuple(piece.from_bytes for piece in link.pieces) for link in links)
         return cls(cluster.topology, cluster.ports_per_host, cluster.inside is not None, starts)
 
 
 class Places(NamedTuple):
-    """Places that are in use in a step, each once that differs from the others; the step happens ``times`` times.
+    """The places in use in a step that happens ``times`` times; places with equal work are listed once.
 
-    A row is a place, a column a kind of messages: ``messages`` of it pass through the place, with so many ``units`` of
-    bytes together. What the place carries at once is its ``capacity``.
+    A row is a place, a column a kind of messages: ``messages`` of that kind pass through the place, with ``units``
+    bytes together, relative to the place's ``capacity``.
     """
 
     times: int
@@ -171,15 +171,15 @@ class Places(NamedTuple):
     capacity: Floats
 
     def busy_s(self, fixed_s: Floats, per_unit_s: Floats) -> float:
-        """Seconds of the busiest, where these are those of a message and of a unit, by kind."""
+        """Seconds of the busiest place, given the seconds of a message and of a unit for each kind."""
         busy: Floats = (self.messages @ fixed_s + self.units @ per_unit_s) / self.capacity
         return self.times * float(busy.max())
 
 
 class Side(NamedTuple):
-    """The messages between hosts, or those inside: kinds by the largest message of each, and places.
+    """The messages between hosts, or those inside: the largest size of each kind, and places.
 
-    ``steps`` are those of each step, ``whole`` is one of all steps together.
+    ``steps`` has the places of each step, ``whole`` those of all steps together.
     """
 
     largest: Floats
@@ -187,11 +187,11 @@ class Side(NamedTuple):
     whole: tuple[Places, ...]
 
     def busy_s(self, link: LinkCost | None, unit_bytes: float) -> float:
-        """Seconds of the busiest place, step after step."""
+        """Seconds of the busiest place of each step, summed over the steps."""
         return self._sum_s(self.steps, link, unit_bytes)
 
     def busiest_s(self, link: LinkCost | None, unit_bytes: float) -> float:
-        """Seconds of the place that is the busiest of all in all steps together."""
+        """Seconds of the place that has the most work over all steps together."""
         return self._sum_s(self.whole, link, unit_bytes)
 
     def _sum_s(self, steps: tuple[Places, ...], link: LinkCost | None, unit_bytes: float) -> float:
@@ -205,11 +205,11 @@ _NOBODY = Side(np.empty(0), (), ())
 
 
 class Outline(NamedTuple):
-    """What messages put on places: those between hosts, those inside, and those inside ``beside`` others between hosts.
+    """The work that messages give to places: between hosts, inside, and inside ``beside`` messages between hosts.
 
-    ``together`` are those between hosts in such steps, once more. ``flights`` are steps with messages between hosts
-    only, inside only, and of both. What is added, moved and sent is in units, which are bytes of reducers' messages and
-    chunks of plans.
+    ``together`` are the messages between hosts of such mixed steps, once more. ``flights`` counts the steps with
+    messages only between hosts, only inside, and of both. Amounts are in units: bytes for reducers' messages, chunks
+    for plans.
     """
 
     between: Side = _NOBODY
@@ -223,7 +223,7 @@ class Outline(NamedTuple):
     sent: float = 0.0
 
     def load(self, cluster: Cluster, unit_bytes: float = 1.0) -> Load:
-        """The load where a unit is so many bytes, on a cluster of the shape that the outline is for."""
+        """The load with units of ``unit_bytes``, on a cluster of the shape that the outline was made for."""
         far_s = cluster.between.flight_s
         near_s = 0.0 if cluster.inside is None else cluster.inside.flight_s
         far, near, both = self.flights
@@ -244,19 +244,19 @@ class Outline(NamedTuple):
 
 
 def plan_s(plan: Plan, nbytes: float, cluster: Cluster, placement: ProcessPlacement | None = None) -> float:
-    """Seconds of a plan by itself, by its load; without ``placement`` every process has a host of its own."""
+    """Seconds of a plan alone, by its load; without ``placement`` every process has a host of its own."""
     load = plan_load(cluster, placement or ProcessPlacement(Group(plan.world)), plan, nbytes)
     passing_s = load.port_s + load.turns_s + load.inside_s + load.flight_s
     return passing_s + load.added_bytes * cluster.gamma_s_per_byte
 
 
 def plan_load(cluster: Cluster, placement: ProcessPlacement, plan: Plan, nbytes: float) -> Load:
-    """A plan for an array of so many bytes; cost: linear in its transfers."""
+    """The load of a plan for an array of ``nbytes``. Cost: linear in its transfers, once per plan."""
     return plan_outline(cluster, placement, plan).load(cluster, nbytes / plan.chunks)
 
 
 def plan_outline(cluster: Cluster, placement: ProcessPlacement, plan: Plan) -> Outline:
-    """The outline of a plan, in chunks: messages of as many are a kind. Cost: linear in the plan's transfers, once."""
+    """The outline of a plan, in chunks; messages of equal size are a kind. Cost: linear in its transfers, once."""
     return _plan_outline(ClusterShape.of(cluster), placement, plan)
 
 
@@ -276,7 +276,7 @@ def _plan_outline(shape: ClusterShape, placement: ProcessPlacement, plan: Plan) 
 
 
 def flows_outline(shape: ClusterShape, placement: ProcessPlacement, flows: Flows) -> Outline:
-    """The outline of messages that travel at the same time, in bytes: those of a piece of a link are a kind."""
+    """The outline of messages that travel at the same time, in bytes; those of one piece of a link are a kind."""
     if not len(flows.src):
         return Outline()
     size = flows.nbytes.astype(np.float64)
@@ -323,7 +323,7 @@ def _outline(shape: ClusterShape, placement: ProcessPlacement, table: _Table, ki
 
 
 def _side(shape: ClusterShape, placement: ProcessPlacement, table: _Table, kind: Column, *, between: bool) -> Side:
-    """What places have to do, in each step and in all together."""
+    """The work of places, in each step and in all together."""
     _, kind = np.unique(kind, return_inverse=True)
     largest = np.zeros(int(kind.max()) + 1)
     np.maximum.at(largest, kind, table.size)
@@ -337,13 +337,13 @@ def _side(shape: ClusterShape, placement: ProcessPlacement, table: _Table, kind:
 def _in_use(
     shape: ClusterShape, placement: ProcessPlacement, table: _Table, kind: Column, *, between: bool
 ) -> tuple[Column, Floats]:
-    """Ports and links in use, as ``_used`` has them."""
+    """The ports and links in use, in the form of ``_used``."""
     places = placement.count if between else placement.group.processes
     ports = shape.ports_per_host if between else 1
     kinds, found = int(kind.max()) + 1, []
     for ends in (table.src, table.dst):
         found.append(_used(table.step, ends, table.size, kind, kinds, places, ports))
-    if ports > 1:  # several ports carry no message faster
+    if ports > 1:  # a single message uses one port only
         found.append(_used(table.step, np.arange(len(kind)), table.size, kind, kinds, len(kind), 1))
     if between:
         used, links = shape.topology.crossings(table.src, table.dst, placement.count)
@@ -351,14 +351,14 @@ def _in_use(
             names, link = np.unique(links, return_inverse=True)
             capacity = np.array([shape.topology.capacity(int(name)) for name in names])
             step, rows = _used(table.step[used], link, table.size[used], kind[used], kinds, len(names), capacity)
-            rows[:, :kinds] = 0.0  # what a message itself takes is the ports'
+            rows[:, :kinds] = 0.0  # the fixed cost of a message occupies ports, not links
             found.append((step, rows))
     step, rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return step, rows
 
 
 def _alike(step: Column, rows: Floats) -> tuple[Places, ...]:
-    """Places with the same to do as one, and steps with the same places as one."""
+    """Merge places with equal work, and steps with equal places."""
     distinct, code = _coded(rows)
     present = np.zeros((int(step.max()) + 1, len(distinct)), bool)
     present[step, code] = True
@@ -374,7 +374,7 @@ def _alike(step: Column, rows: Floats) -> tuple[Places, ...]:
 def _used(
     step: Column, place: Column, size: Floats, kind: Column, kinds: int, places: int, capacity: float | Floats
 ) -> tuple[Column, Floats]:
-    """The steps of places in use and a row for each: messages by kind, units by kind, capacity."""
+    """The steps of places in use, with a row for each: messages by kind, units by kind, capacity."""
     cells, cell = np.unique(step * places + place, return_inverse=True)
     at = cell * kinds + kind
     messages, units = (np.bincount(at, weights, len(cells) * kinds).reshape(-1, kinds) for weights in (None, size))
@@ -383,7 +383,7 @@ def _used(
 
 
 def _coded(rows: Floats) -> tuple[Floats, Column]:
-    """The distinct rows, and which of them every row is."""
+    """The distinct rows, and the index of each row among them."""
     code = np.zeros(len(rows), np.int64)
     for column in rows.T:
         if column.min() < column.max():
@@ -397,7 +397,7 @@ Numbers = NDArray[np.integer[Any]]
 
 
 class PlanTime(NamedTuple):
-    """When a plan is done: all of it, and each rank, without what processors add to the whole."""
+    """When a plan is done: the whole, and each rank without the bound by processors."""
 
     whole_s: float
     ends_s: Floats
@@ -406,9 +406,9 @@ class PlanTime(NamedTuple):
 def plan_time(
     plan: Plan, nbytes: float, cluster: Cluster, hosts: Ints | None = None, starts_s: Floats | None = None
 ) -> PlanTime:
-    """The time of a plan for an array of ``nbytes``; ``hosts`` are the ranks', by default one each.
+    """The time of a plan for an array of ``nbytes``; ``hosts`` has the ranks' hosts, by default one each.
 
-    ``starts_s`` are when ranks come to it, by default 0. Cost: linear in the chunks that are moved, memory for ranks
+    ``starts_s`` are the times at which ranks begin, by default 0. Cost: linear in the chunks moved; memory for ranks
     times chunks.
     """
     places = np.arange(plan.world) if hosts is None else np.asarray(hosts)
@@ -425,7 +425,7 @@ def plan_time(
 
 
 class _Messages:
-    """Of every transfer its size, the port that sends and the one that receives, for how long, and what follows."""
+    """The size of every transfer, its two ports, how long it occupies them, its flight, and the time to add."""
 
     def __init__(self, plan: Plan, nbytes: float, cluster: Cluster, hosts: Ints) -> None:
         self._plan, self._cluster, self._hosts = plan, cluster, hosts
@@ -446,7 +446,7 @@ class _Messages:
         self.add_s = np.where(plan.additions, self.size * cluster.gamma_s_per_byte, 0.0)
 
     def share(self, rows: slice) -> None:
-        """Let the messages of a step between hosts take as long as links in the network do that they share."""
+        """Lengthen a step's messages between hosts where links in the network that they share are the bottleneck."""
         topology = self._cluster.topology
         if isinstance(topology, Switch):
             return
@@ -458,7 +458,7 @@ class _Messages:
         bytes_s, out, into = self._cluster.between.bytes_s(self.size[far]), self.out[far], self.into[far]
         names, place = np.unique(links, return_inverse=True)
         load_s = np.bincount(place, bytes_s[which]) / np.array([topology.capacity(int(link)) for link in names])
-        port_s = np.zeros(len(names))  # of the busiest port that has messages on the link
+        port_s = np.zeros(len(names))  # the busiest port with messages on each link
         of_ports_s = np.maximum(np.bincount(out, bytes_s)[out], np.bincount(into, bytes_s)[into])
         np.maximum.at(port_s, place, of_ports_s[which])
         stretch = np.ones(len(far))
@@ -467,19 +467,19 @@ class _Messages:
 
 
 class _Clocks:
-    """What every port, rank and chunk is ready for, when."""
+    """When every port, rank and chunk is ready."""
 
     def __init__(self, plan: Plan, messages: _Messages, starts_s: Floats) -> None:
         self._plan, self._messages = plan, messages
         self._chunk_s = np.repeat(starts_s[:, None], plan.chunks, axis=1)
         self._rank_s = starts_s.copy()
-        """Until when a rank adds."""
+        """When each rank will have finished adding."""
         self.ends_s = starts_s.copy()
         self.sends_s, self.receives_s = np.zeros(messages.ports), np.zeros(messages.ports)
-        """Until when ports have been busy."""
+        """When ports will be free."""
 
     def step(self, rows: slice) -> None:
-        """The transfers of one step, which all read what was there before it."""
+        """Advance the clocks by the transfers of one step, which all read the data from before it."""
         src, dst = self._plan.src[rows], self._plan.dst[rows]
         chunks = _Chunks.of(self._plan.chunk[rows], self._plan.count[rows])
         held_s = self._chunk_s[src[chunks.transfer], chunks.chunk]
@@ -491,7 +491,7 @@ class _Clocks:
         np.maximum.at(self._chunk_s, (dst[chunks.transfer], chunks.chunk), done_s[chunks.transfer])
 
     def _met(self, rows: slice, ready_s: Floats) -> tuple[Floats, Floats]:
-        """Messages that have their ports for themselves: when they are sent, and when there and added."""
+        """For messages with ports of their own: when each is sent, and when it has arrived and is added."""
         messages, dst = self._messages, self._plan.dst[rows]
         out, into = messages.out[rows], messages.into[rows]
         begin_s = np.maximum(np.maximum(ready_s, self._rank_s[dst]), self.sends_s[out])
@@ -503,7 +503,7 @@ class _Clocks:
         return sent_s, added_s + messages.flight_s[rows]
 
     def _queued(self, rows: slice, ready_s: Floats) -> tuple[Floats, Floats]:
-        """The same for messages of which some have a port in common: they queue at each of their ports."""
+        """As ``_met``, for messages that share ports: they queue at both of their ports."""
         messages, dst = self._messages, self._plan.dst[rows]
         busy_s, add_s = messages.busy_s[rows], messages.add_s[rows]
         sent_s = _queue(ready_s, busy_s, messages.out[rows], self.sends_s)
@@ -515,7 +515,7 @@ class _Clocks:
 
 
 def _processor_s(plan: Plan, cluster: Cluster, hosts: Ints, messages: _Messages) -> float:
-    """What the cores of the busiest host, or of all that share some, need for messages, bytes and adding."""
+    """The processor time of the busiest host, or of all hosts that share cores."""
     software_s = cluster.message_s + messages.size * cluster.byte_cpu_s
     of_ranks_s = np.bincount(plan.dst, messages.add_s + software_s, plan.world)
     of_ranks_s += np.bincount(plan.src, software_s, plan.world)
@@ -525,7 +525,7 @@ def _processor_s(plan: Plan, cluster: Cluster, hosts: Ints, messages: _Messages)
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The chunks that transfers carry, one entry each: of which transfer, and which; ``starts`` are the transfers'."""
+    """The chunks that transfers carry, with the transfer of each; ``starts`` has each transfer's first entry."""
 
     transfer: Numbers
     chunk: Numbers
@@ -534,7 +534,7 @@ class _Chunks:
 
     @classmethod
     def of(cls, first: Numbers, count: Numbers) -> _Chunks:
-        """Those of transfers of ``count`` chunks from ``first`` on."""
+        """The chunks of transfers with ``count`` chunks from ``first`` on."""
         if not (count > 1).any():
             every = np.arange(len(count))
             return cls(every, first, every, True)
@@ -548,17 +548,17 @@ def _distinct(numbers: Numbers) -> bool:
 
 
 def _queue(ready_s: Floats, busy_s: Floats, places: Numbers, free_s: Floats) -> Floats:
-    """When each is done of those that occupy a place for so long, in the order in which they are ready.
+    """When each job ends that occupies one of ``places`` for ``busy_s``, first come first served.
 
-    ``free_s`` says from when on places are free, and is brought up to date.
+    ``free_s`` has when places become free, and is updated.
     """
     order = np.lexsort((ready_s, places))
     place, first_s, work_s = places[order], ready_s[order], np.cumsum(busy_s[order])
     heads = np.flatnonzero(np.diff(place, prepend=place[:1] - 1))
     before_s = np.repeat(work_s[heads] - busy_s[order[heads]], np.diff(heads, append=len(place)))
-    # The k-th is done when the work from some j on, and that j was ready, is: the latest of those.
+    # The k-th job ends at the maximum over j <= k of j's ready time plus the work of jobs j to k.
     slack_s = np.maximum(first_s, free_s[place]) - (work_s - busy_s[order] - before_s)
-    # Lifted so that the latest of one place is below all of the next.
+    # Offsets between places keep the running maximum of one place below all values of the next.
     lift_s = np.repeat(np.arange(len(heads)) * 2 * np.ptp(slack_s), np.diff(heads, append=len(place)))
     done_s = np.maximum.accumulate(slack_s + lift_s) - lift_s + (work_s - before_s)
     tails = np.append(heads[1:], len(place)) - 1
@@ -569,7 +569,7 @@ def _queue(ready_s: Floats, busy_s: Floats, places: Numbers, free_s: Floats) -> 
 
 
 def _number_in(groups: Numbers) -> Ints:
-    """Of every entry how many equal ones stand before it."""
+    """For every entry, how many equal ones precede it."""
     order = np.argsort(groups, kind="stable")
     ordered = groups[order]
     first = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))

@@ -1,17 +1,17 @@
-"""``architecture=auto``: which algorithm runs at which size, measured by all workers together when a run starts.
+"""``architecture=auto``: chooses the algorithm for each size by measurements of all workers when a run starts.
 
-Every decision is made by rank 0 and told to all, for two ranks that run different plans would wait for each other
-forever; only what all ranks have, and have alike, is chosen from. ``cache`` keeps the table for the next run on the
-same machines. ``SYNCLINE_TUNING`` is ``on`` (measure once per set of machines), ``fresh`` (measure anew) or ``off``
-(the choice by topology alone, ``Strategy.resolve``); all ranks need the same.
+Rank 0 makes every decision and tells all, because ranks that ran different plans would wait for each other forever.
+Only algorithms that all ranks have, with equal plans, are candidates. ``cache`` keeps the table for the next run on the
+same machines. ``SYNCLINE_TUNING`` is ``on`` (measure once per set of machines), ``fresh`` (measure again) or ``off``
+(choose by topology alone, ``Strategy.resolve``); it must be equal on all ranks.
 
 Measuring takes about a second, on the engine that will run the algorithms. Three short runs of a ring's halves give
-alpha, beta and gamma (``costs.plans``). Algorithms that the model finds hopeless at all sizes are never run. From small
-to large sizes, each of the others then runs in turn a number of times that the remaining budget allows; its time is the
-median over repetitions of the slowest rank's. Before a size is measured, each algorithm's time there is foreseen: the
-model's ratio between the two sizes, applied to what was measured at the smaller one. Algorithms that are foreseen far
-behind are not run; where the budget does not suffice for two candidates, as with large arrays on slow links, what was
-foreseen stands for the measurement.
+alpha, beta and gamma (``costs.plans``). Algorithms that the model finds hopeless at all sizes are never run. The others
+run from small to large sizes, taking turns, as often as the remaining budget allows; an algorithm's time is the median
+over repetitions of the slowest rank's time. Before a size is measured, each algorithm's time there is extrapolated: its
+time at the smaller size, times the model's ratio between both. Algorithms that would be far behind are not run. If the
+budget does not suffice for two candidates, as with large arrays on slow links, the extrapolation takes the place of the
+measurement.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from . import cache
 Decision = TypeVar("Decision")
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 8 << 20)
-"""Bytes at which algorithms are measured."""
+"""The sizes in bytes at which algorithms are measured."""
 
 BUDGET_S = 1.0
 HOPELESS = 3.0
-"""How many times slower than the best an algorithm is foreseen that is not run."""
+"""An algorithm that is expected to be this many times slower than the best is not run."""
 
 _PROBE_BYTES = (1 << 10, 16 << 10, 256 << 10)
 _PROBE_S = 0.02
 _BATCH_S = 0.5e-3
-"""Small arrays are exchanged several times for one time: about this long."""
+"""A small array is exchanged several times per measurement, to take about this long."""
 
 _MOST_CALLS = 16
 _MOST_ROUNDS = 9
@@ -64,7 +64,7 @@ _LEAST_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Course:
-    """What is run at one size: ``rounds`` times ``calls`` exchanges by each of ``names``, none when that is empty."""
+    """The runs at one size: ``rounds`` times ``calls`` exchanges by each of ``names``, none if that is empty."""
 
     names: tuple[str, ...]
     calls: int = 1
@@ -72,11 +72,11 @@ class Course:
 
 
 def plan_course(foreseen_s: Mapping[str, float], remaining_s: float, sizes_left: int, meeting_s: float = 0.0) -> Course:
-    """How to spend the budget at the next of ``sizes_left`` sizes, given what one exchange is foreseen to take.
+    """How to spend the budget at the next of ``sizes_left`` sizes, given the expected time of one exchange.
 
-    Candidates are dropped from the slowest on until two rounds fit into what remains. Before each time is taken the
-    ranks meet, for ``meeting_s``, and exchange once, which brings them closer together; with long exchanges one for all
-    rounds suffices.
+    Drops the slowest candidates until two rounds fit into the remaining time. Before each measurement the ranks meet at
+    a barrier, for ``meeting_s``, and make one exchange that does not count, which brings them closer together. With
+    long exchanges one of these suffices for all rounds.
     """
     best = min(foreseen_s.values())
     names = [name for name in foreseen_s if foreseen_s[name] <= HOPELESS * best]
@@ -97,19 +97,19 @@ def plan_course(foreseen_s: Mapping[str, float], remaining_s: float, sizes_left:
 
 
 class Measuring:
-    """One start's measurements; made and used by all workers together."""
+    """The measurements at one start, made by all workers together."""
 
     def __init__(self, session: Session, plans: Mapping[str, Plan], budget_s: float = BUDGET_S) -> None:
         self._session = session
         self._plans = plans
         self._budget_s = budget_s
-        # Where a training run has its buckets. Zeros stay zeros, however often they are added.
+        # In the same memory as a training run's buckets. Sums of zeros stay zero, so repetitions cannot overflow.
         self._array: NDArray[np.float32] = session.engine.allocate(SIZES[-1], np.dtype(np.float32))
 
     def times(self) -> dict[str, list[float]]:
-        """Seconds at each of SIZES, measured or foreseen, of every algorithm that was not hopeless from the start.
+        """Seconds at each of SIZES, measured or extrapolated, for every algorithm that was not hopeless at once.
 
-        Algorithms keep the order of the plans. On ranks other than 0 they may differ in the last bits.
+        Algorithms keep the order of the plans. On ranks other than 0 the numbers may differ in the last bits.
         """
         cluster, meeting_s = self._probe()
         began = time.perf_counter()
@@ -132,13 +132,13 @@ class Measuring:
         return times_s
 
     def _probe(self) -> tuple[Cluster, float]:
-        """Alpha, beta and gamma by a ring's halves, at the largest size that is quick enough; seconds of a meeting."""
+        """The cluster's alpha, beta and gamma, from a ring's halves at the largest quick size; and a barrier's time."""
         group, rank = Group(self._session.world_size), self._session.rank
         gather, scatter = (
             compile_program(registry.get("algorithms", name).target(group), rank)
             for name in ("all_gather", "reduce_scatter")
         )
-        self._run([gather, scatter], _PROBE_BYTES[0], 1, 1)  # first uses load code and map memory
+        self._run([gather, scatter], _PROBE_BYTES[0], 1, 1)  # the first use loads code and maps memory
         small = _PROBE_BYTES[0], self._run([gather], _PROBE_BYTES[0], 4, 3)[0]
         middle = _PROBE_BYTES[1], self._run([gather], _PROBE_BYTES[1], 1, 3)[0]
         fits = middle[1] * _PROBE_BYTES[2] / _PROBE_BYTES[1] <= _PROBE_S
@@ -147,7 +147,7 @@ class Measuring:
         return fit_ring(group.workers, small, (size, large), (size, reduced)), small[1]
 
     def _run(self, programs: Sequence[Program], nbytes: int, calls: int, rounds: int) -> list[float]:
-        """Seconds of one exchange by each program: median over rounds of the slowest rank's mean over calls."""
+        """Seconds of an exchange by each program: the median over rounds of the slowest rank's mean over calls."""
         if not programs:
             return []
         array, run = self._array[: nbytes // self._array.itemsize], self._session.run
@@ -168,13 +168,13 @@ class Measuring:
         return found
 
     def _agree(self, mine: Decision) -> Decision:
-        """Rank 0's decision, whatever this rank would have decided."""
+        """Rank 0's decision, in place of this rank's."""
         told: Decision = json.loads(self._session.tell_all(json.dumps(mine).encode()))
         return told
 
 
 def _hopeful(model: Mapping[str, Sequence[float]]) -> list[str]:
-    """The algorithms that the model finds less than hopeless at one size at least."""
+    """The algorithms that are less than hopeless in the model for at least one size."""
     best = [min(column) for column in zip(*model.values(), strict=True)]
     return [
         name
@@ -190,7 +190,7 @@ _MODES = ("on", "fresh", "off")
 
 
 def mode() -> str:
-    """What ``SYNCLINE_TUNING`` says; raises UsageError for anything but on, fresh or off."""
+    """The value of ``SYNCLINE_TUNING``; raises UsageError for anything but on, fresh or off."""
     found = os.environ.get(VARIABLE) or "on"
     if found not in _MODES:
         raise UsageError(f"{VARIABLE}={found!r}: choose {', '.join(_MODES)}")
@@ -198,18 +198,18 @@ def mode() -> str:
 
 
 def is_wanted(asked: Strategy, resolved: Strategy, workers: int) -> bool:
-    """Whether there is something to choose by measuring: for ``auto``, among plans, between workers."""
+    """Whether there is something to measure: ``auto``, more than one worker, and plans to choose from."""
     if way_of(resolved.codec_object()).carrier is not None:
-        return False  # no plan carries such payloads
+        return False  # no plan carries the payloads of this codec
     return asked.architecture == AUTO and workers > 1 and resolved.collective is None and mode() != "off"
 
 
 def tune(session: Session) -> None:
-    """Give the session its table of algorithms; all workers call it together, before anything else.
+    """Give the session its table of algorithms; all workers call this together, before anything else.
 
-    Takes a few small collectives when rank 0 has the table of an earlier run, else about a second.
+    Takes a few small collectives if rank 0 has the table of an earlier run, else about a second.
     """
-    with session.engine.uncounted():  # starting is no communication of the training
+    with session.engine.uncounted():  # a run's start does not count as the training's communication
         plans = _common(session, _plans(session.strategy, session.group))
         kept = _kept(session, plans) if session.rank == 0 and mode() != "fresh" else None
         table = json.loads(session.tell_all(json.dumps([] if kept is None else kept.table).encode()))
@@ -219,23 +219,26 @@ def tune(session: Session) -> None:
 
 
 SLOWER = 0.03
-"""How much longer large arrays may take where schedules are tried, since trials win a few percent of an iteration."""
+"""How much longer large arrays may take if schedules are tried, since trials win a few percent of an iteration."""
 
 _ONE_PASS_BYTES = 1 << 20
-"""Arrays in shared memory from this size on: nothing moves less than one pass, whatever a noisy moment measured."""
+"""From this size on, in shared memory, topology's choice runs, which makes one pass over memory.
+
+No other algorithm moves fewer bytes, whatever a noisy measurement said.
+"""
 
 
 def candidates(strategy: Strategy, group: Group) -> dict[str, Plan]:
-    """The plans to choose from by name, no two the same; the choice by topology comes first.
+    """The plans to choose from by name, without duplicates; topology's choice is first.
 
-    ``strategy`` is resolved. Algorithms that need arguments, or have servers, are left out.
+    ``strategy`` is resolved. Algorithms with required arguments or servers are left out.
     """
     plans = _plans(strategy, group)
     return {name: plans[name] for name in _distinct(plans)}
 
 
 def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
-    """Every allreduce that can be planned: topology's choice, then what comes with Syncline, plainer names first."""
+    """The plan of every allreduce algorithm: topology's choice, then Syncline's own, short names first."""
     entries = [
         entry
         for entry in registry.entries("algorithms")
@@ -250,9 +253,10 @@ def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
 
 
 def of_one_order(plans: Mapping[str, Plan]) -> dict[str, Plan]:
-    """Those that add in one order wherever an element lies: which of them runs, in whatever buckets, changes no bit.
+    """The plans that add in one common order, so that the choice among them changes no bits in any buckets.
 
-    Of several such orders that of halving-doubling, which sends a ring's bytes; empty where nothing has one.
+    Among several such orders it takes that of halving-doubling, which sends as many bytes as a ring. Empty if no plan
+    has such an order.
     """
     orders = {name: found for name, plan in plans.items() if (found := order_of_additions(plan)) is not None}
     if not orders:
@@ -263,9 +267,10 @@ def of_one_order(plans: Mapping[str, Plan]) -> dict[str, Plan]:
 
 
 def _plan(entry: registry.Entry, group: Group) -> Plan | None:
-    """The plan of an algorithm, None where it has none for that group.
+    """The plan of an algorithm, None if it has none for this group.
 
-    Nobody asked for those of other packages: they are proved before they may be chosen, and a fault leaves them out.
+    Nobody has asked for the algorithms of other packages, so their plans are proved before they may be chosen, and a
+    faulty one is left out.
     """
     try:
         plan: Plan = entry.target(group)
@@ -286,7 +291,7 @@ def _plan(entry: registry.Entry, group: Group) -> Plan | None:
 
 
 def _distinct(plans: Mapping[str, Plan]) -> list[str]:
-    """Of plans of the same transfers, in whatever order they are listed, the first: two levels on a node are a ring."""
+    """The names of plans with distinct sets of transfers, the first of each: two levels on one node are a ring."""
     first: dict[tuple[int, bytes], str] = {}
     for name, plan in plans.items():
         rows = plan.rows
@@ -295,7 +300,7 @@ def _distinct(plans: Mapping[str, Plan]) -> list[str]:
 
 
 def _common(session: Session, plans: Mapping[str, Plan]) -> dict[str, Plan]:
-    """The distinct plans that all ranks have, and have alike, in rank 0's order: hosts differ in what is installed."""
+    """The distinct plans that all ranks have and agree on, in rank 0's order; installations may differ."""
     mine = json.dumps({name: plan.digest for name, plan in plans.items()}).encode()
     first, *others = (json.loads(told) for told in session.gather(mine))
     common = dict(first)
@@ -303,7 +308,7 @@ def _common(session: Session, plans: Mapping[str, Plan]) -> dict[str, Plan]:
         for name in [name for name in common if theirs.get(name) != common[name]]:
             del common[name]
             if session.rank == 0:
-                why = "has another algorithm of that name, or one that lists its transfers in another order"
+                why = "has a different algorithm of that name, or one that lists its transfers in another order"
                 log.warning(
                     "architecture=auto leaves out %s: %s %s",
                     name,
@@ -314,7 +319,7 @@ def _common(session: Session, plans: Mapping[str, Plan]) -> dict[str, Plan]:
 
 
 def _kept(session: Session, plans: Mapping[str, Plan]) -> Choice | None:
-    """The table of an earlier run, when it names nothing else than can run here."""
+    """The table of an earlier run, unless it names an algorithm that cannot run here."""
     kept = cache.read(_key(session, plans))
     return kept if kept is not None and kept.names <= plans.keys() else None
 
@@ -327,14 +332,14 @@ def _measure(session: Session, plans: Mapping[str, Plan]) -> Choice:
         choice = choose(SIZES, times_s)
         if session.strategy.transport.name == "shm":
             choice = choice.until(_ONE_PASS_BYTES, next(iter(times_s)))
-    table = session.tell_all(json.dumps(choice.table).encode())  # rank 0's, whatever others would round to
+    table = session.tell_all(json.dumps(choice.table).encode())  # rank 0's, since other ranks may round differently
     if session.rank == 0:
         cache.write(_key(session, plans), choice, SIZES, times_s)
     return Choice.read(json.loads(table))
 
 
 def _worth_trials(times_s: Mapping[str, list[float]], plans: Mapping[str, Plan]) -> dict[str, list[float]]:
-    """The times of plans of one order; none where large arrays take clearly longer by these than by others."""
+    """The times of plans of one order; empty if large arrays take clearly longer with these than with others."""
     alike = {name: times_s[name] for name in of_one_order(plans) if name in times_s}
     if not alike or min(found[-1] for found in alike.values()) > (1 + SLOWER) * min(t[-1] for t in times_s.values()):
         return {}

@@ -1,10 +1,9 @@
-"""Tables of algorithms kept between runs: one small JSON file per set of machines.
+"""Tables of measured algorithms kept between runs, one small JSON file for each set of machines.
 
-They lie in ``$XDG_CACHE_HOME/syncline/tuning`` (``~/.cache``). A table holds for these processes on these hosts, since
-they were started, with these cores, this transport, these algorithms to choose from and this version of Syncline;
-anything else is another file. A file that cannot be read, or that another user could have written
-(``kernels.private``), is as good as none, and a table that cannot be written is measured again: neither is worth ending
-a run for.
+They are in ``$XDG_CACHE_HOME/syncline/tuning``, by default under ``~/.cache``. A table is valid for these processes on
+these hosts since their last boot, with these cores, this transport, these candidate algorithms and this version of
+Syncline; a change of any selects another file. A file that cannot be read, or that another user could have written
+(``kernels.private``), is ignored. If a table cannot be written, the next run measures again. Neither ends a run.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ log = logging.getLogger("syncline")
 _FOLDERS = "syncline", "tuning"
 
 _MOST_FILES = 64
-"""Machines start anew and labs come and go: the oldest tables are removed."""
+"""The oldest tables beyond this number are removed, since every reboot and every lab makes new ones."""
 
 
 def key_of(
     transport: str, places: Sequence[tuple[str, str, int]], plans: Mapping[str, str], *, tries: bool = False
 ) -> str:
-    """The name of the table for processes in these places: the host, machine and number of cores of each.
+    """The name of the table for processes in these places, each given by host, machine and number of cores.
 
-    ``plans`` are the algorithms to choose from with a digest of each: one that is installed later is measured too. A
-    run that ``tries`` schedules chooses from fewer of them, so it keeps a table of its own.
+    ``plans`` has the candidate algorithms with a digest of each, so that an algorithm installed later is measured too.
+    A run that ``tries`` schedules chooses from fewer algorithms, and so has a table of its own.
     """
     facts = [__version__, _source_digest(), transport, [list(place) for place in places], sorted(plans.items()), tries]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def read(key: str) -> Choice | None:
-    """The table of that name, None when there is none that can be read."""
+    """The table with this name; None if it is missing or cannot be read."""
     path = cache_home().joinpath(*_FOLDERS)
     try:
         with _folder() as folder:
@@ -58,7 +57,7 @@ def read(key: str) -> Choice | None:
 
 
 def write(key: str, choice: Choice, sizes: Sequence[int], times_s: Mapping[str, Sequence[float]]) -> None:
-    """Keep a table, with the times that it follows from; the file is whole at every moment."""
+    """Keep a table and the times behind it. A reader never sees a partial file."""
     content = {"algorithms": choice.table, "sizes": list(sizes), "times_s": {k: list(v) for k, v in times_s.items()}}
     try:
         with _folder() as opened:
@@ -73,7 +72,7 @@ def write(key: str, choice: Choice, sizes: Sequence[int], times_s: Mapping[str, 
 
 def _remove_oldest(folder: Path) -> None:
     def written(path: Path) -> float:
-        with contextlib.suppress(FileNotFoundError):  # another run tidies up too
+        with contextlib.suppress(FileNotFoundError):  # another run has removed it
             return path.stat().st_mtime
         return 0.0
 
@@ -87,7 +86,7 @@ def _folder() -> AbstractContextManager[int]:
 
 @lru_cache(maxsize=1)
 def _source_digest() -> str:
-    """Changes when any file of the package does; by size and time of change, which cost no reading."""
+    """A digest that changes with any source file that affects times, by file sizes and modification times."""
     root = Path(__file__).parent.parent
     facts = [
         (str(path.relative_to(root)), found.st_size, found.st_mtime_ns)

@@ -1,11 +1,10 @@
-"""``codec=auto``: which of a few harmless codecs makes the exchange fastest here, measured by all workers together.
+"""``codec=auto``: chooses the fastest of a few harmless codecs by measurements of all workers.
 
-A codec changes the mathematics, so only those are tried that keep the accuracy of training in every published
-comparison: 16 bits, and 8 and 4 bits with error feedback. One array goes through the very exchange that training will
-use, with each of them in turn; link, processors and who shares them are all in the times, which no model of them knows
-better (``codec_times`` has one, for clusters that are not at hand). Compression has to be clearly faster: it is
-not taken for a few per cent. Rank 0 decides and tells the others, and the text of the strategy, which names the choice,
-goes into rows and checkpoints.
+A codec changes the mathematics. So the candidates are only those that keep the accuracy of training in every published
+comparison: 16 bits, and 8 and 4 bits with error feedback. One array goes through the exchange that training will use,
+with each candidate in turn. The times include link, processors and other users of both, so no model is needed
+(``codec_times`` has one, for clusters that are not at hand). Compression must be clearly faster, not by a few percent.
+Rank 0 decides and tells the others, and the strategy's text names the choice, in result rows and checkpoints.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from ..strategy.words import AUTO, NONE
 log = logging.getLogger("syncline")
 
 CANDIDATES = ("none", "bf16", "feedback(int8)", "feedback(int4)")
-"""From the least to the strongest change; the first that is fastest, give or take ``MARGIN``."""
+"""In order of increasing change. The first one within ``MARGIN`` of the fastest is chosen."""
 
 MARGIN = 0.25
 _MOST_ELEMENTS, _LEAST_ELEMENTS = 1 << 20, 1 << 14
 _REPETITIONS = 3
 _EXCHANGE_S = 0.15
-"""What one dense exchange may take: on slow links a smaller array is measured, by all candidates."""
+"""The longest time for one dense exchange: on slow links all candidates are measured with a smaller array."""
 
 
 def is_wanted(asked: Strategy, workers: int) -> bool:
-    """Whether there is a codec to choose: between workers, where no server takes part in their exchange."""
+    """Whether to choose a codec: ``auto``, more than one worker, and no server in their exchange."""
     return asked.codec == AUTO and workers > 1 and asked.roles is None and asked.collective is None
 
 
 def choose_codec(session: Session, asked: Strategy) -> None:
-    """Give the session the codec that is fastest here; all workers call it together.
+    """Give the session the fastest codec; all workers call this together.
 
-    ``session.reason`` says why, in words.
+    ``session.reason`` says in words why.
     """
-    with session.engine.uncounted():  # starting is no communication of the training
+    with session.engine.uncounted():  # a run's start does not count as the training's communication
         _choose(session, asked)
 
 
@@ -79,7 +78,7 @@ def _choose(session: Session, asked: Strategy) -> None:
 
 
 def _elements(seconds: float) -> int:
-    """How large an array can be measured where the smallest takes so long; the same on all ranks."""
+    """The size of the array to measure, from the time of the smallest one; the same on all ranks."""
     wanted = _LEAST_ELEMENTS
     while wanted < _MOST_ELEMENTS and seconds * (2 * wanted / _LEAST_ELEMENTS) <= _EXCHANGE_S:
         wanted *= 2
@@ -87,7 +86,7 @@ def _elements(seconds: float) -> int:
 
 
 def _take(session: Session, asked: Strategy, dense: Strategy, choice: Choice | None, text: str) -> None:
-    """Let the session run with a codec; ``dense`` and ``choice`` are what it runs without one."""
+    """Switch the session to a codec; ``dense`` and ``choice`` are its strategy and table without one."""
     session.strategy, session.choice = replace(dense, codec=read_part(text)), choice
     if way_of(session.strategy.codec_object()).carrier is not None:  # no plan carries it
         hosts = 1 if session.roll is None else session.roll.hosts
@@ -96,7 +95,7 @@ def _take(session: Session, asked: Strategy, dense: Strategy, choice: Choice | N
 
 
 def _measure(session: Session, array: np.ndarray) -> float:
-    """The median over a few exchanges of the slowest rank's seconds; the first one does not count."""
+    """The slowest rank's median seconds over a few exchanges, without the first one."""
     layer, whole = Layer(Spec("codec=auto", (array.size,))), Bucket((Slice(0, 0, array.size),), "float32")
     compression = session.compression([layer], [whole], [array])
     draw = np.random.default_rng(session.rank)

@@ -1,15 +1,15 @@
-"""What a codec costs on this machine, measured beside ``np.add``, and whether it pays.
+"""The cost of a codec on this machine, measured beside ``np.add``, and the link speed below which it pays.
 
-**Measuring.** Every contestant runs once per repetition, in an order that rotates, on one thread. Gradients are
-normally distributed and differ from one repetition to the next: the same one again and again would leave residuals
-whose elements all lie just below what a sparse codec sends, which no training has.
+**Measuring.** Every contestant runs once per repetition, in a rotating order, on one thread. Gradients are normally
+distributed and differ between repetitions. If one were repeated, all elements of the residual would end just below a
+sparse codec's threshold, as in no real training.
 
-**Does compression pay?** ``CodedAllreduce`` is the arithmetic: N ranks exchange n elements over links of R bit/s, one
-full-duplex port per rank. Latencies are left out, since they are nearly the same on both sides. Encoding and decoding
-stand before and after the sending; what a schedule overlaps makes compression better than it looks here. Messages that
-travel at the same time take as long as the busiest port carries them, and what is summed, gradients or payloads,
-2(N-1)/N of the array, below which no allreduce gets (Patarasuk, Yuan, JPDC 2009). Adding takes as long as ``np.add``,
-per byte. For the busiest rank that makes
+**Does compression pay?** ``CodedAllreduce`` models it: N ranks exchange n elements over links of R bit/s, with one
+full-duplex port per rank. Latencies are left out, since they are nearly equal on both sides. Encoding and decoding do
+not overlap with sending; a schedule that overlaps them makes compression better than it looks here. Simultaneous
+messages take as long as the busiest port. What is summed, gradients or payloads, sends 2(N-1)/N of the array, the lower
+bound of an allreduce (Patarasuk, Yuan, JPDC 2009). Adding takes the time of ``np.add`` per byte. For the busiest rank
+this gives
 
     way       payloads sent   encodes    decodes (and adds)   adds of payloads
     summed    2(N-1)/N        1          1                    (N-1)/N
@@ -18,12 +18,12 @@ per byte. For the busiest rank that makes
     merged    2 lg N          1          lg N + 1: a merge counts as a decode
     rounds    2(N-1)/N        1          1                    (N-1)/N, as summed
 
-and some heads of messages. A link of R bit/s moves an array of b bits in b/R seconds, so compression pays while
+and a few message headers. A link of R bit/s moves an array of b bits in b/R seconds, so compression pays while
 
     (dense bits - codec's bits) / R  >  codec's computing - dense computing
 
-and the right R is the quotient of the two differences. Agarwal et al., "On the utility of gradient compression in
-distributed training systems", MLSys 2022, ask the same question and find that it often does not pay.
+and the break-even R is the quotient of the two differences. Agarwal et al., "On the utility of gradient compression in
+distributed training systems", MLSys 2022, ask the same question and find that compression often does not pay.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ..strategy.grammar import Part, read_part
 from ..strategy.parts import bind, build, write
 
 ANY_LINK_BIT_PER_S = 1e12
-"""Stands for any link: with a codec that computes less than the dense allreduce adds, no speed is too much."""
+"""Means any link: a codec that computes less than the dense allreduce adds pays at every speed."""
 
 _FLOAT_BYTES = 4
 
@@ -56,8 +56,8 @@ _FLOAT_BYTES = 4
 class CodedAllreduce:
     """An allreduce of ``elements`` float32 whose gradients travel as payloads of ``nbytes``.
 
-    ``encode_s`` and ``decode_s`` (decode and add) are of all elements on one core, ``add_s`` is that of adding two
-    dense arrays of them. ``way`` is how payloads become one.
+    ``encode_s`` and ``decode_s`` (decode and add) are for all elements on one core; ``add_s`` is for adding two dense
+    arrays of them. ``way`` is how payloads are combined.
     """
 
     way: Way
@@ -69,18 +69,18 @@ class CodedAllreduce:
 
     @property
     def part(self) -> Operand:
-        """All of the gradients, as reducers see them."""
+        """All of the gradients, in the form of reducers."""
         spec = Spec("gradient", (self.elements,))
         codec = _Measured(self.combine, self.nbytes / self.elements)
         return without_data(spec.name, codec, spec, 0, self.elements)
 
     @property
     def combine(self) -> Combine:
-        """What a codec of this way declares."""
+        """The ``combine`` that codecs of this way declare."""
         return next(combine for combine, way in WAYS.items() if way is self.way)
 
     def sent_bits(self, workers: int) -> float:
-        """Bits that the busiest ports carry, in one direction, one step after the other."""
+        """Bits that the busiest port sends, summed over the steps."""
         if self.way.carrier is None:
             return 8 * self.nbytes * 2 * (workers - 1) / workers
         steps = (step for one in self.way.traffic([self.part], workers, range(workers)) for step in one)
@@ -93,9 +93,9 @@ class CodedAllreduce:
         return encodes * self.encode_s + decodes * self.decode_s + adds * share * self.add_s
 
     def pays_below_bit_per_s(self, workers: int) -> float | None:
-        """The link speed below which this is faster than the dense allreduce; None when it is nowhere.
+        """The link speed below which this beats the dense allreduce; None if it never does.
 
-        Never more than ``ANY_LINK_BIT_PER_S``.
+        At most ``ANY_LINK_BIT_PER_S``.
         """
         without = dense(self.elements, self.add_s)
         saved_bits = without.sent_bits(workers) - self.sent_bits(workers)
@@ -114,7 +114,7 @@ def dense(elements: int, add_s: float) -> CodedAllreduce:
 
 @dataclass(frozen=True)
 class _Measured(Dense):
-    """Stands for a codec of which the size and the way of payloads are known and nothing else; to be cut anywhere."""
+    """A stand-in for a codec with a known payload size and way; its payloads can be split anywhere."""
 
     combine: Combine = "owner"  # type: ignore[misc]  # of one codec here, of the class there
     bytes_per_element: float = _FLOAT_BYTES
@@ -125,33 +125,33 @@ class _Measured(Dense):
 
 
 Timed = Callable[[Floats], tuple[float, ...]]
-"""Does its work once on a gradient and returns seconds of its parts."""
+"""Does its work once on a gradient and returns the seconds of its parts."""
 
 Progress = Callable[[int, int], None]
-"""Told the repetition, from 0, and which contestant begins; the warm-up is repetition -1."""
+"""Called with the repetition (from 0; the warm-up is -1) and the contestant that begins."""
 
 REPETITIONS = 5
 
 _SHIFT = 1024
-"""By how many elements the gradients of two repetitions are apart in the same random numbers."""
+"""The gradients of consecutive repetitions are offset by this many elements in the same random numbers."""
 
 _SCALE = np.float32(0.01)
 _LEAST_ELEMENTS = 1 << 20
-"""Small arrays are worked on several times for one time, about as often as makes so many elements."""
+"""Arrays below this size are processed several times per measurement, to about this many elements."""
 
 _MOST_CALLS = 64
 
 _TRIED_ELEMENTS = 1 << 20
-"""A codec that does not make a matrix of so many elements smaller does not compress."""
+"""A codec counts as compressing if it makes a matrix of this many elements smaller."""
 
 
 @dataclass(frozen=True)
 class CodecTimes:
-    """One codec with or without error feedback: medians in seconds over arrays of ``elements`` float32.
+    """The median times of one codec, with or without error feedback, for arrays of ``elements`` float32.
 
-    ``decode_s`` is decoding and adding to what is there. For a codec of several rounds ``encode_s`` is all computing
-    before the last sum over the ranks, and ``decode_s`` what follows it. ``nbytes`` is the payload's size, the median
-    where it varies. ``np_add_s`` is ``np.add(a, b, out=c)`` in the same run.
+    ``decode_s`` includes adding to an array. For a codec of several rounds, ``encode_s`` is all computing before the
+    last sum over the ranks, and ``decode_s`` the rest. ``nbytes`` is the payload's size, the median if it varies.
+    ``np_add_s`` is ``np.add(a, b, out=c)`` in the same run.
     """
 
     codec: str
@@ -165,7 +165,7 @@ class CodecTimes:
 
     @property
     def allreduce(self) -> CodedAllreduce:
-        """The allreduce with this codec, as the model sees it."""
+        """The allreduce with this codec in the model."""
         return CodedAllreduce(
             WAYS[self.combine], self.elements, self.nbytes, self.encode_s, self.decode_s, self.np_add_s
         )
@@ -174,8 +174,8 @@ class CodecTimes:
 def measure_codecs(texts: Sequence[str], elements: int, repetitions: int = REPETITIONS) -> tuple[CodecTimes, ...]:
     """Measure codecs beside each other, each exactly as its text says, with error feedback or not.
 
-    Raises UsageError for a text that is none. Takes some array passes per codec and repetition, and at most four
-    arrays of memory per codec.
+    Raises UsageError for an invalid text. Takes some array passes per codec and repetition, and at most four arrays of
+    memory per codec.
     """
     trials = [Trial(*told(text), elements) for text in texts]
     (add_s,), *times_s = in_turn([Addition(elements), *trials], elements, repetitions)
@@ -183,12 +183,12 @@ def measure_codecs(texts: Sequence[str], elements: int, repetitions: int = REPET
 
 
 def measure_codec(text: str, elements: int, repetitions: int = REPETITIONS) -> CodecTimes:
-    """``measure_codecs`` of one."""
+    """``measure_codecs`` for one codec."""
     return measure_codecs([text], elements, repetitions)[0]
 
 
 def told(text: str) -> tuple[str, bool]:
-    """The codec of a text without the error feedback around it, and whether there was one; raises UsageError.
+    """Split a codec's text into the codec and whether error feedback surrounds it; raises UsageError.
 
     Error feedback with a warm-up stays in the text.
     """
@@ -203,9 +203,9 @@ def told(text: str) -> tuple[str, bool]:
 
 
 def variants(text: str, elements: int) -> tuple[tuple[str, bool], ...]:
-    """The ways of using a codec that are worth measuring: without error feedback, and with it where it converges.
+    """The uses of a codec that are worth measuring: without error feedback, and with it if it converges then.
 
-    A text that settles the question itself, as ``feedback(...)`` does, is one way; raises UsageError.
+    A text that already decides this, like ``feedback(...)``, has one use. Raises UsageError.
     """
     found = ways(text)
     codec: Codec = build("codecs", read_part(found[0][0]))
@@ -213,7 +213,7 @@ def variants(text: str, elements: int) -> tuple[tuple[str, bool], ...]:
 
 
 def ways(text: str) -> tuple[tuple[str, bool], ...]:
-    """The ways of using a codec that converge, whatever it is used on; as ``variants`` otherwise."""
+    """The uses of a codec that converge, as in ``variants``, but without the test whether it compresses."""
     name, feedback = told(text)
     codec: Codec = build("codecs", read_part(name))
     if feedback or isinstance(codec, Chooses) or not codec.contraction:
@@ -224,9 +224,9 @@ def ways(text: str) -> tuple[tuple[str, bool], ...]:
 
 
 def every_codec(*, choosing: bool = False) -> tuple[str, ...]:
-    """The texts of all codecs that compress by themselves, by what their entries give as examples.
+    """The texts of all codecs that compress by themselves, from the examples in their entries.
 
-    With ``choosing`` also those of the codecs that choose one of the others for every tensor.
+    With ``choosing`` also the codecs that choose one of the others for every tensor.
     """
     found = []
     for entry in registry.entries("codecs"):
@@ -241,7 +241,7 @@ def every_codec(*, choosing: bool = False) -> tuple[str, ...]:
 def in_turn(
     contestants: Sequence[Timed], elements: int, repetitions: int, progress: Progress | None = None
 ) -> list[tuple[float, ...]]:
-    """The median seconds of each contestant's parts; as ``rounds_in_turn``."""
+    """The median seconds of each contestant's parts, by ``rounds_in_turn``."""
     rounds = rounds_in_turn(contestants, elements, repetitions, progress)
     return [tuple(median(part) for part in zip(*found, strict=True)) for found in rounds]
 
@@ -249,9 +249,9 @@ def in_turn(
 def rounds_in_turn(
     contestants: Sequence[Timed], elements: int, repetitions: int, progress: Progress | None = None
 ) -> list[list[tuple[float, ...]]]:
-    """The seconds of each contestant's parts in every repetition, after one that is not timed.
+    """The seconds of each contestant's parts in every repetition, after an untimed one.
 
-    Raises UsageError where there is nothing to measure.
+    Raises UsageError if there is nothing to measure.
     """
     for name, value in (("elements", elements), ("repetitions", repetitions)):
         if value < 1:
@@ -274,7 +274,7 @@ def rounds_in_turn(
 
 
 class Addition:
-    """``np.add(a, b, out=c)``: what the dense allreduce computes, and the speed of memory that codecs are held to."""
+    """``np.add(a, b, out=c)``: the computation of the dense allreduce, and a reference for the speed of memory."""
 
     def __init__(self, elements: int) -> None:
         self._other = np.ones(elements, np.float32)
@@ -288,7 +288,7 @@ class Addition:
 
 
 class Trial:
-    """One codec, with or without error feedback, made ready to be timed over and over."""
+    """One codec, with or without error feedback, ready to be timed repeatedly."""
 
     def __init__(self, text: str, feedback: bool, elements: int) -> None:
         if elements < 1:
@@ -313,11 +313,11 @@ class Trial:
 
     @property
     def elements(self) -> int:
-        """How many elements of a gradient are worked on."""
+        """The number of elements of a gradient that are processed."""
         return self._spec.elements
 
     def result(self, times_s: tuple[float, ...], np_add_s: float) -> CodecTimes:
-        """What has been found out, given the medians."""
+        """The result, given the median times."""
         encode_s, decode_s = times_s
         size, combine = round(median(self._sizes)), self._codec.combine
         return CodecTimes(self.text, self.feedback, combine, self.elements, size, encode_s, decode_s, np_add_s)
@@ -332,7 +332,7 @@ class Trial:
         return encoded - begun, ended - encoded
 
     def _average(self, codec: Rounds, x: Floats) -> tuple[float, float]:
-        """A rank alone, whose arrays are their own sums."""
+        """Run the rounds with a single rank, whose arrays are their own sums."""
         np.copyto(self._out, x[: self._out.size])
         size = 0
         begun = last = time.perf_counter()
@@ -348,6 +348,6 @@ def _compresses(codec: Codec, spec: Spec) -> bool:
 
 
 def _matrix(elements: int) -> Spec:
-    """A tensor about as high as wide, for what depends on the shape; a little smaller where no such one is exact."""
+    """A nearly square tensor, for codecs that depend on the shape; slightly smaller if no exact one exists."""
     rows = math.isqrt(elements)
     return Spec("gradient", (rows, elements // rows))

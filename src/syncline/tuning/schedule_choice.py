@@ -1,21 +1,21 @@
-"""``schedule=auto``: which schedule's iterations are shortest, by what a few steps have measured, or by trials.
+"""``schedule=auto``: chooses the schedule with the shortest iterations, by a prediction or by trials.
 
-The steps of a run time the layers and the exchanges of buckets of all sizes. From these the time of an iteration under
-every candidate is predicted (``costs.iteration``) by the state machine that would run it: to try each in turn would
-cost more steps, and ranks that are busy otherwise would choose. Rank 0 decides and tells the others with the layout.
-Candidates are those that leave the mathematics as it is and go with the rest of the strategy. The simplest counts that
-is as fast as the best, give or take ``MARGIN``. Processes that outnumber the cores of their only host overlap nothing:
-each message then takes a core from a computation.
+The first steps of a run measure the layers, and the exchanges of buckets of all sizes. From these the state machine
+that would run each candidate predicts its iteration (``costs.iteration``). Trying each candidate instead would cost
+more steps, and let ranks that are busy for other reasons influence the choice. Rank 0 decides and tells the others with
+the layout. Candidates keep the mathematics and are compatible with the rest of the strategy. The simplest one within
+``MARGIN`` of the best is chosen. No overlap is expected if processes outnumber the cores of their only host: each
+message then takes a core from a computation.
 
-Under a budget ``Trials`` follow on the live run: each of a few layouts runs for some steps, in turn. They are told when
-steps end, by their caller's clock, and answer which layout comes next; rank 0 alone has them. Layouts come in the order
-of their predictions, behind the one that runs where nothing is tried. In a first turn all of them run; in a second and
-third the better half and quarter, as far as they are near the best: so a moment in which the machine is busy is seen by
-all that are left (successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and
-Hyperparameter Optimization", AISTATS 2016). Steps count from the second on in a layout, since the first one fills what
-the exchange needs. A trial ends early when ``ENOUGH`` of its steps count and all are far behind the best: a trial costs
-what its steps are slower, and a single step may have been held up. The median decides, and the first layout stays where
-no other one is faster by more than ``CLEARLY``. When the budget is spent no more are tried.
+With a budget, ``Trials`` follow in the live run: a few layouts run in turn for some steps each. Only rank 0 has the
+``Trials``; its caller reports when steps end, by its own clock, and asks for the next layout. Layouts come in the order
+of their predictions, after the one that runs without trials. All run in a first turn, the better half and quarter in a
+second and third if they are near the best. So a moment in which the machine is busy affects all that are left
+(successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization",
+AISTATS 2016). The first step of a layout does not count, since it fills the exchange's pipeline. A trial ends early
+when ``ENOUGH`` steps count and all are far behind the best: a trial costs the time by which its steps are slower, and a
+single step may have been delayed. The median decides; the first layout stays unless another one is faster by more than
+``CLEARLY``. No trial begins once the budget is spent.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from ..sync import Averages
 from .algorithm_choice import mode
 
 STEPS = 5
-"""Of a layout in one turn, the first of which does not count."""
+"""Steps of a layout in one turn. The first does not count."""
 
 ENOUGH = 2
-"""Steps that count before a trial may end early."""
+"""Steps that must count before a trial may end early."""
 
 TURNS = 3
 MOST = 8
@@ -51,15 +51,14 @@ MOST = 8
 CLEARLY = 0.02
 
 FAR, NEAR = 0.2, 0.1
-"""Shares of the best's time: a trial whose steps all take so much more ends early, and one that takes no more than the
-second runs again."""
+"""Shares of the best's time. A trial whose steps all take FAR longer ends early; one within NEAR runs again."""
 
 
 @dataclass
 class Trials:
-    """``layouts``, what runs without trials first, whose steps end at what ``clock`` says, until ``until_s``.
+    """Tries ``layouts``, the first being the one without trials, by ``clock`` until ``until_s``.
 
-    ``crosses`` says of a layout whether its steps end in the next iteration.
+    ``crosses`` tells whether the steps of a layout end in the next iteration.
     """
 
     layouts: Sequence[Layout]
@@ -67,20 +66,20 @@ class Trials:
     clock: Callable[[], float]
     crosses: Callable[[Layout], bool]
     _times_s: dict[int, list[float]] = field(default_factory=dict)
-    _left: list[int] = field(default_factory=list)  # of the present turn
+    _left: list[int] = field(default_factory=list)  # layouts left in the present turn
     _turn: int = 0
     _now: int = -1
     _ended_s: float = 0.0
-    _steps: int = 0  # of the present trial
-    _fastest_s: float = math.inf  # of the steps of it that count
+    _steps: int = 0  # steps of the present trial
+    _fastest_s: float = math.inf  # the fastest of its steps that count
     _crossing: bool = True
 
     def began(self) -> None:
-        """The layout that ``following`` gave has taken its place."""
+        """Note that the layout that ``following`` returned is in use."""
         self._ended_s, self._steps, self._fastest_s = self.clock(), 0, math.inf
 
     def step_ended(self) -> None:
-        """A step has."""
+        """Note that a step has ended."""
         now_s = self.clock()
         self._steps += 1
         if self._steps > 1 and self._now >= 0:
@@ -90,18 +89,18 @@ class Trials:
 
     @property
     def ends(self) -> bool:
-        """Whether the step that begins is the last one of the present trial."""
+        """Whether the step that now begins is the last one of the present trial."""
         others_s = [median(times_s) for number, times_s in self._times_s.items() if number != self._now]
         counted = self._steps - 1
         is_far = counted >= ENOUGH and bool(others_s) and self._fastest_s > min(others_s) * (1 + FAR)
         return is_far or self._steps + 1 >= STEPS or self.clock() >= self.until_s
 
     def refuse_crossing(self) -> None:
-        """A script has looked at what would be under way: no layout that crosses iterations may run any more."""
+        """Exclude layouts that cross iterations: the script has looked at gradients in flight."""
         self._crossing = False
 
     def following(self) -> Layout:
-        """The layout that comes next: the next trial, or the best one when all is tried."""
+        """The next layout: the next trial, or the best layout after all trials."""
         self._left = [number for number in self._left if self._may(number)]
         if not self._left and self._turn < TURNS:
             self._left = self._next_turn()
@@ -114,9 +113,9 @@ class Trials:
         return replace(layout, trial=True, reason=f"schedule={layout.schedule} while schedules are tried")
 
     def best(self, *, crossing: bool = True) -> Layout:
-        """The fastest, with what was measured; without ``crossing`` of those whose steps end by themselves.
+        """The fastest layout, with its measurement; without ``crossing``, among those whose steps do not cross.
 
-        Raises UsageError where there are none of these.
+        Raises UsageError if there is none of these.
         """
         found = {
             number: median(times_s)
@@ -126,7 +125,7 @@ class Trials:
         if not found:
             may = (one for one in self.layouts if not self.crosses(one) or (crossing and self._crossing))
             if (first := next(may, None)) is None:
-                raise UsageError("no schedule whose steps end by themselves fits this model")
+                raise UsageError("no schedule whose steps end within their iteration fits this model")
             return first
         number = min(found, key=found.__getitem__)
         if 0 in found and found[number] > found[0] * (1 - CLEARLY):
@@ -152,39 +151,43 @@ class Trials:
 log = logging.getLogger("syncline")
 
 FIRST = "fixed"
-"""What a run begins with."""
+"""The schedule at the beginning of a run."""
 
 MEASURING = "merged"
-"""Its first buckets double in size, so that it shows what exchanges of all sizes take."""
+"""Its first buckets double in size, so that it measures exchanges of all sizes."""
 
 CANDIDATES = (FIRST, "fixed(bucket=8MiB)", "fixed(bucket=2MiB)", "wait_free", "merged", "priority", "split")
-"""The simplest first."""
+"""From the simplest on."""
 
 MORE = ("fixed(bucket=1MiB)", "fixed(bucket=4MiB)", "fixed(bucket=64MiB)", "priority(slice=1MiB)",
         "priority(slice=16MiB)", "split(slice=1MiB)")  # fmt: skip
-"""Tried beside them where there is a budget for trials."""
+"""Further candidates if there is a budget for trials."""
 
 UNLIKELY = 0.25
-"""What is predicted to take longer than the best by this share of it is not tried."""
+"""A schedule predicted to take longer than the best by this share is not tried."""
 
 MARGIN = 0.02
 
 CROSSING_COST = 0.05
-"""What iterations that are crossed take beyond the prediction and beyond the others, as a share: weights are updated in
-parts, and exchanges go on in forward passes, too, which both want the processor (benchmarks/performance.md)."""
+"""The additional cost of iterations that cross, as a share, beyond the prediction.
+
+Weights are updated in parts, and exchanges continue in forward passes; both need the processor
+(benchmarks/performance.md).
+"""
 
 
 def is_wanted(asked: Strategy, workers: int) -> bool:
-    """Whether there is a schedule to choose: between workers that come together in each of their steps."""
+    """Whether to choose a schedule: ``auto``, and workers that synchronise in every step."""
     sync = asked.sync_mode()
     together = sync.merges and not isinstance(sync, Averages)
     return asked.schedule == AUTO and workers > 1 and together and mode() != "off"
 
 
 def candidates(strategy: Strategy, crossing: bool, texts: Sequence[str] = CANDIDATES) -> list[Strategy]:
-    """The strategy with each schedule that goes with the rest of it; ``crossing`` says if steps may end in the next.
+    """The strategy with each compatible schedule; ``crossing`` says if steps may end in the next iteration.
 
-    None may where servers hold the weights: scripts that look at gradients are refused there, not waited for.
+    Where servers hold the weights no step may cross, because a script that looks at gradients is refused there instead
+    of waiting.
     """
     found, crossing = [], crossing and not strategy.server_holds_weights
     for text in texts:
@@ -198,7 +201,7 @@ def candidates(strategy: Strategy, crossing: bool, texts: Sequence[str] = CANDID
 
 
 def with_measuring_buckets(strategy: Strategy, lay: Lay) -> Layout:
-    """What the steps that are measured run."""
+    """The layout of the steps that are measured."""
     found = lay(replace(strategy, schedule=read_part(MEASURING)))
     return replace(found, schedule=MEASURING, reason=f"schedule={MEASURING} while steps are measured")
 
@@ -213,11 +216,11 @@ def choose_schedule(
     *,
     crowded: bool = False,
 ) -> Layout:
-    """The layout of the schedule that is predicted to be fastest with these times of layers and exchanges.
+    """The layout of the schedule that is predicted to be fastest, given the times of layers and exchanges.
 
-    ``lay`` makes a schedule's buckets; those that it or ``fits`` refuses are left out. ``crowded`` says that exchanges
-    and computation share too few cores to overlap. Whatever else fails, the first one runs: the buckets of steps that
-    are measured are not to stay. Raises UsageError where all are refused. Takes some tenths of a second in models of
+    ``lay`` makes a schedule's buckets; schedules that it or ``fits`` refuses are left out. If the prediction fails, the
+    first schedule runs, since the buckets for measuring must not stay. ``crowded`` says that exchanges and computation
+    share too few cores to overlap. Raises UsageError if all are refused. Takes some tenths of a second in models of
     hundreds of tensors.
     """
     offered = list(filter(fits, candidates(strategy, crossing)))
@@ -258,11 +261,11 @@ def worth_a_trial(
     *,
     crowded: bool = False,
 ) -> list[Layout]:
-    """The layouts that may be the fastest, all of schedules that ``fits`` takes: that of ``choose_schedule`` first.
+    """The layouts that may be the fastest, for schedules that ``fits`` accepts: ``choose_schedule``'s first.
 
     The others come in the order of their predictions, without those that are far behind or cannot be predicted. One
-    whose steps end by themselves is always among them; where none can be predicted, the simplest schedule is alone. Of
-    schedules that lie and go alike one is left. Raises UsageError where no schedule can be laid out.
+    that does not cross iterations is always included; if none can be predicted, the result is the simplest schedule
+    alone. Schedules with equal buckets and behaviour are listed once. Raises UsageError if no schedule can be laid out.
     """
     chosen = choose_schedule(strategy, layers, cost, lay, crossing, fits, crowded=crowded)
     found: dict[object, tuple[float, Layout]] = {}
@@ -272,7 +275,7 @@ def worth_a_trial(
             continue
         try:
             laid = lay(one)
-            expected_s = 0.0  # of all where no exchange was measured
+            expected_s = 0.0  # equal for all if no exchange was measured
             if cost is not None:
                 times = _predicted(layers, laid, one, cost, crowded)
                 expected_s = with_crossing_s(one, times.whole_s)
@@ -310,12 +313,12 @@ def _predicted(
 
 
 def with_crossing_s(strategy: Strategy, predicted_s: float) -> float:
-    """What an iteration is expected to take that was predicted so."""
+    """The expected time of an iteration with this prediction."""
     return predicted_s * (1 + CROSSING_COST * (strategy.schedule_object().apply != "step"))
 
 
 def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, why: str) -> Layout:
-    """The first that can be laid out; raises UsageError where none can."""
+    """The first schedule that can be laid out; raises UsageError if none can."""
     refusal: UsageError | None = None
     for one in offered:
         try:
@@ -323,8 +326,8 @@ def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, wh
         except UsageError as error:
             refusal = error
     if refusal is None:
-        raise UsageError("no schedule that might be chosen may run here")
-    raise UsageError(f"{refusal}; no other schedule that might be chosen fits this model, either") from refusal
+        raise UsageError("no schedule that schedule=auto chooses from can run here: name one")
+    raise UsageError(f"{refusal}; no other schedule that schedule=auto chooses from fits this model") from refusal
 
 
 def _ms(seconds: float) -> str:

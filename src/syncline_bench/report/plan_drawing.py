@@ -1,8 +1,8 @@
-"""A plan as text: what every rank receives in every step, a table of the steps, and the load of every rank.
+"""Draws a plan as text: the transfers of every rank and step, a table of the steps, and the load of every rank.
 
-Owns the layout, at most 80 columns wide. Does not know algorithms, bytes of real arrays or times: loads are given in n,
-the size of the array. The drawing of single transfers is left out, with a line that says so, when it would be longer
-than a reader can follow; the two tables are always complete.
+Owns the layout, at most 80 columns wide. Does not know algorithms, bytes of real arrays, or times: loads are in n, the
+size of the array. If the drawing of single transfers would be too long to follow, a line says that it is left out; the
+two tables are always complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNS = {"reduce": "+", "copy": "="}
 
 
 def draw_plan(plan: Plan) -> str:
-    """The plan as lines of at most 80 characters: head, drawing, steps, load per rank."""
+    """The plan as lines of at most 80 characters: head, drawing, steps, load of each rank."""
     blocks = [_head(plan)]
     if len(plan):
         blocks += [_drawing(plan), _steps(plan)]
@@ -110,7 +110,7 @@ def _shares(plan: Plan, transfers: Sequence[Transfer]) -> str:
 
 
 def _pattern(plan: Plan, transfers: Sequence[Transfer]) -> str:
-    """The pairs where they are few, else what they have in common, else how many they are."""
+    """The pairs if they are few, else what they have in common, else their number."""
     pairs = sorted({(item.src, item.dst) for item in transfers})
     if len(pairs) <= 3:
         return " ".join(f"{src}>{dst}" for src, dst in pairs)
@@ -146,7 +146,7 @@ def _loads(plan: Plan) -> list[str]:
     ]
     rows: list[Sequence[str]] = [("rank", "", "messages out", "bytes out", "messages in", "bytes in")]
     for kind, ranks in _grouped(kinds):
-        # A long list of ranks goes over several lines, the numbers stand in the first.
+        # A long list of ranks takes several lines; the numbers are in the first.
         first, *more = wrap(_span(ranks), 20)
         rows += [(first, *kind), *((line, "", "", "", "", "") for line in more)]
     return ["Load of every rank; n is the size of the array.", *_table(rows)]
@@ -162,7 +162,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _grouped(values: Iterable[Value]) -> list[tuple[Value, list[int]]]:
-    """Every distinct value with the places where it stands, in the order of its first."""
+    """Every distinct value with its positions, in the order of first occurrence."""
     found: dict[Value, list[int]] = {}
     for place, value in enumerate(values):
         found.setdefault(value, []).append(place)
@@ -170,7 +170,7 @@ def _grouped(values: Iterable[Value]) -> list[tuple[Value, list[int]]]:
 
 
 def _span(numbers: Iterable[int]) -> str:
-    """``0-3, 7``; ``numbers`` is ascending."""
+    """Text such as ``0-3, 7`` for ascending ``numbers``."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

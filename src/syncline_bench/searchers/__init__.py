@@ -1,9 +1,9 @@
-"""Searchers: which candidate to measure next, one after the other, when there is time to measure only a few.
+"""Searchers: which candidate to measure next, when there is time to measure only a few.
 
-A space is a handful of axes (an architecture, a codec, the size of a bucket), and a candidate is a choice on each axis
-that applies to it. The caller asks a searcher for a candidate, measures it, tells the seconds, and asks again. This
-file owns the space and what holds for every searcher: no candidate twice, none that is invalid, and None when all were
-asked. A searcher, a file of this folder, owns only the order.
+A space has a few axes (an architecture, a codec, a bucket size). A candidate is a choice on each axis that applies to
+it. The caller asks a searcher for a candidate, measures it, tells it the seconds, and asks again. This file owns the
+space and the rules for all searchers: no candidate twice, no invalid one, None when all were asked. A searcher is a
+file of this folder and decides only the order. ``syncline_bench.tuner`` uses them.
 
     space = Space(axes, valid=can_be_built, predict=predicted_seconds)
     searcher = registry.get("searchers", "bayes").target(space, seed=0)
@@ -11,11 +11,11 @@ asked. A searcher, a file of this folder, owns only the order.
         searcher.tell(candidate, measure(candidate))
     searcher.best
 
-Pure: no clock, no file, no global random numbers. The same space, seed and answers give the same questions in every
-process, so a search is repeated, or resumed, by asking and telling again what was asked and told.
+Searchers are pure: no clock, no file, no global random numbers. Equal spaces, seeds and answers give equal questions in
+every process. So a search is repeated or resumed by asking and telling the same again.
 
 Searchers do not know what a candidate means, how it is measured, or how good the prediction is. Times are compared by
-their ratio, as the seconds of an iteration are: 10 % are 10 % on every network.
+their ratio: 10 % of an iteration are 10 % on every network.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Indices = NDArray[np.intp]
 Floats = NDArray[np.float64]
 
 MOST_CANDIDATES = 200_000
-"""The largest space that is listed: searchers look at every candidate before every question."""
+"""The largest space that is listed: a searcher considers every candidate before every question."""
 
 LIKELY = 0.6
-"""Candidates wait while their chance to run is below this part of the best chance that there is."""
+"""A candidate waits while its chance to run is below this share of the best chance."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing to choose, with the choices there are, which have to be hashable.
+    """One thing to choose, with its possible choices, which must be hashable.
 
-    ``ordered`` says that neighbours are alike, as sizes are; list them so that each step is about the same factor.
-    ``when`` says on which choices of axes before it the axis applies at all: ``{"schedule": ("priority", "split")}``.
+    ``ordered`` says that neighbours are similar, as sizes are; list them so that steps have about the same factor.
+    ``when`` gives the choices on earlier axes for which this axis applies: ``{"schedule": ("priority", "split")}``.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Axis:
     when: Mapping[str, Collection[Any]] = field(default_factory=dict)
 
     def applies(self, chosen: Mapping[str, Any]) -> bool:
-        """Whether the axis matters beside these choices; an axis that does not apply has none."""
+        """Whether the axis applies given these choices. A candidate has no choice on an axis that does not apply."""
         return all(name in chosen and chosen[name] in choices for name, choices in self.when.items())
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate(Mapping[str, Any]):
-    """A choice on every axis that applies, by the axis's name; equal to any mapping of the same choices."""
+    """A choice on every axis that applies, by the axis's name; equal to any mapping with the same choices."""
 
     choices: tuple[tuple[str, Any], ...]
 
@@ -87,11 +87,11 @@ class Candidate(Mapping[str, Any]):
 
 
 class Space:
-    """All valid candidates of some axes, each once, with the seconds that are predicted for them.
+    """All valid candidates of some axes, each once, with their predicted seconds.
 
-    ``valid`` is asked once for every combination, ``predict`` once for every valid candidate when a searcher first
-    wants to know; it answers in seconds, or None where it has no answer. Raises UsageError for axes that make no sense,
-    for a space without a candidate and for one that is too large to list.
+    ``valid`` is called once for every combination. ``predict`` is called once for every valid candidate when a searcher
+    first needs it, and returns seconds, or None without a prediction. Raises UsageError for inconsistent axes, for a
+    space without candidates, and for one that is too large to list.
     """
 
     def __init__(
@@ -105,33 +105,33 @@ class Space:
         self.candidates = tuple(self._valid(valid))
         if not self.candidates:
             names = ", ".join(axis.name for axis in self.axes)
-            raise UsageError(f"no candidate is valid: of the axes {names} every combination was refused")
+            raise UsageError(f"no candidate is valid: every combination of the axes {names} was refused")
         self._places = {candidate: index for index, candidate in enumerate(self.candidates)}
         self._predict = predict
         self._predicted_s: Floats | None = None
         self.columns = self._columns()
 
     def candidate(self, choices: Mapping[str, Any]) -> Candidate:
-        """The candidate that these choices mean: those on axes that do not apply are left out.
+        """The candidate with these choices; choices on axes that do not apply are left out.
 
         Raises UsageError for an axis that is unknown or missing, and for a choice that an axis does not have.
         """
         unknown = choices.keys() - {axis.name for axis in self.axes}
         if unknown:
-            raise UsageError(f"the space has no axis {min(unknown)!r}: there are {_names(self.axes)}")
+            raise UsageError(f"the space has no axis {min(unknown)!r}: choose from {_names(self.axes)}")
         chosen: dict[str, Any] = {}
         for axis in self.axes:
             if not axis.applies(chosen):
                 continue
             if axis.name not in choices:
-                raise UsageError(f"a choice is missing: {axis.name}, one of {_list(axis.choices)}")
+                raise UsageError(f"the choice of {axis.name} is missing: give one of {_list(axis.choices)}")
             if choices[axis.name] not in axis.choices:
-                raise UsageError(f"{axis.name}={choices[axis.name]} is no choice: there are {_list(axis.choices)}")
+                raise UsageError(f"{axis.name}={choices[axis.name]} is no choice: choose from {_list(axis.choices)}")
             chosen[axis.name] = choices[axis.name]
         return Candidate(tuple(chosen.items()))
 
     def index(self, candidate: Mapping[str, Any]) -> int:
-        """The place of a candidate among ``candidates``; raises UsageError where it is none of them."""
+        """The index of a candidate in ``candidates``; raises UsageError if it is not there."""
         found = self._places.get(candidate if isinstance(candidate, Candidate) else self.candidate(candidate))
         if found is None:
             raise UsageError(f"{candidate} is no valid candidate of the space")
@@ -139,7 +139,7 @@ class Space:
 
     @property
     def predicted_s(self) -> Floats:
-        """The predicted seconds of every candidate, NaN where there is no answer."""
+        """The predicted seconds of every candidate, NaN without a prediction."""
         if self._predicted_s is None:
             self._predicted_s = np.array([self._prediction(candidate) for candidate in self.candidates])
         return self._predicted_s
@@ -176,7 +176,7 @@ class Space:
             yield from self._combinations({**chosen, axis.name: choice}, place + 1)
 
     def _columns(self) -> Indices:
-        """The place of the choice of each candidate on each axis, -1 where it does not apply; (candidates, axes)."""
+        """The index of each candidate's choice on each axis, -1 if the axis does not apply; (candidates, axes)."""
         places = [{choice: place for place, choice in enumerate(axis.choices)} for axis in self.axes]
         return np.array(
             [
@@ -191,9 +191,9 @@ class Space:
 
 
 class Searcher(ABC):
-    """Asks for candidates and is told their seconds. A searcher implements ``choose``, and ``learn`` if it has to.
+    """Asks for candidates and is told their seconds. A searcher implements ``choose``, and ``learn`` if needed.
 
-    ``told`` has the answers by the index of the candidate: seconds, or None for one that failed.
+    ``told`` has the answers by the index of the candidate: seconds, or None for a failure.
     """
 
     def __init__(self, space: Space) -> None:
@@ -203,7 +203,7 @@ class Searcher(ABC):
 
     @final
     def ask(self) -> Candidate | None:
-        """The next candidate to measure: valid, and never one that was asked or told before. None when none is left.
+        """The next candidate to measure: valid, and never asked or told before. None if none is left.
 
         May be called again before the answer is told.
         """
@@ -218,11 +218,11 @@ class Searcher(ABC):
 
     @final
     def tell(self, candidate: Mapping[str, Any], seconds: float | None) -> None:
-        """What was measured: seconds, or None when it failed or was refused, so that its like are tried late.
+        """Record a measurement: seconds, or None if it failed or was refused, so that similar candidates come late.
 
-        Anything valid may be told, asked for or not, such as the strategy that runs already; of several answers for one
-        candidate the last counts. A measurement that was broken off is told with the seconds until then. Raises
-        UsageError for a candidate that is not in the space, and for seconds that are no positive number.
+        Any valid candidate may be told, asked or not, such as the strategy that already runs; for a repeated candidate
+        the last answer counts. An interrupted measurement is told with the seconds until then. Raises UsageError for a
+        candidate outside the space, and for seconds that are not a positive number.
         """
         index = self.space.index(candidate)
         if seconds is not None:
@@ -234,26 +234,26 @@ class Searcher(ABC):
     @final
     @property
     def best(self) -> Candidate | None:
-        """The fastest that was told; None before any was measured."""
+        """The fastest candidate told; None before the first measurement."""
         measured = {index: seconds for index, seconds in self.told.items() if seconds is not None}
         return self.space.candidates[min(measured, key=measured.__getitem__)] if measured else None
 
     @abstractmethod
     def choose(self, left: Indices) -> int:
-        """One of ``left``: indices of two or more candidates, likely to run, that were neither asked for nor told."""
+        """One of ``left``: indices of at least two candidates, likely to run, neither asked nor told before."""
         ...
 
-    def learn(self, index: int, seconds: float | None) -> None:  # noqa: B027 - most need nothing beside ``told``
+    def learn(self, index: int, seconds: float | None) -> None:  # noqa: B027 - most need nothing besides ``told``
         """Called after every answer."""
 
     def chances(self, left: Indices) -> Floats:
-        """How likely each of ``left`` is to run, by the failures so far; 1 while there are none."""
+        """The chance of each of ``left`` to run, given the failures so far; 1 while there are none."""
         tried = np.fromiter(self.told, dtype=np.intp, count=len(self.told))
         failed = np.array([self.told[index] is None for index in self.told], dtype=bool)
         return chances(self.space.columns, tried, failed)[left]
 
     def expected_s(self, left: Indices) -> Floats:
-        """The predicted seconds of ``left``, divided by their chance to run; infinite where nothing is predicted."""
+        """The predicted seconds of ``left``, divided by their chance to run; infinite without a prediction."""
         return np.nan_to_num(self.space.predicted_s[left], nan=np.inf) / self.chances(left)
 
 
@@ -263,20 +263,20 @@ def _check_axes(axes: tuple[Axis, ...]) -> None:
         if axis.name in known:
             raise UsageError(f"two axes have the name {axis.name!r}: give each its own")
         if not axis.choices or len(set(axis.choices)) != len(axis.choices):
-            raise UsageError(f"the choices of {axis.name} have to be there, and each once: got {_list(axis.choices)}")
+            raise UsageError(f"{axis.name} needs at least one choice, and each only once: got {_list(axis.choices)}")
         for name, choices in axis.when.items():
             if name not in known:
                 raise UsageError(f"{axis.name} depends on {name!r}: list that axis before it")
             strange = [choice for choice in choices if choice not in known[name].choices]
             if strange:
-                raise UsageError(f"{axis.name} depends on {name}={strange[0]}, which is none of its choices")
+                raise UsageError(f"{axis.name} depends on {name}={strange[0]}, but {name} has no such choice")
         known[axis.name] = axis
     if not known:
-        raise UsageError("a space needs an axis")
+        raise UsageError("a space needs at least one axis: give one")
 
 
 def _checked(seconds: float, what: str) -> float:
-    """The seconds as a float; raises UsageError where they are no positive, finite number."""
+    """The seconds as a float; raises UsageError unless they are a positive, finite number."""
     number = float(seconds)
     if not (math.isfinite(number) and number > 0):
         raise UsageError(f"{what} is {number} s: a positive number is needed, or None")

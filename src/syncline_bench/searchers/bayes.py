@@ -1,24 +1,23 @@
-"""``bayes``: Bayesian optimisation of what the prediction leaves unexplained.
+"""``bayes``: Bayesian optimisation of the error of the prediction.
 
-A Gaussian process models the logarithm of measured by predicted seconds (the residual), and the next candidate is the
-one with the greatest expected improvement of the seconds themselves, predicted times the exponential of the residual
+A Gaussian process models the logarithm of measured over predicted seconds, the residual. The next candidate has the
+greatest expected improvement of the seconds themselves, which are the prediction times the exponential of the residual
 (Mockus 1975; Jones, Schonlau and Welch, "Efficient Global Optimization", 1998). So the first question is the predicted
-best, a prediction that is wrong by one factor everywhere asks the same questions as a right one, and one that is wrong
-about a codec is corrected for all candidates with that codec after a measurement or two.
+best. A prediction that is wrong by the same factor everywhere leads to the same questions as a right one. One that is
+wrong about a codec is corrected for all candidates with that codec after a measurement or two.
 
-The residual is a sum over the axes (Duvenaud, Nickisch and Rasmussen, "Additive Gaussian Processes", 2011). On an axis
-of categories each choice has an effect of its own; on an ordered axis each step has one, so that neighbours are alike.
-Beside these are effects of pairs of choices, and a part that each candidate has for itself. A handful of measurements
-is too few to fit how large these are. So the answer is an average over models that are drawn from a prior, each
-weighted by how probable it makes what was measured (Snoek, Larochelle and Adams, "Practical Bayesian Optimization of
-Machine Learning Algorithms", 2012).
+The residual is a sum over the axes (Duvenaud, Nickisch and Rasmussen, "Additive Gaussian Processes", 2011). On a
+categorical axis each choice has its own effect; on an ordered axis each step has one, so that neighbours are similar.
+Pairs of choices add effects, and so does each candidate by itself. A handful of measurements is too few to fit the
+sizes of these effects. So the answer averages over models drawn from a prior, each weighted by its likelihood (Snoek,
+Larochelle and Adams, "Practical Bayesian Optimization of Machine Learning Algorithms", 2012).
 
-Why no library does this. Optuna's GPSampler, and samplers like it, choose by the values that they are told. Told
-residuals it would look for the least residual, not for the least time; told seconds it cannot know the prediction. The
-parts beneath it are private. scikit-learn's GaussianProcessRegressor fits one model, without a prior, and silencing its
-warnings changes what all threads of a process share. What is left to do is a Cholesky decomposition with as many rows
-as there are measurements, which NumPy has. Nothing has to be installed for it, and no thread count or random state of a
-training run in the same process is touched.
+Why no library does this. Optuna's GPSampler and similar samplers choose by the values that they are told. Told
+residuals, they would look for the least residual, not the least time; told seconds, they cannot use the prediction.
+Their building blocks are private. scikit-learn's GaussianProcessRegressor fits one model without a prior, and silencing
+its warnings changes state that all threads of a process share. The remaining work is a Cholesky decomposition with a
+row for each measurement, which NumPy has. So nothing has to be installed, and the thread count and random state of a
+training run in the same process stay untouched.
 """
 
 from __future__ import annotations
@@ -34,31 +33,34 @@ from syncline.registry import register
 from . import Axis, Floats, Indices, Searcher, Space
 
 MODELS = 128
-"""So many are drawn, and ``AVERAGED`` of them at most, the most probable ones, are averaged over."""
+"""Models drawn from the prior. The average is over the ``AVERAGED`` most probable ones at most."""
 AVERAGED = 12
 
 WEIGHED = 48
-"""Models are weighed by the first measurements, at most so many: later ones change little, and cost their cube."""
+"""The likelihood of models uses only this many first measurements: more change little and cost cubic time."""
 
 RESIDUAL = 0.15, 0.8
-"""The standard deviation of residuals: its median, and the standard deviation of its logarithm. Likewise below."""
+"""The prior of the residuals' standard deviation: its median, and the standard deviation of its logarithm.
+
+The three priors below have the same form.
+"""
 UNEVEN = 1.0, 0.7
-"""How much more one axis contributes than another."""
+"""The contribution of an axis relative to that of others."""
 PAIRS = 0.5, 0.7
-"""What pairs of choices contribute, as a part of what single ones do."""
+"""The contribution of pairs of choices relative to that of single ones."""
 OWN = 0.02, 0.7
-"""What each candidate has for itself, the noise of a measurement with it."""
+"""The contribution of each candidate by itself, including the noise of its measurement."""
 
 CONSTANT = 1.0
-"""The standard deviation of what all candidates share, beside the mean that is subtracted."""
+"""The standard deviation of what all candidates share, besides the mean that is subtracted."""
 UNPREDICTED = 1.0
-"""That of what those share for which nothing is predicted."""
+"""The standard deviation of what all candidates without a prediction share."""
 
 
 @register("searchers", "bayes")
 @final
 class Bayes(Searcher):
-    """Expected improvement under a Gaussian process, which is fitted to measured by predicted seconds."""
+    """Chooses by expected improvement under a Gaussian process fitted to the ratio of measured to predicted seconds."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space)
@@ -81,7 +83,7 @@ class Bayes(Searcher):
             mean += self._mean[left] + shift
             gain += weight * _improvement(float(seconds.min()), mean, deviation)
             expected += weight * mean
-        if gain.max() <= 0:  # nothing is expected to be faster: what comes nearest
+        if gain.max() <= 0:  # none is expected to be faster: take the nearest
             return int(left[np.argmin(expected - np.log(chances))])
         return int(left[np.argmax(gain * chances)])
 
@@ -92,13 +94,13 @@ class Bayes(Searcher):
 
     @cached_property
     def _mean(self) -> Floats:
-        """The logarithm of the predicted seconds; the median of all where there is none."""
+        """The logarithm of the predicted seconds, or the median of all where there is no prediction."""
         found = np.log(self.space.predicted_s)
         middle = float(np.median(found[self._predicted > 0])) if self._predicted.any() else 0.0
         return np.where(self._predicted > 0, found, middle)
 
     def _covariance(self, model: _Model, one: Indices, other: Indices) -> Floats:
-        """Of the residuals of candidates, without what each has for itself; (one, other)."""
+        """The covariance of candidates' residuals, without the part of each by itself; (one, other)."""
         weights = model.axes[self._axis_of] ** 2
         sums = _product(self._features[one] * weights, self._features[other].T)
         unpredicted = np.outer(1 - self._predicted[one], 1 - self._predicted[other])
@@ -113,12 +115,12 @@ class Bayes(Searcher):
         return np.asarray(sums + model.pairs**2 * (sums / np.sum(model.axes**2)) ** 2 + shared)
 
     def _decomposed(self, model: _Model, measured: Indices, residual: Floats) -> tuple[Floats, Floats]:
-        """The lower factor of the covariance of what was measured, and the residuals divided by it."""
+        """The Cholesky factor of the measurements' covariance, and the residuals whitened by it."""
         lower = np.linalg.cholesky(self._covariance(model, measured, measured) + model.own**2 * np.eye(len(measured)))
         return np.asarray(lower), np.asarray(np.linalg.solve(lower, residual))
 
     def _weighed(self, measured: Indices, residual: Floats) -> list[tuple[_Model, float]]:
-        """The most probable models after what was measured, with their probabilities."""
+        """The most probable models given the measurements, with their probabilities."""
         measured, residual = measured[:WEIGHED], residual[:WEIGHED]
         scores = np.empty(len(self._models))
         for place, model in enumerate(self._models):
@@ -138,7 +140,7 @@ class Bayes(Searcher):
 
 @dataclass(frozen=True, eq=False)
 class _Model:
-    """Standard deviations of what makes a residual: of each axis, of pairs, of each candidate."""
+    """The standard deviations of the parts of a residual: for each axis, for pairs, for each candidate."""
 
     axes: Floats
     pairs: float
@@ -158,15 +160,15 @@ def _drawn_models(drawn: np.random.Generator, axes: int) -> list[_Model]:
 
 
 def _product(one: Floats, other: Floats) -> Floats:
-    """Their matrix product in this thread: those of a BLAS spin on other cores, which a training run may need.
+    """The matrix product, computed in this thread: a BLAS would spin on cores that a training run may need.
 
-    Decompositions stay in this thread by themselves while they are small, up to some 60 measurements.
+    Decompositions stay in this thread while they are small, up to some 60 measurements.
     """
     return np.asarray(np.einsum("ij,jk->ik", one, other))
 
 
 def _features(axis: Axis, column: Indices) -> Floats:
-    """What makes choices on an axis alike: a flag for each choice, or for each step of sizes that is below it.
+    """What makes choices on an axis similar: a flag for each choice, or for each step of sizes that is below it.
 
     Inner products of steps are the covariance of a random walk. (candidates, choices)
     """
@@ -177,7 +179,7 @@ def _features(axis: Axis, column: Indices) -> Floats:
 
 
 def _improvement(best: float, mean: Floats, deviation: Floats) -> Floats:
-    """The expected gain in seconds over the best, as its part; all given as logarithms, which are normal."""
+    """The expected gain over the best, as a share of its seconds; all arguments are normal logarithms."""
     distance = (best - mean) / deviation
     found = _normal(distance) - np.exp(mean - best + deviation**2 / 2) * _normal(distance - deviation)
     return np.asarray(np.maximum(found, 0))

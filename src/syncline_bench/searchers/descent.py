@@ -1,12 +1,12 @@
-"""``descent``: coordinate descent from the predicted best, an axis at a time.
+"""``descent``: coordinate descent from the predicted best, one axis at a time.
 
-What AutoCCL does for the parameters of a collective (Xu et al., "AutoCCL: Automated Collective Communication Tuning for
-Accelerating Distributed and Parallel DNN Training", NSDI 2025). From the fastest so far it tries other choices of one
-axis, of an ordered axis the next smaller and larger; goes on from one that is faster; and takes the next axis when none
-is. Where no axis has a faster neighbour it begins anew at the predicted best of what is left, and goes on from there
-even where that is slower.
+AutoCCL tunes the parameters of a collective in this way (Xu et al., "AutoCCL: Automated Collective Communication Tuning
+for Accelerating Distributed and Parallel DNN Training", NSDI 2025). From the fastest candidate so far the search tries
+other choices on one axis; on an ordered axis it tries the next smaller and larger. It moves to a faster one, and takes
+the next axis if there is none. If no axis has a faster neighbour, it restarts at the predicted best of the rest, and
+descends from there even if that is slower.
 
-Where another choice makes another axis apply (another schedule with its own size), that of its predicted best is tried.
+If another choice makes another axis apply (another schedule with its own size), it tries the predicted best there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from . import Indices, Searcher, Space
 @register("searchers", "descent")
 @final
 class Descent(Searcher):
-    """Neighbours of the best so far, along one axis after the other."""
+    """Tries the neighbours of the best so far, along one axis after the other."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space)
         self._here: int | None = None
         self._axis, self._in_vain = 0, 0
-        """The axis that is searched, and how many in a row had nothing faster."""
+        """The axis being searched, and how many axes in a row had no faster neighbour."""
 
     def choose(self, left: Indices) -> int:
         ahead = np.zeros(len(self.space.candidates), dtype=bool)
@@ -52,7 +52,7 @@ class Descent(Searcher):
             self._here, self._in_vain = index, 0
 
     def _likeliest(self, among: Indices) -> int:
-        """The one that is predicted to be fastest, its chance to fail considered; the first without a prediction."""
+        """The candidate predicted to be fastest, weighted by its chance to run; the first without a prediction."""
         expected_s = self.expected_s(among)
         return int(among[np.argmin(expected_s) if np.isfinite(expected_s).any() else np.argmax(self.chances(among))])
 

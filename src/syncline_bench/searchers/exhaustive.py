@@ -1,7 +1,7 @@
 """``exhaustive``: every candidate, in the order of the prediction.
 
-What a search has to be measured against: told everything, it has found the best. Broken off early, it trusts the
-prediction entirely and learns nothing but what fails. Without a prediction the order is that of the space.
+This is the reference for other searches: when told everything, it has found the best. When stopped early, it has
+trusted the prediction entirely; it learns only from failures. Without a prediction it follows the order of the space.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import Indices, Searcher, Space
 @register("searchers", "exhaustive")
 @final
 class Exhaustive(Searcher):
-    """All candidates, what is predicted to be fastest first."""
+    """All candidates, with those predicted to be fastest first."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space)

@@ -1,7 +1,7 @@
-"""``random``: candidates as they are drawn, each alike, whatever was predicted or measured.
+"""``random``: candidates drawn with equal probability, whatever was predicted or measured.
 
-What a search has to beat (Bergstra and Bengio, "Random Search for Hyper-Parameter Optimization", JMLR 2012). Only what
-has failed is learned from: candidates that share its choices are drawn more rarely.
+This is the baseline that a search has to beat (Bergstra and Bengio, "Random Search for Hyper-Parameter Optimization",
+JMLR 2012). It learns only from failures: candidates that share choices with them are drawn less often.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import Indices, Searcher, Space
 @register("searchers", "random")
 @final
 class Random(Searcher):
-    """Candidates drawn at random, without a second time."""
+    """Candidates drawn at random without replacement."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space)

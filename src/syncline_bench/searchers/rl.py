@@ -1,15 +1,15 @@
-"""``rl``: reinforcement learning of a policy on the choices, with REINFORCE.
+"""``rl``: reinforcement learning of a policy over the choices, by REINFORCE.
 
 The policy is a softmax over the valid candidates (Williams, "Simple Statistical Gradient-Following Algorithms for
 Connectionist Reinforcement Learning", 1992). A candidate's logit is -log(predicted seconds) / TEMPERATURE plus a weight
-for each of its choices. Without conditions between axes the weights make a softmax of each axis; with them, what does
-not apply is masked. All weights begin at zero, so the policy begins as the prediction says.
+for each of its choices. Without conditions between axes, the weights form a softmax for each axis; with them, choices
+that do not apply are masked. All weights begin at zero, so the first policy follows the prediction.
 
 The reward of a candidate is how far its residual, log(measured / predicted), is below the mean of all so far, which is
-the baseline. A penalty for leaving the first policy, the Kullback-Leibler divergence between the two, keeps the policy
-broad. So nothing is learned from a prediction that is right, and the best policy is the softmax of the true times.
-Measurements are few and gradients are cheap, so after each answer the updates pass over all answers again, without
-weights for what the policy was when it asked. Candidates are drawn from the policy among those that are left.
+the baseline. A penalty for the Kullback-Leibler divergence from the first policy keeps the policy broad. So a right
+prediction teaches nothing, and the best policy is the softmax of the true times. Measurements are few and gradients are
+cheap. So after each answer the updates repeat over all answers, without importance weights for the policy at the time
+of asking. Candidates are drawn from the policy among those that are left.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from . import Floats, Indices, Searcher, Space
 from ._failures import flags
 
 TEMPERATURE = 0.05
-"""A candidate that is slower by this part has 1/e of the odds."""
+"""A candidate that is slower by this share has 1/e of the odds."""
 
 GREEDY = 3
-"""The first questions are the policy's most probable candidates, not drawn."""
+"""The first questions are the policy's most probable candidates instead of draws."""
 
 RATE, PASSES = 0.5, 30
-"""The step of an update, for all axes together, and how often it is repeated after an answer."""
+"""The step size of an update, divided by the number of axes, and the updates after an answer."""
 
 DECAY = 0.02
-"""How much of a weight an update takes away: choices that are seen rarely stay near the prediction."""
+"""The share of a weight that each update removes: rarely seen choices stay near the prediction."""
 
 
 @register("searchers", "rl")
 @final
 class Reinforce(Searcher):
-    """A policy with a weight for each choice, which begins with the prediction and learns by REINFORCE."""
+    """A policy with a weight for each choice that begins with the prediction and learns by REINFORCE."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space)
@@ -63,20 +63,20 @@ class Reinforce(Searcher):
         made = self._flags[which]
         step = RATE / len(self.space.axes)
         for _ in range(PASSES):
-            # The penalty log(policy / first policy) is this, but for a constant, which the baseline takes.
+            # The penalty log(policy / first policy) is ``made @ weights`` plus a constant, which the baseline removes.
             reward = -residual / TEMPERATURE - made @ self._weights
-            # The gradient of log(policy) is ``made`` less its mean under the policy, which advantages sum to zero over.
+            # The gradient of log(policy) is ``made`` minus its mean, and that mean cancels: advantages sum to zero.
             gradient = (reward - reward.mean()) @ made / len(which)
             self._weights += step * (gradient - DECAY * self._weights)
 
     @cached_property
     def _log_s(self) -> Floats:
-        """The logarithm of the predicted seconds; the median of all where there is none."""
+        """The logarithm of the predicted seconds, or the median of all where there is no prediction."""
         found = np.log(self.space.predicted_s)
         known = ~np.isnan(found)
         return np.where(known, found, np.median(found[known]) if known.any() else 0.0)
 
     def _odds(self, among: Indices) -> Floats:
-        """What the policy's probabilities of these candidates are proportional to; the greatest is 1."""
+        """The odds of these candidates, scaled so that the greatest is 1."""
         logits = self._flags[among] @ self._weights - self._log_s[among] / TEMPERATURE
         return np.asarray(np.exp(logits - logits.max()))
