@@ -45,17 +45,13 @@ from .saved import Array, Saved, arrays_of, by_encoder, join, range_of, whole_ar
 log = logging.getLogger("syncline")
 
 RELAY_RANK = -1
-"""The rank in the states of owners. It is constant, so that random numbers do not depend on which process owns a
-part.
-"""
+"""The rank in the states of owners: constant, so that random numbers do not depend on who owns a part."""
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 class Divided(NamedTuple):
-    """A bucket's parts, their reducers, and the number of tensors that the codec does not compress yet
-    (``warming``).
-    """
+    """A bucket's parts, their reducers, and how many tensors the codec does not compress yet (``warming``)."""
 
     parts: list[Operand]
     reducers: Sequence[Callable[[], Reducer]]
@@ -63,13 +59,13 @@ class Divided(NamedTuple):
 
 
 class Compression:
-    """The codec of one model's buckets. ``arrays`` are the buckets' gradients; ``name`` is this rank's name in
-    messages.
+    """The codec of one model's buckets.
 
-    ``served`` sends all gradients through the owners, which are servers, whatever the codec. ``held`` means that the
-    owners hold the weights and keep the sums of gradients for themselves. ``alone`` means that each worker pushes by
-    itself and nothing is summed. Raises UsageError for gradients that the codec cannot take and for buckets that cut
-    what it must see whole.
+    ``arrays`` are the buckets' gradients; ``name`` is this rank's name in messages. ``served`` sends all gradients
+    through the owners, which are servers, whatever the codec. ``held`` means that the owners hold the weights and keep
+    the sums of gradients for themselves. ``alone`` means that each worker pushes by itself and nothing is summed.
+    Raises UsageError for gradients that the codec cannot take and for buckets that cut a tensor which it must see
+    whole.
     """
 
     def __init__(
@@ -182,8 +178,10 @@ class Compression:
             part.again.step = step
 
     def answered(self, number: int) -> int:
-        """The step whose gradients the owners answer. If they hold the weights, ``finish`` has already counted that
-        step."""
+        """The step whose gradients the owners answer.
+
+        If they hold the weights, ``finish`` has already counted that step.
+        """
         return max(0, self._clock[number] - 1) if self._held else self._clock[number]
 
     def finish(self, number: int) -> None:
@@ -241,8 +239,7 @@ class Compression:
         return made
 
     def on(self, buckets: Sequence[Bucket], arrays: Sequence[Array], step: int) -> Compression:
-        """The compression that replaces this one from ``step`` on. It takes over the state of this process's own
-        encoding."""
+        """The compression that replaces this one from ``step`` on, with the state of this process's own encoding."""
         made = self.fresh(buckets, arrays)
         made._states, made._warned = self._states, self._warned
         made.resume_at(step)
@@ -331,8 +328,8 @@ class Compression:
         """
         if lost:
             warnings.warn(
-                f"this state has nothing of the codec in {strategy!r}: what it had not sent yet is lost, and training"
-                " does not go on with the same bits; save the state_dict() of this strategy, called by all ranks",
+                f"this state has nothing of the codec in {strategy!r}: its residuals are lost, and training does not go"
+                " on with the same bits; save the state_dict() of this strategy, called by all ranks",
                 stacklevel=stacklevel + 1,
             )
         if self.forgets:
@@ -375,10 +372,9 @@ class Compression:
         return [replace(part, state=State(part.state.spec, worker, world=world)) for part in self.parts(number, array)]
 
     def keeps_rest(self, tensor: int) -> bool:
-        """Whether an owner of weights keeps the error of an encoded update, which is safe only if the error cannot
-        grow.
+        """Whether an owner of weights keeps the error of an encoded update; the error must not grow.
 
-        It does not for a biased codec whose feedback the user has turned off.
+        It does not keep the error of a biased codec whose feedback the user has turned off.
         """
         codec, feedback, _ = self._codecs[tensor]
         return codec.contraction and (feedback or not codec.biased)

@@ -99,8 +99,10 @@ class Transport(Protocol):
         ...
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Move data and return the completed handles, after at most ``timeout`` seconds. Failed handles carry their
-        errors."""
+        """Move data and return the completed handles, after at most ``timeout`` seconds.
+
+        Failed handles carry their errors.
+        """
         ...
 
     @property
@@ -153,9 +155,9 @@ class HasAllreduce(Protocol):
 
 
 class Store(Protocol):
-    """The small notebook in which a message library's processes find each other. Every call has a time limit.
+    """A small key-value store by which the processes of a message library find each other. Calls have time limits.
 
-    Between processes it is the meeting (``wire.meeting_sockets``), which keeps little and for the start only.
+    Between processes it is the meeting (``wire.meeting_sockets``), which keeps little, and only during startup.
     """
 
     def set(self, key: str, value: bytes) -> None:
@@ -185,7 +187,7 @@ class MemoryStore:
             self._values[key] = value
 
     def get(self, key: str) -> bytes | None:
-        """Read a value; None when nobody has written it yet."""
+        """Read a value; None if nobody has written it yet."""
         with self._lock:
             return self._values.get(key)
 

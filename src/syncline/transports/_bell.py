@@ -1,4 +1,4 @@
-"""Bells wake the thread that drives a transport."""
+"""Bells: wake the thread that drives a transport."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DescriptorBell:
         return True
 
     def close(self) -> None:
-        """The descriptor's number may be another file's from now on."""
+        """Close the descriptor, whose number another file may then get."""
         with self._lock:
             if self._open:
                 self._open = False

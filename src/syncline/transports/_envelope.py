@@ -1,4 +1,4 @@
-"""Sends messages with 64-bit tags over libraries with smaller tags or none: the part that such transports share.
+"""The common part of transports over message libraries, whose tags are smaller than 64 bits or missing.
 
 This module owns matching, buffers, the end of peers and the order of collectives. It does no I/O. A library implements
 five methods that move *frames* and *bodies*, and a sixth if it has its own allreduce.
@@ -11,8 +11,8 @@ five methods that move *frames* and *bodies*, and a sixth if it has its own allr
   been. Until then the library's rendezvous holds the body back at the sender. A library that cannot hold a body back,
   or cannot tell when it was taken, sends bodies only on request, which is one more frame (``asks``).
 * Libraries have no priorities, so waiting data stay in an outbox. From the first message with a priority other than 0
-  on bodies are *offered*: the receiver requests each one, and the sender announces its turn by one more frame. Only
-  then do both ends pass it to the library, whose own queue therefore always flows, in the order in which it was filled.
+  on, bodies are *offered*: the receiver requests each one, and the sender announces its turn by one more frame. Only
+  then do both ends pass it to the library, whose own queue therefore never blocks and keeps its order.
 * A library matches collectives by the order of the calls (``Turns``). Ranks may start theirs in different orders, so
   rank 0 sends its order to the others in frames. This costs at most the latency of one frame, which overlaps with the
   wait for the other ranks.
@@ -77,7 +77,7 @@ class Turns:
         self._rank = rank
         self._order: deque[int] = deque()  # keys, in rank 0's order
         self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}
-        self._running: dict[int, Handle] = {}  # by number
+        self._running: dict[int, Handle] = {}  # by the number of the collective
         self.begun = 0
 
     def check_new(self, key: int) -> None:
@@ -193,17 +193,17 @@ class Enveloped(ABC):
         raise NotImplementedError
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
-        """Start the library's allreduce (sum, in place) and call ``_finish(handle)`` at its end. All ranks call in one
-        order.
+        """Start the library's allreduce (sum, in place), and call ``_finish(handle)`` at its end.
 
-        Only for libraries with an allreduce; their class declares ``allreduce = Enveloped._allreduce``.
+        All ranks call it in one order. Only for libraries with an allreduce; their class declares ``allreduce =
+        Enveloped._allreduce``.
         """
         raise NotImplementedError
 
     # The transport protocol
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Never: received data lie in the library's copy."""
+        """Always False: the data are a copy in the library's or this transport's memory."""
         return False
 
     def allocate(self, nbytes: int) -> Bytes:
@@ -532,4 +532,4 @@ class Enveloped(ABC):
 
 
 def _nothing() -> None:
-    """For frames, whose memory is a copy: there is nothing to do when they have been sent."""
+    """Do nothing after a frame was sent, since its memory is a copy."""

@@ -29,7 +29,7 @@ NOWHERE = -1
 
 
 class Window:
-    """``nbytes`` of window for every process of ``comm``. Collective. UsageError if the library cannot make it."""
+    """A window of ``nbytes`` for every process of ``comm``. Collective. UsageError if the library cannot make it."""
 
     def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
         library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
@@ -55,8 +55,9 @@ class Window:
         self._free: dict[int, list[int]] = {}  # places by size
 
     def take(self, nbytes: int) -> Bytes | None:
-        """Zeroed memory that other processes can read, owned until it is garbage collected. None if the window is
-        full.
+        """Zeroed memory that other processes can read, owned until it is garbage collected.
+
+        None if the window is full.
         """
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         free = self._free.get(size)
@@ -100,8 +101,9 @@ class Window:
 
 
 def check_room(nbytes: int) -> None:
-    """Raise UsageError if the host has no room: ranks share the memory as files, and a full file system means
-    SIGBUS.
+    """Raise UsageError if the host has no room for the shared files of its ranks.
+
+    A write beyond a full file system would end in SIGBUS.
     """
     try:
         found = os.statvfs(_SHARED)

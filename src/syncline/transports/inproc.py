@@ -111,7 +111,7 @@ class InProc:
         self._received = dict(self._sent)
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Always: messages are references."""
+        """Always True: messages are references."""
         return True
 
     def allocate(self, nbytes: int) -> Bytes:
@@ -146,7 +146,7 @@ class InProc:
 
     @property
     def idle(self) -> bool:
-        """Always: messages are delivered at once."""
+        """Always True: messages are delivered at once."""
         return True
 
     def wake(self) -> None:

@@ -94,7 +94,7 @@ class Shm(LoopTransport):
             link.push(_BELL, 0, fd=self._loop.bell)
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Always: receivers read the sender's memory."""
+        """Always True: receivers read the sender's memory."""
         return True
 
     def allocate(self, nbytes: int) -> Bytes:

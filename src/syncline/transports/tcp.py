@@ -89,7 +89,7 @@ class Tcp(LoopTransport):
         self._wanted: dict[tuple[int, int], int] = {}  # large receives posted and not filled
 
     def lends_from(self, src: int) -> bool:  # noqa: ARG002
-        """Never: received data lie in scratch memory."""
+        """Always False: received data are in scratch memory."""
         return False
 
     def allocate(self, nbytes: int) -> Bytes:

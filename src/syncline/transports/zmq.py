@@ -526,8 +526,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Note:
-    """A rank's entry in the store: an address for each higher rank, its password, and its public key (CURVE) or
-    nothing."""
+    """A rank's entry in the store: an address for each higher rank, a password, and a public key (CURVE), if any."""
 
     at: dict[int, str]
     token: str

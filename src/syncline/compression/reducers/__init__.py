@@ -18,9 +18,9 @@ payloads, whether servers can take part, what a rank computes, and how many byte
 (``Traffic``), all without data. ``ways`` maps codecs to their ``Way``.
 
 The operands are parts of a bucket: tensors or slices of them, with their codecs and states. The results are sums over
-the workers, and all workers decode the same bits. Owners and all-gathers add in rank order and trees in tree order,
-always in codes that are cut at blocks and tensors. Their results therefore do not depend on the grouping of parts into
-buckets, on timing, or on ownership. If a plan sums, the payloads are just as independent, but the order in which one
+the workers, and all workers decode the same bits. Owners and all-gathers add in rank order, trees in tree order, and
+parts are cut only at blocks and tensors. Their results therefore do not depend on the grouping of parts into buckets,
+on timing, or on ownership. If a plan sums, the payloads are just as independent, but the order in which one
 element is added may depend on its place in the bucket, as it does without compression.
 """
 
@@ -89,8 +89,9 @@ Reducer = Generator[Round | Sum, Lengths, None]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An owner's weights, in the type and size of the known ones; ``keeps`` leaves encoding errors to later
-    payloads.
+    """An owner's weights, in the type and size of the known ones.
+
+    ``keeps`` leaves encoding errors to later payloads.
     """
 
     weights: NDArray[Any]
@@ -103,12 +104,11 @@ class Held:
 
 @dataclass(eq=False)
 class Operand:
-    """Elements ``start`` to ``start + array.size`` of a tensor: the array of their gradient, their codec and its
-    states.
+    """A part of a bucket: elements ``start`` to ``start + array.size`` of a tensor, with codec and states.
 
-    ``array`` is replaced by the sum over the workers. ``state`` belongs to this worker's own encoding and ``again`` to
-    the second encoding by an owner; with error feedback both have residuals. ``start`` is a multiple of the codec's
-    block, or 0. An owner that distributes weights instead of gradients has ``held``.
+    ``array`` has the gradient and is replaced by the sum over the workers. ``state`` belongs to this worker's own
+    encoding and ``again`` to the second encoding by an owner; with error feedback both have residuals. ``start`` is a
+    multiple of the codec's block, or 0. An owner that distributes weights instead of gradients has ``held``.
     """
 
     name: str

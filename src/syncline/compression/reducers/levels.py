@@ -81,9 +81,8 @@ def divide(parts: Sequence[Operand], hosts: Hosts) -> list[RailedPiece]:
     begin = list(accumulate((_elements(share) for share in shares), initial=0))
     found = []
     largest = max(_elements(share) for share in shares)
-    count = (
-        largest // max(1, most_elements(parts)) + 1
-    )  # slightly less than ``most_elements``, so that the reducers between hosts do not cut the piece again
+    # Pieces stay slightly below ``most_elements``, so that the reducers between hosts do not cut them again.
+    count = largest // max(1, most_elements(parts)) + 1
     for piece in zip_longest(*(cut(share, -(-largest // count)) for share in shares), fillvalue=[]):
         ranges = []
         for rail, share in enumerate(piece):
@@ -129,8 +128,7 @@ def traffic(parts: Sequence[Operand], hosts: Hosts) -> list[Traffic]:
 def reduce(
     piece: RailedPiece, views: Sequence[Bytes], between: Sequence[Callable[[], Reducer]], me: Participant
 ) -> Reducer:
-    """Reduce one piece. ``views`` are its shares' memory by rail; ``between`` are this rank's reducers with other
-    hosts."""
+    """Reduce one piece: ``views`` are its shares by rail, ``between`` this rank's reducers with other hosts."""
     here = me.encoder
     ranks = me.hosts[here]
     # not all ranks address the same one first

@@ -31,8 +31,7 @@ from .formats import Column, MessageFormat, Packet, name_of, spec_of
 
 PIECE_BYTES = 2_000_000
 PIECE_ELEMENTS = 1 << 22
-"""The payload and the elements of a piece: small enough for several pieces in a large bucket, large enough to make the
-cost per message negligible."""
+"""The most payload and elements in a piece: a large bucket has several, and costs per message stay small."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +72,10 @@ def pushing(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Redu
 
 
 def taking(parts: Sequence[Operand], me: Participant, worker: int) -> list[Callable[[], Reducer]]:
-    """One reducer per piece, for an owner that takes the payloads of ``worker`` alone; ``parts`` are the payloads'
-    parts."""
+    """One reducer per piece, for an owner that takes the payloads of ``worker`` alone.
+
+    ``parts`` are those of the payloads.
+    """
     return [partial(take, piece, me, worker) for piece in divide(share_out(parts, len(me.owners)))]
 
 
@@ -219,8 +220,7 @@ def collect(piece: OwnedPiece, me: Participant) -> Reducer:
 
 
 def push(piece: OwnedPiece, me: Participant) -> Reducer:
-    """A worker's share of ``collect`` without the others. The parts that it owns are replaced by their decoded
-    payloads."""
+    """A worker's half of an exchange with the owners alone. Its own parts are replaced by their decoded payloads."""
     outgoing = _written(piece.formats, piece.shares, me)
     own = outgoing.pop(me.owner, None)
     yield Round([Message(me.owners[owner], packet.data) for owner, packet in outgoing.items()], [])
@@ -233,7 +233,7 @@ def push(piece: OwnedPiece, me: Participant) -> Reducer:
 
 
 def take(piece: OwnedPiece, me: Participant, worker: int) -> Reducer:
-    """An owner's share of ``push``: its arrays are replaced by the worker's decoded payload."""
+    """An owner's half of ``push``: its arrays are replaced by the worker's decoded payload."""
     owned, form = piece.shares[me.owner], piece.formats[me.owner]
     if not owned:
         return

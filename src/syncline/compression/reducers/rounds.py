@@ -1,4 +1,4 @@
-"""For codecs that alternate between computing and sums over the ranks. All tensors of a bucket share each sum."""
+"""Runs codecs that alternate between computing and sums over the ranks; all tensors of a bucket share each sum."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _begun(part: Operand, me: Participant) -> Generator[Floats, None, bool]:
 
 def _in_rounds(codec: Codec) -> Rounds:
     if not isinstance(codec, Rounds):
-        raise UsageError(f"{codec} says that it works in rounds: it has to have average() and rounds()")
+        raise UsageError(f"{codec} declares combine='rounds': give it average() and rounds()")
     return codec
 
 

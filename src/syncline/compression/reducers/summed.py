@@ -1,4 +1,4 @@
-"""Payloads that can be added: the architecture's plan sums them as it sums uncompressed gradients."""
+"""Sums payloads that can be added: the architecture's plan adds them like uncompressed gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def alike(parts: Sequence[Operand]) -> list[list[Operand]]:
 def number_of(codec: Codec) -> str:
     """The number type of the payloads of a codec whose payloads can be added."""
     if not isinstance(codec, Sums):
-        raise UsageError(f"{codec} says that its payloads can be summed and not what numbers they are")
+        raise UsageError(f"{codec} declares combine='sum' but no number type: give it ``number``")
     return codec.number
 
 

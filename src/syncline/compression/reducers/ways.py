@@ -106,8 +106,9 @@ def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | 
 
 
 def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int], Plan]) -> NDArray[np.float64]:
-    """The bytes from every process (row) to every other (column). ``plan(nbytes)`` is the plan that sums such an
-    array.
+    """The bytes from every process (row) to every other (column).
+
+    ``plan(nbytes)`` is the plan that sums an array of that size.
     """
     found = np.zeros((processes, processes))
     for step in (step for one in traffic for step in one):
