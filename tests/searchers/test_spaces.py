@@ -45,7 +45,7 @@ def test_a_prediction_is_asked_for_once_a_candidate() -> None:
 @pytest.mark.parametrize(
     ("axes", "text"),
     [
-        ([], "needs an axis"),
+        ([], "at least one axis"),
         ([Axis("a", ())], "a needs at least one choice"),
         ([Axis("a", (1, 1))], "each only once"),
         ([Axis("a", (1,)), Axis("a", (2,))], "two axes"),
