@@ -13,8 +13,9 @@ from pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Ranks on demand, as forks of one warm process."""
-    found = Pool(Path(__file__).parent, "rank_bodies", "torch")
+    """Ranks on demand, as forks of one warm process, which has loaded all that they do."""
+    folder = Path(__file__).parent
+    found = Pool(folder, *(path.stem for path in folder.glob("*_bodies.py")), "gradient_users", "numpy.random")
     yield found
     found.close()
 

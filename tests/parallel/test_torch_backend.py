@@ -21,8 +21,9 @@ from pool import Group, Pool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """One that has loaded DDP and what these ranks do."""
-    found = Pool(Path(__file__).parent, "backend_bodies")
+    """One that has loaded what these ranks do: FSDP2, and the compiler that it asks, take two seconds."""
+    modules = "torch.distributed.fsdp", "torch._dynamo.config", "syncline.torch_backend.sessions"
+    found = Pool(Path(__file__).parent, "backend_bodies", "torch_users", *modules)
     yield found
     found.close()
 
