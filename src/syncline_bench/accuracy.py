@@ -25,8 +25,8 @@ from syncline.strategy.strategy import Strategy
 from syncline.tuning.codec_times import every_codec, told, ways
 
 from .cases import Case, Comparison, comparison_of, console_beside
-from .collectives.display import Display, Task
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
+from .display import Display, Task
 from .machine import provenance
 from .processes import measure
 from .report import accuracy as shown

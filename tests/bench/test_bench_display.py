@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from syncline_bench.collectives.display import Display
+from syncline_bench.display import Display
 
 
 def show(console: Console) -> str:

@@ -23,12 +23,12 @@ from syncline.session.session import Session  # noqa: E402
 from syncline.strategy.strategy import Strategy  # noqa: E402
 from syncline.wire.listener import bind_here  # noqa: E402
 from syncline_bench.cli import cli  # noqa: E402
-from syncline_bench.collectives.start import RanksFailed  # noqa: E402
 from syncline_bench.gradients import command, iterations, request, run  # noqa: E402
 from syncline_bench.gradients.forms import FORMS, exchanges_only, forms_of  # noqa: E402
 from syncline_bench.gradients.iterations import Ground, iteration_of  # noqa: E402
 from syncline_bench.gradients.rank import STRATEGY, _Measurement, order_of  # noqa: E402
 from syncline_bench.gradients.request import DEFAULT_WORKLOADS, Model, Request, Work, model_of  # noqa: E402
+from syncline_bench.ranks import RanksFailed  # noqa: E402
 from syncline_bench.report.bench import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
 from syncline_bench.report.units import decimal_size  # noqa: E402
 

@@ -22,10 +22,11 @@ import pytest
 from rich.console import Console
 
 from syncline.launch.mpi_library import MpiLibrary, find_library
-from syncline_bench.collectives import command, request, run, start
+from syncline_bench import ranks
+from syncline_bench.collectives import command, request, run
 from syncline_bench.collectives.kinds import COLLECTIVES
-from syncline_bench.collectives.start import Here, Ranks, RanksFailed
 from syncline_bench.collectives.work import Work
+from syncline_bench.ranks import Here, Ranks, RanksFailed
 
 MEASURE_MEMORY = run._Stage._measure_memory
 
@@ -107,9 +108,10 @@ def play(script: str, folder: Path, limit_s: float = 60.0, prologue: str | None 
 
 PROLOGUE = """
 import os, signal, sys
-from syncline_bench.collectives.meeting import Line
-rank = int(os.environ["RANK"])
-line = Line(sys.argv[2], rank, int(os.environ["WORLD_SIZE"]))
+from syncline.launch.environment import recognise
+from syncline_bench.ranks import Line
+line = Line(sys.argv[2], recognise())
+rank = line.rank
 """
 ORDERS = """
 with line.telling():
@@ -135,7 +137,7 @@ def test_the_error_of_a_rank_explains_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_early_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_GRACE_S", 0.2)  # the other one would wait for it
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.2)  # the other one would wait for it
     with pytest.raises(RanksFailed, match="rank 0 died"):
         play(ORDERS.format("rank or os._exit(0)"), tmp_path)
 

@@ -15,10 +15,10 @@ from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
 from syncline_bench.collectives import command, run
 from syncline_bench.collectives import request as requests
-from syncline_bench.collectives.display import Display
 from syncline_bench.collectives.request import Request, request_of
-from syncline_bench.collectives.start import RanksFailed
 from syncline_bench.collectives.work import TURNS, Work, turns_of
+from syncline_bench.display import Display
+from syncline_bench.ranks import RanksFailed
 from syncline_bench.report.bench import BenchResult, Measured, title
 
 Play = Callable[[Work, dict[str, Any]], None]

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from syncline_bench.cli import cli
+from syncline_bench.steps import step_bench
 from syncline_bench.report.bench import StepResult, StepRow, each, render_steps
-from syncline_bench.steps import command, run
 from syncline_bench.steps.loops import FRAMEWORKS, installed
 
 
@@ -31,7 +31,7 @@ from syncline_bench.steps.loops import FRAMEWORKS, installed
 def test_mistakes_are_named_before_anything_is_measured(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("was measured"))
+    monkeypatch.setattr(step_bench, "measure", lambda *_: pytest.fail("was measured"))
     monkeypatch.setitem(FRAMEWORKS, "absent", ("no_such_package",))
     done = CliRunner().invoke(cli, ["bench", "steps", *arguments])
     assert done.exit_code == 2, done.output
@@ -55,10 +55,10 @@ def test_steps_are_measured_and_right(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_makes_rows_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = run.request_of(["numpy"], "ring transport=shm", tensors=[2], elements=1, repetitions=1)
-    monkeypatch.setattr(run.Request, "whole_strategy", "ring transport=nothing")
+    request = step_bench.request_of(["numpy"], "ring transport=shm", tensors=[2], elements=1, repetitions=1)
+    monkeypatch.setattr(step_bench.Request, "whole_strategy", "ring transport=nothing")
     out = io.StringIO()
-    assert command.run(request, console=Console(file=out, width=100)) == 1
+    assert step_bench.run(request, console=Console(file=out, width=100)) == 1
     assert "numpy: rank" in out.getvalue()
     assert "'nothing'" in out.getvalue()
 

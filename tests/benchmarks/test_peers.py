@@ -11,8 +11,8 @@ import pytest
 
 from syncline.launch.mpi_library import MpiLibrary, find_library
 from syncline_bench.collectives.run import RANK
-from syncline_bench.collectives.start import Here, Ranks
 from syncline_bench.collectives.work import Work
+from syncline_bench.ranks import Here, Ranks
 
 pytest.importorskip("torch")
 CONTENDERS = {"gloo:native": "", "openmpi:native": "openmpi", "mpich:native": "mpich"}

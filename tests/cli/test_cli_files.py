@@ -20,7 +20,7 @@ WORK = {
     "bench collectives": (["--ranks", "2"], "syncline_bench.collectives.command.measure"),
     "bench codecs": ([], "syncline_bench.codecs.command.measure"),
     "bench gradients": ([], "syncline_bench.gradients.command.measure"),
-    "bench steps": ([], "syncline_bench.steps.command.measure"),
+    "bench steps": ([], "syncline_bench.steps.step_bench.measure"),
     "calibrate": ([], "syncline_bench.calibration.command._start"),
     "predict": (
         ["--workload", "googlenet", "--workers", "2", "--network", "ethernet_1g"],

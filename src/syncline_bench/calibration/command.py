@@ -29,7 +29,7 @@ from syncline.nouns import Rate
 from syncline.session.session import Session
 
 from ..cases import console_beside
-from ..collectives.display import Display
+from ..display import Display
 from ..machine import provenance
 from ..predict.networks import to_json
 from ..report import calibration

@@ -182,9 +182,9 @@ def steps(
     """Measure the time of a step beyond that of the plain framework and the exchange, for each framework."""
     from syncline.strategy.grammar import read_list, read_value
 
-    from ..steps import command, run
+    from ..steps import step_bench
 
-    request = run.request_of(
+    request = step_bench.request_of(
         read_list(frameworks),
         strategy,
         ranks=ranks,
@@ -193,4 +193,4 @@ def steps(
         repetitions=repetitions,
         launcher=launcher,
     )
-    sys.exit(command.run(request, json_path=json_path))
+    sys.exit(step_bench.run(request, json_path=json_path))

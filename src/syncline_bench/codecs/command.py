@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..cases import console_beside
-from ..collectives.display import Display
+from ..display import Display
 from ..report.bench import render_codecs
 from ..report.files import result_paths
 from .run import WORKERS, contestants_of, measure, request_of

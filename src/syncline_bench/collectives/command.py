@@ -16,11 +16,11 @@ from syncline.errors import UsageError
 from syncline.nouns import Rate
 
 from ..cases import console_beside
+from ..display import Display
 from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
 from ..report import bench
 from ..report.bench import BenchResult
 from ..report.files import keep_text, replace_text, result_paths
-from .display import Display
 from .request import Request, request_of
 from .run import measure, origin, resumed
 

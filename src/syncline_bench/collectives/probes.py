@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from syncline.errors import SynclineError
 
-from .meeting import Line
+from ..ranks import Line
 
 Array = NDArray[np.float32]
 

@@ -19,9 +19,9 @@ from syncline.launch.address import listen_address
 from syncline.launch.environment import recognise
 
 from ..peers import Array, Seat
+from ..ranks import Line
 from .contenders import connect, load_library, read_name
 from .kinds import collective
-from .meeting import Line
 from .probes import LinkProbe, MemoryProbe
 from .request import calls_per_repetition, warm_calls
 from .work import Work
@@ -30,7 +30,7 @@ from .work import Work
 def main(text: str, lines: str) -> None:
     """Do what the starter orders for WORK; an error is reported before it ends the process."""
     work, environment = Work.from_json(text), recognise()
-    line = Line(lines, environment.rank, environment.world)
+    line = Line(lines, environment)
     with line.telling():
         bench = Measurement(work, line) if work.contender else Limits(work, line)
         for order in line.orders():

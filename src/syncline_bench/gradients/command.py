@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..cases import console_beside
-from ..collectives.display import Display
+from ..display import Display
 from ..report.bench import render_gradients
 from ..report.files import replace_text, result_paths
 from .request import Request

@@ -20,8 +20,8 @@ from syncline.launch.meeting import MeetingPoint
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 
-from ..collectives.meeting import Line, Table
 from ..collectives.probes import MemoryProbe
+from ..ranks import Line, Table
 from ..report.bench import BARE
 from .request import WARM_UP, Model, Work
 
@@ -32,7 +32,7 @@ STRATEGY = "auto transport=shm schedule=fifo"
 def main(text: str, lines: str) -> None:
     """Measure the models of WORK as the starter orders them; an error is reported before it ends the process."""
     work, environment = Work.from_json(text), recognise()
-    line = Line(lines, environment.rank, environment.world)
+    line = Line(lines, environment)
     with line.telling():
         bench = _Bench(work, environment, line)
         for order in line.orders():

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..collectives.display import Display, Task
-from ..collectives.start import Here, Ranks, RanksFailed
+from ..display import Display, Task
 from ..machine import provenance
 from ..messages import Message
+from ..ranks import Here, Ranks, RanksFailed
 from ..report.bench import GradientResult, GradientRow
 from ..report.units import decimal_size as size_text
 from .forms import Form

@@ -1,28 +1,39 @@
-"""One set of ranks: started, given orders, listened to, and ended; who is to blame when it fails.
+"""The ranks of a benchmark: how they are started, receive orders, synchronise, report and end.
 
-Owns where ranks run (``Here`` or ``InLab``), the ranks' meetings, and the reading of a failure. A set sleeps between
-two orders: its ranks are blocked in a read, and find their orders at an end when their starter is gone. Does not decide
-what is measured, or what happens after a failure.
+``Ranks`` is the starter's side. When a set of ranks fails, it names the rank to blame; the benchmark decides what is
+measured and what happens after a failure. ``Here``, ``InLab`` and ``Launched`` are the places where ranks run.
+
+``Line`` is a rank's side. Between two orders a rank is blocked in a read, and it ends at once if its starter is gone.
+Ranks synchronise through the starter, which favours no contender's own barrier and costs nothing while ranks are timed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from syncline.errors import SynclineError
+from syncline.launch.environment import Environment
 from syncline.launch.local import LocalRun, Outcome, Output
 from syncline.launch.mpi_library import MpiLibrary, find_library
 
-from ..messages import Mailbox, Message
-from ..site import LabLike
+from .launchers import Launcher
+from .messages import Connection, Mailbox, Message
+from .site import HERE, LabLike, Site
 
 SILENCE_S = 300.0
 """A set of ranks of which nothing is heard for so long while it is at work is given up."""
@@ -37,43 +48,84 @@ _KEPT_LINES = 6
 Heard = Callable[[Message], None]
 
 
-class Testbed(Protocol):
+class Place(Protocol):
     """Where ranks run."""
 
-    def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
-        """The processes of a set, not started yet; under the launcher of an MPI library if one is named."""
+    def mailbox(self, ranks: int) -> Mailbox:
+        """The connections to the ranks, which the ranks open."""
+        ...
+
+    def run(
+        self, command: Sequence[str], ranks: int, library: str, env: Mapping[str, str], on_output: Output
+    ) -> LocalRun:
+        """The processes of a set, which are not started yet; under an MPI library's launcher if a library is named."""
         ...
 
 
 class Here:
     """All ranks on this machine, over its loopback interface where they use one."""
 
-    def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
-        """See ``Testbed``."""
+    def mailbox(self, ranks: int) -> Mailbox:
+        """Pipes."""
+        return Mailbox(ranks)
+
+    def run(
+        self, command: Sequence[str], ranks: int, library: str, env: Mapping[str, str], on_output: Output
+    ) -> LocalRun:
+        """Raises SynclineError if the MPI library is not installed."""
         if not library:
-            env = {"GLOO_SOCKET_IFNAME": "lo"}  # or Gloo takes what the host's name resolves to
+            env = {"GLOO_SOCKET_IFNAME": "lo", **env}  # or Gloo takes the address that the host's name resolves to
             return LocalRun(command, ranks, env=env, on_output=on_output, grace_s=_GRACE_S)
         found = find_library(library)
         if not isinstance(found, MpiLibrary):
             raise SynclineError(found)
-        arguments, env = found.command(ranks, command)
-        return LocalRun(arguments, 1, env=env, ranked=False, on_output=on_output, grace_s=_GRACE_S)
+        arguments, added = found.command(ranks, command)
+        return LocalRun(arguments, 1, env={**added, **env}, ranked=False, on_output=on_output, grace_s=_GRACE_S)
 
 
 class InLab:
-    """So many ranks on each host of a lab."""
+    """``per_host`` ranks on each host of a lab."""
 
     def __init__(self, lab: LabLike, per_host: int = 1) -> None:
         self._lab, self._per_host = lab, per_host
 
-    def run(self, command: Sequence[str], ranks: int, library: str, on_output: Output) -> LocalRun:
-        """See ``Testbed``."""
-        options: Mapping[str, Any] = {"place": partial(self._lab.placement, per_host=self._per_host)}
-        processes = ranks
-        if library:
-            argv, env = self._lab.mpi_command(ranks, command, library=library, per_host=self._per_host)
-            command, processes, options = argv, 1, {"env": env, "ranked": False}
-        return LocalRun(command, processes, on_output=on_output, grace_s=_GRACE_S, **options)
+    def mailbox(self, ranks: int) -> Mailbox:
+        """Pipes: the lab's hosts are namespaces of this machine."""
+        return Mailbox(ranks)
+
+    def run(
+        self, command: Sequence[str], ranks: int, library: str, env: Mapping[str, str], on_output: Output
+    ) -> LocalRun:
+        """Each rank starts inside the namespaces of its host."""
+        if not library:
+            place = partial(self._lab.placement, per_host=self._per_host)
+            return LocalRun(command, ranks, env=env, on_output=on_output, grace_s=_GRACE_S, place=place)
+        argv, added = self._lab.mpi_command(ranks, command, library=library, per_host=self._per_host)
+        return LocalRun(argv, 1, env={**added, **env}, ranked=False, on_output=on_output, grace_s=_GRACE_S)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Ranks that ``launcher`` starts, possibly on other hosts, with ``added`` in their environment."""
+
+    launcher: Launcher
+    added: Mapping[str, str]
+    site: Site = HERE
+
+    def mailbox(self, ranks: int) -> Mailbox:
+        """Pipes for local ranks, else TCP."""
+        return self.site.mailbox(self.launcher, ranks)
+
+    def run(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        library: str,  # noqa: ARG002 - the launcher is chosen
+        env: Mapping[str, str],
+        on_output: Output,
+    ) -> LocalRun:
+        """The user's launcher starts all ranks."""
+        return self.site.run(self.launcher, command, ranks, env={**self.added, **env}, on_output=on_output)
 
 
 class RanksFailed(SynclineError):
@@ -83,15 +135,15 @@ class RanksFailed(SynclineError):
 class Ranks:
     """A set of ranks as a context: its processes are ready on entry, and none is left on exit.
 
-    ``script`` is what Python runs in every rank, with ``work`` and the addresses of all lines as arguments; ``library``
-    names the MPI library under whose launcher the ranks run, if any. Raises RanksFailed.
+    Python runs ``script`` in every rank, with ``work`` and the addresses of all lines as arguments. ``library`` names
+    the launcher under which the ranks run, if any: its exit status tells less than a rank's. Raises RanksFailed.
     """
 
     def __init__(
         self,
         work: str,
         ranks: int,
-        place: Testbed,
+        place: Place,
         script: Sequence[str],
         library: str = "",
         limit_s: float = SILENCE_S,
@@ -104,9 +156,9 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         with ExitStack() as stack:
-            self._mailbox = stack.enter_context(Mailbox(self._ranks))
+            self._mailbox = stack.enter_context(self._place.mailbox(self._ranks))
             command = [sys.executable, *self._script, self._work, json.dumps(self._mailbox.addresses)]
-            run = self._place.run(command, self._ranks, self._library, self._print)
+            run = self._place.run(command, self._ranks, self._library, self._mailbox.environ, self._print)
             self._run = stack.enter_context(run)
             self._follow(None, self._limit_s)
             self._stack = stack.pop_all()
@@ -192,3 +244,71 @@ class Ranks:
         if not outcome.status and busy:
             ended = f"rank {min(busy)} ended before its work was done"
         return told[0] if told else "; ".join((ended, *self._printed))
+
+
+Table = NDArray[np.float64]
+
+
+class Line:
+    """A rank's connection to its starter. All ranks call its methods in the same order.
+
+    ``lines`` is the JSON list of all ranks' addresses.
+    """
+
+    def __init__(self, lines: str, place: Environment) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing here is worth waiting for a tidy end
+        self.rank, self.world = place.rank, place.world
+        addresses = json.loads(lines)
+        self._connection = Connection(addresses[min(place.rank, len(addresses) - 1)], place, len(addresses))
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error inside is told to the starter, and ends the process: a group's other ranks may never come."""
+        try:
+            yield
+        except Exception as error:
+            self._connection.fail(error)
+            traceback.print_exc()
+            # At once: MPI would wait for all ranks at this one's exit.
+            os._exit(1)
+
+    def orders(self) -> Iterator[dict[str, Any]]:
+        """What the starter wants done, one thing after the other, until it wants the end."""
+        self.send("done")  # with what comes before the first one
+        while order := self._hear():
+            yield order
+            self.send("done")
+
+    def finish(self) -> None:
+        """The last word."""
+        self.send("done")
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Report something."""
+        try:
+            self._connection.send(kind, **content)
+        except BrokenPipeError:
+            os._exit(1)  # nobody listens any more
+
+    def wait(self) -> None:
+        """Return when all ranks have called."""
+        self.gather()
+
+    def gather(self, *mine: float) -> Table:
+        """Every rank's numbers, a line per rank. Cost: a message to the starter and one back for each rank."""
+        return np.array(self._meet(mine), np.float64)
+
+    def share(self, mine: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        found: list[str] = self._meet(mine)
+        return found
+
+    def _meet(self, mine: object) -> Any:
+        self.send("meet", mine=mine)
+        return self._hear()
+
+    def _hear(self) -> Any:
+        told = self._connection.hear()
+        if told is None:
+            os._exit(1)  # the starter is gone
+        return told

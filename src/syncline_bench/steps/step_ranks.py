@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench steps`` runs: ``python -m syncline_bench.steps.rank WORK``.
+"""What each rank of ``syncline bench steps`` runs: ``python -m syncline_bench.steps.step_ranks WORK LINES``.
 
 Owns the course of a repetition: the bare step, the exchange and Syncline's step in turn, so that a busy moment of the
 machine hits all alike. The exchange is what a step hands to the engine, tickets and one array per bucket, in memory of
@@ -7,10 +7,10 @@ the transport; what a step takes beyond both is what this is about.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ import numpy as np
 
 from syncline import api
 from syncline.engine.order import Order, When
+from syncline.launch.environment import recognise
 from syncline.process import process
 from syncline.session.session import Session
 from syncline.session.tickets import STEP, step_argument
 
-from ..messages import connect
+from ..ranks import Line
 from .loops import LEARNING_RATE, loop_of
 
 WARM_UP = 20
@@ -32,14 +33,12 @@ QUIET = 5
 
 @dataclass(frozen=True)
 class Work:
-    """What to measure, and where each rank finds its line; ``tensors`` are each a bucket."""
+    """What to measure. Each tensor is a bucket; an order says how many there are."""
 
     framework: str
     strategy: str
-    tensors: tuple[int, ...]
     elements: int
     repetitions: int
-    reports: tuple[str, ...]
 
 
 class BareExchange:
@@ -64,20 +63,15 @@ class BareExchange:
         meeting.tickets()
 
 
-def main(text: str) -> None:
-    """Measure what WORK asks for and report it; an error is reported before it ends the process."""
-    import json
-
-    work = Work(**json.loads(text))
-    with closing(connect(work.reports)) as connection:
-        try:
-            api.init(work.strategy)
-            for tensors in work.tensors:
-                connection.send("measured", tensors=tensors, **measure(work, tensors))
-            api.shutdown()
-        except Exception as error:
-            connection.fail(error)
-            raise
+def main(text: str, lines: str) -> None:
+    """Measure the numbers of tensors that the starter orders. An error is reported before it ends the process."""
+    work, line = Work(**json.loads(text)), Line(lines, recognise())
+    with line.telling():
+        api.init(work.strategy)
+        for order in line.orders():
+            line.send("measured", rank=line.rank, **measure(work, order["tensors"]))
+        api.shutdown()
+        line.finish()
 
 
 def measure(work: Work, tensors: int) -> dict[str, Any]:
@@ -118,4 +112,4 @@ def _timed(call: Callable[[], None]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""``syncline bench steps``: the time that a step takes beyond the bare framework's and the exchange's.
+
+Owns the request, the turns of the frameworks, whose ranks run ``step_ranks``, and the making of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from syncline.errors import UsageError
+from syncline.strategy.strategy import Strategy
+from syncline.sync import Averages
+
+from ..cases import console_beside
+from ..display import Display
+from ..launchers import LOCAL, Launcher, read_launcher
+from ..machine import provenance
+from ..messages import Message
+from ..ranks import Launched, Ranks, RanksFailed
+from ..report.bench import StepResult, StepRow, render_steps
+from ..report.files import result_paths
+from ..site import Site
+from .loops import check_framework, installed
+from .step_ranks import Work
+
+RANK = ("-m", "syncline_bench.steps.step_ranks")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure: ``tensors`` of ``elements`` float32 each, which are a bucket each."""
+
+    frameworks: tuple[str, ...]
+    strategy: str
+    ranks: int
+    tensors: tuple[int, ...]
+    elements: int
+    repetitions: int
+    launcher: Launcher = LOCAL
+
+    @property
+    def whole_strategy(self) -> str:
+        """With buckets of one tensor."""
+        return f"{self.strategy} schedule=fixed(bucket={4 * self.elements}B)"
+
+
+def request_of(
+    frameworks: Sequence[str],
+    strategy: str,
+    *,
+    ranks: int = 2,
+    tensors: Sequence[int] = (),
+    elements: int = 1000,
+    repetitions: int = 300,
+    launcher: str = "auto",
+) -> Request:
+    """A checked request; raises UsageError with the remedy."""
+    for name in frameworks:
+        check_framework(name)
+    counts = tuple(tensors) or (1, 10, 40)
+    for name, least, value in (("tensors", 1, min(counts)), ("elements", 1, elements), ("ranks", 2, ranks)):
+        if value < least:
+            raise UsageError(f"--{name} has to be {least} or more, got {value}")
+    names = tuple(frameworks) or tuple(installed())
+    request = Request(names, strategy, ranks, counts, elements, repetitions)
+    parsed = Strategy.parse(request.whole_strategy)
+    mode = parsed.sync_mode()
+    if parsed.servers or parsed.server_holds_weights or isinstance(mode, Averages) or not mode.merges:
+        raise UsageError(
+            f"--strategy {strategy!r}: give an allreduce, as ring or direct, of which a step is one exchange"
+        )
+    return replace(request, launcher=Site(launcher=read_launcher(launcher)).launcher_of(request.whole_strategy))
+
+
+def run(request: Request, *, json_path: Path | None = None, console: Console | None = None) -> int:
+    """Measure, write the file and print the table. Returns 0 if every row was measured and right, else 1.
+
+    Raises UsageError before anything is measured. An interrupt leaves no file, because medians of an interrupted run
+    are not comparable.
+    """
+    (target,) = result_paths({"--json": json_path})
+    console = console or console_beside(target)
+    with Display(console) as display:
+        result = measure(request, display)
+    if target is not None:
+        result.save(target)
+    console.print(render_steps(result))
+    return 0 if all(row.finished for row in result.rows) else 1
+
+
+def measure(request: Request, display: Display) -> StepResult:
+    """All rows of a request: each framework in turn, with each number of tensors."""
+    rows = [row for framework in request.frameworks for row in _measured(request, framework, display)]
+    return StepResult(
+        **provenance(),
+        strategy=request.whole_strategy,
+        ranks=request.ranks,
+        repetitions=request.repetitions,
+        load=os.getloadavg()[0],
+        rows=tuple(rows),
+    )
+
+
+def _measured(request: Request, framework: str, display: Display) -> list[StepRow]:
+    """The rows of a framework, whose ranks are a set of their own. What is missing has the error of the set."""
+    rows: list[StepRow] = []
+    work = json.dumps(asdict(Work(framework, request.whole_strategy, request.elements, request.repetitions)))
+    launcher, error = request.launcher, "no result came"
+    place = Launched(launcher, {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"})
+    library = "" if launcher == LOCAL else launcher.name
+
+    def heard(tensors: int, message: Message) -> None:
+        if message["rank"] == 0:
+            figures = {name: message[name] for name in message if name in StepRow.__dataclass_fields__}
+            rows.append(StepRow(framework, tensors, request.elements, **figures))
+
+    with display.task(framework, len(request.tensors)) as task:
+        try:
+            with Ranks(work, request.ranks, place, RANK, library) as ranks:
+                for number, tensors in enumerate(request.tensors):
+                    task.at(number, f"{tensors} tensors")
+                    ranks.order(partial(heard, tensors), tensors=tensors)
+                ranks.end()
+        except RanksFailed as failure:
+            error = str(failure)
+    missing = request.tensors[len(rows) :]
+    return rows + [StepRow(framework, tensors, request.elements, error=error) for tensors in missing]
