@@ -48,7 +48,7 @@ _KEPT_LINES = 6
 Heard = Callable[[Message], None]
 
 
-class Place(Protocol):
+class RankPlace(Protocol):
     """Where ranks run."""
 
     def mailbox(self, ranks: int) -> Mailbox:
@@ -143,7 +143,7 @@ class Ranks:
         self,
         work: str,
         ranks: int,
-        place: Place,
+        place: RankPlace,
         script: Sequence[str],
         library: str = "",
         limit_s: float = SILENCE_S,

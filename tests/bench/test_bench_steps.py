@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from syncline_bench.cli import cli
-from syncline_bench.steps import step_bench
 from syncline_bench.report.bench import StepResult, StepRow, each, render_steps
+from syncline_bench.steps import step_bench
 from syncline_bench.steps.loops import FRAMEWORKS, installed
 
 

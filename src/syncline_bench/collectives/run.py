@@ -20,7 +20,7 @@ from syncline.errors import DataError, SynclineError, UsageError
 from ..display import Display, Task
 from ..machine import provenance
 from ..messages import Message
-from ..ranks import SILENCE_S, Here, InLab, Place, Ranks, RanksFailed
+from ..ranks import SILENCE_S, Here, InLab, RankPlace, Ranks, RanksFailed
 from ..report.bench import BenchResult, Measured
 from ..report.units import decimal_size as size_text
 from ..site import LabLike
@@ -69,7 +69,7 @@ def measure(requests: Sequence[Request], result: BenchResult, save: Save, displa
 
 
 @contextmanager
-def open_place(request: Request) -> Iterator[tuple[Place, float | None]]:
+def open_place(request: Request) -> Iterator[tuple[RankPlace, float | None]]:
     """Where the ranks of a request run, and the goodput of its links in bytes/s when they are a lab's."""
     if request.lab_rate is None:
         yield Here(), None
@@ -155,7 +155,7 @@ class _Taken:
 class _Stage:
     """One number of ranks: a set of ranks for each contender, of which one is at work and the others sleep."""
 
-    def __init__(self, run: _Run, request: Request, ranks: int, place: Place, goodput: float | None) -> None:
+    def __init__(self, run: _Run, request: Request, ranks: int, place: RankPlace, goodput: float | None) -> None:
         self._run, self._request, self._ranks = run, request, ranks
         self._place, self._goodput = place, goodput
         self._sets: dict[Name, Ranks] = {}
