@@ -14,7 +14,7 @@ from rich.console import Console
 from syncline.errors import DataError, UsageError
 from syncline.tuning.codec_times import every_codec, variants
 from syncline_bench.cli import cli
-from syncline_bench.codecs import command, run
+from syncline_bench.codecs import codec_bench
 from syncline_bench.report.bench import CodecResult, CodecRow, render_codecs
 
 N = 40_000
@@ -29,7 +29,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[CodecResult, str]
     """All codecs, measured once: the result file and what was shown."""
     path = tmp_path_factory.mktemp("codecs") / "rows.json"
     out = io.StringIO()
-    command.run(N, repetitions=2, json_path=path, console=Console(file=out, width=100))
+    codec_bench.run(N, repetitions=2, json_path=path, console=Console(file=out, width=100))
     return CodecResult.from_json(path.read_text()), out.getvalue()
 
 
@@ -120,7 +120,7 @@ def test_the_command_measures_what_is_named(tmp_path: Path) -> None:
 def test_mistakes_are_named_before_anything_is_measured(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("was measured"))
+    monkeypatch.setattr(codec_bench, "measure", lambda *_: pytest.fail("was measured"))
     done = CliRunner().invoke(cli, ["bench", "codecs", *arguments])
     assert done.exit_code == 2
     assert says in done.output
@@ -130,14 +130,14 @@ def test_mistakes_are_named_before_anything_is_measured(
 def test_the_library_refuses_the_same() -> None:
     for values in ((["int8"], 0, 1, 4), (["int8"], 1, 0, 4), (["int8"], 1, 1, 1)):
         with pytest.raises(UsageError, match="or more"):
-            run.request_of(*values)
+            codec_bench.request_of(*values)
 
 
 def test_an_interrupt_ends_with_its_status_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> CodecResult:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "measure", interrupt)
+    monkeypatch.setattr(codec_bench, "measure", interrupt)
     path = tmp_path / "rows.json"
     done = CliRunner().invoke(cli, ["bench", "codecs", "--elements", "1000", "--json", str(path)])
     assert done.exit_code == 130
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_with_its_status_and_no_file(tmp_path: Path, monkeypat
 
 
 def test_without_torch_the_codecs_are_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "find_spec", lambda _: None)
-    result = run.measure(run.request_of(["int8"], 1000, 1))
+    monkeypatch.setattr(codec_bench, "find_spec", lambda _: None)
+    result = codec_bench.measure(codec_bench.request_of(["int8"], 1000, 1))
     rows: tuple[CodecRow, ...] = result.rows
     assert [row.torch_s for row in rows] == [None, None]

@@ -23,10 +23,10 @@ from syncline.session.session import Session  # noqa: E402
 from syncline.strategy.strategy import Strategy  # noqa: E402
 from syncline.wire.listener import bind_here  # noqa: E402
 from syncline_bench.cli import cli  # noqa: E402
-from syncline_bench.gradients import command, iterations, request, run  # noqa: E402
+from syncline_bench.gradients import gradient_bench, iterations, request  # noqa: E402
 from syncline_bench.gradients.forms import FORMS, exchanges_only, forms_of  # noqa: E402
+from syncline_bench.gradients.gradient_ranks import STRATEGY, _Measurement, order_of  # noqa: E402
 from syncline_bench.gradients.iterations import Ground, iteration_of  # noqa: E402
-from syncline_bench.gradients.rank import STRATEGY, _Measurement, order_of  # noqa: E402
 from syncline_bench.gradients.request import DEFAULT_WORKLOADS, Model, Request, Work, model_of  # noqa: E402
 from syncline_bench.ranks import RanksFailed  # noqa: E402
 from syncline_bench.report.bench import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
@@ -78,7 +78,7 @@ def test_a_form_is_limited_by_what_it_has_to_move() -> None:
 def test_mistakes_are_named_before_anything_is_measured(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("was measured"))
+    monkeypatch.setattr(gradient_bench, "measure", lambda *_: pytest.fail("was measured"))
     monkeypatch.setattr(request, "available_memory_bytes", lambda: 20 << 30)
     done = CliRunner().invoke(cli, ["bench", "gradients", *arguments])
     assert done.exit_code == 2
@@ -92,9 +92,9 @@ def test_a_form_that_is_left_out_is_named(
 ) -> None:
     asked = request.request_of(workloads=["digits"], ranks=ranks, forms=[CONTIGUOUS, "layerwise:one"])
     assert asked.left_out == left_out
-    monkeypatch.setattr(command, "measure", lambda *_: GradientResult("here", 2))
+    monkeypatch.setattr(gradient_bench, "measure", lambda *_: GradientResult("here", 2))
     out = io.StringIO()
-    command.run(asked, console=Console(file=out, width=100))
+    gradient_bench.run(asked, console=Console(file=out, width=100))
     assert ("not measured with 1 rank, which exchanges nothing: layerwise:one" in out.getvalue()) is bool(left_out)
     assert request.request_of(workloads=["digits"], ranks=ranks).left_out == ()
 
@@ -294,10 +294,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, asked: Request, play: Callable[...
         def end(self) -> None:
             return None
 
-    monkeypatch.setattr(run, "Ranks", Ranks)
+    monkeypatch.setattr(gradient_bench, "Ranks", Ranks)
     out = io.StringIO()
-    with run.Display(Console(file=out, width=100)) as display:
-        return run.measure(asked, display), out.getvalue()
+    with gradient_bench.Display(Console(file=out, width=100)) as display:
+        return gradient_bench.measure(asked, display), out.getvalue()
 
 
 def test_figures_follow_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,15 +342,15 @@ def test_wrong_rows_and_missing_ones_fail_the_verb_and_interrupts_leave_no_file(
     rows = (GradientRow("toy", BARE, 2, 5, 350, 1400, 0, median_s=1.0, added_s=0.0, correct=True),)
     for row, status in ((rows[0], 0), (GradientRow("toy", BARE, 2, 5, 350, 1400, 0, correct=False, median_s=1.0), 1)):
         result = GradientResult("here", 2, rows=(row,))
-        monkeypatch.setattr(command, "measure", lambda *_, result=result: result)
-        assert command.run(asked, json_path=tmp_path / "rows.json", console=console) == status
+        monkeypatch.setattr(gradient_bench, "measure", lambda *_, result=result: result)
+        assert gradient_bench.run(asked, json_path=tmp_path / "rows.json", console=console) == status
 
     def interrupt(*_: object) -> GradientResult:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "measure", interrupt)
+    monkeypatch.setattr(gradient_bench, "measure", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        command.run(asked, json_path=tmp_path / "others.json", console=console)
+        gradient_bench.run(asked, json_path=tmp_path / "others.json", console=console)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
 
 

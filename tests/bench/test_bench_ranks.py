@@ -23,18 +23,18 @@ from rich.console import Console
 
 from syncline.launch.mpi_library import MpiLibrary, find_library
 from syncline_bench import ranks
-from syncline_bench.collectives import command, request, run
+from syncline_bench.collectives import collective_bench, request
 from syncline_bench.collectives.kinds import COLLECTIVES
-from syncline_bench.collectives.work import Work
+from syncline_bench.collectives.request import Work
 from syncline_bench.ranks import Here, Ranks, RanksFailed
 
-MEASURE_MEMORY = run._Stage._measure_memory
+MEASURE_MEMORY = collective_bench._Stage._measure_memory
 
 
 @pytest.fixture(autouse=True)
 def times_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth of memory needs processes of its own and is measured once only."""
-    monkeypatch.setattr(run._Stage, "_measure_memory", lambda *_: None)
+    monkeypatch.setattr(collective_bench._Stage, "_measure_memory", lambda *_: None)
 
 
 def bench(
@@ -49,7 +49,7 @@ def bench(
     path = tmp_path / "rows.json"
     asked = request.request_of(sizes=sizes, ranks=[ranks], contenders=contenders, kind=kind, repetitions=repetitions)
     console = Console(file=out or io.StringIO(), width=120)
-    command.run([asked], json_path=path, console=console)
+    collective_bench.run([asked], json_path=path, console=console)
     rows: list[Any] = json.loads(path.read_text())["rows"]
     return rows
 
@@ -70,7 +70,9 @@ def test_every_collective_is_right_on_every_contender(
     sizes: tuple[int, ...] = (1004,)
     if kind == "allreduce":
         monkeypatch.setattr(
-            run._Stage, "_measure_memory", lambda self, cells: MEASURE_MEMORY(self, cells[:: len(cells) // 2])
+            collective_bench._Stage,
+            "_measure_memory",
+            lambda self, cells: MEASURE_MEMORY(self, cells[:: len(cells) // 2]),
         )
     if library := LIBRARY_OF.get(kind):
         contenders.append("shm:auto")
@@ -203,7 +205,7 @@ def ranks_of(starter: int) -> list[int]:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{entry.name}/cmdline").read_bytes().split(b"\0")
                 # Not the stub that becomes a rank, and no launcher.
-                if words[1:3] == [b"-m", b"syncline_bench.collectives.rank"]:
+                if words[1:3] == [b"-m", b"syncline_bench.collectives.collective_ranks"]:
                     found.append(int(entry.name))
     return found
 
@@ -228,12 +230,12 @@ def test_a_set_whose_turn_it_is_not_sleeps() -> None:
         for contender, library in libraries.items():
             others = set(ranks_of(os.getpid()))
             work = Work("allreduce", contender, 1_000_000).to_json()
-            started = all_of_them.enter_context(Ranks(work, 2, Here(), run.RANK, library))
+            started = all_of_them.enter_context(Ranks(work, 2, Here(), collective_bench.RANK, library))
             started.order(nbytes=1_000_000, repetitions=2)
             parked[contender] = started, [pid for pid in ranks_of(os.getpid()) if pid not in others]
             assert len(parked[contender][1]) == 2
         work = Work("allreduce", "shm:ring", 1_000_000).to_json()
-        busy = all_of_them.enter_context(Ranks(work, 2, Here(), run.RANK))
+        busy = all_of_them.enter_context(Ranks(work, 2, Here(), collective_bench.RANK))
         busy.order(nbytes=1_000_000, repetitions=2)
         before, begun = {contender: used_s(pids) for contender, (_, pids) in parked.items()}, time.monotonic()
         busy.order(nbytes=1_000_000, repetitions=200)
@@ -260,7 +262,7 @@ def test_a_rank_that_dies_under_mpi_is_named_and_costs_its_contender_only(
     found = find_library("openmpi")
     if not isinstance(found, MpiLibrary):
         pytest.skip(found)
-    turn = run._Stage._turn
+    turn = collective_bench._Stage._turn
 
     def killing(self: Any, name: Any, size: int, taken: Any, seeds: list[int], count: int) -> None:
         if name.library and count and not taken.times_s:
@@ -268,7 +270,7 @@ def test_a_rank_that_dies_under_mpi_is_named_and_costs_its_contender_only(
             os.kill(next(pid for pid in ranks_of(os.getpid()) if parent_of(pid) == launcher), signal.SIGKILL)
         turn(self, name, size, taken, seeds, count)
 
-    monkeypatch.setattr(run._Stage, "_turn", killing)
+    monkeypatch.setattr(collective_bench._Stage, "_turn", killing)
     ours, theirs = bench(tmp_path, "allreduce", "tcp:ring", "openmpi:native")
     assert ours["error"] is None
     assert re.search(r"rank [01]( .*)? died.* during openmpi:native of 1", theirs["error"])

@@ -13,10 +13,9 @@ from rich.console import Console
 from syncline.errors import UsageError
 from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
-from syncline_bench.collectives import command, run
+from syncline_bench.collectives import collective_bench
 from syncline_bench.collectives import request as requests
-from syncline_bench.collectives.request import Request, request_of
-from syncline_bench.collectives.work import TURNS, Work, turns_of
+from syncline_bench.collectives.request import TURNS, Request, Work, request_of, turns_of
 from syncline_bench.display import Display
 from syncline_bench.ranks import RanksFailed
 from syncline_bench.report.bench import BenchResult, Measured, title
@@ -92,7 +91,7 @@ class Pretended:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Sets:
     played = Sets()
-    monkeypatch.setattr(run, "Ranks", played)
+    monkeypatch.setattr(collective_bench, "Ranks", played)
     monkeypatch.setattr(requests, "available_memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(requests.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 40}))
     monkeypatch.setattr(requests, "find_library", find_library)
@@ -113,7 +112,7 @@ def measured(
     empty = BenchResult("here", 2, {}, None)
     save = (saved if saved is not None else []).append
     with Display(Console(file=io.StringIO())) as display:
-        return run.measure([request], result or empty, save, display).rows
+        return collective_bench.measure([request], result or empty, save, display).rows
 
 
 @pytest.mark.usefixtures("ranks")
@@ -238,40 +237,40 @@ def test_an_interrupt_leaves_a_file_that_a_later_run_takes_up(ranks: Sets, tmp_p
 
     ranks.play = interrupt
     with pytest.raises(KeyboardInterrupt):
-        command.run([asked("shm:auto", "tcp:ring")], json_path=path, console=console)
+        collective_bench.run([asked("shm:auto", "tcp:ring")], json_path=path, console=console)
     assert [row.contender for row in BenchResult.from_json(path.read_text()).rows] == ["shm:auto", "tcp:ring"]
     assert not ranks.open
     ranks.play = nothing
     ranks.orders.clear()
-    assert command.run([asked("shm:auto", "tcp:ring")], json_path=path, console=console) == 0
+    assert collective_bench.run([asked("shm:auto", "tcp:ring")], json_path=path, console=console) == 0
     assert {size for _, size, _ in ranks.timed} == {4000}
     assert len(BenchResult.from_json(path.read_text()).rows) == 4
     # Asked for less, the file holds less; resumed by name, it keeps everything.
-    assert command.run([asked("tcp:ring", sizes=(1000,))], resume_path=path, console=console) == 0
+    assert collective_bench.run([asked("tcp:ring", sizes=(1000,))], resume_path=path, console=console) == 0
     assert len(BenchResult.from_json(path.read_text()).rows) == 4
-    assert command.run([asked("tcp:ring", sizes=(1000,))], json_path=path, console=console) == 0
+    assert collective_bench.run([asked("tcp:ring", sizes=(1000,))], json_path=path, console=console) == 0
     assert len(BenchResult.from_json(path.read_text()).rows) == 1
 
 
 def test_rows_of_another_code_are_never_mixed_in(ranks: Sets, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     console = Console(file=io.StringIO())
-    command.run([asked("shm:auto")], json_path=path, console=console)
+    collective_bench.run([asked("shm:auto")], json_path=path, console=console)
     path.write_text(path.read_text().replace('"source_sha256": "', '"source_sha256": "other'))
     with pytest.raises(UsageError, match="another machine or with another version"):
-        command.run([asked("shm:auto")], resume_path=path, console=console)
+        collective_bench.run([asked("shm:auto")], resume_path=path, console=console)
     ranks.orders.clear()
-    command.run([asked("shm:auto")], json_path=path, console=console)
+    collective_bench.run([asked("shm:auto")], json_path=path, console=console)
     assert ranks.timed
     path.write_text("[]")
     with pytest.raises(UsageError, match="not a result file"):
-        command.run([asked("shm:auto")], resume_path=path, console=console)
+        collective_bench.run([asked("shm:auto")], resume_path=path, console=console)
 
 
 def test_a_wrong_result_fails_the_bench(ranks: Sets) -> None:
     ranks.correct = False
     out = io.StringIO()
-    assert command.run([asked("shm:auto", sizes=(1000,))], console=Console(file=out, width=100)) == 1
+    assert collective_bench.run([asked("shm:auto", sizes=(1000,))], console=Console(file=out, width=100)) == 1
     assert "NO" in out.getvalue()
 
 
@@ -295,7 +294,7 @@ class FakeLab:
 
 def test_in_a_lab_the_limit_is_its_goodput(ranks: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     module = type("Module", (), {"Lab": FakeLab})
-    monkeypatch.setattr(run.importlib, "import_module", lambda _: module)
+    monkeypatch.setattr(collective_bench.importlib, "import_module", lambda _: module)
     row, *_ = measured(asked("tcp:auto", "mpi:native", lab_rate=Rate(1e9), ranks=(4,)))
     assert FakeLab.made[-1] == (4, 1e9)
     assert (row.limit, row.limit_s, row.lab_bit_per_s) == ("link", pytest.approx(1.5 * 1000 / 1e8), 1e9)
@@ -306,7 +305,7 @@ def test_in_a_lab_the_limit_is_its_goodput(ranks: Sets, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("ranks")
 def test_several_ranks_share_a_host_of_the_lab_and_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type("Module", (), {"Lab": FakeLab})
-    monkeypatch.setattr(run.importlib, "import_module", lambda _: module)
+    monkeypatch.setattr(collective_bench.importlib, "import_module", lambda _: module)
     text = "auto:hierarchical codec=int8"
     row, *_ = measured(asked(text, lab_rate=Rate(1e9), ranks=(4,), per_host=2))
     assert FakeLab.made[-1] == (2, 1e9)

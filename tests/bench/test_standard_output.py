@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from syncline_bench import accuracy, compare
 from syncline_bench.cases import Case
 from syncline_bench.cli import cli
-from syncline_bench.collectives import command
+from syncline_bench.collectives import collective_bench
 from syncline_bench.report.bench import BenchResult, Measured
 from syncline_bench.report.rows import Row
 
@@ -30,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compare, "measure", trained)
     monkeypatch.setattr(accuracy, "measure", trained)
-    monkeypatch.setattr(command, "measure", benched)
+    monkeypatch.setattr(collective_bench, "measure", benched)
 
 
 LINES = (

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from syncline.launch.mpi_library import MpiLibrary, find_library
-from syncline_bench.collectives.run import RANK
-from syncline_bench.collectives.work import Work
+from syncline_bench.collectives.collective_bench import RANK
+from syncline_bench.collectives.request import Work
 from syncline_bench.ranks import Here, Ranks
 
 pytest.importorskip("torch")

@@ -83,7 +83,9 @@ def test_help_has_whole_sentences(line: str, columns: int) -> None:
 @pytest.mark.parametrize("line", ["bench", "bench --sizes 1KB --ranks 2", "bench collectives --sizes 1KB --ranks 2"])
 def test_bench_without_a_command_is_collectives(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr("syncline_bench.collectives.command.run", lambda asked, **_: measured.extend(asked) or 0)
+    monkeypatch.setattr(
+        "syncline_bench.collectives.collective_bench.run", lambda asked, **_: measured.extend(asked) or 0
+    )
     assert call(*line.split()).exit_code == 0
     assert [one.collective.name for one in measured] == ["allreduce"]
 

@@ -10,10 +10,10 @@ from calling import Recorder, call
 
 @pytest.fixture
 def benched(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    from syncline_bench.collectives import command
+    from syncline_bench.collectives import collective_bench
 
     recorder = Recorder()
-    monkeypatch.setattr(command, "run", recorder)
+    monkeypatch.setattr(collective_bench, "run", recorder)
     return recorder
 
 

@@ -17,9 +17,9 @@ WORK = {
     "run": (["-n", "2", "{script}"], "syncline.launch.local.launch"),
     "compare": (["--workers", "2", "--strategies", "ring"], "syncline_bench.compare.carry_out"),
     "accuracy": (["--workers", "2", "--strategies", "ring"], "syncline_bench.accuracy.carry_out"),
-    "bench collectives": (["--ranks", "2"], "syncline_bench.collectives.command.measure"),
-    "bench codecs": ([], "syncline_bench.codecs.command.measure"),
-    "bench gradients": ([], "syncline_bench.gradients.command.measure"),
+    "bench collectives": (["--ranks", "2"], "syncline_bench.collectives.collective_bench.measure"),
+    "bench codecs": ([], "syncline_bench.codecs.codec_bench.measure"),
+    "bench gradients": ([], "syncline_bench.gradients.gradient_bench.measure"),
     "bench steps": ([], "syncline_bench.steps.step_bench.measure"),
     "calibrate": ([], "syncline_bench.calibration.command._start"),
     "predict": (

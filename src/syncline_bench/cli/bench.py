@@ -74,11 +74,11 @@ def collectives(
     from syncline.nouns import Rate, Size
     from syncline.strategy.grammar import read_list, read_value
 
-    from ..collectives import command, request
+    from ..collectives import collective_bench, request
 
     nbytes = [read_value(size, Size, "--sizes") for size in read_list(sizes)]
     if goals:
-        requests = command.goal_requests(nbytes)
+        requests = collective_bench.goal_requests(nbytes)
     else:
         asked = request.request_of(
             sizes=nbytes,
@@ -90,7 +90,9 @@ def collectives(
             per_host=per_host,
         )
         requests = [asked]
-    status = command.run(requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals)
+    status = collective_bench.run(
+        requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals
+    )
     sys.exit(status)
 
 
@@ -115,9 +117,9 @@ def codecs(elements: int, codecs: tuple[str, ...], repetitions: int, workers: in
     """Measure the time of every codec on one core, and the link speed below which it makes an allreduce faster."""
     from syncline.strategy.grammar import read_list
 
-    from ..codecs import command
+    from ..codecs import codec_bench
 
-    command.run(elements, read_list(codecs), repetitions=repetitions, workers=workers, json_path=json_path)
+    codec_bench.run(elements, read_list(codecs), repetitions=repetitions, workers=workers, json_path=json_path)
 
 
 @bench.command(cls=Lists)
@@ -147,7 +149,7 @@ def gradients(
     """Measure the cost of copying gradients into buckets and back, next to gradients that lie in buckets."""
     from syncline.strategy.grammar import read_list, read_value
 
-    from ..gradients import command, request
+    from ..gradients import gradient_bench, request
 
     asked = request.request_of(
         workloads=read_list(workloads),
@@ -155,7 +157,7 @@ def gradients(
         forms=read_list(forms),
         repetitions=repetitions,
     )
-    sys.exit(command.run(asked, json_path=json_path, report_path=report_path))
+    sys.exit(gradient_bench.run(asked, json_path=json_path, report_path=report_path))
 
 
 @bench.command(cls=Lists)

@@ -1,5 +1,5 @@
 """``syncline bench codecs``: every codec beside memory's speed and beside the usual composition of torch operations.
 
-``run`` measures, ``compositions`` is what one would write instead of a codec, ``command`` is the verb. The measuring
-itself is ``tuning.codec_times``'s, so that ``codec=auto`` and this table see the same figures.
+``codec_bench`` measures; ``compositions`` has the operations that a user would write instead of a codec.
+``syncline.tuning.codec_times`` does the timing, so ``codec=auto`` and this table see the same figures.
 """

@@ -1,11 +1,10 @@
-"""``syncline bench``: collectives over sizes, ranks, algorithms and transports, beside what one would use instead.
+"""``syncline bench collectives``: collectives over sizes, ranks, algorithms and transports, beside the usual libraries.
 
-From the request to the rows: ``request`` says what is to be measured and refuses what makes no sense; ``run`` goes
-through it, number of ranks by number of ranks, and keeps what it has after every size; ``start`` starts a set of ranks,
-gives it orders and listens to it; ``rank`` is what each rank executes, on one of the ``contenders`` (Syncline's own and
-the peers), or with the ``probes`` that measure the limits. ``kinds`` holds what the collectives mean: factors, least
-traffic, inputs and expected results.
+Start with ``request``: what to measure, and what is refused. ``collective_bench`` measures it, number of ranks by
+number of ranks, and keeps its results after every size. It starts ``ranks``, which run ``collective_ranks`` on one of
+the ``contenders`` (Syncline's own and the peers) or on the ``probes`` that measure the machine's limits. ``kinds``
+defines each collective: bandwidth factors, least traffic, inputs and expected results.
 
-Every contender has a set of ranks of its own, which sleep until it is their turn. Turns are short and their order
-rotates, so that a busy moment of the machine hits all alike.
+Every contender has a set of ranks of its own, which sleep until their turn. Turns are short and their order rotates, so
+a busy moment of the machine hits all contenders alike.
 """

@@ -1,15 +1,17 @@
-"""What is to be measured, checked as a whole before any process starts.
+"""What to measure, checked as a whole before any process starts, and what the ranks are told of it.
 
-Owns the ``Request``, how often each size is measured, and every refusal of bad input: sizes, ranks, contenders, memory.
-A peer whose library is missing is no refusal: its rows say so, and the rest runs. Starts nothing.
+Owns the ``Request``, the number of repetitions of each size, every refusal of bad input (sizes, ranks, contenders,
+memory), and ``Work``, the argument of a set of ranks. A peer whose library is missing is not refused: its rows say so,
+and the others run. Starts nothing.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -194,3 +196,36 @@ def _check_memory(request: Request) -> None:
             f" beside it) take {needed / 1e9:.1f} GB with their processes, and {available / 1e9:.1f} GB of memory are"
             " available: use fewer ranks, a smaller size, or fewer contenders at a time (--resume adds rows)"
         )
+
+
+TURNS = 6
+"""In how many turns a contender's repetitions of a size are done, where there are so many."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one set of ranks is for, as JSON in their command line.
+
+    ``contender`` is measured, or with an empty name the limits: copies, and with ``link`` the sockets of the machine.
+    No array is larger than ``most_bytes``.
+    """
+
+    collective: str
+    contender: str
+    most_bytes: int
+    link: bool = False
+
+    def to_json(self) -> str:
+        """As an argument for the ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Work:
+        """Back from the argument."""
+        return cls(**json.loads(text))
+
+
+def turns_of(repetitions: int) -> Sequence[int]:
+    """How many repetitions each turn has, as equal as can be."""
+    turns = min(TURNS, repetitions)
+    return [repetitions // turns + (turn < repetitions % turns) for turn in range(turns)]

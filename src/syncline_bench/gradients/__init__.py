@@ -1,6 +1,6 @@
-"""``syncline bench gradients``: gradients that are their bucket's memory, beside copying them together and back.
+"""``syncline bench gradients``: gradients that lie in their bucket's memory, beside copying them there and back.
 
-``forms`` names what is compared and says what each has to move, ``iterations`` is their code, on the gradients of
-``scattered``; ``request`` checks what is asked for, ``rank`` is what every process runs, ``run`` starts them and makes
-rows, and ``command`` is the verb. Ranks are started, and meet, as those of ``collectives`` do.
+``forms`` names the ways that are compared and what each has to move; ``iterations`` has their code, on the gradients of
+``scattered``. ``request`` checks the request, ``gradient_ranks`` is what every process runs, and ``gradient_bench``
+starts the processes and makes rows.
 """

@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench`` runs: ``python -m syncline_bench.collectives.rank WORK LINES``.
+"""What each rank of ``syncline bench`` runs: ``python -m syncline_bench.collectives.collective_ranks WORK LINES``.
 
 A set of ranks has one contender, or measures the limits, and nothing else is in its processes but numpy and this.
 Owns the course of a repetition: what is timed and what is checked. Whose turn it is, the starter says.
@@ -23,8 +23,7 @@ from ..ranks import Line
 from .contenders import connect, load_library, read_name
 from .kinds import collective
 from .probes import LinkProbe, MemoryProbe
-from .request import calls_per_repetition, warm_calls
-from .work import Work
+from .request import Work, calls_per_repetition, warm_calls
 
 
 def main(text: str, lines: str) -> None:

@@ -1,6 +1,6 @@
-"""The course of ``bench codecs``: codecs, ``np.add`` and torch compositions, all in turn in one process.
+"""``syncline bench codecs``: codecs, ``np.add`` and compositions of PyTorch, in turn in one process.
 
-Owns which contestants there are and the making of rows. How a codec is driven and timed is ``tuning.codec_times``'s.
+Owns the list of contestants and the rows. ``tuning.codec_times`` runs and times a codec.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
 
 from syncline.errors import UsageError
 from syncline.tuning.codec_times import Addition, CodecTimes, Progress, Timed, Trial, every_codec, in_turn, variants
 
+from ..cases import console_beside
+from ..display import Display
 from ..machine import available_memory_bytes, provenance
-from ..report.bench import CodecResult, CodecRow
+from ..report.bench import CodecResult, CodecRow, render_codecs
+from ..report.files import result_paths
 from ..report.units import size as size_text
 
 WORKERS = 4
@@ -110,3 +116,33 @@ def _result(request: Request, rows: tuple[CodecRow, ...]) -> CodecResult:
         workers=request.workers,
         rows=rows,
     )
+
+
+def run(
+    elements: int,
+    texts: Sequence[str] = (),
+    *,
+    repetitions: int,
+    workers: int = WORKERS,
+    json_path: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Measure codecs, all where ``texts`` is empty, print the table and write the file.
+
+    Raises UsageError before anything is measured. An interrupt leaves no file, since medians of a run that was cut off
+    would not be comparable.
+    """
+    (target,) = result_paths({"--json": json_path})
+    console = console or console_beside(target)
+    request = request_of(texts, elements, repetitions, workers)
+    count = contestants_of(request)
+    with Display(console) as display, display.task("codecs", (repetitions + 1) * count) as task:
+
+        def progress(repetition: int, place: int) -> None:
+            doing = "warm-up" if repetition < 0 else f"repetition {repetition + 1} of {repetitions}"
+            task.at((repetition + 1) * count + place, doing)
+
+        result = measure(request, progress)
+    if target is not None:
+        result.save(target)
+    console.print(render_codecs(result))

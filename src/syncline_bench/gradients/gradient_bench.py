@@ -1,22 +1,27 @@
-"""The course of ``bench gradients``: one set of ranks after the other, and the making of rows.
+"""``syncline bench gradients``: one set of ranks after the other, and the rows.
 
-A set that fails leaves rows with its error for what it has not reported; the next one runs all the same.
+If a set of ranks fails, its missing rows have the error, and the next set runs.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
 
+import numpy as np
+from rich.console import Console
+
+from ..cases import console_beside
 from ..display import Display, Task
 from ..machine import provenance
 from ..messages import Message
 from ..ranks import Here, Ranks, RanksFailed
-from ..report.bench import GradientResult, GradientRow
+from ..report.bench import GradientResult, GradientRow, render_gradients
+from ..report.files import replace_text, result_paths
 from ..report.units import decimal_size as size_text
 from .forms import Form
 from .request import Model, Request, Work
 
-RANK = ("-m", "syncline_bench.gradients.rank")
+RANK = ("-m", "syncline_bench.gradients.gradient_ranks")
 
 
 def measure(request: Request, display: Display) -> GradientResult:
@@ -103,3 +108,31 @@ class _Set:
 
 def _count(ranks: int) -> str:
     return "1 process" if ranks == 1 else f"{ranks} ranks"
+
+
+def run(
+    request: Request,
+    *,
+    json_path: Path | None = None,
+    report_path: Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """Measure, write the files and print the tables; 0 when everything was measured and right, else 1.
+
+    Raises UsageError before anything is measured. An interrupt leaves no files, since medians of a run that was cut off
+    would not be comparable.
+    """
+    target, report = result_paths({"--json": json_path, "--report": report_path})
+    console = console or console_beside(target, report)
+    if request.left_out:
+        console.print(f"not measured with 1 rank, which exchanges nothing: {', '.join(request.left_out)}", markup=False)
+    with Display(console) as display:
+        result = measure(request, display)
+    if target is not None:
+        result.save(target)
+    if report is not None:
+        from ..report.page import gradient_page  # matplotlib is only loaded for a page
+
+        replace_text(report, gradient_page(result))
+    console.print(render_gradients(result))
+    return 0 if all(row.finished for row in result.rows) else 1

@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench gradients`` runs: ``python -m syncline_bench.gradients.rank WORK LINES``.
+"""What each rank of ``syncline bench gradients`` runs: ``python -m ...gradients.gradient_ranks WORK LINES``.
 
 Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns, in an order that
 is drawn anew for every repetition; the gradients are written anew before each, as backward would have, and what a form
