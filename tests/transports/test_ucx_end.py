@@ -151,7 +151,7 @@ def test_strangers_that_could_guess_the_key_are_logged_and_end_the_run(
         pair[0].poll(0.0)
     exchange(pair)
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0 throws away what strangers to the run send to its UCX address"
+        "rank 0 discards messages that strangers to the run send to its UCX address"
     ]
     requests.append(endpoint.tag_send(message, library.Tag(wrong)))
     said = ""

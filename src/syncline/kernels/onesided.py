@@ -367,8 +367,8 @@ def advance(
 
     A condition that does not hold is tested ``LOOKS`` times, then ``spins`` times with the core yielded in between, and
     then slept for, each time for at most ``patience_ms``: 0 if the caller has other work. With ``spins`` of 0 it is
-    tested once, with -1 only ``LOOKS`` times more. The run pauses after ``most`` operations, and after one that a ring
-    ended the wait for, because threads of this process ring too when there is other work.
+    tested once, with -1 only ``LOOKS`` times more. The run pauses after ``most`` operations, and after one whose wait a
+    ring has ended, because threads of this process ring too when there is other work.
     """
     count = operations.shape[0]
     store(state[BUFFER] + 8 * RUNG, 0)

@@ -108,7 +108,7 @@ def _append(block, first, marks, words, groups, indices, values, found):
 def select(x, residual, velocity, momentum, scale, bound, indices, values):
     """Collect the elements whose magnitude is at least ``bound``, in order; return how many and the largest magnitude.
 
-    The magnitude is that of all elements. Where a block might not fit in the remaining room, ``select`` stops
+    The largest magnitude counts all elements. Where a block might not fit in the remaining room, ``select`` stops
     collecting but not measuring, so the result is complete if it leaves room for ``BLOCK`` more.
     """
     memory = malloc(7 * BLOCK)

@@ -49,7 +49,7 @@ def _pack_steps(values, residual, codes, inverse, step, levels, first, key, othe
 
 @compiled("(float32[], float32[], uint32[], int64, int64, int64, int64, int64) -> int64")
 def encode_steps(x, residual, out, bits, levels, block, seed, index):
-    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite."""
+    """Encode ``x`` + ``residual`` (empty: none), ``x`` from ``index`` on; return how many blocks are not finite."""
     fields = 32 // bits
     mask = np.uint32((1 << bits) - 1)
     key = np.uint32(seed)
@@ -118,7 +118,7 @@ def _power(code):
 
 @compiled("(float32[], float32[], uint32[], int64, int64, int64) -> int64")
 def encode_powers(x, residual, out, block, seed, index):
-    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite.
+    """Encode ``x`` + ``residual`` (empty: none), ``x`` from ``index`` on; return how many blocks are not finite.
 
     Adding a random number below 2**23 to the bits of a float32 carries into its exponent with exactly the probability
     of stochastic rounding to a power of two, also for subnormals. Values are first scaled by a power of two, hence

@@ -72,7 +72,7 @@ def _pack_stochastic(values, residual, codes, maximum, weight, first, key, other
 
 @compiled("(float32[], float32[], uint32[], int64, bool, float32, int64, int64) -> int64")
 def encode_trits(x, residual, out, block, stochastic, clip, seed, index):
-    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite.
+    """Encode ``x`` + ``residual`` (empty: none), ``x`` from ``index`` on; return how many blocks are not finite.
 
     A block has at most 512 words. It is clipped at ``clip`` standard deviations unless ``clip`` is 0.
     """

@@ -1,7 +1,7 @@
 """Messages between workers and owners besides gradients and weights: small JSON objects, and bodies of any size.
 
-Received objects are checked field by field. An error names the process that sent what no process of this version sends,
-and the operation. A body travels in pieces; its memory is allocated as they arrive, whatever size was announced.
+Received objects are checked field by field. For an object that no process of this version sends, the error names the
+sender and the operation. A body travels in pieces; its memory is allocated as they arrive, whatever size was announced.
 """
 
 from __future__ import annotations

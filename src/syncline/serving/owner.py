@@ -218,8 +218,8 @@ def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
         if isinstance(rate, bool) or not isinstance(rate, (int, float)):
             raise UsageError(
                 f"sync={sync} applies every worker's push with the learning rate divided by the number of workers, and"
-                f" the optimizer's group {number} has no number as 'lr': use {sync}(rate=own), and set what the"
-                " optimizer goes by for so many times as many updates"
+                f" the optimizer's group {number} has no number as 'lr': use {sync}(rate=own), and choose the"
+                f" optimizer's settings for {workers} times as many updates"
             )
         shared.append({**group, "lr": rate / workers})
     return shared

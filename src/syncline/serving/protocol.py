@@ -143,7 +143,7 @@ Action = Measure | Add | Apply | Release
 
 
 @dataclass
-class _Page:
+class _BucketState:
     """The state of a bucket: for each worker the last step pushed, those that wait, and pushes not yet applied.
 
     ``sent`` has the version that each worker was sent last. ``latest`` has the latest push of each worker, the newest
@@ -163,7 +163,7 @@ class _Page:
 
 
 @dataclass
-class _Turn:
+class _NextStep:
     """A worker's next step: the buckets that it has begun, and those of the step before that are released.
 
     ``back`` counts buckets that it has pushed of this step and that are released already; they count for the step
@@ -192,8 +192,8 @@ class Ledger:
         self._called = called
         self._workers = range(workers)
         self._rule, self._backup = rule, backup_of(rule)
-        self._pages = {bucket: _Page([0] * workers, [0] * workers) for bucket in buckets}
-        self._turns = [_Turn(1, len(self._pages)) for _ in self._workers]
+        self._states = {bucket: _BucketState([0] * workers, [0] * workers) for bucket in buckets}
+        self._next_steps = [_NextStep(1, len(self._states)) for _ in self._workers]
         self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
         self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
         self._left: set[int] = set()
@@ -202,20 +202,20 @@ class Ledger:
     @property
     def clocks(self) -> list[int]:
         """The number of whole steps that each worker has pushed."""
-        return [turn.clock - 1 for turn in self._turns]
+        return [next_step.clock - 1 for next_step in self._next_steps]
 
     def clock_of(self, worker: int) -> int:
         """The number of whole steps that one worker has pushed."""
-        return self._turns[worker].clock - 1
+        return self._next_steps[worker].clock - 1
 
     @property
     def awaited(self) -> dict[int, int]:
         """Worker -> step, for workers whose push or question for the norm others wait for. Safe in any thread."""
         late: dict[int, int] = {}
         moving = self._moving()
-        for page in self._pages.values():
-            clocks = list(page.clocks)
-            for clock in {clocks[worker] for worker in tuple(page.waiting)}:
+        for state in self._states.values():
+            clocks = list(state.clocks)
+            for clock in {clocks[worker] for worker in tuple(state.waiting)}:
                 for worker in moving:
                     if clocks[worker] < clock and not self._rule.may_proceed(clock, clocks[worker]):
                         late[worker] = clocks[worker] + 1
@@ -223,7 +223,7 @@ class Ledger:
             here = {*asked, *self._shadows.get(step, ())}
             late |= {worker: step for worker in self._workers if worker not in here}
         if self._met:
-            waiting = {worker for page in self._pages.values() for worker in tuple(page.waiting)}
+            waiting = {worker for state in self._states.values() for worker in tuple(state.waiting)}
             late |= {worker: self.clocks[worker] + 1 for worker in moving if worker not in waiting}
         return late
 
@@ -248,21 +248,26 @@ class Ledger:
             self._check_values(request)
         if request.kind == "norm":
             return self._measure(request)
-        page = self._pages[request.bucket]
-        page.clocks[request.worker] = request.clock
-        page.waiting.add(request.worker)
-        self._push(self._turns[request.worker])
+        state = self._states[request.bucket]
+        state.clocks[request.worker] = request.clock
+        state.waiting.add(request.worker)
+        self._push(self._next_steps[request.worker])
         measured: list[Action] = []
         if request.kind == "shadow":
             self._shadows.setdefault(request.clock, set()).add(request.worker)
             measured = self._measured(request.clock)
-        return [*measured, *self._apply(page, request), *self._release(page, request.bucket, request.worker)]
+        return [*measured, *self._apply(state, request), *self._release(state, request.bucket, request.worker)]
 
-    def _push(self, turn: _Turn) -> None:
+    def _push(self, next_step: _NextStep) -> None:
         """Count one more pushed bucket; after the last one the next step begins."""
-        turn.ready, turn.begun = turn.ready - 1, turn.begun + 1
-        if turn.begun == len(self._pages):
-            turn.clock, turn.ready, turn.begun, turn.back = turn.clock + 1, turn.back, 0, 0
+        next_step.ready, next_step.begun = next_step.ready - 1, next_step.begun + 1
+        if next_step.begun == len(self._states):
+            next_step.clock, next_step.ready, next_step.begun, next_step.back = (
+                next_step.clock + 1,
+                next_step.back,
+                0,
+                0,
+            )
 
     def _stop(self, request: Request) -> list[Action]:
         """The worker leaves, or waits for a meeting: nobody waits for its steps meanwhile."""
@@ -273,8 +278,8 @@ class Ledger:
         if self._met and not self._moving():
             return self._part(request.worker)
         found: list[Action] = []
-        for bucket, page in self._pages.items():
-            found += [*self._come_to(page, bucket), *self._release(page, bucket, request.worker)]
+        for bucket, state in self._states.items():
+            found += [*self._come_to(state, bucket), *self._release(state, bucket, request.worker)]
         return found
 
     def _part(self, last: int) -> list[Action]:
@@ -284,13 +289,13 @@ class Ledger:
         self._met.clear()
         found: list[Action] = []
         for worker in met:
-            self._turns[worker] = _Turn(clock + 1, len(self._pages))
-        for bucket, page in self._pages.items():
-            found += self._sum_up(page, bucket)
+            self._next_steps[worker] = _NextStep(clock + 1, len(self._states))
+        for bucket, state in self._states.items():
+            found += self._sum_up(state, bucket)
             for worker in met:
-                page.clocks[worker], page.sent[worker] = clock, page.version
-            page.level = clock
-        return [*found, *(Release(met, bucket, (0,) * len(met), last, call) for bucket in self._pages)]
+                state.clocks[worker], state.sent[worker] = clock, state.version
+            state.level = clock
+        return [*found, *(Release(met, bucket, (0,) * len(met), last, call) for bucket in self._states)]
 
     def _measure(self, request: Request) -> list[Action]:
         worker, clock = request.worker, request.clock
@@ -311,79 +316,79 @@ class Ledger:
         del self._asked[clock]
         return [Measure(ALL, clock, tuple(sorted(asked)))]
 
-    def _apply(self, page: _Page, request: Request) -> list[Action]:
+    def _apply(self, state: _BucketState, request: Request) -> list[Action]:
         if not self._rule.merges:
             worker, clock, bucket, values = request.worker, request.clock, request.bucket, request.values
-            page.latest.pop(worker, None)
-            page.latest[worker] = request
-            page.made[worker] = page.made.get(worker, 0) + 1
-            before = self._sum_up(page, bucket) if worker in page.added else []
-            lag = page.version - page.sent[worker]
+            state.latest.pop(worker, None)
+            state.latest[worker] = request
+            state.made[worker] = state.made.get(worker, 0) + 1
+            before = self._sum_up(state, bucket) if worker in state.added else []
+            lag = state.version - state.sent[worker]
             if self._backup:
-                page.added.add(worker)
-                return [*before, Add(worker, clock, bucket, values, lag), *self._come_to(page, bucket)]
-            page.version += 1
-            return [Apply(worker, clock, page.version, bucket, values, self._newest(page).values, lag)]
+                state.added.add(worker)
+                return [*before, Add(worker, clock, bucket, values, lag), *self._come_to(state, bucket)]
+            state.version += 1
+            return [Apply(worker, clock, state.version, bucket, values, self._newest(state).values, lag)]
         if request.kind == "push":
-            page.pushed.setdefault(request.clock, request)
+            state.pushed.setdefault(request.clock, request)
         found: list[Action] = []
-        while page.version < min(page.clocks):
-            page.version += 1
-            values = page.pushed.pop(page.version).values
-            found.append(Apply(ALL, page.version, page.version, request.bucket, values, values))
-        done = min(one.version for one in self._pages.values())
+        while state.version < min(state.clocks):
+            state.version += 1
+            values = state.pushed.pop(state.version).values
+            found.append(Apply(ALL, state.version, state.version, request.bucket, values, values))
+        done = min(one.version for one in self._states.values())
         self._shadows = {step: workers for step, workers in self._shadows.items() if step > done}
         return found
 
-    def _come_to(self, page: _Page, bucket: int) -> list[Action]:
+    def _come_to(self, state: _BucketState, bucket: int) -> list[Action]:
         """Make one update of all added pushes if the slowest awaited worker has reached a new clock."""
-        level = self._level(page)
-        if not self._backup or level <= page.level:
+        level = self._level(state)
+        if not self._backup or level <= state.level:
             return []
-        page.level = level
-        return self._sum_up(page, bucket)
+        state.level = level
+        return self._sum_up(state, bucket)
 
-    def _sum_up(self, page: _Page, bucket: int) -> list[Action]:
-        if not page.added:
+    def _sum_up(self, state: _BucketState, bucket: int) -> list[Action]:
+        if not state.added:
             return []
-        page.version += 1
-        page.added.clear()
-        newest = self._newest(page)
-        return [Apply(ALL, newest.clock, page.version, bucket, newest.values, newest.values)]
+        state.version += 1
+        state.added.clear()
+        newest = self._newest(state)
+        return [Apply(ALL, newest.clock, state.version, bucket, newest.values, newest.values)]
 
-    def _newest(self, page: _Page) -> Request:
+    def _newest(self, state: _BucketState) -> Request:
         """The latest push of the worker with most pushes among those that have not left.
 
         A worker that has left may have ended its learning-rate schedule; the others must not inherit its values.
         """
-        here = [worker for worker in page.latest if worker not in self._left] or list(page.latest)
-        return page.latest[max(reversed(here), key=lambda worker: page.made[worker])]
+        here = [worker for worker in state.latest if worker not in self._left] or list(state.latest)
+        return state.latest[max(reversed(here), key=lambda worker: state.made[worker])]
 
-    def _level(self, page: _Page) -> int:
+    def _level(self, state: _BucketState) -> int:
         """The clock of the slowest awaited worker among those that make steps; 0 if there are none."""
-        clocks = sorted(page.clocks[worker] for worker in self._moving())
+        clocks = sorted(state.clocks[worker] for worker in self._moving())
         return clocks[min(self._backup, len(clocks) - 1)] if clocks else 0
 
-    def _release(self, page: _Page, bucket: int, by: int) -> list[Action]:
-        if not page.waiting:
+    def _release(self, state: _BucketState, bucket: int, by: int) -> list[Action]:
+        if not state.waiting:
             return []
-        slowest, level = min(page.clocks[worker] for worker in self._moving()), self._level(page)
-        free = [worker for worker in sorted(page.waiting) if self._rule.may_proceed(page.clocks[worker], level)]
-        page.waiting.difference_update(free)
+        slowest, level = min(state.clocks[worker] for worker in self._moving()), self._level(state)
+        free = [worker for worker in sorted(state.waiting) if self._rule.may_proceed(state.clocks[worker], level)]
+        state.waiting.difference_update(free)
         for worker in free:
-            page.sent[worker] = page.version
-            turn = self._turns[worker]
-            if page.clocks[worker] == turn.clock:
-                turn.back += 1
+            state.sent[worker] = state.version
+            next_step = self._next_steps[worker]
+            if state.clocks[worker] == next_step.clock:
+                next_step.back += 1
             else:
-                turn.ready += 1
-        ahead = tuple(page.clocks[worker] - slowest for worker in free)
+                next_step.ready += 1
+        ahead = tuple(state.clocks[worker] - slowest for worker in free)
         return [Release(tuple(free), bucket, ahead, by)] if free else []
 
     def _check_turn(self, request: Request) -> None:
         worker, clock = request.worker, request.clock
         if worker not in self._workers or not self._is_next(request):
-            expected = self._turns[worker].clock if worker in self._workers else 0
+            expected = self._next_steps[worker].clock if worker in self._workers else 0
             part = "" if request.bucket == ALL else f" of bucket {request.bucket}"
             raise MismatchError(
                 f"{self._called(worker)} sent a {request.kind}{part} for step {clock}, its next one is step {expected}:"
@@ -395,13 +400,13 @@ class Ledger:
         worker, clock = request.worker, request.clock
         if worker not in self._moving() or (self._rule.merges and request.kind in ("meet", "leave")):
             return False
-        turn = self._turns[worker]
-        if clock != turn.clock or turn.begun + turn.ready < len(self._pages):
+        next_step = self._next_steps[worker]
+        if clock != next_step.clock or next_step.begun + next_step.ready < len(self._states):
             return False
         if request.kind not in ("push", "shadow"):
-            return turn.begun == 0
-        page = self._pages.get(request.bucket)
-        return page is not None and page.clocks[worker] == clock - 1 and worker not in page.waiting
+            return next_step.begun == 0
+        state = self._states.get(request.bucket)
+        return state is not None and state.clocks[worker] == clock - 1 and worker not in state.waiting
 
     def _check_shadow(self, request: Request) -> None:
         """At least one worker must have batches, because its values count, and the rule must merge."""
@@ -428,7 +433,7 @@ class Ledger:
         clock, worker = request.clock, request.worker
         asked = self._asked.get(clock, {})
         if request.kind == "norm":
-            first = next((page.pushed[clock] for page in self._pages.values() if clock in page.pushed), None)
+            first = next((state.pushed[clock] for state in self._states.values() if clock in state.pushed), None)
             wrong = worker in asked or first is not None
         else:
             first = next(iter(asked.values()), None)
@@ -444,7 +449,7 @@ class Ledger:
         if request.kind == "norm":
             other = next(iter(self._asked.get(request.clock, {}).values()), None)
         else:
-            other = self._pages[request.bucket].pushed.get(request.clock)
+            other = self._states[request.bucket].pushed.get(request.clock)
         if other is not None and other.values != request.values:
             names = sorted(
                 key for key in {*other.values, *request.values} if other.values.get(key) != request.values.get(key)

@@ -80,7 +80,7 @@ def traffic_of(session: Session, model: Model) -> Traffic:
 
 
 @dataclass
-class _Standing:
+class _WaitingWorker:
     """A waiting worker: how many parts it has been sent, its staleness, and when it began to wait."""
 
     parts: int = 0
@@ -101,7 +101,7 @@ class Server:
         self._parts = range(traffic.buckets) if shard.apart and not self._merges else (ALL,)
         self._owner = Owner(session, shard, self._exchanges, self, self._parts)
         self._begun: dict[int, set[int]] = {}  # worker -> parts pushed of an unfinished step
-        self._standing = [_Standing() for _ in range(session.group.workers)]
+        self._waiting = [_WaitingWorker() for _ in range(session.group.workers)]
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
         self._gone: set[int] = set()  # workers that have announced their end
         self._messages: dict[int, dict[str, Any]] = {}  # requests that have arrived and wait for gradients
@@ -152,7 +152,7 @@ class Server:
                 if len(begun) == len(self._parts):
                     del self._messages[worker], self._begun[worker]
                     self._requests[worker] = self._listen(worker)
-                    self._standing[worker].since = time.perf_counter()
+                    self._waiting[worker].since = time.perf_counter()
                 self._owner.handle(Request("push", worker, message["clock"], message["values"], part))
         return False
 
@@ -186,20 +186,20 @@ class Server:
         """Send the weights; with the last part of a step, answer the worker."""
         self._exchanges.release(released.workers, released.bucket)
         for worker, ahead in zip(released.workers, released.ahead, strict=True):
-            standing = self._standing[worker]
-            standing.parts += 1
-            standing.ahead = max(standing.ahead, ahead)
-            if standing.parts == len(self._parts):
-                self._answer_step(worker, standing, released.by, released.met)
+            waiting = self._waiting[worker]
+            waiting.parts += 1
+            waiting.ahead = max(waiting.ahead, ahead)
+            if waiting.parts == len(self._parts):
+                self._answer_step(worker, waiting, released.by, released.met)
 
-    def _answer_step(self, worker: int, standing: _Standing, by: int, met: str) -> None:
+    def _answer_step(self, worker: int, waiting: _WaitingWorker, by: int, met: str) -> None:
         """Answer a worker that has been sent everything, the last part because of a message of ``by``."""
-        waited_s = 0.0 if worker == by else time.perf_counter() - standing.since
+        waited_s = 0.0 if worker == by else time.perf_counter() - waiting.since
         version = self._told[worker] = self._owner.version
         clock, lag = self._owner.ledger.clock_of(worker), self._owner.lags[worker]
-        self._owner.lags[worker], standing.parts = 0, 0
-        answer = {"version": version, "clock": clock, "ahead": standing.ahead, "lag": lag}
-        standing.ahead = 0
+        self._owner.lags[worker], waiting.parts = 0, 0
+        answer = {"version": version, "clock": clock, "ahead": waiting.ahead, "lag": lag}
+        waiting.ahead = 0
         self._reply(worker, {**answer, "waited_s": waited_s, "for": by, "met": met})
 
     # Requests.
@@ -234,7 +234,7 @@ class Server:
     def _answer(self, worker: int, message: dict[str, Any]) -> None:
         kind, shard = message["kind"], self._owner.shard
         if kind in _OF_STEPS or kind == "meet":
-            self._standing[worker].since = time.perf_counter()
+            self._waiting[worker].since = time.perf_counter()
             values = {"call": message["call"]} if kind == "meet" else message.get("values", {})
             self._owner.handle(Request(kind, worker, message["clock"], values))
             return

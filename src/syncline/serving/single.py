@@ -83,7 +83,7 @@ class Single:
     def know(self, records: Sequence[Record]) -> None:
         """Do nothing: the next pull sends whole weights, or updates of weights that the owner knows."""
 
-    def resume_at(self, step: int) -> None:  # noqa: ARG002 - each push says of which step it is, where that matters
+    def resume_at(self, step: int) -> None:  # noqa: ARG002 - a push carries its step where that matters
         """Send whole weights next, since the owners were given others. (Each push carries its own step.)"""
         self._carrier.renew()
 

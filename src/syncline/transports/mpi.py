@@ -174,7 +174,7 @@ class _Communicator:
         if self._unmet:
             raise GroupError(
                 f"the ranks of an earlier transport over MPI have not met in this process ({self._unmet}), and MPI"
-                " cannot forget what is left of that: start the processes anew"
+                " may still have their messages: start the processes anew"
             )
         try:
             yield

@@ -273,7 +273,7 @@ class Shm(LoopTransport):
             check_bell(fd)
         except OSError as error:
             os.close(fd)
-            raise broken(link.peer, f"what it gives for a bell is none: {error}") from error
+            raise broken(link.peer, f"the descriptor that it sent as its bell is none: {error}") from error
         self.members[link.peer, 1] = fd
 
     def _descriptor(self, link: Link) -> int:

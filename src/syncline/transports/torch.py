@@ -391,7 +391,9 @@ def _notebook(place: Place, prefix: str) -> Any:
             while not self.check(keys):
                 place.check()
                 if time.monotonic() > deadline:
-                    raise GroupError(f"not all ranks have come to their process group within {limit_s:.0f} s")
+                    raise GroupError(
+                        f"not all ranks joined the process group of transport=torch within {limit_s:.0f} s"
+                    )
                 time.sleep(_POLL_S)
 
     def full(key: str) -> str:

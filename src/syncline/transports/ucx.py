@@ -312,7 +312,7 @@ class Ucx(Enveloped):
         self._swept_away = [request for request in self._swept_away if not request.completed]
         self._swept = time.monotonic()
         if not before and self._strange:
-            log.warning("rank %d throws away what strangers to the run send to its UCX address", self.rank)
+            log.warning("rank %d discards messages that strangers to the run send to its UCX address", self.rank)
         if before < self._strange >= _MOST_STRANGE:
             raise HandshakeError(
                 f"strangers to the run have sent {self._strange} messages to the UCX address of rank {self.rank}, as if"

@@ -7,7 +7,7 @@ sparse codec's threshold, as in no real training.
 **Does compression pay?** ``CodedAllreduce`` models it: N ranks exchange n elements over links of R bit/s, with one
 full-duplex port per rank. Latencies are left out, since they are nearly equal on both sides. Encoding and decoding do
 not overlap with sending; a schedule that overlaps them makes compression better than it looks here. Simultaneous
-messages take as long as the busiest port. What is summed, gradients or payloads, sends 2(N-1)/N of the array, the lower
+messages take as long as the busiest port. An array that a plan sums sends 2(N-1)/N of its bytes, the lower
 bound of an allreduce (Patarasuk, Yuan, JPDC 2009). Adding takes the time of ``np.add`` per byte. For the busiest rank
 this gives
 

@@ -304,7 +304,7 @@ def worth_a_trial(
 def _predicted(
     layers: Sequence[Layer], laid: Layout, strategy: Strategy, cost: LinearCost, crowded: bool
 ) -> IterationTimes:
-    """One iteration; where exchanges take the cores from computation, both last in sum what each takes alone."""
+    """One iteration; if exchanges and computation compete for cores, it takes the sum of their times."""
     times = predict_iteration(layers, laid, strategy.schedule_object(), strategy.sync_mode(), cost)
     if not crowded:
         return times

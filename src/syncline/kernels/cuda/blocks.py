@@ -188,7 +188,7 @@ def encode_blocks(
     function: Any, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int, fields: int,
     argument: Any = None, *, heads: int = 1, seed: int = 0, index: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Encode every block of ``x`` + ``residual`` (empty: none) by ``function``; return the blocks not finite.
+    """Encode every block of ``x`` + ``residual`` (empty: none) by ``function``; return how many are not finite.
 
     Raises UsageError for a block that does not fit in a program's registers.
     """

@@ -84,7 +84,7 @@ def encode_steps(
     x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor,
     bits: int, levels: int, block: int, seed: int, index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite."""
+    """Encode ``x`` + ``residual`` (empty: none), ``x`` from ``index`` on; return how many blocks are not finite."""
     return encode_blocks(_encode_steps, x, residual, out, block, 32 // bits, (bits, levels), seed=seed, index=index)
 
 
@@ -136,7 +136,7 @@ def _decode_powers(
 def encode_powers(
     x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, block: int, seed: int, index: int
 ) -> torch.Tensor:
-    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite."""
+    """Encode ``x`` + ``residual`` (empty: none), ``x`` from ``index`` on; return how many blocks are not finite."""
     return encode_blocks(_encode_powers, x, residual, out, block, 4, seed=seed, index=index)
 
 

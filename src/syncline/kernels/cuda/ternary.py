@@ -92,7 +92,7 @@ def encode_trits(
     x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor,
     block: int, stochastic: bool, clip: float, seed: int, index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Encode ``x`` + ``residual`` (empty: none), with ``x`` from ``index`` on; return the blocks not finite.
+    """Encode ``x`` + ``residual`` (empty: none), ``x`` from ``index`` on; return how many blocks are not finite.
 
     A block has 512 words at most. It is clipped at ``clip`` standard deviations unless ``clip`` is 0.
     """
