@@ -12,9 +12,9 @@ pipelining. Tests hold both against the formulas of the literature.
 equal steps. A ring of 512 ranks has one place and one step, 1022 times. An outline is valid for arrays of any size and
 for all constants, so it is computed once and evaluated often, with the same result as message by message.
 
-**Clocks.** A message of a step begins when its data has arrived, the sender's port has sent its earlier messages, and the
-receiver's port is free and its rank has added earlier ones. It occupies both ports for the link's time and arrives a
-flight later. Reduced data is then added, and meanwhile the rank receives no more. All of this is maxima and sums, so
+**Clocks.** A message of a step begins when its data has arrived, the sender's port has sent its earlier messages, and
+the receiver's port is free and its rank has added earlier ones. It occupies both ports for the link's time and arrives
+a flight later. Reduced data is then added, and meanwhile the rank receives no more. All of this is maxima and sums, so
 the clocks of all ranks are propagated as arrays (Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity",
 1992): a step waits only for ranks that concern it, and late starts spread only as far as messages carry them. Several
 messages at one port in a step are queued at the sender's port and then at the receiver's, first come first served; the
