@@ -36,16 +36,16 @@ from .request import WARM_UP, Request, Work, expected_s, missing, request_of, tu
 RANK = ("-m", "syncline_bench.collectives.collective_ranks")
 Save = Callable[[BenchResult], None]
 _PATIENCE = 20.0
-"""A turn may take so many times what was expected of it before it counts as stuck."""
+"""A turn may take this many times its expected time before it counts as stuck."""
 
 
 def origin() -> BenchResult:
-    """An empty result of this machine and code."""
+    """An empty result that describes this machine and code."""
     return BenchResult(**provenance())
 
 
 def resumed(fresh: BenchResult, path: Path) -> BenchResult:
-    """``fresh`` with the finished rows of a file of the same machine and code; raises UsageError for another's."""
+    """``fresh`` with the finished rows of a result file. Raises UsageError if machine or code are not the same."""
     try:
         before = BenchResult.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -63,7 +63,7 @@ def resumed(fresh: BenchResult, path: Path) -> BenchResult:
 
 
 def measure(requests: Sequence[Request], result: BenchResult, save: Save, display: Display) -> BenchResult:
-    """Measure what ``result`` does not have yet; ``save`` is called after every size and at every end."""
+    """Measure the rows that ``result`` lacks. Calls ``save`` after every size, and also after an error."""
     run = _Run(requests, result, save, display)
     try:
         for request in requests:
@@ -75,18 +75,18 @@ def measure(requests: Sequence[Request], result: BenchResult, save: Save, displa
 
 @contextmanager
 def open_place(request: Request) -> Iterator[tuple[RankPlace, float | None]]:
-    """Where the ranks of a request run, and the goodput of its links in bytes/s when they are a lab's."""
+    """Where the ranks of a request run, and in a lab the goodput of its links in bytes/s."""
     if request.lab_rate is None:
         yield Here(), None
         return
-    lab_module = importlib.import_module("syncline_bench.lab")  # only a bench in a lab needs what a lab needs
+    lab_module = importlib.import_module("syncline_bench.lab")  # a benchmark without a lab does not need its imports
     lab: LabLike
     with lab_module.Lab(hosts=max(request.ranks) // request.per_host, rate=request.lab_rate) as lab:
         yield InLab(lab, request.per_host), lab.goodput(seconds=2)
 
 
 class _Run:
-    """A bench under way: the rows so far, where new ones go, and where progress is shown."""
+    """A running benchmark: its rows so far, where to save them, and where to show progress."""
 
     def __init__(self, requests: Sequence[Request], result: BenchResult, save: Save, display: Display) -> None:
         self.result = result
@@ -95,7 +95,7 @@ class _Run:
         self._order = {key: place for place, key in enumerate(key for asked in requests for key in asked.keys)}
 
     def request(self, request: Request) -> None:
-        """Measure one request; nothing is started when all its rows are there."""
+        """Measure one request. If all its rows exist, start nothing."""
         todo = {ranks: self._todo(request, ranks) for ranks in request.ranks}
         if not any(todo.values()):
             return
@@ -112,15 +112,15 @@ class _Run:
                     _Stage(self, request, ranks, place, goodput).measure(cells)
 
     def add(self, *rows: Measured) -> None:
-        """New rows, kept at once."""
+        """Add rows and save the result."""
         found = self.result.with_rows(rows).rows
-        # In the order of asking, whatever was kept, failed or measured first.
+        # In the order of the requests, whichever rows were kept, failed or measured first.
         found = tuple(sorted(found, key=lambda row: self._order.get(row.key, -1)))
         self.result = replace(self.result, rows=found)
         self._save(self.result)
 
     def _todo(self, request: Request, ranks: int) -> list[tuple[int, Name]]:
-        """The cells to measure; those of contenders that are not installed become rows at once."""
+        """The cells to measure. Contenders that are not installed get their rows at once, with the reason."""
         kept = {(row.key, row.repetitions) for row in self.result.rows if row.finished}
         found = []
         rows = []
@@ -141,7 +141,7 @@ class _Run:
 
 @dataclass
 class _Taken:
-    """What has been measured of a contender at one size."""
+    """The measurements of a contender at one size."""
 
     times_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -150,7 +150,7 @@ class _Taken:
     memory_bytes: int | None = None
 
     def add(self, message: Message) -> None:
-        """One more turn."""
+        """Add the measurements of one turn."""
         self.times_s += message["times_s"]
         self.cpu_s += message["cpu_s"]
         self.correct &= message["correct"]
@@ -158,7 +158,7 @@ class _Taken:
 
 
 class _Stage:
-    """One number of ranks: a set of ranks for each contender, of which one is at work and the others sleep."""
+    """The measurements with one number of ranks. Every contender has a set of ranks; one works, the others sleep."""
 
     def __init__(self, run: _Run, request: Request, ranks: int, place: RankPlace, goodput: float | None) -> None:
         self._run, self._request, self._ranks = run, request, ranks
@@ -167,7 +167,7 @@ class _Stage:
         self._limits: Ranks | None = None
 
     def measure(self, cells: Sequence[tuple[int, Name]]) -> None:
-        """Measure all cells; a contender whose ranks fail is given up, and the others go on."""
+        """Measure all cells. If a contender's ranks fail, the others continue."""
         self._left = list(cells)
         lab = "" if self._request.lab_rate is None else " in the lab"
         expected = {size: self._expected_s(size) * sum(at == size for at, _ in cells) for size, _ in cells}
@@ -180,7 +180,7 @@ class _Stage:
             self._measure_memory(cells)
 
     def _start(self, stack: ExitStack, task: Task) -> None:
-        """One set after the other, so that what they measure as they connect is not disturbed."""
+        """Start one set after the other: a set may measure while it connects, which no other should disturb."""
         kind = self._request.collective.name
         for name in dict.fromkeys(name for _, name in self._left):
             task.at(0.0, "connecting")
@@ -198,7 +198,7 @@ class _Stage:
         return Ranks(work.to_json(), self._ranks, self._place, RANK, library)
 
     def _measure_size(self, size: int, task: Task, done: float) -> None:
-        """One size: all contenders checked, timed turn by turn, and checked again; then their rows."""
+        """Check all contenders at one size, time them in turn, check them again, and add their rows."""
         taken = {name: _Taken() for at, name in self._left if at == size}
         limits: dict[str, list[float]] = {"memory": [], "link": []}
         counts = turns_of(self._request.repetitions(size))
@@ -220,7 +220,7 @@ class _Stage:
                 self._run.add(row)
 
     def _turn(self, name: Name, size: int, taken: _Taken, seeds: list[int], count: int) -> None:
-        """It is this contender's turn: the other sets are asleep."""
+        """Run one contender's turn while the other sets sleep."""
         limit_s = SILENCE_S + _PATIENCE * self._expected_s(size)
         try:
             self._sets[name].order(taken.add, limit_s, nbytes=size, repetitions=count, seeds=seeds)
@@ -228,7 +228,7 @@ class _Stage:
             self._give_up(name, f"{failure} during {name.text} of {size_text(size)}", size)
 
     def _probe(self, size: int, count: int, limits: dict[str, list[float]]) -> None:
-        """The limits' turn; rows have none where it fails."""
+        """Run the turn of the limits. If it fails, later rows have no limit."""
 
         def add(message: Message) -> None:
             for kind, found in limits.items():
@@ -243,7 +243,7 @@ class _Stage:
                 self._limits = None
 
     def _give_up(self, name: Name, text: str, nbytes: int = 0) -> None:
-        """The contender's ranks are ended, and its rows have the reason."""
+        """End a contender's ranks, and write the reason into its remaining rows."""
         if name in self._sets:
             self._sets.pop(name).close()
         for size in [size for size, other in self._left if other == name]:
@@ -253,7 +253,7 @@ class _Stage:
             self._run.add(replace(self._row(size, name), error=error))
 
     def _end(self) -> None:
-        """All rows are there; what fails now is said."""
+        """End all sets after the last row. Print a failure, which no row can hold any more."""
         limits = [] if self._limits is None else [("the limits", self._limits)]
         for text, ranks in (*((name.text, ranks) for name, ranks in self._sets.items()), *limits):
             try:
@@ -262,7 +262,7 @@ class _Stage:
                 self._run.display.say(f"{failure} while {text} was ending, after its last row")
 
     def _measure_memory(self, cells: Sequence[tuple[int, Name]]) -> None:
-        """The growth of memory at the greatest size, in fresh processes."""
+        """Measure the growth of memory at the largest size, in fresh processes."""
         greatest = max(self._request.sizes)
         names = [name for size, name in cells if size == greatest]
         with self._run.display.task(f"{self._ranks} ranks, memory", len(names)) as task:
@@ -287,7 +287,7 @@ class _Stage:
         return self._request.empty_row(self._ranks, size, name)
 
     def _expected_s(self, size: int) -> float:
-        """Of one contender at one size."""
+        """The expected seconds of one contender at one size."""
         return self._request.repetitions(size) * expected_s(size, self._ranks, self._request.lab_rate)
 
 
@@ -299,7 +299,7 @@ def _figures(
     goodput: float | None,
     name: Name,
 ) -> Measured:
-    """The row that the turns make."""
+    """The row with the statistics of all turns."""
     kind = request.collective
     times = np.array(taken.times_s)
     median = float(np.median(times))
@@ -326,13 +326,13 @@ def _figures(
 
 
 LAB_RATE = Rate(1e9)
-"""Of the links of the lab in which the goals are measured."""
+"""The rate of the links of the lab in which the goals are measured."""
 
 
 def goal_requests(sizes: Sequence[int] = ()) -> list[Request]:
-    """What the table of goals needs: the default contenders here, and in labs where there is root.
+    """The requests for the table of goals: the default contenders on this machine, and as root in labs.
 
-    One of 4 hosts, and one of 2 hosts with 2 ranks each for two levels with a codec.
+    One lab has 4 hosts. The other has 2 hosts with 2 ranks each, for two levels with a codec.
     """
     found = [request_of(sizes=sizes)]
     if os.geteuid() == 0:
@@ -353,11 +353,11 @@ def run(
     goals: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Measure and print; 0 when all that is installed was measured and right, else 1.
+    """Measure, and print the tables. Returns 0 if every installed contender was measured and right, else 1.
 
-    With ``resume_path`` all rows of that file are kept and none is measured again; of a file that ``json_path`` names
-    those are taken over that are asked for, if it is of the same machine and code. Files are written after every size,
-    the page at the end, and after an interrupt too. Raises UsageError before anything is measured.
+    With ``resume_path`` all rows of that file are kept and none is measured again. If ``json_path`` names a file of the
+    same machine and code, its rows for this request are kept. The result file is written after every size, the page at
+    the end; both also after an interrupt. Raises UsageError before anything is measured.
     """
     target, report = result_paths({"--json": json_path or resume_path, "--report": report_path})
     console = console or console_beside(target, report)
@@ -380,13 +380,13 @@ def run(
 
 
 class _Keeper:
-    """The rows so far, in memory and in the result file."""
+    """Keeps the rows so far in memory and in the result file."""
 
     def __init__(self, result: BenchResult, path: Path | None) -> None:
         self.result, self._path = result, path
 
     def save(self, result: BenchResult) -> None:
-        """Take over new rows, and write them where a file is asked for."""
+        """Keep this result, and write the result file if there is one."""
         self.result = result
         keep_text(self._path, result.to_json())
 
@@ -394,7 +394,7 @@ class _Keeper:
 def _start(
     requests: Sequence[Request], json_path: Path | None, resume_path: Path | None, console: Console
 ) -> BenchResult:
-    """What there is before the first measurement."""
+    """The result before the first measurement, with the rows of an earlier run."""
     fresh = origin()
     if resume_path is not None:
         found = resumed(fresh, resume_path)

@@ -1,7 +1,7 @@
 """What each rank of ``syncline bench`` runs: ``python -m syncline_bench.collectives.collective_ranks WORK LINES``.
 
-A set of ranks has one contender, or measures the limits, and nothing else is in its processes but numpy and this.
-Owns the course of a repetition: what is timed and what is checked. Whose turn it is, the starter says.
+A set of ranks runs one contender or measures the limits; its processes import nothing else but numpy. Owns the course
+of a repetition: what is timed and what is checked. The starter decides whose turn it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .request import Work, calls_per_repetition, warm_calls
 
 
 def main(text: str, lines: str) -> None:
-    """Do what the starter orders for WORK; an error is reported before it ends the process."""
+    """Execute the starter's orders for WORK. An error is reported before it ends the process."""
     work, environment = Work.from_json(text), recognise()
     line = Line(lines, environment)
     with line.telling():
@@ -39,14 +39,14 @@ def main(text: str, lines: str) -> None:
 
 
 class Limits:
-    """One rank of the set that measures what the machine allows."""
+    """One rank of the set that measures the machine's limits."""
 
     def __init__(self, work: Work, line: Line) -> None:
         self._line = line
         self._link = LinkProbe(line, listen_address(recognise(), None)) if work.link else None
 
     def turn(self, nbytes: int, repetitions: int) -> None:
-        """Measure copies and the link for arrays of ``nbytes``; rank 0 reports bytes per second of each repetition."""
+        """Measure copies and the link at arrays of ``nbytes``. Rank 0 reports bytes per second of each repetition."""
         memory = MemoryProbe(self._line, nbytes)
         speeds: dict[str, list[float]] = {"memory": [], "link": []}
         for _ in range(repetitions):
@@ -57,13 +57,13 @@ class Limits:
             self._line.send("limits", **speeds)
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets of the link."""
         if self._link is not None:
             self._link.close()
 
 
 class Measurement:
-    """One rank of a contender, connected, with an array of the greatest size it will need."""
+    """One connected rank of a contender, with an array of the largest size."""
 
     def __init__(self, work: Work, line: Line) -> None:
         self._line, self._kind, self._name = line, collective(work.collective), read_name(work.contender)
@@ -73,9 +73,11 @@ class Measurement:
         self._contender = connect(self._name, Seat(line.rank, line.world, self._kind.name, elements, line.share))
 
     def turn(self, nbytes: int, repetitions: int = 0, seeds: Sequence[int] = (), memory: bool = False) -> None:
-        """Check the collective with these seeds, then time repetitions of it, or measure what ``memory`` it takes."""
+        """Check the collective with inputs of these seeds, then time repetitions, or measure its ``memory``."""
         self._array = self._contender.select(self._kind.elements(self._line.world, nbytes))
-        checked = [self._check(seed) for seed in seeds]  # all of them, whatever one finds: the other ranks come too
+        checked = [
+            self._check(seed) for seed in seeds
+        ]  # all of them even after a wrong result: the other ranks take part
         wrong = bool(self._line.gather(float(not all(checked))).any())
         timed = [self._time(calls_per_repetition(nbytes), len(seeds)) for _ in range(repetitions)]
         grown = self._memory_bytes() if memory else None
@@ -91,12 +93,12 @@ class Measurement:
             )
 
     def close(self) -> None:
-        """End the connections; ranks end together."""
+        """Close the connections when all ranks are done."""
         self._line.wait()
         self._contender.close()
 
     def _memory_bytes(self) -> int:
-        """The growth of a rank's memory with one array and what a few collectives leave behind, all connected."""
+        """The largest growth of any rank's memory by its connections, one array, and a few collectives."""
         for _ in range(3):
             self._array.fill(1.0)
             self._line.wait()
@@ -115,12 +117,12 @@ class Measurement:
         return right
 
     def _all_alike(self, result: Array) -> bool:
-        """What can be said of numbers that a codec has changed: they are numbers, and the same ones on all ranks."""
+        """Whether results that a codec has changed are finite, and equal on all ranks."""
         marks = self._line.gather(float(zlib.crc32(result.tobytes())))
         return bool(np.isfinite(result).all() and (marks == marks[0]).all())
 
     def _time(self, calls: int, seed: int) -> tuple[float, float]:
-        """Seconds per call of the slowest rank, and processor seconds per call of all ranks together."""
+        """The slowest rank's seconds per call, and all ranks' processor seconds per call."""
         run = self._contender.run
         if self._name.exact:
             self._array.fill(1.0)
@@ -138,7 +140,7 @@ class Measurement:
 
 
 def pss_bytes() -> int:
-    """Proportional set size: memory shared by n processes counts 1/n."""
+    """This process's proportional set size: memory that n processes share counts 1/n. 0 if the kernel does not tell."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024

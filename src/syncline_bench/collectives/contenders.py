@@ -1,7 +1,7 @@
-"""From a contender's name, ``TRANSPORT:ALGORITHM``, to what is measured: a strategy of Syncline's, or a peer.
+"""Reads a contender's name, ``TRANSPORT:ALGORITHM``, and connects what it names: a strategy of Syncline, or a peer.
 
-Owns the reading of names and the place where Syncline is called: what a rank does for one collective is ``_run`` of the
-class below, and nowhere else. A name that the peers' registry has is a peer; every other one is a strategy.
+A name in the peers' registry is a peer; every other name is a strategy. ``Syncline.run`` is the only place of this
+benchmark that calls Syncline's collectives.
 """
 
 from __future__ import annotations
@@ -40,49 +40,49 @@ MPI_TRANSPORT = "mpi"
 
 @dataclass(frozen=True)
 class Name:
-    """A contender as asked for; ``peer`` is its entry in the registry, None for a strategy."""
+    """A contender's name. ``peer`` is its entry in the registry, None for a strategy."""
 
     text: str
     peer: registry.Entry | None = field(compare=False)
 
     @property
     def transport(self) -> str:
-        """What stands before the colon."""
+        """The part of the name before the colon."""
         return self.text.partition(":")[0]
 
     @property
     def algorithm(self) -> str:
-        """What stands after it."""
+        """The part of the name after the colon."""
         return self.text.partition(":")[2]
 
     @property
     def library(self) -> str:
-        """The MPI library whose ranks it has to run in (``mpi`` for any), empty for none."""
+        """The MPI library whose launcher has to start the ranks (``mpi`` for any library); empty for none."""
         if self.peer is not None:
             return str(self._declared.get("library", ""))
         return "mpi" if read_part(self.transport).name == MPI_TRANSPORT else ""
 
     @property
     def needs(self) -> str:
-        """The Python package that has to be installed, empty for Syncline's own."""
+        """The Python package that has to be installed; empty if Syncline's own suffice."""
         needed = str(self._declared.get("needs", ""))
         return "" if needed == "mpi" else needed
 
     @property
     def moves(self) -> str:
-        """``memory`` when ranks of one machine share memory, ``link`` when they talk over sockets."""
+        """``memory`` if the ranks of one machine exchange through shared memory, ``link`` if they use sockets."""
         if self.peer is not None:
             return str(self._declared["moves"])
         return "memory" if read_part(self.transport).name in ("shm", "auto", "ucx", MPI_TRANSPORT) else "link"
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of a contender that is no peer."""
+        """The strategy of a contender that is not a peer."""
         return Strategy.parse(f"{self.algorithm} transport={self.transport}")
 
     @property
     def exact(self) -> bool:
-        """False for a strategy whose codec changes the numbers on their way."""
+        """Whether results are exact. A codec changes the numbers on their way."""
         return self.peer is not None or self.strategy.codec.name == "none"
 
     @property
@@ -91,7 +91,7 @@ class Name:
 
 
 def read_name(text: str) -> Name:
-    """The contender of that name; raises UsageError naming what is nearest."""
+    """The contender with this name. Raises UsageError with the nearest known name."""
     if ":" not in text or text.startswith(":") or text.endswith(":"):
         known = ", ".join(_peers())
         raise UsageError(f"{text!r}: a contender is TRANSPORT:ALGORITHM, such as tcp:ring, or a peer: {known}")
@@ -108,7 +108,7 @@ def read_name(text: str) -> Name:
 
 
 def check_name(name: Name, kind: Collective, ranks: int) -> None:
-    """Raise UsageError when the contender does not have the collective, or not for so many ranks."""
+    """Raise UsageError if the contender lacks the collective, or lacks it for this number of ranks."""
     if name.peer is not None:
         if kind.name not in name.peer.capabilities["collectives"]:
             has = ", ".join(name.peer.capabilities["collectives"])
@@ -123,10 +123,10 @@ def check_name(name: Name, kind: Collective, ranks: int) -> None:
 
 
 def plan_of(strategy: Strategy, kind: Collective, group: Group) -> Plan:
-    """The plan that a resolved strategy has for the collective; raises UsageError when there is none.
+    """The plan of a resolved strategy for the collective. Raises UsageError if its algorithm has none.
 
-    The halves of an algorithm are registered beside it, under its name and their goal; those of the ring under their
-    goal alone. There is one broadcast, along a binomial tree.
+    The reduce-scatter and the all-gather of an algorithm are registered under its name and their goal, those of the
+    ring under their goal alone. Every algorithm broadcasts along the same binomial tree.
     """
     algorithm = strategy.architecture.name
     if kind.name == "allreduce":
@@ -145,7 +145,7 @@ def plan_of(strategy: Strategy, kind: Collective, group: Group) -> Plan:
 
 
 def load_library(name: Name) -> None:
-    """Load what the contender's library is, so that what it takes later is its own work's."""
+    """Import the contender's library, so that the memory that grows afterwards is its collectives'."""
     if name.library:
         importlib.import_module("mpi4py.MPI")
     elif name.needs:
@@ -153,7 +153,7 @@ def load_library(name: Name) -> None:
 
 
 def connect(name: Name, seat: Seat) -> Contender:
-    """This rank's object of a contender; all ranks call it together."""
+    """Connect this rank as a contender. All ranks call this together."""
     if name.peer is not None:
         peer: Contender = name.peer.target(seat)
         return peer
@@ -161,7 +161,7 @@ def connect(name: Name, seat: Seat) -> Contender:
 
 
 class Syncline:
-    """A strategy of ours, through the engine as a training step uses it."""
+    """A strategy of Syncline, run through the engine as a training step runs it."""
 
     def __init__(self, name: Name, seat: Seat) -> None:
         self._kind = collective(seat.collective)
@@ -178,14 +178,14 @@ class Syncline:
         self._compression = self._compress()
 
     def select(self, elements: int) -> Array:
-        """In the transport's memory, where a training run has its buckets."""
+        """An array in the transport's memory, where a training has its buckets."""
         self._array = self._memory[:elements]
         self._program = self._compile()
         self._compression = self._compress()
         return self._array
 
     def run(self) -> None:
-        """One exchange of a whole bucket."""
+        """Exchange the array as one bucket."""
         if self._compression is not None:
             engine = self._session.engine
             engine.wait(engine.start(self._session.coded_order(self._compression, 0, 0, "bench")))
@@ -193,14 +193,14 @@ class Syncline:
             self._session.engine.run(Order(self._program, self._array, 0, "bench"))
 
     def result(self) -> Array:
-        """The array; after a reduce-scatter this rank's part of it."""
+        """The array, or this rank's part of it after a reduce-scatter."""
         if self._kind.name != "reduce-scatter":
             return self._array
         part = self._array.size // self._seat.world
         return self._array[self._seat.rank * part : (self._seat.rank + 1) * part]
 
     def chosen(self) -> str | None:
-        """The strategy that runs at the selected size, where the name left a word of it open."""
+        """The strategy that runs at the selected size, if the name leaves architecture or transport open."""
         runs = self._runs
         if self._compression is not None:
             return str(runs)
@@ -208,7 +208,7 @@ class Syncline:
         return f"{runs.architecture.name} transport={runs.transport.name}" if left_open else None
 
     def close(self) -> None:
-        """Leave the group."""
+        """End the session and its rendezvous."""
         self._session.shutdown()
         self._point.close()
 
@@ -218,7 +218,7 @@ class Syncline:
         return compile_program(plan_of(self._runs, self._kind, self._session.group), self._seat.rank)
 
     def _compress(self) -> Compression | None:
-        """The codec of the strategy, with a memory of what it did before as long as the size stays the same."""
+        """The strategy's codec, None without one. It keeps its error feedback while the size stays the same."""
         if self._compression is not None and self._compression.elements == self._array.size:
             return self._compression
         layer, whole = Layer(Spec("bench", (self._array.size,))), Bucket((Slice(0, 0, self._array.size),), "float32")
@@ -229,7 +229,10 @@ class Syncline:
 
     @property
     def _runs(self) -> Strategy:
-        """With an architecture: the one chosen for the size, or by topology for collectives that are not tuned."""
+        """The strategy with the algorithm that was measured to be fastest at this size.
+
+        Only allreduces are measured; the topology chooses the algorithm of the other collectives.
+        """
         runs, choice = self._session.strategy, self._session.choice
         if choice is None:
             return runs
@@ -240,5 +243,5 @@ class Syncline:
 
 
 def _peers() -> dict[str, registry.Entry]:
-    """The peers that have collectives, by name; a peer may also be one that trains."""
+    """The peers with collectives, by name. Other peers only train."""
     return {entry.name: entry for entry in registry.entries("peers") if "collectives" in entry.capabilities}

@@ -1,8 +1,8 @@
-"""What the four collectives mean: how their speed is counted, the least they must move, their inputs and results.
+"""The four collectives: bandwidth factors, least traffic, inputs and expected results.
 
-Pure; knows neither contenders nor processes. Sizes are as in nccl-tests: ``bytes`` is the whole array, which a
-reduce-scatter begins with and an all-gather ends with on every rank; ``algbw = bytes / time`` and ``busbw = algbw x
-factor``, which for every collective is what a link must carry at least, so that it can be held against the hardware.
+Pure; knows neither contenders nor processes. Sizes are as in nccl-tests: ``bytes`` is the whole array, with which a
+reduce-scatter begins and an all-gather ends on every rank. ``algbw = bytes / time``, and ``busbw = algbw x factor`` is
+the least rate at which a link has to carry data, so it can be compared with the hardware.
 
 Least traffic, N ranks and n bytes. *Link*: every rank sends and receives ``2(N-1)/N n`` in an allreduce and half of it
 in its halves; in a broadcast every rank but the root receives n. *Memory*, when all ranks can read and write each
@@ -31,36 +31,36 @@ _BLOCK: Final = 16 * _PERIOD
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective and its arithmetic. ``equal_parts`` is True for those whose result or input is one part per rank."""
+    """A collective and its arithmetic. ``equal_parts``: its input or its result is one part of the array per rank."""
 
     name: str
     equal_parts: bool
 
     def bus_factor(self, ranks: int) -> float:
-        """What ``algbw`` is multiplied with to give ``busbw``."""
+        """The ratio of ``busbw`` to ``algbw``."""
         if self.name == "broadcast":
             return 1.0
         half = (ranks - 1) / ranks
         return half if self.equal_parts else 2 * half
 
     def link_bytes(self, ranks: int, nbytes: int) -> float:
-        """The least that the busiest rank has to receive or send."""
+        """The bytes that the busiest rank has to send or receive at least."""
         return self.bus_factor(ranks) * nbytes
 
     def memory_bytes(self, ranks: int, nbytes: int) -> int:
-        """The least that all ranks together have to read and write in each other's memory."""
+        """The bytes that all ranks together have to read and write at least, in each other's memory."""
         return {"allreduce": 2 * ranks, "reduce-scatter": ranks + 1}.get(self.name, ranks) * nbytes
 
     def elements(self, ranks: int, nbytes: int) -> int:
-        """The elements of an array of ``nbytes``, rounded up to equal parts where the collective has them.
+        """The number of elements in an array of ``nbytes``, rounded up to equal parts if the collective needs them.
 
-        Libraries whose calls need equal parts would have to be given that array anyway, so all are.
+        Some libraries accept only equal parts, so every contender gets the same rounded array.
         """
         count = nbytes // ITEM_BYTES
         return -(-count // ranks) * ranks if self.equal_parts else count
 
     def fill(self, array: Array, rank: int, ranks: int, seed: int) -> None:
-        """This rank's input: whole numbers that differ by element, rank and seed, with sums that are exact."""
+        """Write this rank's input: integers that differ by element, rank and seed, with exact sums."""
         if self.name == "all-gather":
             array.fill(-1.0)
             part = array.size // ranks
@@ -69,7 +69,7 @@ class Collective:
             _write(array, 0, seed + rank)
 
     def is_right(self, result: Array, rank: int, ranks: int, seed: int) -> bool:
-        """Whether every element of what this rank holds is what it has to be."""
+        """Whether every element of this rank's result is right."""
         if self.name == "broadcast":
             return _equals(result, 0, 1, seed)
         if self.name == "all-gather":
@@ -92,7 +92,7 @@ COLLECTIVES: Final = {
 
 
 def collective(name: str) -> Collective:
-    """The collective of that name; raises UsageError naming the nearest one."""
+    """The collective with this name. Raises UsageError with the nearest known name."""
     if name not in COLLECTIVES:
         hint = nearest(name, COLLECTIVES) or "; there are " + ", ".join(COLLECTIVES)
         raise UsageError(f"unknown collective {name!r}{hint}")
@@ -100,7 +100,7 @@ def collective(name: str) -> Collective:
 
 
 def _write(array: Array, first: int, shift: int) -> None:
-    """``array[i] = pattern(first + i) + shift``, block by block so that no second array is needed."""
+    """Set ``array[i] = pattern(first + i) + shift``, block by block, without a second array."""
     for at, base in _blocks(array.size, first):
         np.add(base, np.float32(shift), out=array[at : at + base.size])
 

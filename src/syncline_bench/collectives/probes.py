@@ -1,20 +1,18 @@
-"""The limits of the machine, measured by the ranks themselves between their repetitions.
+"""The limits of the machine, which its ranks measure between the turns of the contenders.
 
-A limit is what plain copies or plain sockets get out of the hardware when *all ranks do it at once*, as in a
-collective; it is taken in turn with the contenders, so that a busy moment lowers both. What a collective must move at
-least is in ``kinds``; the time that this takes at the measured speed is the limit of the rows, and ``of_limit`` the
-share reached.
+A limit is the rate of plain copies or plain sockets when *all ranks use them at once*, as in a collective. Limits and
+contenders take turns, so a busy moment lowers both. ``kinds`` has the least traffic of a collective; a row's limit is
+the time of that traffic at the measured rate, and ``of_limit`` is the limit over the measured time.
 
-*Memory.* Every rank copies from one half of an array of the collective's size to the other and back, and read and
-written bytes both count: the footprint per rank is that of the collective, so that arrays that fit the caches are held
-against the speed of the caches and large ones against that of memory. This is an upper bound: a
-copy has its data in the core's own cache, a collective has to fetch the others' from theirs. C's memcpy, which numpy
-calls, writes large arrays past the cache, as a good collective would. For small arrays what counts is latency, and the
-share says little.
+*Memory.* Every rank copies one half of an array of the collective's size to the other half and back; bytes read and
+bytes written both count. The footprint is that of the collective, so small arrays are compared with the speed of
+caches and large arrays with that of memory. The limit is optimistic: a copy finds its data in the core's own cache,
+while a collective fetches the data of other ranks from theirs. C's memcpy, which numpy calls, writes large arrays past
+the cache, as a good collective would. For small arrays latency dominates, and the share says little.
 
-*Link*, on one machine: every rank sends to the next one and receives from the one before it, both at once, over plain
-TCP sockets in blocks of 128 KiB, as iperf3 does; the kernel's two copies per byte are in it. In a lab the link is
-measured by iperf3 itself before the ranks start.
+*Link*, on one machine: every rank sends to the next rank and receives from the previous one at the same time, over
+plain TCP sockets in blocks of 128 KiB, as iperf3 does. The kernel's two copies per byte are included. In a lab, iperf3
+itself measures the link before the ranks start.
 """
 
 from __future__ import annotations
@@ -34,18 +32,17 @@ from ..ranks import Line
 Array = NDArray[np.float32]
 
 _LEAST_BYTES = 256 << 10
-"""Smaller arrays are held against a footprint of this size, which lies in a core's cache: a copy of less would measure
-the call."""
+"""The smallest array that is copied: it fits a core's cache, and the call takes little of the time of its copy."""
 
 _SPAN_BYTES = 128 << 20
-"""At least so much is copied per measurement by a rank: some 10 ms, or the ranks would hardly meet."""
+"""A rank copies at least this much per measurement, about 10 ms, so that the ranks' copies overlap."""
 _LEAST_LINK_BYTES, _MOST_LINK_BYTES = 8 << 20, 64 << 20
 _LINK_BLOCK_BYTES = 128 << 10
 _TIMEOUT_S = 120.0
 
 
 class MemoryProbe:
-    """Copies by all ranks at once; ``measure`` gives bytes per second, read and written, of all ranks together."""
+    """Copies by all ranks at once."""
 
     def __init__(self, line: Line, nbytes: int) -> None:
         self._line = line
@@ -54,7 +51,10 @@ class MemoryProbe:
         self._rounds = max(1, round(_SPAN_BYTES / (16 * half)))
 
     def measure(self) -> float:
-        """Called by all ranks together; cost: some 10 ms or two copies of the array."""
+        """The bytes per second that all ranks together read and write. All ranks call this together.
+
+        Cost: about 10 ms, or two copies of the array if these take longer.
+        """
         self._line.wait()
         begun = time.monotonic()
         for _ in range(self._rounds):
@@ -68,7 +68,7 @@ class MemoryProbe:
 
 
 class LinkProbe:
-    """A ring of plain sockets on one machine; ``measure`` gives the bytes per second that every rank receives."""
+    """A ring of plain sockets on one machine."""
 
     def __init__(self, line: Line, address: str) -> None:
         self._line = line
@@ -77,7 +77,10 @@ class LinkProbe:
         self._to, self._source = _ring(line, address)
 
     def measure(self, nbytes: int) -> float:
-        """Called by all ranks together, with the size that is being measured; cost: 8 to 64 MiB moved by each."""
+        """The bytes per second that every rank receives, at arrays of ``nbytes``. All ranks call this together.
+
+        Cost: every rank moves 8 to 64 MiB.
+        """
         blocks = min(max(nbytes, _LEAST_LINK_BYTES), _MOST_LINK_BYTES) // _LINK_BLOCK_BYTES
         self._line.wait()
         sender = threading.Thread(target=self._send, args=(blocks + 1,), name="syncline-bench-link")
@@ -101,13 +104,13 @@ class LinkProbe:
             nbytes -= got
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close both sockets."""
         self._to.close()
         self._source.close()
 
 
 def _ring(line: Line, address: str) -> tuple[socket.socket, socket.socket]:
-    """A connection to the next rank and one from the rank before."""
+    """A connection to the next rank, and the connection from the previous rank."""
     with socket.create_server((address, 0)) as listener:
         listener.settimeout(_TIMEOUT_S)
         ports = line.gather(listener.getsockname()[1])
@@ -124,4 +127,4 @@ def _accept(listener: socket.socket, known: Callable[[int], bool]) -> socket.soc
         if known(port):
             found.settimeout(_TIMEOUT_S)
             return found
-        found.close()  # somebody else who tried the port
+        found.close()  # a stranger on the port

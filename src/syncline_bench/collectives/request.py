@@ -32,15 +32,15 @@ LAB_CONTENDERS = ("tcp:auto", "tcp:ring", "gloo:native", "mpi:native", "mpi:ring
 _BROADCAST_CONTENDERS = ("shm:auto", "tcp:auto", "gloo:native", "mpi:native")
 
 WARM_UP = 2
-"""Repetitions before those that count; the results of every contender are checked in them."""
+"""Untimed repetitions before the timed ones. They check the results of every contender."""
 
 MOST_RANKS = 256
 _PROCESS_BYTES, _TORCH_BYTES = 64 << 20, 200 << 20
-"""What a contender's rank needs before its first array: the interpreter and numpy; and what torch takes beside them."""
+"""The memory of a rank before its first array: interpreter and numpy, and torch in addition."""
 _EXTRA_ARRAYS = 3
-"""Beside the contenders' arrays: one to copy, a library's scratch, and a transport's parts under way."""
+"""In addition to the contenders' arrays: one for copies, a library's scratch, and a transport's messages."""
 _MPI_SEGMENT_BYTES = 32 << 20
-"""What an MPI library may take of /dev/shm per rank."""
+"""The most that an MPI library uses of /dev/shm per rank."""
 _SHM = "/dev/shm"
 
 
@@ -48,7 +48,7 @@ _SHM = "/dev/shm"
 class Request:
     """Contenders x sizes x ranks of one collective, on this machine or in a lab with links of ``lab_rate`` bit/s.
 
-    A host of the lab has ``per_host`` of the ranks.
+    A host of the lab runs ``per_host`` ranks.
     """
 
     collective: Collective
@@ -57,28 +57,28 @@ class Request:
     contenders: tuple[Name, ...]
     lab_rate: Rate | None = None
     repeat: int | None = None
-    """Repetitions of every size, None for as many as its size asks for."""
+    """The repetitions of every size; None lets the size decide (``usual_repetitions``)."""
     optional: bool = False
-    """Whether to go on without it where no lab can be made."""
+    """Whether the run continues without this request if no lab can be made."""
     per_host: int = 1
 
     def repetitions(self, nbytes: int) -> int:
-        """How often a size is measured."""
+        """The number of repetitions of a size."""
         return usual_repetitions(nbytes) if self.repeat is None else self.repeat
 
     def empty_row(self, ranks: int, size: int, name: Name) -> Measured:
-        """The row of one cell, with nothing measured yet."""
+        """The row of one cell before its measurement."""
         kind, rate = self.collective.name, self.lab_rate
         found = Measured(name.transport, name.algorithm, ranks, size, collective=kind, lab_bit_per_s=rate)
         return replace(found, per_host=self.per_host)
 
     @property
     def keys(self) -> tuple[tuple[str, float | None, int, int, int, str], ...]:
-        """The keys of all rows that are asked for, in order."""
+        """The keys of all requested rows, in order."""
         return tuple(self.empty_row(ranks, *cell).key for ranks in self.ranks for cell in self.cells())
 
     def cells(self) -> Iterator[tuple[int, Name]]:
-        """Every size and contender."""
+        """Every size with every contender."""
         for size in self.sizes:
             for name in self.contenders:
                 yield size, name
@@ -94,7 +94,7 @@ def request_of(
     repetitions: int | None = None,
     per_host: int = 1,
 ) -> Request:
-    """Check everything that can be checked beforehand, empty lists meaning the defaults; raises UsageError."""
+    """A checked request. Empty sequences mean the defaults. Raises UsageError."""
     chosen = collective(kind)
     if not contenders:
         contenders = _default_contenders(chosen, lab_rate is not None, per_host)
@@ -125,7 +125,7 @@ def request_of(
 
 
 def missing(name: Name, ranks: int) -> str | None:
-    """Why a contender cannot be measured here although it was named rightly, None when it can."""
+    """The reason why a valid contender cannot be measured on this machine; None if it can."""
     if name.needs and find_spec(name.needs) is None:
         return f"{name.needs} is not installed: pip install 'syncline[{name.needs}]'"
     if name.library:
@@ -142,26 +142,26 @@ def missing(name: Name, ranks: int) -> str | None:
 
 
 def usual_repetitions(nbytes: int) -> int:
-    """How often a size is measured: more for small ones, whose times vary more."""
+    """The usual number of repetitions of a size: small sizes vary more and have more repetitions."""
     return 60 if nbytes <= 1_000_000 else 20 if nbytes <= 16_000_000 else 9
 
 
 def calls_per_repetition(nbytes: int) -> int:
-    """How many calls one time is the mean of: enough that the ranks' coming together does not count."""
+    """The number of calls in one timing, enough to hide the skew between ranks at its start."""
     return 20 if nbytes <= 64_000 else 8 if nbytes <= 1_000_000 else 3 if nbytes <= 16_000_000 else 1
 
 
 def warm_calls(calls: int) -> int:
-    """How many calls go before so many that are timed, untimed.
+    """The number of untimed calls before ``calls`` timed ones.
 
-    The first brings the ranks together closer than their meeting can. Small sizes need as many as are timed: what a
-    core has in its caches after a sleep is another's, and a script that repeats a call has its own there.
+    The first aligns the ranks better than a barrier through the starter. Small sizes need as many as are timed, because
+    a core's caches are cold after a sleep and warm in a script that repeats a call.
     """
     return calls if calls > 8 else calls // 2
 
 
 def expected_s(nbytes: int, ranks: int, lab_rate: float | None) -> float:
-    """A rough guess at the seconds of one contender's repetition, for the remaining time that is shown."""
+    """A rough estimate of the seconds of one repetition, for the progress display."""
     timed = calls_per_repetition(nbytes)
     calls = timed + warm_calls(timed)
     moved = nbytes * ranks * 8 / 1e9 / len(os.sched_getaffinity(0))
@@ -176,14 +176,14 @@ def _default_contenders(kind: Collective, in_lab: bool, per_host: int) -> tuple[
 
 
 def _check_reach(names: Sequence[Name]) -> None:
-    """A lab has several hosts."""
+    """Raise UsageError for a transport that cannot leave its host, because a lab has several hosts."""
     for name in names:
         if name.peer is None and name.strategy.transport.name in ("shm", "inproc"):
             raise UsageError(f"{name.text} works inside one host, and a lab has several: use tcp or auto")
 
 
 def _check_memory(request: Request) -> None:
-    """Refuse what would end in swapping or in the kernel's killing of ranks."""
+    """Raise UsageError if the request would make the machine swap, or the kernel kill ranks."""
     size, ranks = max(request.sizes), max(request.ranks)
     arrays = len(request.contenders) + _EXTRA_ARRAYS
     processes = (len(request.contenders) + 1) * _PROCESS_BYTES  # the limits have ranks too
@@ -199,15 +199,15 @@ def _check_memory(request: Request) -> None:
 
 
 TURNS = 6
-"""In how many turns a contender's repetitions of a size are done, where there are so many."""
+"""The number of turns over which a contender's repetitions of a size are spread, if there are enough."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one set of ranks is for, as JSON in their command line.
+    """The task of one set of ranks, which they get as JSON in their command line.
 
-    ``contender`` is measured, or with an empty name the limits: copies, and with ``link`` the sockets of the machine.
-    No array is larger than ``most_bytes``.
+    They measure ``contender``, or the limits if it is empty: copies, and sockets too with ``link``. No array is larger
+    than ``most_bytes``.
     """
 
     collective: str
@@ -216,16 +216,16 @@ class Work:
     link: bool = False
 
     def to_json(self) -> str:
-        """As an argument for the ranks."""
+        """The task as an argument for the ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Work:
-        """Back from the argument."""
+        """The task from a rank's argument."""
         return cls(**json.loads(text))
 
 
 def turns_of(repetitions: int) -> Sequence[int]:
-    """How many repetitions each turn has, as equal as can be."""
+    """The number of repetitions in each turn, as equal as possible."""
     turns = min(TURNS, repetitions)
     return [repetitions // turns + (turn < repetitions % turns) for turn in range(turns)]

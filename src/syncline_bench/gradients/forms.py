@@ -1,12 +1,11 @@
 """The forms of an iteration that are compared, and the least memory traffic of each beside the exchange.
 
-Pure. Gradients come out of backward one by one, each in memory of its own. The exchange wants one block, and whoever
-makes the step wants ``parameter.grad``. What lies between is counted in *passes*: a pass reads or writes all
-gradients once. A form's limit is its passes times the bytes of the gradients over the speed at which plain copies read
-and write.
+Pure. Backward produces gradients one by one, each in memory of its own. The exchange needs one block, and the optimizer
+needs ``parameter.grad``. The moves between them are counted in *passes*: a pass reads or writes all gradients once. A
+form's limit is its passes, times the bytes of the gradients, over the speed at which plain copies read and write.
 
 ========================  ======  ===============================================================================
-form                      passes  what they are
+form                      passes  moves
 ========================  ======  ===============================================================================
 bare                      0       nothing is moved: backward, and the exchange of a block that is there already
 contiguous                2       Syncline: read a fresh gradient, write it into its place; ``grad`` is the place
@@ -36,7 +35,7 @@ from ..report.bench import BARE, CONTIGUOUS
 
 @dataclass(frozen=True)
 class Form:
-    """One form: its name, its passes, and what it does in a few words."""
+    """A form: its name, its passes, a summary, and whether it divides by the number of ranks in a pass of its own."""
 
     name: str
     passes: int
@@ -44,11 +43,11 @@ class Form:
     divides_apart: bool = True
 
     def passes_at(self, ranks: int) -> int:
-        """Its passes among so many ranks: dividing, where it is done by itself, reads and writes once more."""
+        """The passes with this number of ranks. A separate division adds one read and one write."""
         return self.passes + 2 * (self.divides_apart and ranks > 1)
 
     def limit_s(self, nbytes: int, ranks: int, bytes_per_s: float) -> float:
-        """The least time of its passes by all ranks at once; the speed is that of all ranks together."""
+        """The least time of the passes by all ranks at once. ``bytes_per_s`` is the speed of all ranks together."""
         return self.passes_at(ranks) * nbytes * ranks / bytes_per_s
 
 
@@ -84,11 +83,11 @@ FORMS: Final = {
         Form("layerwise:one", 0, "an exchange per tensor, which the transport stages, one after the other"),
     )
 }
-"""All forms, in the order of rows; ``bare`` is always measured, since what a form adds is counted from it."""
+"""All forms, in the order of rows. ``bare`` is always measured: the time that a form adds is counted from it."""
 
 
 def forms_of(names: Sequence[str]) -> tuple[Form, ...]:
-    """The forms of these names, all where there are none, ``bare`` among them; raises UsageError."""
+    """``bare`` and the forms with these names; all forms without names. Raises UsageError for an unknown name."""
     for name in names:
         if name not in FORMS:
             hint = nearest(name, FORMS) or "; there are " + ", ".join(FORMS)
@@ -97,5 +96,5 @@ def forms_of(names: Sequence[str]) -> tuple[Form, ...]:
 
 
 def exchanges_only(form: Form) -> bool:
-    """Whether there is nothing to measure of a form where there is nobody to exchange with."""
+    """Whether a form moves nothing but by the exchange, so that a single rank has nothing to measure."""
     return form.passes == 0 and form.name != BARE

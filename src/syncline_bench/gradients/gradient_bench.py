@@ -25,17 +25,17 @@ RANK = ("-m", "syncline_bench.gradients.gradient_ranks")
 
 
 def measure(request: Request, display: Display) -> GradientResult:
-    """All rows of a request: numbers of ranks, in each its models, in each the forms."""
+    """All rows of a request, by number of ranks, then model, then form."""
     rows = [row for ranks in request.ranks for row in _Set(request, ranks).measure(display)]
     return GradientResult(
         **provenance(),
-        # Models together, for which a reader looks first.
+        # A reader looks for the model first, so the rows of a model stand together.
         rows=tuple(sorted(rows, key=lambda row: [model.workload for model in request.models].index(row.workload))),
     )
 
 
 class _Set:
-    """One number of ranks."""
+    """The measurements with one number of ranks."""
 
     def __init__(self, request: Request, ranks: int) -> None:
         self._request, self._ranks = request, ranks
@@ -44,7 +44,7 @@ class _Set:
         self._doing, self._turns = "", 0
 
     def measure(self, display: Display) -> list[GradientRow]:
-        """The rows of this set, finished or with an error."""
+        """The rows of this number of ranks, finished or with an error."""
         work = Work(self._request.models, tuple(form.name for form in self._forms), self._request.repetitions)
         error = "the ranks ended without a result"
         with display.task(_count(self._ranks), self._request.turns_at(self._ranks)) as task:
@@ -63,7 +63,7 @@ class _Set:
         ]
 
     def _take(self, message: Message, task: Task) -> None:
-        """Whose turn it is, or what was measured."""
+        """A rank's message: which form starts, or what was measured."""
         if message["kind"] == "measured":
             self._heard(message)
             return
@@ -117,10 +117,10 @@ def run(
     report_path: Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Measure, write the files and print the tables; 0 when everything was measured and right, else 1.
+    """Measure, write the files and print the tables. Returns 0 if every row was measured and right, else 1.
 
-    Raises UsageError before anything is measured. An interrupt leaves no files, since medians of a run that was cut off
-    would not be comparable.
+    Raises UsageError before anything is measured. An interrupt leaves no files, because medians of an interrupted run
+    are not comparable.
     """
     target, report = result_paths({"--json": json_path, "--report": report_path})
     console = console or console_beside(target, report)

@@ -1,8 +1,8 @@
 """What each rank of ``syncline bench gradients`` runs: ``python -m ...gradients.gradient_ranks WORK LINES``.
 
-Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns, in an order that
-is drawn anew for every repetition; the gradients are written anew before each, as backward would have, and what a form
-adds is counted from the ``bare`` one of the same repetition.
+Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns in an order that
+is drawn anew for every repetition. Gradients are written anew before each form, as backward writes them, and the time
+that a form adds is its time minus that of ``bare`` in the same repetition.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..report.bench import BARE
 from .request import WARM_UP, Model, Work
 
 STRATEGY = "auto transport=shm schedule=fifo"
-"""One exchange of all gradients after backward, as the source has it, by whatever algorithm is the fastest."""
+"""One exchange of all gradients after backward, as in the source, by the fastest algorithm."""
 
 
 def main(text: str, lines: str) -> None:
-    """Measure the models of WORK as the starter orders them; an error is reported before it ends the process."""
+    """Measure the models of WORK in the starter's order. An error is reported before it ends the process."""
     work, environment = Work.from_json(text), recognise()
     line = Line(lines, environment)
     with line.telling():
@@ -42,7 +42,7 @@ def main(text: str, lines: str) -> None:
 
 
 class _Bench:
-    """One rank, and what it measures model by model; each has a session of its own, whose memory ends with it."""
+    """One rank. Each model is measured in a session of its own, whose memory is freed with it."""
 
     def __init__(self, work: Work, environment: Environment, line: Line) -> None:
         import torch
@@ -52,7 +52,7 @@ class _Bench:
         self._point = MeetingPoint(environment)
 
     def measure(self, number: int) -> None:
-        """All forms on the gradients of one model."""
+        """Measure all forms on the gradients of one model."""
         run = f"{self._environment.run_id}/gradients/{number}"
         session = connect_session(Strategy.parse(STRATEGY), self._point, run)
         try:
@@ -61,13 +61,13 @@ class _Bench:
             session.shutdown()
 
     def close(self) -> None:
-        """Ranks end together."""
+        """End when all ranks are done."""
         self._line.wait()
         self._point.close()
 
 
 def order_of(repetition: int, count: int) -> list[int]:
-    """The order in which the forms take turns, the same on all ranks: none always finds what another one leaves."""
+    """The order of the forms in a repetition, equal on all ranks. It varies, so no form has a fixed predecessor."""
     return [int(at) for at in np.random.default_rng(repetition).permutation(count)]
 
 
@@ -78,7 +78,7 @@ class _Measurement:
         self._work, self._line = work, line
 
     def run(self, number: int, model: Model, session: Session) -> None:
-        """Measure and report."""
+        """Measure all forms on a model, and report."""
         from .iterations import Ground, iteration_of
 
         self._ground = Ground(session, model.shapes)
@@ -116,7 +116,7 @@ class _Measurement:
         return right
 
     def _time(self, at: int) -> tuple[float, float, float]:
-        """Seconds of the slowest rank, processor seconds of all, and the most bytes that one's transport has sent."""
+        """The slowest rank's seconds, all ranks' processor seconds, and the most bytes that a rank has sent."""
         form = self._forms[at]
         self._ground.fill_alike()
         form.ready()
@@ -147,7 +147,7 @@ class _Measurement:
             )
 
     def _begin(self, form: int, nbytes: int) -> None:
-        """Say whose turn it is, before the ranks meet for it."""
+        """Report which form starts."""
         if self._line.rank == 0:
             self._line.send("turn", form=form, bytes=nbytes)
 

@@ -68,13 +68,13 @@ class Ground:
         self._versions = [0] * len(self.gradients)
 
     def model(self) -> Scattered:
-        """A model of its own with these gradients; its weights are everybody's, since nobody reads them."""
+        """A new model with these gradients. All models share the weights, which no form reads."""
         return Scattered(self.gradients, self.weights)
 
     def fill(self, seed: int) -> None:
-        """Gradients that differ in every element, between ranks and with the seed, whose sums are exact.
+        """Write gradients that differ by element, rank and seed, with exact sums, and overwrite the block.
 
-        The block has none of them. What is run next is checked.
+        The next iteration is checked.
         """
         self.checking = True
         self.block.fill_(-1.0)
@@ -83,21 +83,21 @@ class Ground:
         self._versions = [gradient._version for gradient in self.gradients]
 
     def fill_alike(self) -> None:
-        """Gradients that were just written, as backward leaves them; nothing is checked."""
+        """Write gradients as backward does. The next iteration is timed and not checked."""
         self.checking = False
         for gradient in self.gradients:
             gradient.fill_(1.0)
 
     def is_sum(self, array: np.ndarray[Any, np.dtype[np.float32]], seed: int) -> bool:
-        """Whether an array is the ranks' sum of what was written with that seed."""
+        """Whether an array is the sum of what all ranks wrote with this seed."""
         return self._kind.is_right(array, self.session.rank, self.ranks, seed)
 
     def has_means(self, model: Scattered, seed: int) -> bool:
-        """Whether every ``grad`` of a model is the mean of what ``fill`` wrote."""
+        """Whether every ``grad`` of a model is the mean of what ``fill`` wrote on all ranks."""
         return self.are_means([parameter.grad for parameter in model.parameters()], seed)
 
     def are_means(self, tensors: Sequence[Tensor | None], seed: int) -> bool:
-        """Whether these are the means of what ``fill`` wrote, in its order."""
+        """Whether the tensors are the means of what ``fill`` wrote, in its order."""
         return all(
             tensor is not None and self.is_sum(self._summed(tensor), seed + number)
             for number, tensor in enumerate(tensors)
@@ -108,7 +108,7 @@ class Ground:
         return all(gradient._version > before for gradient, before in zip(self.gradients, self._versions, strict=True))
 
     def fill_block(self, seed: int) -> None:
-        """The same for the block, as one array."""
+        """Write the block as one array with exact sums."""
         self._kind.fill(self.array, self.session.rank, self.ranks, seed)
 
     def exchange(self, array: np.ndarray[Any, np.dtype[np.float32]], number: int = 0) -> None:
@@ -118,12 +118,12 @@ class Ground:
 
     def _summed(self, mean: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         found = mean.reshape(-1).numpy() * np.float32(self.ranks)
-        # A share that is no power of two rounds; sums are whole numbers, from which that is far away.
+        # A share that is no power of two rounds the mean; sums are integers, far from any rounding error.
         return found if self.ranks & (self.ranks - 1) == 0 else np.rint(found)
 
 
 class _Bare:
-    """Backward, and the exchange of a block that is in place."""
+    """Backward, and the exchange of a block that is not filled from gradients."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
@@ -142,17 +142,17 @@ class _Bare:
 
 
 class _Prepared:
-    """A model as ``syncline.prepare`` leaves it, with its gradients kept or not when they are set to zero."""
+    """A model from ``syncline.prepare``. With ``keep``, gradients are zeroed in place instead of dropped."""
 
     def __init__(self, ground: Ground, *, keep: bool) -> None:
         self._ground, self._keep, self._model = ground, keep, ground.model()
         made = prepare(ground.session, self._model)
-        assert made is not None  # only servers get nothing
+        assert made is not None  # only servers get None
         self._storage = made.replica.storage
         self.exchanged_bytes = sum(array.nbytes for array in self._storage.arrays)
 
     def ready(self) -> None:
-        """Nothing: gradients are in place by themselves."""
+        """Nothing to do: the hooks place the gradients."""
 
     def run(self) -> None:
         self._model.zero_grad(set_to_none=not self._keep)
@@ -163,7 +163,7 @@ class _Prepared:
 
 
 class _Copied:
-    """Backward, copies into one block, the exchange, copies back; with ``stays`` the block's parts become ``grad``."""
+    """Backward, copies into one block, the exchange, copies back. With ``stays`` the block's parts become ``grad``."""
 
     def __init__(
         self, ground: Ground, together: Callable[[_Copied, list[Tensor]], Tensor], *, stays: bool = False
@@ -189,7 +189,9 @@ class _Copied:
             return
         parts = self.views if flat is self.block else _unflatten_dense_tensors(flat, gradients)  # type: ignore[no-untyped-call]
         torch._foreach_copy_(gradients, parts)
-        self._copies = parts if self._ground.checking else ()  # a new block would live on, and none be made there again
+        self._copies = (
+            parts if self._ground.checking else ()
+        )  # kept only for a check: a live block would force the next one elsewhere
 
     def is_right(self, seed: int) -> bool:
         ground = self._ground
@@ -202,7 +204,7 @@ class _Copied:
         return moved and ground.has_means(ground.plain, seed)
 
     def divided(self, flat: Tensor) -> Tensor:
-        """The block divided by the number of ranks, in a pass of its own."""
+        """Divide the block by the number of ranks, in a pass of its own."""
         return flat if self.share == 1.0 else flat.mul_(self.share)
 
 
@@ -228,7 +230,7 @@ def _flatten(copied: _Copied, gradients: list[Tensor]) -> Tensor:
 
 
 class _Layerwise:
-    """Backward, then an exchange of every gradient where it lies."""
+    """Backward, then an exchange of every gradient where it lies; ``waits`` for each before the next."""
 
     def __init__(self, ground: Ground, *, waits: bool) -> None:
         self._ground, self._waits = ground, waits
@@ -259,13 +261,13 @@ class _Layerwise:
 
 
 def _lie_at(model: Scattered, places: Sequence[int]) -> bool:
-    """Whether every ``grad`` of a model is at its place."""
+    """Whether every ``grad`` of a model lies at its address in ``places``."""
     found = [parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None]
     return found == list(places)
 
 
 def _backward(model: Scattered) -> list[Tensor]:
-    """A backward pass of a model that nobody has prepared; its gradients, where they lie."""
+    """Run a backward pass of a plain model, and return its gradients where they lie."""
     model.zero_grad()
     model().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -286,5 +288,5 @@ _MAKERS: dict[str, Callable[[Ground], Iteration]] = {
 
 
 def iteration_of(name: str, ground: Ground) -> Iteration:
-    """The iteration of a form; all ranks make the same ones in the same order."""
+    """The iteration of a form. All ranks make the same iterations in the same order."""
     return _MAKERS[name](ground)

@@ -1,4 +1,4 @@
-"""What is to be measured, checked as a whole before any process starts, and what the ranks are told of it.
+"""What to measure, checked as a whole before any process starts, and what the ranks are told of it.
 
 Owns the ``Request``, the reading of models' tensors, and ``Work``, the argument of every rank. Starts nothing.
 """
@@ -22,14 +22,14 @@ DEFAULT_WORKLOADS = ("synthetic:alexnet", "synthetic:googlenet", "synthetic:resn
 DEFAULT_RANKS = (1, 2)
 DEFAULT_REPETITIONS = 15
 WARM_UP = 2
-"""Repetitions before those that count; the results of every form are checked in them."""
+"""Repetitions before those that count. They check the results of every form."""
 
 MOST_RANKS = 64
-"""Sums of more would not be exact in float32."""
+"""The sums of more ranks would not be exact in float32."""
 _PROCESS_BYTES = 250 << 20
 _COPIES = 9
-"""What a rank has of the gradients' size: gradients, weights, a block per kind of form (three), a new block of
-torch's, two for the probe of memory, and what is under way."""
+"""The arrays of the gradients' size in a rank: gradients, weights, a block for each of three kinds of forms, a block of
+torch, two for the probe of memory, and one for messages in flight."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """How many elements they have."""
+        """The number of elements of all tensors."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """The bytes of all tensors."""
         return 4 * self.parameters
 
 
@@ -59,38 +59,38 @@ class Request:
     ranks: tuple[int, ...]
     repetitions: int
     asked: tuple[str, ...] = ()
-    """The names of the forms that were asked for; none where all are measured."""
+    """The names of the requested forms; empty if all are measured."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Those of them that are not measured at some of the numbers of ranks, where nobody is to exchange with."""
+        """The requested forms that are not measured with a single rank, which exchanges nothing."""
         alone = 1 in self.ranks
         return tuple(name for name in self.asked if alone and exchanges_only(FORMS[name]))
 
     def forms_at(self, ranks: int) -> tuple[Form, ...]:
-        """Those that there is something to measure of among so many ranks."""
+        """The forms that can be measured with this number of ranks."""
         return tuple(form for form in self.forms if ranks > 1 or not exchanges_only(form))
 
     def turns_at(self, ranks: int) -> int:
-        """How many turns a set of ranks takes, which is what progress is counted in."""
+        """The number of turns with this number of ranks, for the progress display."""
         return len(self.models) * len(self.forms_at(ranks)) * (WARM_UP + self.repetitions)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one set of ranks measures, as JSON in their command line."""
+    """The task of one set of ranks, which they get as JSON in their command line."""
 
     models: tuple[Model, ...]
     forms: tuple[str, ...]
     repetitions: int
 
     def to_json(self) -> str:
-        """As an argument for the ranks."""
+        """The task as an argument for the ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Work:
-        """Back from the argument."""
+        """The task from a rank's argument."""
         fields = json.loads(text)
         models = tuple(Model(item["workload"], tuple(map(tuple, item["shapes"]))) for item in fields["models"])
         return cls(**{**fields, "models": models, "forms": tuple(fields["forms"])})
@@ -103,7 +103,7 @@ def request_of(
     forms: Sequence[str] = (),
     repetitions: int = DEFAULT_REPETITIONS,
 ) -> Request:
-    """Check everything, empty lists meaning the defaults; raises UsageError."""
+    """A checked request. Empty sequences mean the defaults. Raises UsageError."""
     if repetitions < 1:
         raise UsageError(f"{repetitions} repetitions measure nothing: use 1 or more")
     worlds = tuple(dict.fromkeys(ranks or DEFAULT_RANKS))
@@ -122,7 +122,7 @@ def request_of(
 
 
 def model_of(workload: str) -> Model:
-    """The tensors of a workload's network, which is not given any memory; raises UsageError."""
+    """The tensors of a workload's network, which is built without memory. UsageError for types other than float32."""
     loaded = load(workload)
     import torch
 
@@ -135,7 +135,7 @@ def model_of(workload: str) -> Model:
 
 
 def _check_memory(request: Request) -> None:
-    """Refuse what would end in swapping or in the kernel's killing of ranks."""
+    """Raise UsageError if the request would make the machine swap, or the kernel kill ranks."""
     largest, ranks = max(request.models, key=lambda model: model.nbytes), max(request.ranks)
     needed = ranks * (_COPIES * largest.nbytes + _PROCESS_BYTES)
     available = available_memory_bytes()

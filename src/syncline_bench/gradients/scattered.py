@@ -1,8 +1,8 @@
-"""A network whose backward pass hands out finished gradients: what moving them costs is seen without any computing.
+"""A network whose backward pass returns finished gradients, so that moving them is measured without any computation.
 
-Autograd does with them what it does in any network. Each is a tensor that nobody else holds, so that a parameter
-without a gradient takes it over as it is, and one with a gradient adds it. The memory behind it stays the
-same from one pass to the next, as under a caching allocator.
+Autograd treats these gradients as in any network. Nothing else holds such a tensor, so a parameter without a gradient
+takes it over, and a parameter with a gradient adds it. Its memory is the same in every pass, as under a caching
+allocator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Scattered(nn.Module):
-    """A parameter for each of ``gradients``, with the memory of ``weights``; ``forward`` takes nothing."""
+    """A parameter for each of ``gradients``, with the memory of ``weights``. ``forward`` has no arguments."""
 
     def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Scattered(nn.Module):
             self.register_parameter(f"tensor{number}", nn.Parameter(weight))
 
     def forward(self) -> Tensor:
-        """A number whose backward pass gives every parameter its gradient, the last one's first."""
+        """A scalar. Its backward pass gives every parameter its gradient, from the last parameter to the first."""
         signal = torch.zeros((), requires_grad=True)
         for gradient, parameter in zip(self._gradients, self.parameters(), strict=True):
             signal = _Layer.apply(gradient, signal, parameter)  # type: ignore[no-untyped-call]
