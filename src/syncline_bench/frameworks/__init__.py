@@ -1,14 +1,14 @@
-"""Frameworks that train in a comparison; one file each, a registry of their own (kind ``frameworks``).
+"""Frameworks that train in a comparison, one file each, in a registry of their own (kind ``frameworks``).
 
-A file makes of a workload a ``Training``: the model, its solver, and one step of it, behind the calls that the loop of
-``syncline_bench.train`` makes. It is registered under the framework's name and declares
+Each file implements ``Training`` for a workload: the model, its optimizer and one step, behind the calls of the loop in
+``syncline_bench.train``. It is registered under the framework's name and declares
 
 * ``needs``: the packages that have to be installed, and ``install``: what installs them,
 * ``environ``: variables of its processes, with which each computes with one thread and keeps freed memory.
 
-A file of this folder imports its framework when ``loaded`` is called or an object is made, so that a run imports that
-framework and no other, and the process that starts a comparison none. Most build their model from the workload's
-blueprint, which is the same network from the same weights for all.
+A file imports its framework only when ``loaded`` is called or an object is made. So a run imports one framework, and
+the process that starts a comparison none. Most files build their model from the workload's blueprint: the same network
+from the same weights under every framework.
 """
 
 from __future__ import annotations
@@ -39,85 +39,85 @@ class Training(Protocol):
     """One worker's model in training. Raises what its framework raises."""
 
     fused: bool
-    """Whether a step is one computation, which ``backward`` does: it is then measured as a whole."""
+    """Whether ``backward`` computes a whole step, so that only the step as a whole can be timed."""
 
     def __init__(self, workload: Workload, job: Job, process: int) -> None:
-        """Build model and optimizer of this process of the run."""
+        """Build the model and optimizer of process ``process`` of the run."""
         ...
 
     @staticmethod
     def loaded() -> str:
-        """Import the framework, to compute with one thread, and say its version."""
+        """Import the framework, limit it to one thread, and return its version."""
         ...
 
     @staticmethod
     def lacks(workload: Workload) -> str:
-        """Why it cannot train a workload, as a clause; empty where it can. Imports no framework."""
+        """The reason why it cannot train a workload, as a clause; empty if it can. Imports no framework."""
         ...
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """Raise UsageError for a strategy that its adapter does not do. Imports no framework."""
+        """Raise UsageError for a strategy that the framework's adapter refuses. Imports no framework."""
         ...
 
     def prepare(self, side: Side, weight: Any) -> None:
-        """Make model and optimizer part of a run; what follows is of this worker alone. ``weight`` weighs its batches.
+        """Join model and optimizer to a run, and seed this worker's random numbers. ``weight`` weighs its batches.
 
-        Where ranks are weighed by ``Batch.share`` instead, the loss that gradients are of is that many times as large.
+        If the framework weighs by ``Batch.share`` instead, the loss is multiplied by the share.
         """
         ...
 
     def taken(self, part: Part) -> tuple[Any, Any]:
-        """Images and labels as the model takes them; called by whoever loads batches, perhaps in a thread."""
+        """Images and labels as the model takes them. The thread that loads batches calls this."""
         ...
 
     def moved(self, batch: Batch) -> Batch:
-        """A batch on the device, where it may be already."""
+        """The batch on the model's device."""
         ...
 
     def now(self) -> float:
-        """A clock in seconds that is read when all that was asked of the device is done."""
+        """A clock in seconds, read when the device has finished its queue."""
         ...
 
     def forward(self, batch: Batch) -> None:
-        """Up to the loss."""
+        """Compute up to the loss."""
         ...
 
     def backward(self) -> None:
-        """The loss's gradients; they may be under way when it ends."""
+        """Compute the gradients. Their exchange may still be in flight on return."""
         ...
 
     def update(self, position: int) -> float:
-        """The optimizer's step, and the learning rate of step ``position`` of the run; returns the batch's loss."""
+        """Make the optimizer's step, with the learning rate of the run's step ``position``. Returns the batch's loss."""
         ...
 
     def pause(self) -> None:
-        """The model is about to be looked at; called on all workers, since what is read may have to be exchanged."""
+        """Prepare for an evaluation. All workers call this, because weights may have to be exchanged first."""
         ...
 
     def resume(self) -> None:
-        """The training goes on."""
+        """Continue the training after an evaluation."""
         ...
 
     def consolidate(self, side: Side) -> None:
-        """Give all workers the same weights, where they have others."""
+        """Give all workers the same weights, if theirs differ."""
         ...
 
     def copied(self) -> Mapping[str, Any]:
-        """Copies of all that an evaluation needs, by name; each knows its ``nbytes``."""
+        """Copies of all arrays that an evaluation needs, by name; each has ``nbytes``."""
         ...
 
     def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
-        """Accuracy and mean loss on the test set, of the model as it is or with the weights of ``copied``."""
+        """Accuracy and mean loss on the test set, with the present weights or those from ``copied``."""
         ...
 
     def digest(self) -> str:
-        """The SHA-256 of all that replicas have to agree on."""
+        """The SHA-256 of all values that have to be equal on all replicas."""
         ...
 
 
 def framework_of(name: str) -> Entry:
-    """The framework of that name; raises UsageError for an unknown one, and for one that is not installed."""
+    """The framework with this name. Raises UsageError if it is unknown or not installed."""
     entry = get("frameworks", name)
     missing = [package for package in entry.capabilities["needs"] if find_spec(package) is None]
     if missing:
@@ -128,14 +128,14 @@ def framework_of(name: str) -> Entry:
 
 
 def frameworks_of(chosen: Sequence[str]) -> tuple[Entry, ...]:
-    """All of these names, which differ."""
+    """The frameworks with these names. Raises UsageError if a name is repeated."""
     if not chosen or len(set(chosen)) < len(chosen):
         raise UsageError(f"--framework takes names that differ, got {', '.join(chosen) or 'none'}")
     return tuple(framework_of(name) for name in chosen)
 
 
 def check_workload(entries: Sequence[Entry], workload: Workload) -> None:
-    """Raise UsageError where one cannot train a workload, and say which can."""
+    """Raise UsageError if a framework cannot train the workload. The error names those that can."""
     for entry in entries:
         if why := entry.target.lacks(workload):  # type: ignore[attr-defined]
             raise UsageError(f"--framework {entry.name} cannot train {workload.name}: {why}; {_others(workload)}")

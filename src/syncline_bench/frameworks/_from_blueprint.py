@@ -1,4 +1,4 @@
-"""What frameworks share that build the workload's network from its blueprint, on the CPU."""
+"""The parts shared by frameworks that build the workload's network from its blueprint, on the CPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Array = NDArray[Any]
 
 
 class FromBlueprint(ABC):
-    """There is no device to wait for, and nothing differs while the model is looked at."""
+    """A training on the CPU, which needs no waiting for a device and no mode for evaluations."""
 
     label_type: type[np.signedinteger[Any]] = np.int64
 
     @staticmethod
     def lacks(workload: Workload) -> str:
-        """A network that only PyTorch has, and options that are PyTorch's."""
+        """Networks without a blueprint, and options that only PyTorch has."""
         if workload.blueprint is None:
             return "its model is written for PyTorch only"
         if workload.computing != PLAIN:
@@ -32,16 +32,13 @@ class FromBlueprint(ABC):
         return ""
 
     def taken(self, part: Part) -> tuple[Any, Any]:
-        """Channels last."""
         images, labels = part
         return np.ascontiguousarray(images.transpose(0, 2, 3, 1)), labels.astype(self.label_type, copy=False)
 
     def moved(self, batch: Batch) -> Batch:
-        """It is there."""
         return batch
 
     def now(self) -> float:
-        """Whatever was asked for is done."""
         return time.perf_counter()
 
     def pause(self) -> None:  # noqa: B027 - which is the answer
@@ -52,36 +49,33 @@ class FromBlueprint(ABC):
 
     @abstractmethod
     def copied(self) -> Mapping[str, Array]:
-        """By the blueprint's names, in its layout."""
+        """Weights by the blueprint's names, in its layout."""
 
     def digest(self) -> str:
-        """Of all weights."""
         return digest_of(self.copied())
 
 
 class InOneStep:
-    """A step is one computation, which ``backward`` makes of the ``_batch`` and which leaves its ``_loss``."""
+    """A framework whose ``backward`` computes a whole step of ``_batch`` and sets ``_loss``."""
 
     fused = True
     _batch: Batch
     _loss: float
 
     def forward(self, batch: Batch) -> None:
-        """Later."""
         self._batch = batch
 
     def update(self, position: int) -> float:  # noqa: ARG002
-        """It has been made."""
         return self._loss
 
 
 def filled(array: Array, length: int) -> Array:
-    """The array with zeros behind it, up to so many."""
+    """The array, padded at its end with zeros."""
     return np.concatenate([array, np.zeros((length - len(array), *array.shape[1:]), array.dtype)])
 
 
 def scores(found: Sequence[tuple[Array, NDArray[np.int64]]]) -> tuple[float, float]:
-    """Accuracy and mean cross entropy of pieces of a test set: what the model says of images, and their labels."""
+    """Accuracy and mean cross entropy over pieces of a test set, given as the model's outputs and the labels."""
     right, loss, count = 0, 0.0, 0
     for said, labels in found:
         shifted = said - said.max(1, keepdims=True)
@@ -93,7 +87,7 @@ def scores(found: Sequence[tuple[Array, NDArray[np.int64]]]) -> tuple[float, flo
 
 
 def digest_of(weights: Mapping[str, Array]) -> str:
-    """The SHA-256 of arrays, names, types and bytes, in the order of their names."""
+    """The SHA-256 of the names, types and bytes of all arrays, in the order of the names."""
     found = hashlib.sha256()
     for name in sorted(weights):
         found.update(f"{name} {weights[name].dtype} {weights[name].shape}\n".encode())

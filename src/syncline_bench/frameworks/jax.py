@@ -53,19 +53,18 @@ class JaxTraining(InOneStep, FromBlueprint):
 
     @staticmethod
     def loaded() -> str:
-        """Threads are the environment's matter."""
         import jax
 
         return str(jax.__version__)
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """What cannot be a part of a compiled computation."""
+        """Modes and schedules that cannot be part of a compiled computation are refused."""
         check_schedule(strategy, "JAX")
         check_mode(strategy, [{"lr": 1.0}], "the optimizer", True)
 
     def prepare(self, side: Side, weight: Any) -> None:  # noqa: ARG002
-        """Ranks are weighed by their shares; a peer may compile the step in its own way (``compiled``)."""
+        """Ranks are weighed by their shares. A peer may compile the step itself (``compiled``)."""
         import jax
         import optax
 
@@ -88,7 +87,7 @@ class JaxTraining(InOneStep, FromBlueprint):
         self._said = jax.jit(self._network)
 
     def backward(self) -> None:
-        """What each sample counts makes the mean over ranks that over the whole batch."""
+        """Weighs each sample, so that the mean over ranks is the mean over the whole batch."""
         images, labels, _, share = self._batch
         counts = np.full(len(labels), share / len(labels), np.float32)
         batch = (filled(array, self._longest) for array in (images, labels, counts))
@@ -96,7 +95,7 @@ class JaxTraining(InOneStep, FromBlueprint):
         self._loss = float(loss)
 
     def consolidate(self, side: Side) -> None:
-        """Parameters that Syncline exchanges are new ones then."""
+        """Replace the parameters by consolidated ones."""
         import syncline
 
         if side is syncline:
@@ -105,11 +104,11 @@ class JaxTraining(InOneStep, FromBlueprint):
             self._params = syncline.jax.consolidate(self._params, self._state)
 
     def copied(self) -> Mapping[str, NDArray[Any]]:
-        """By the blueprint's names, in its layout."""
+        """Weights by the blueprint's names, in its layout."""
         return weights_of(self._params)
 
     def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
-        """By the network alone, compiled for the pieces of a test set."""
+        """The network alone is compiled for pieces of the test set."""
         params = params_of(self.copied() if weights is None else weights)
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())
         return scores([(np.asarray(self._said(params, images)), labels) for images, labels in parts])
@@ -141,13 +140,13 @@ def params_of(weights: Mapping[str, NDArray[Any]]) -> Params:
 
 
 def weights_of(params: Params) -> dict[str, NDArray[Any]]:
-    """The other way round."""
+    """A blueprint's weights from a tree."""
     found = {f"{layer}.{kind}": np.array(leaf) for layer, leaves in params.items() for kind, leaf in leaves.items()}
     return {name: array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T for name, array in found.items()}
 
 
 def network(blueprint: plain.Blueprint) -> Layer:
-    """What a blueprint's layers make of images, with parameters of its names."""
+    """The output of a blueprint's layers for images, with parameters by its names."""
     makers: dict[type, Callable[[Any, str], Layer]] = {
         plain.Convolution: lambda _, name: lambda params, x: _convolved(x, params[name]),
         plain.Dense: lambda _, name: lambda params, x: x @ params[name]["weight"] + params[name]["bias"],

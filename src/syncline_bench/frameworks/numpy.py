@@ -1,4 +1,4 @@
-"""NumPy: layers and their gradients written by hand, and a rule of a few lines.
+"""NumPy: layers and their gradients written by hand, and an update rule of a few lines.
 
 Images are (n, height, width, channels) inside, so that a convolution is one product of the patches of all images, a row
 each, with the kernels (im2col: Chellapilla, Puri and Simard, "High performance convolutional neural networks for
@@ -31,19 +31,19 @@ Told = Callable[[str, Array], None]
 
 
 class Layer(Protocol):
-    """One layer, which keeps of its input what its backward pass needs."""
+    """A layer. ``forward`` keeps what ``backward`` needs of its input."""
 
     def forward(self, x: Array) -> Array:
-        """Its output."""
+        """The output for an input."""
         ...
 
     def backward(self, back: Array, told: Told) -> Array:
-        """The gradient of its input, from that of its output; tells of its weights', the bias's first."""
+        """The gradient of the input from that of the output. Reports the gradients of the weights, the bias's first."""
         ...
 
 
 class Convolution:
-    """One product with the patches."""
+    """A convolution as one matrix product with the patches of its input."""
 
     def __init__(self, weights: Mapping[str, Array], name: str) -> None:
         self._kernel, self._bias, self._name = weights[f"{name}.weight"], weights[f"{name}.bias"], name
@@ -51,7 +51,6 @@ class Convolution:
         self._rows: Array = np.empty(0)
 
     def forward(self, x: Array) -> Array:
-        """Padded with zeros."""
         edge, side = self._side // 2, self._side
         padded = np.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0)))
         patches = sliding_window_view(padded, (side, side), axis=(1, 2))  # n, y, x, channel, side, side
@@ -61,7 +60,7 @@ class Convolution:
         return out.reshape(*x.shape[:3], -1)
 
     def backward(self, back: Array, told: Told) -> Array:
-        """Every patch gives back to where it was taken (col2im)."""
+        """The gradients of all patches are added where the patches were taken (col2im)."""
         count, height, width, outputs = back.shape
         rows, side, edge = back.reshape(-1, outputs), self._side, self._side // 2
         told(f"{self._name}.bias", rows.sum(0))
@@ -76,49 +75,44 @@ class Convolution:
 
 
 class Dense:
-    """A product."""
+    """A fully connected layer."""
 
     def __init__(self, weights: Mapping[str, Array], name: str) -> None:
         self._matrix, self._bias, self._name = weights[f"{name}.weight"], weights[f"{name}.bias"], name
         self._x: Array = np.empty(0)
 
     def forward(self, x: Array) -> Array:
-        """Rows are samples."""
         self._x = x
         return x @ self._matrix.T + self._bias
 
     def backward(self, back: Array, told: Told) -> Array:
-        """Two more."""
         told(f"{self._name}.bias", back.sum(0))
         told(f"{self._name}.weight", back.T @ self._x)
         return back @ self._matrix
 
 
 class Relu:
-    """Where the input is positive."""
+    """max(x, 0)."""
 
     def __init__(self) -> None:
         self._positive: Array = np.empty(0)
 
     def forward(self, x: Array) -> Array:
-        """The input there."""
         self._positive = x > 0
         return x * self._positive
 
     def backward(self, back: Array, told: Told) -> Array:  # noqa: ARG002
-        """What comes back there."""
         return back * self._positive
 
 
 class MaxPooling:
-    """The first of the largest, where several are."""
+    """Max pooling. Of several equal maxima the first one counts."""
 
     def __init__(self, side: int) -> None:
         self._side = side
         self._largest: Array = np.empty(0)
 
     def forward(self, x: Array) -> Array:
-        """Squares as rows."""
         count, height, width, channels = x.shape
         side = self._side
         squares = x.reshape(count, height // side, side, width // side, side, channels).transpose(0, 1, 3, 5, 2, 4)
@@ -127,7 +121,6 @@ class MaxPooling:
         return np.take_along_axis(rows, self._largest, -1)[..., 0]
 
     def backward(self, back: Array, told: Told) -> Array:  # noqa: ARG002
-        """All to the largest."""
         count, height, width, channels = back.shape
         side = self._side
         rows = np.zeros((*back.shape, side * side), back.dtype)
@@ -137,30 +130,27 @@ class MaxPooling:
 
 
 class Flatten:
-    """Channels first, as the blueprint says."""
+    """Flatten images, channels first, as in the blueprint."""
 
     def __init__(self) -> None:
         self._shape: tuple[int, ...] = ()
 
     def forward(self, x: Array) -> Array:
-        """A row for each image."""
         moved = x.transpose(0, 3, 1, 2)
         self._shape = moved.shape
         return moved.reshape(len(x), -1)
 
     def backward(self, back: Array, told: Told) -> Array:  # noqa: ARG002
-        """Images again."""
         return back.reshape(self._shape).transpose(0, 2, 3, 1)
 
 
 class Momentum:
-    """SGD as blueprints have it; ``lr`` is set before every step."""
+    """The SGD of blueprints. ``lr`` is set before every step."""
 
     def __init__(self, momentum: float, weight_decay: float, lr: float) -> None:
         self.momentum, self.weight_decay, self.lr = momentum, weight_decay, lr
 
     def update(self, weights: Array, gradient: Array, state: dict[str, Any]) -> None:
-        """Of flat arrays, in place."""
         gradient = gradient + weights.dtype.type(self.weight_decay) * weights
         velocity = state.get("velocity")
         if velocity is None:
@@ -172,7 +162,7 @@ class Momentum:
 
 
 class _Bare:
-    """The loop that one would write for one worker alone, behind the calls of Syncline's optimizer."""
+    """The plain loop of a single worker, behind the calls of Syncline's optimizer."""
 
     def __init__(self, weights: Mapping[str, Array], rule: Momentum) -> None:
         self._weights, self._rule = weights, rule
@@ -180,11 +170,9 @@ class _Bare:
         self._gradients: dict[str, Array] = {}
 
     def produced(self, name: str, gradient: Array) -> None:
-        """It is kept."""
         self._gradients[name] = gradient
 
     def step(self) -> None:
-        """Every tensor by itself."""
         for name, weights in self._weights.items():
             self._rule.update(weights.reshape(-1), self._gradients.pop(name).reshape(-1), self._states[name])
 
@@ -200,7 +188,7 @@ class _Bare:
     },
 )
 class NumpyTraining(FromBlueprint):
-    """Layers by hand."""
+    """Trains a network of these layers."""
 
     fused = False
 
@@ -213,24 +201,21 @@ class NumpyTraining(FromBlueprint):
 
     @staticmethod
     def loaded() -> str:
-        """Threads are the environment's matter."""
         return np.__version__
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """What arrays in place of modules, and this rule, cannot be trained under."""
+        """Modes and schedules that arrays or this update rule do not support are refused."""
         check_schedule(strategy, "NumPy")
         rule = Momentum(0.9, 0.0, 0.1)
         check_mode(strategy, [vars(rule)], "SGD with momentum", True)
 
     def prepare(self, side: Side, weight: Any) -> None:  # noqa: ARG002
-        """Ranks are weighed by their shares."""
         self.weights, made = side.prepare(self.weights, self._rule, weight=1)
         self._optimizer: Any = _Bare(self.weights, self._rule) if made is self._rule else made
         self._layers = layers(self._blueprint, self.weights)
 
     def forward(self, batch: Batch) -> None:
-        """Up to the probabilities."""
         said = through(self._layers, batch.inputs)
         grown = np.exp(said - said.max(1, keepdims=True))
         probable = grown / grown.sum(1, keepdims=True)
@@ -240,34 +225,31 @@ class NumpyTraining(FromBlueprint):
         self._back = probable * np.float32(batch.share / len(batch.target))
 
     def backward(self) -> None:
-        """Each gradient is under way as soon as it is there."""
+        """Each gradient is handed over as soon as it is complete."""
         back = self._back
         for layer in reversed(self._layers):
             back = layer.backward(back, self._optimizer.produced)
 
     def update(self, position: int) -> float:
-        """With the rate of that step."""
         self._rule.lr = self._rates[position - 1]
         self._optimizer.step()
         return self._loss
 
     def consolidate(self, side: Side) -> None:
-        """In place."""
         side.consolidate()
 
     def copied(self) -> Mapping[str, Array]:
-        """All weights."""
         return {name: array.copy() for name, array in self.weights.items()}
 
     def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
-        """Through other layers, which keep nothing for a backward pass."""
+        """A second network evaluates, so that the first keeps what its backward pass needs."""
         made = layers(self._blueprint, self.weights if weights is None else weights)
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())
         return scores([(through(made, images), labels) for images, labels in parts])
 
 
 def layers(blueprint: plain.Blueprint, weights: Mapping[str, Array]) -> list[Layer]:
-    """A network of these weights."""
+    """A network with these weights."""
     makers: dict[type, Callable[[Any, str], Layer]] = {
         plain.Convolution: lambda _, name: Convolution(weights, name),
         plain.Dense: lambda _, name: Dense(weights, name),
@@ -279,7 +261,7 @@ def layers(blueprint: plain.Blueprint, weights: Mapping[str, Array]) -> list[Lay
 
 
 def through(layers: Sequence[Layer], x: Array) -> Array:
-    """The output of the last."""
+    """The output of the last layer."""
     for layer in layers:
         x = layer.forward(x)
     return x

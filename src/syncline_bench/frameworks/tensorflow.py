@@ -49,7 +49,6 @@ class TensorflowTraining(InOneStep, FromBlueprint):
 
     @staticmethod
     def loaded() -> str:
-        """Threads are the environment's matter."""
         import keras
         import tensorflow as tf
 
@@ -57,12 +56,12 @@ class TensorflowTraining(InOneStep, FromBlueprint):
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """What cannot be a part of a step inside of ``tf.function``."""
+        """Modes and schedules that cannot be part of a ``tf.function`` are refused."""
         check_schedule(strategy, "TensorFlow")
         check_mode(strategy, [{"lr": 1.0}], "the optimizer", True)
 
     def prepare(self, side: Side, weight: Any) -> None:  # noqa: ARG002
-        """Ranks are weighed by their shares; under a peer variables are made in its ``scope``."""
+        """Ranks are weighed by their shares. Under a peer, variables are created in its ``scope``."""
         import keras
 
         self._longest = -(-self._job.batch // side.world_size())
@@ -74,7 +73,7 @@ class TensorflowTraining(InOneStep, FromBlueprint):
         self._model, self._optimizer = side.prepare(model, solver, weight=1)
 
     def backward(self) -> None:
-        """What each sample counts makes the mean over ranks that over the whole batch; Keras divides by the length."""
+        """Weighs samples, so that the mean over ranks is that over the whole batch. Keras divides by the length."""
         images, labels, position, share = self._batch
         counts = np.full(len(labels), share * self._longest / len(labels), np.float32)
         self._optimizer.learning_rate = self._rates[position - 1]
@@ -82,15 +81,14 @@ class TensorflowTraining(InOneStep, FromBlueprint):
         self._loss = float(self._model.train_on_batch(*batch)) / share
 
     def consolidate(self, side: Side) -> None:
-        """In place."""
         side.consolidate()
 
     def copied(self) -> Mapping[str, NDArray[Any]]:
-        """By the blueprint's names, in its layout."""
+        """Weights by the blueprint's names, in its layout."""
         return weights_of(self._model)
 
     def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
-        """By a model of this process alone."""
+        """A model of this process alone evaluates."""
         self._spare = self._spare or built(self._blueprint)
         assign(self._spare, self.copied() if weights is None else weights)
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())
@@ -98,7 +96,7 @@ class TensorflowTraining(InOneStep, FromBlueprint):
 
 
 def built(blueprint: plain.Blueprint) -> Any:
-    """A model of a blueprint's layers, which bear its names."""
+    """A Keras model with the layers and names of a blueprint."""
     import keras
     from keras import layers
 
@@ -117,13 +115,13 @@ def built(blueprint: plain.Blueprint) -> Any:
 
 
 def assign(model: Any, weights: Mapping[str, NDArray[Any]]) -> None:
-    """Give a model weights by the blueprint's names, in its layout."""
+    """Set a model's weights, given by the blueprint's names in its layout."""
     for variable, array in zip(model.trainable_variables, weights.values(), strict=True):
         variable.assign(array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T)
 
 
 def weights_of(model: Any) -> dict[str, NDArray[Any]]:
-    """The other way round."""
+    """A model's weights by the blueprint's names, in its layout."""
     found = {}
     for variable in model.trainable_variables:
         layer, kind = variable.path.split("/")[-2:]
@@ -134,20 +132,18 @@ def weights_of(model: Any) -> dict[str, NDArray[Any]]:
 
 
 def optimizer_of(blueprint: plain.Blueprint, rate: float) -> Any:
-    """SGD as blueprints have it."""
+    """The SGD of blueprints."""
     import keras
 
     class Momentum(keras.optimizers.Optimizer):  # type: ignore[misc]
         """v <- momentum v + (g + decay w); w <- w - rate v."""
 
         def build(self, variables: Any) -> None:
-            """A velocity of every variable."""
             if not self.built:
                 super().build(variables)
                 self.velocities = self.add_optimizer_variables(variables, "velocity")
 
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            """Of one variable."""
             velocity = self.velocities[self._get_variable_index(variable)]
             moved = blueprint.momentum * velocity + (gradient + blueprint.weight_decay * variable)
             self.assign(velocity, moved)

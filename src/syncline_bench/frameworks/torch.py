@@ -1,4 +1,4 @@
-"""PyTorch: the workload's own model, optimizer and schedule, as a user's loop has them."""
+"""PyTorch: the workload's own model, optimizer and learning-rate schedule, as in a user's loop."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class TorchTraining:
 
     @staticmethod
     def lacks(workload: Workload) -> str:  # noqa: ARG004
-        """All workloads have a model of PyTorch."""
+        """Nothing: every workload has a model for PyTorch."""
         return ""
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """Its adapter does all of them."""
+        """The adapter accepts every strategy."""
 
     def prepare(self, side: Side, weight: Any) -> None:
-        """Replicas start equal; what is random during training (dropout) differs, as it would in one big batch."""
+        """Replicas start equal. Random numbers during training (dropout) differ, as in one large batch."""
         import torch
 
         self.model, self._optimizer = side.prepare(self._bare, self._optimizer, weight=weight)
@@ -61,31 +61,27 @@ class TorchTraining:
         self.model.train()
 
     def taken(self, part: Part) -> tuple[Any, Any]:
-        """Tensors in the arrays' memory, in the layout that the model has."""
+        """Tensors in the memory of the arrays, in the model's layout."""
         import torch
 
         images, labels = map(torch.from_numpy, part)
         return self._workload.computing.laid_out(images), labels
 
     def moved(self, batch: Batch) -> Batch:
-        """Both tensors."""
         move = self._workload.computing.moved
         return batch._replace(inputs=move(batch.inputs), target=move(batch.target))
 
     def now(self) -> float:
-        """Synchronised with a GPU."""
         return self._workload.computing.now()
 
     def forward(self, batch: Batch) -> None:
-        """Up to the loss."""
         self._loss = self._workload.loss(self.model(batch.inputs), batch.target)
 
     def backward(self) -> None:
-        """By autograd."""
         self._loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self, position: int) -> float:
-        """The rate is brought to where the run is, which another worker may have brought further than this one."""
+        """The schedule advances to the run's position, which other workers may have advanced by several steps."""
         self._optimizer.step()
         while self._scheduler is not None and self._scheduled < position:
             self._scheduler.step()
@@ -94,23 +90,19 @@ class TorchTraining:
         return float(self._loss.detach())
 
     def pause(self) -> None:
-        """Which asks for all parameters."""
         self.model.eval()
 
     def resume(self) -> None:
-        """As it was."""
         self.model.train()
 
     def consolidate(self, side: Side) -> None:
-        """In place."""
         side.consolidate()
 
     def copied(self) -> Mapping[str, Tensor]:
-        """The model's state."""
         return {name: tensor.detach().clone() for name, tensor in self._bare.state_dict().items()}
 
     def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
-        """With weights by another model of the same kind."""
+        """Weights from ``copied`` are loaded into a second model."""
         model = self._bare
         if weights is not None:
             model = self._spare = self._spare or self._build()
@@ -120,7 +112,7 @@ class TorchTraining:
         return found
 
     def digest(self) -> str:
-        """Of the model that the side may have wrapped."""
+        """The digest of the model without a wrapper of the side."""
         return digest(self._bare)
 
     def _build(self) -> nn.Module:

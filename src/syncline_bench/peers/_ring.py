@@ -27,7 +27,6 @@ class Ring:
         return self._whole
 
     def run(self) -> None:
-        """Once around for each half."""
         if self._collective != "all-gather":
             self._reduce_scatter()
         if self._collective != "reduce-scatter":
@@ -38,7 +37,6 @@ class Ring:
         return self._part(self._rank) if self._collective == "reduce-scatter" else self._whole
 
     def chosen(self) -> str:
-        """The library that carries the messages."""
         return f"ring on {self._version}"
 
     def _part(self, number: int) -> Array:

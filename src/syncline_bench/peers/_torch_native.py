@@ -30,7 +30,6 @@ class TorchNative:
         self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def select(self, elements: int) -> Array:
-        """A tensor's memory."""
         self._whole = self._memory[:elements]
         part, rank = elements // self._seat.world, self._seat.rank
         if self._seat.collective == "reduce-scatter":
@@ -41,7 +40,6 @@ class TorchNative:
         return whole
 
     def run(self) -> None:
-        """The library's call."""
         match self._seat.collective:
             case "allreduce":
                 self._dist.all_reduce(self._whole)
@@ -61,5 +59,4 @@ class TorchNative:
         """The name leaves nothing open."""
 
     def close(self) -> None:
-        """Leave the group."""
         self._dist.destroy_process_group()

@@ -76,11 +76,9 @@ class Member:
         dist.init_process_group(peer.group)
 
     def rank(self) -> int:
-        """This worker's rank."""
         return int(self._dist.get_rank())
 
     def world_size(self) -> int:
-        """The number of workers."""
         return int(self._dist.get_world_size())
 
     def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[DistributedDataParallel, Any]:  # noqa: ARG002
@@ -98,12 +96,10 @@ class Member:
         return wrapped, optimizer
 
     def stats(self) -> NoCounts:
-        """Nothing: DistributedDataParallel does not count."""
         where = f" on {os.environ.get(_INTERFACE, 'the default interface')}" if self._peer.group == "gloo" else ""
         return NoCounts(f"ddp over {self._peer.group}{where}", blocked_s=None)
 
     def barrier(self) -> None:
-        """Wait for all workers."""
         self._dist.barrier()
 
     def consolidate(self) -> None:

@@ -56,7 +56,6 @@ class MpiNative:
         return self._memory.part if self._collective == "reduce-scatter" else self._memory.whole
 
     def chosen(self) -> str:
-        """The library and its version."""
         return self._memory.version
 
     def close(self) -> None:

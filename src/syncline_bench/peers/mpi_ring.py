@@ -33,11 +33,9 @@ class MpiRing:
         self._arriving: Array = np.empty(seat.elements // seat.world + 1, np.float32)
 
     def select(self, elements: int) -> Array:
-        """Memory of this process."""
         return self._memory.select(elements)
 
     def run(self) -> None:
-        """Once around for each half."""
         if self._collective != "all-gather":
             self._reduce_scatter()
         if self._collective != "reduce-scatter":
@@ -49,7 +47,6 @@ class MpiRing:
         return memory.piece(memory.rank) if self._collective == "reduce-scatter" else memory.whole
 
     def chosen(self) -> str:
-        """The library that carries the messages."""
         return f"ring on {self._memory.version}"
 
     def close(self) -> None:

@@ -46,7 +46,6 @@ class MpiWindows:
         return self._memory.whole
 
     def run(self) -> None:
-        """Once around for each half."""
         if self._collective != "all-gather":
             self._go_round(self._add, 1)
         if self._collective != "reduce-scatter":
@@ -58,11 +57,9 @@ class MpiWindows:
         return memory.piece(memory.rank) if self._collective == "reduce-scatter" else memory.whole
 
     def chosen(self) -> str:
-        """The library whose windows these are."""
         return f"ring on the windows of {self._memory.version}"
 
     def close(self) -> None:
-        """MPI frees windows only together."""
         self._window.Unlock_all()
         del self._all, self._memory.whole
         self._window.Free()

@@ -45,12 +45,10 @@ class Member(Placed):
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where the model's variables are made."""
         found: AbstractContextManager[Any] = self._strategy.scope()
         return found
 
     def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Both were made in the scope."""
         import tensorflow as tf
 
         original = model.train_step
@@ -62,7 +60,6 @@ class Member(Placed):
         return model, optimizer
 
     def stats(self) -> NoCounts:
-        """Nothing: TensorFlow does not count."""
         return NoCounts("MultiWorkerMirroredStrategy, ring over gRPC", blocked_s=None)
 
     def barrier(self) -> None:

@@ -78,11 +78,9 @@ class Member(Placed):
         return call
 
     def stats(self) -> NoCounts:
-        """Nothing: JAX does not count."""
         return NoCounts("spmd over gloo", blocked_s=None)
 
     def barrier(self) -> None:
-        """Wait for all workers."""
         from jax.experimental.multihost_utils import sync_global_devices
 
         sync_global_devices("the end of the training")
@@ -91,7 +89,6 @@ class Member(Placed):
         """Nothing: there is one program."""
 
     def shutdown(self) -> None:
-        """Leave the others."""
         import jax
 
         jax.distributed.shutdown()

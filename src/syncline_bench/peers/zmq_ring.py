@@ -49,7 +49,6 @@ class ZmqRing(Ring):
         return seat.share(port.addr)[(self._rank + 1) % self._ranks]
 
     def close(self) -> None:
-        """End the context with its thread."""
         self._context.destroy(linger=0)
 
     def _reduce_scatter(self) -> None:
