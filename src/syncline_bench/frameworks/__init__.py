@@ -88,7 +88,7 @@ class Training(Protocol):
         ...
 
     def update(self, position: int) -> float:
-        """Make the optimizer's step, with the learning rate of the run's step ``position``. Returns the batch's loss."""
+        """Make the optimizer's step at the learning rate of the run's step ``position``. Returns the batch's loss."""
         ...
 
     def pause(self) -> None:
