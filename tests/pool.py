@@ -42,7 +42,7 @@ PARTS = (
     "api", "checkpoint", "compression.versions", "kernels.streams", "launch.child", "sampling", "serving.server",
     "session.groups", "session.printing", "training.model", "training.owners",
 )  # fmt: skip
-"""What a rank would load when it joins a group and prepares a model: more than half of its time."""
+"""What a rank would load when it joins a group and prepares a model: a third of its time."""
 _MESSAGE_BYTES = 1 << 16
 
 
