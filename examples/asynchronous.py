@@ -1,8 +1,8 @@
-"""Workers at their own pace: batches from one pool, nobody waits, and one set of weights in the end.
+"""Asynchronous training: workers take batches from a common pool, never wait, and agree on the weights at the end.
 
     syncline run -n 4 examples/asynchronous.py
 
-Every image is trained on once per epoch, by whichever worker has time; a slow worker does fewer batches.
+Each image is used once per epoch. A free worker takes the next batch, so a slow worker processes fewer batches.
 """
 
 import torch
@@ -33,7 +33,7 @@ def main() -> None:
             optimizer.step()
             trained += len(x)
 
-    syncline.consolidate()  # until here each worker has the weights that it was sent last
+    syncline.consolidate()  # before this call, each worker has the weights that it received last
     everyone = [int(data) for data in syncline.gather(str(trained).encode())]
     if syncline.rank() == 0:
         right = (model(images[1440:]).argmax(1) == labels[1440:]).float().mean()

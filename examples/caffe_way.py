@@ -1,15 +1,16 @@
 """Two ways of data parallelism in Caffe, on its small CIFAR-10 network, with layers written by hand in NumPy.
 
-    syncline run -n 4 examples/caffe_way.py                              # decentralised: all compute, and are equal
-    syncline run -n 4 --servers 1 examples/caffe_way.py --way ps         # a process more is the server
+    syncline run -n 4 examples/caffe_way.py                              # decentralised: an allreduce among workers
+    syncline run -n 4 --servers 1 examples/caffe_way.py --way ps         # one more process is the server
 
-Zhu, Liu and Fang ("Caffe on Sunway TaihuLight", 2020) built both: with a parameter server (algorithm 1) each layer's
-gradient goes to the server as soon as backward has made it, and the weights come back; decentralised (algorithm 2) all
-gradients lie in one block that is averaged when backward has ended, and every rank updates by itself. Both make
-W <- W - lr * (the mean over all workers of dW), and so does one worker that has all of the batch.
+Zhu, Liu and Fang ("Caffe on Sunway TaihuLight", 2020) built both. With a parameter server (algorithm 1), a layer's
+gradient goes to the server as soon as backward has computed it, and the new weights come back. In the decentralised
+version (algorithm 2), all gradients are in one block, which is averaged after backward; then each rank updates its own
+weights. Both compute W <- W - lr * (mean of dW over all workers), which is also the update of one worker with the whole
+batch.
 
-The network is Caffe's ``cifar10_quick``; the images are made on the spot in CIFAR-10's shape. Layers keep their inputs
-for the backward pass, and tell of their gradients there, the bias's first.
+The network is Caffe's ``cifar10_quick``. The images are random, in CIFAR-10's shape. Layers keep their inputs for the
+backward pass, which reports the gradient of the bias and then that of the weight.
 """
 
 import argparse
@@ -88,7 +89,7 @@ class MaxPooling(Pooling):
 class AveragePooling(Pooling):
     def forward(self, x: Array) -> Array:
         inside = self.windows(np.ones((1, 1, *x.shape[2:])), 0.0).sum(-1)
-        self.share = 1 / inside  # of an element in the mean of its window, without what is beyond the edge
+        self.share = 1 / inside  # the weight of an element in the mean of its window; padding does not count
         return (self.windows(x, 0.0).sum(-1) * self.share).reshape(*x.shape[:2], x.shape[2] // 2, -1)
 
     def backward(self, back: Array, _: Told) -> Array:
@@ -186,7 +187,7 @@ def main() -> None:
         x, labels = x[rank::workers], labels[rank::workers]
         back = (softmax(forward(layers, x)) - np.eye(10)[labels]) / len(x)
         for layer in reversed(layers):
-            back = layer.backward(back, optimizer.produced)  # gradients are under way while backward goes on
+            back = layer.backward(back, optimizer.produced)  # gradients travel while backward continues
         optimizer.step()
 
     digest = hashlib.sha256(b"".join(array.tobytes() for array in weights.values())).digest()

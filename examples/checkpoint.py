@@ -1,10 +1,10 @@
-"""Save a run and go on with it later, bit for bit, with what a codec has not sent yet.
+"""Save a run and resume it bit for bit, including the codec's residuals.
 
     syncline run -n 2 examples/checkpoint.py checkpoints
     syncline run -n 2 examples/checkpoint.py checkpoints
 
-Every epoch leaves a file in the folder. A run that finds some goes on behind the newest: stop the first one with
-Ctrl-C, or delete the last files, and the second one ends with the same weights.
+Each epoch writes a file to the folder, and a run resumes from the newest one. Stop the first run with Ctrl-C, or delete
+the newest files: the second run ends with the same weights.
 """
 
 import hashlib
@@ -45,18 +45,18 @@ def main(folder: Path) -> None:
 
 
 def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    own = syncline.state_dict()  # on all ranks: it gathers what each of them keeps
+    own = syncline.state_dict()  # collective: it gathers the residuals of all ranks
     if syncline.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "syncline": own, "epoch": epoch}
         torch.save(state, folder / "new.pt")
-        (folder / "new.pt").rename(folder / f"epoch-{epoch}.pt")  # never half a file
+        (folder / "new.pt").rename(folder / f"epoch-{epoch}.pt")  # atomic: an interrupt leaves no partial file
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """The first epoch that is left to do; all ranks read the same file."""
     found = max(folder.glob("epoch-*.pt"), key=lambda path: int(path.stem.partition("-")[2]), default=None)
-    syncline.barrier()  # nobody writes before all have looked
+    syncline.barrier()  # all ranks must list the folder before any rank writes to it
     if found is None:
         return 0
     state: dict[str, Any] = torch.load(found, weights_only=True)

@@ -1,4 +1,4 @@
-"""JAX and optax on scikit-learn's handwritten digits: a small convolutional network, averaged inside of ``jit``.
+"""JAX and optax on scikit-learn's handwritten digits: a small convolutional network, averaged inside ``jit``.
 
 syncline run -n 4 examples/jax_digits.py
 syncline run -n 4 --servers 1 examples/jax_digits.py "ps(servers=1)"
@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 import syncline
 import syncline.jax
 
-BATCH, EPOCHS = 64, 12  # of all workers together, so that any number of them trains the same model
+BATCH, EPOCHS = 64, 12  # the global batch: the result does not depend on the number of workers
 
 
 def network(params, images):
@@ -54,7 +54,7 @@ steps = EPOCHS * (len(train) // BATCH)
 rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, steps // 10, steps)
 params = syncline.jax.broadcast(parameters(seed=syncline.rank()))  # all start from rank 0's
 optimizer = syncline.jax.distributed(optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(rate, momentum=0.9)))
-state = optimizer.init(params)  # outside of jit: all ranks meet; a server serves here until they have left
+state = optimizer.init(params)  # outside jit: collective; a server serves here until all workers have left
 
 
 @jax.jit

@@ -1,9 +1,10 @@
-"""A batch larger than memory and learning rate allow: accumulation, linear scaling with warm-up, LARS.
+"""Training with a large batch: gradient accumulation, linear scaling of the learning rate with warm-up, and LARS.
 
     syncline run -n 4 examples/large_batch.py
 
-Each worker computes on four small batches and exchanges gradients once. The learning rate begins as that of one small
-batch and rises, while the first epochs pass, to as many times that as there are small batches in a step.
+Each worker accumulates the gradients of four small batches and exchanges them once. The learning rate starts at the
+value for one small batch. During the first epochs it rises linearly to that value times the number of small batches in
+a step.
 """
 
 import contextlib

@@ -33,7 +33,7 @@ def gradients(weights: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> t
 
 
 syncline.init(sys.argv[1] if len(sys.argv) > 1 else None)
-draw = np.random.default_rng(syncline.rank())  # each rank has data of its own, and starts from rank 0's weights
+draw = np.random.default_rng(syncline.rank())  # each rank draws its own data; all ranks get rank 0's weights
 weights = {"first": draw.normal(size=(8, 32)) / 3, "second": draw.normal(size=(32, 1)) / 6}
 weights, optimizer = syncline.prepare(weights, Momentum(lr=0.02))
 for _ in range(300):

@@ -1,8 +1,8 @@
-"""An allreduce algorithm of one's own: a function from a group to a plan. Proved, drawn, and used for training.
+"""Write your own allreduce algorithm, a function from a group to a plan; then check, draw and train with it.
 
     python examples/own_algorithm.py
 
-The group of four workers lives in this process, one thread each, so that nothing has to be started.
+The four workers are threads of this process, so no launcher is needed.
 """
 
 import threading

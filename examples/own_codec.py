@@ -1,10 +1,10 @@
-"""A codec of one's own, in plain NumPy: the upper half of every float32, with error feedback, in a training run.
+"""Write your own codec in NumPy: it keeps the upper half of each float32 and trains with error feedback.
 
     syncline run -n 2 examples/own_codec.py
 
-A codec turns a gradient into 32-bit words and back. That it is biased (it always cuts towards zero) and a contraction
-(it never errs by more than the gradient itself) is all that Syncline has to know to put error feedback around it. A
-package offers it to every strategy by an entry point:
+A codec converts a gradient to 32-bit words and back. This one declares that it is biased (it always truncates towards
+zero) and a contraction (its error is never larger than the gradient). These two declarations are enough for Syncline to
+add error feedback. A package makes its codec available to every strategy by an entry point:
 
     [project.entry-points."syncline.codecs"]
     upper = "my_package.upper"
@@ -48,7 +48,7 @@ class Upper:
         halves[x.size :] = 0
         halves[: x.size] = wanted.view(np.uint32) >> 16
         finite = np.isfinite(wanted)
-        if residual is not None:  # what was not sent is added to the next gradient
+        if residual is not None:  # the encoding error is added to the next gradient
             np.subtract(wanted, self._floats(out[:words], x.size), out=residual, where=finite)
         return Encoded(words, bool(finite.all()))
 

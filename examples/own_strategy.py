@@ -1,10 +1,10 @@
-"""Strategies as values, and a schedule of one's own that becomes a word of them.
+"""Use strategies as Python values, and write your own schedule that a strategy can name.
 
     syncline run -n 2 examples/own_strategy.py
     python examples/own_strategy.py
 
-A part is known once the file that registers it is imported. One that an installed package offers is known everywhere,
-on the command line too; the package's pyproject.toml says where it is:
+A strategy can name a part once the file that registers it has been imported. The parts of an installed package are
+available everywhere, including the command line, if its pyproject.toml declares them:
 
     [project.entry-points."syncline.schedules"]
     even = "my_package.even"

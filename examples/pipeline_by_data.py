@@ -1,12 +1,13 @@
-"""Data parallelism beside pipeline parallelism: two stages, each of them on two workers that average their gradients.
+"""Data parallelism with pipeline parallelism: two stages, each on two workers that average their gradients.
 
     syncline run -n 4 examples/pipeline_by_data.py
     syncline run -n 4 --strategy "ring schedule=wait_free" examples/pipeline_by_data.py
     torchrun --nproc-per-node 4 examples/pipeline_by_data.py
 
-A mesh of PyTorch says who is who. Activations and their gradients go from stage to stage by ``torch.distributed``, a
-piece of the batch at a time; Syncline averages each stage over the mesh's dimension ``data``, when the last piece has
-come back. At the end the weights are compared with those of one process that has trained both stages on all samples.
+A DeviceMesh defines the groups. ``torch.distributed`` sends activations and their gradients between the stages, one
+micro-batch at a time. After the backward pass of the last micro-batch, Syncline averages the gradients of each stage
+over the mesh dimension ``data``. At the end the script compares the weights with those of one process that trains both
+stages on all samples.
 """
 
 import torch
@@ -72,7 +73,7 @@ def send_forward(model: torch.nn.Module, pieces: tuple[torch.Tensor, ...], behin
             with syncline.no_sync():
                 output.backward(gradient)
         else:
-            output.backward(gradient)  # ends with the gradients of all pieces, averaged over the replicas
+            output.backward(gradient)  # the last one averages the gradients of all micro-batches over the replicas
     for work in sent:
         work.wait()
 

@@ -1,8 +1,8 @@
-"""Processes that the script starts itself, here with torch.multiprocessing: init is told who is who.
+"""A script that starts its own processes, here with torch.multiprocessing, and passes their ranks to ``init``.
 
     python examples/spawn.py
 
-The spawn method is the right one: a forked child cannot use the connections of its parent.
+Use the start method spawn, because a forked child cannot use the connections of its parent.
 """
 
 import secrets

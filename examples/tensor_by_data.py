@@ -1,16 +1,16 @@
-"""Data parallelism beside tensor parallelism: two halves of every layer, each of them on two workers.
+"""Data parallelism with tensor parallelism: each layer is split into two halves, and each half is on two workers.
 
     syncline run -n 4 examples/tensor_by_data.py
     syncline run -n 4 --strategy "ps(servers=2, on=workers)" examples/tensor_by_data.py
     torchrun --nproc-per-node 4 examples/tensor_by_data.py
 
-Every worker is in two groups: with the one that has the other half of the model, and with the one that has the same
-half and other samples. The first group adds up what its halves compute, in the middle of forward and backward; the
-second averages gradients. At the end the weights are compared with those of one process that has whole layers and all
-samples.
+Each worker is in two groups. In its tensor-parallel group are the two halves of a model, whose partial results are
+summed during forward and backward. In its data-parallel group are the two workers with the same half and different
+samples, which average their gradients. At the end the script compares the weights with those of one process that has
+whole layers and all samples.
 
-A block is two layers: the first is split by outputs, the second by inputs, so that a sum at the end of a block is all
-that its halves have to say to each other (Shoeybi et al., "Megatron-LM", 2019).
+A block has two layers. The first is split by outputs and the second by inputs, so each pass through a block needs only
+one allreduce (Shoeybi et al., "Megatron-LM", 2019).
 """
 
 from typing import Any
@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     syncline.init()
     replica, half = divmod(syncline.rank(), HALVES)
-    # All workers make all groups, in one order, and use those that they are in.
+    # Creating a group is collective: all workers create all groups in the same order, and each uses its own.
     of_model = [syncline.new_group([HALVES * row + column for column in range(HALVES)]) for row in range(REPLICAS)]
     of_data = [syncline.new_group([HALVES * row + column for row in range(REPLICAS)]) for column in range(HALVES)]
 

@@ -17,10 +17,10 @@ from sklearn.datasets import load_digits
 import syncline
 import syncline.tensorflow
 
-BATCH, EPOCHS = 64, 12  # of all workers together, so that any number of them trains the same model
+BATCH, EPOCHS = 64, 12  # the global batch: the result does not depend on the number of workers
 
 syncline.init(sys.argv[1] if len(sys.argv) > 1 else None)
-keras.utils.set_random_seed(syncline.rank())  # all start from rank 0's weights, whatever the others have
+keras.utils.set_random_seed(syncline.rank())  # prepare gives all workers rank 0's weights
 digits = load_digits()
 images, labels = (digits.images[..., None] / 8 - 1).astype(np.float32), digits.target
 order = np.random.default_rng(1797).permutation(len(labels))
@@ -43,7 +43,7 @@ warmup = EPOCHS * steps // 10
 rate = keras.optimizers.schedules.CosineDecay(0.0, EPOCHS * steps - warmup, warmup_target=0.05, warmup_steps=warmup)
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.SGD(rate, momentum=0.9, weight_decay=1e-3), loss, metrics=["accuracy"])
-syncline.tensorflow.prepare(model)  # all ranks meet; a server serves here until they have left
+syncline.tensorflow.prepare(model)  # collective; a server serves here until all workers have left
 
 share = BATCH // syncline.world_size()
 for epoch in range(EPOCHS):

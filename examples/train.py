@@ -1,11 +1,11 @@
-"""A plain training script: three lines of Syncline, the loop as it would be on one process.
+"""A plain training script with three lines of Syncline. The training loop is that of a single process.
 
-    syncline run -n 4 examples/train.py                                  # direct or ring, whichever suits
-    syncline run -n 4 --servers 2 examples/train.py                      # the same over two parameter servers
+    syncline run -n 4 examples/train.py                                  # architecture=auto
+    syncline run -n 4 --servers 2 examples/train.py                      # two parameter servers
     syncline run -n 4 --strategy "ring transport=tcp" examples/train.py
     torchrun --nproc-per-node 4 examples/train.py
 
-The handwritten digits come with scikit-learn; every worker trains on its share of them.
+The data are the handwritten digits of scikit-learn. Each worker trains on its share of the images.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""Accelerate over Syncline: the process group is made before the Accelerator, which takes over the one that it finds.
+"""Accelerate over Syncline: create the process group before the Accelerator, which uses an existing one.
 
     torchrun --nproc-per-node 2 examples/trainers/with_accelerate.py
     SYNCLINE_STRATEGY="tree transport=tcp" torchrun --nproc-per-node 2 examples/trainers/with_accelerate.py
 
-Another backend as first argument, gloo, trains to the same weights; a second argument is the folder in which each rank
-leaves its own.
+The optional first argument is another backend, such as gloo, which gives the same weights. The optional second argument
+is a folder to which each rank writes its weights.
 """
 
 import sys

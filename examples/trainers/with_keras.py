@@ -1,9 +1,9 @@
-"""Keras 3 on PyTorch over Syncline: fit() goes on as it is, on a model that has been prepared.
+"""Keras 3 on PyTorch over Syncline: prepare the model, and call ``fit`` as usual.
 
     syncline run -n 2 examples/trainers/with_keras.py
     syncline run -n 2 --strategy "ring codec=int8" examples/trainers/with_keras.py
 
-A first argument is the folder in which each rank leaves its weights.
+The optional argument is a folder to which each rank writes its weights.
 """
 
 import os

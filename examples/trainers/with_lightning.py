@@ -1,10 +1,10 @@
-"""Lightning's Trainer over Syncline: one import, and the strategy's name. Lightning starts both processes itself.
+"""Lightning's Trainer over Syncline: one import and ``strategy="syncline"``. Lightning starts both processes.
 
     python examples/trainers/with_lightning.py
     SYNCLINE_STRATEGY="tree codec=int8" python examples/trainers/with_lightning.py
 
-Another strategy of Lightning's as first argument, such as ddp, trains to the same weights; a second argument is the
-folder in which each rank leaves its own.
+The optional first argument is another strategy of Lightning, such as ddp, which gives the same weights. The optional
+second argument is a folder to which each rank writes its weights.
 """
 
 import sys
@@ -47,7 +47,7 @@ def main(strategy: str = "syncline", folder: str = "") -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(TensorDataset(points, labels), batch_size=16))  # which Lightning shares out
+    trainer.fit(model, DataLoader(TensorDataset(points, labels), batch_size=16))  # Lightning adds a DistributedSampler
     if trainer.is_global_zero:
         backend = torch.distributed.get_backend()
         print(f"{trainer.world_size} ranks over {backend}: loss {trainer.callback_metrics['loss']:.3f}")

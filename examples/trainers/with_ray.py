@@ -1,10 +1,10 @@
-"""Ray Train over Syncline: the backend's name is given to TorchConfig. Ray starts the two workers itself.
+"""Ray Train over Syncline: pass the backend's name to TorchConfig. Ray starts the two workers.
 
     python examples/trainers/with_ray.py
     SYNCLINE_STRATEGY="tree transport=tcp" python examples/trainers/with_ray.py
 
-Another backend as first argument, gloo, trains to the same weights; a second argument is the folder in which each rank
-leaves its own.
+The optional first argument is another backend, such as gloo, which gives the same weights. The optional second argument
+is a folder to which each rank writes its weights.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Hugging Face's Trainer over Syncline: the process group is made before the arguments of the training.
+"""Hugging Face's Trainer over Syncline: create the process group before the TrainingArguments.
 
     torchrun --nproc-per-node 2 examples/trainers/with_transformers.py
     SYNCLINE_STRATEGY="tree transport=tcp" torchrun --nproc-per-node 2 examples/trainers/with_transformers.py
 
-Another backend as first argument, gloo, trains to the same weights; a second argument is the folder in which each rank
-leaves its own. The model is a small one with weights by chance: nothing is downloaded.
+The optional first argument is another backend, such as gloo, which gives the same weights. The optional second argument
+is a folder to which each rank writes its weights. The model is small and has random weights, so nothing is downloaded.
 """
 
 import sys
