@@ -61,8 +61,11 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", LAYERED)
-@pytest.mark.parametrize("script", SCRIPTS)
+# Every script under two of the strategies, which take turns.
+TURNS = [(script, LAYERED[(number + turn) % len(LAYERED)]) for number, script in enumerate(SCRIPTS) for turn in (0, 2)]
+
+
+@pytest.mark.parametrize(("script", "strategy"), TURNS)
 def test_scripts_get_one_workers_weights(group: Any, strategy: str, script: Callable[[Here], Any]) -> None:
     same_as_alone(group, strategy, 2, sgd, script)
 
