@@ -28,7 +28,7 @@ Told = Callable[[str, Array], None]
 
 
 class Convolution:
-    """5 x 5, padded by 2: a product with the patches of all images, one per row (im2col)."""
+    """A 5 x 5 convolution with padding 2, as a matrix product with the patches of all images, one per row (im2col)."""
 
     def __init__(self, name: str, weights: dict[str, Array]) -> None:
         self.name, self.weights = name, weights
@@ -57,7 +57,7 @@ class Convolution:
 
 
 class Pooling:
-    """3 x 3 windows at every second place, the last ones beyond the edge, as Caffe has them."""
+    """3 x 3 windows with stride 2. As in Caffe, the last windows extend beyond the edge."""
 
     def windows(self, x: Array, beyond: float) -> Array:
         self.shape = x.shape
@@ -65,7 +65,7 @@ class Pooling:
         return sliding_window_view(padded, (3, 3), axis=(2, 3))[:, :, ::2, ::2].reshape(*x.shape[:2], -1, 9)
 
     def spread(self, back: Array) -> Array:
-        """The sum of what each element got from its windows, whose nine elements are the last dimension."""
+        """Sum each element's values over the windows that contain it. The last dimension has the 9 elements of a window."""
         count, channels, height, width = self.shape
         parts = back.reshape(count, channels, height // 2, width // 2, 9)
         padded = np.zeros((count, channels, height + 1, width + 1))
@@ -147,7 +147,7 @@ def network(weights: dict[str, Array]) -> list:
 
 
 def images(seed: int, count: int) -> tuple[Array, Array]:
-    """Ten kinds, each with colours of its own in a coarse pattern, under noise: 3 x 32 x 32 and a label."""
+    """Random images (count, 3, 32, 32) and their labels: each of ten classes has a coarse colour pattern, plus noise."""
     patterns = np.random.default_rng(1).normal(size=(10, 3, 4, 4)).repeat(8, 2).repeat(8, 3)
     draw = np.random.default_rng((2, seed))
     labels = draw.integers(10, size=count)
@@ -166,7 +166,7 @@ def forward(layers: list, x: Array) -> Array:
 
 
 def descend(weights: Array, gradient: Array, _: dict[str, Array], *, lr: float = 0.01) -> None:
-    """The update of both algorithms; the gradient is the mean of all workers'."""
+    """The update of both algorithms. ``gradient`` is the mean over all workers."""
     weights -= lr * gradient
 
 

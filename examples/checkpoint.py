@@ -54,7 +54,7 @@ def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The first epoch that is left to do; all ranks read the same file."""
+    """Restore the newest checkpoint, the same on all ranks, and return the first epoch that is still to be trained."""
     found = max(folder.glob("epoch-*.pt"), key=lambda path: int(path.stem.partition("-")[2]), default=None)
     syncline.barrier()  # all ranks must list the folder before any rank writes to it
     if found is None:

@@ -13,7 +13,7 @@ import syncline
 
 
 class Momentum:
-    """Updates flat pieces of the weights, every element by itself; what it has learnt of them is in ``state``."""
+    """Updates flat pieces of the weights, every element by itself; ``state`` has the velocity."""
 
     def __init__(self, lr: float, momentum: float = 0.9) -> None:
         self.lr, self.momentum = lr, momentum

@@ -35,7 +35,7 @@ def star(group: Group) -> Plan:
 
 
 def train(session: Session | None) -> torch.Tensor:
-    """The weights after some steps; without a session on all the data, otherwise on this rank's share."""
+    """Train for some steps and return the weights. Without a session, train on all data, else on this rank's share."""
     rank, world = (0, 1) if session is None else (session.rank, session.world_size)
     generator = torch.Generator().manual_seed(0)  # the same data on every rank
     model = torch.nn.Linear(10, 1, bias=False).double()

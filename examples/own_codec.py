@@ -26,7 +26,7 @@ from syncline.registry import register
 @register("codecs", "upper")
 @dataclass(frozen=True)
 class Upper:
-    """Sign, exponent and the first seven bits of the mantissa; the rest is cut off."""
+    """Keeps the sign, the exponent and the first seven bits of the mantissa, and truncates the rest."""
 
     combine: ClassVar[Combine] = "owner"  # halves cannot be added: owners decode, add and encode again
     block: ClassVar[int] = 2  # two elements share a word

@@ -27,7 +27,7 @@ from syncline.strategy.strategy import Strategy
 @register("schedules", "even")
 @dataclass(frozen=True)
 class Even:
-    """About equally large buckets, as many as one asks for."""
+    """Divides the model into ``count`` buckets of nearly equal size."""
 
     count: int = 2
     release: ClassVar[Literal["ready", "backward_end"]] = "ready"
@@ -41,7 +41,7 @@ class Even:
             raise UsageError("even(count=...) must be at least 1")
 
     def buckets(self, layers: Sequence[Layer], cost: Cost | None = None) -> list[Bucket]:  # noqa: ARG002
-        """From the last layer to the first; a bucket has one element type, so it also ends where that changes."""
+        """Fill buckets from the last layer to the first. A bucket also ends where the element type changes."""
         share = sum(layer.spec.nbytes for layer in layers) / self.count
         made: list[Bucket] = []
         for index in reversed(range(len(layers))):
@@ -54,7 +54,7 @@ class Even:
         return made
 
     def priority(self, bucket: Bucket) -> float:  # noqa: ARG002
-        return 0.0  # all alike
+        return 0.0  # all buckets have the same priority
 
 
 def main() -> None:

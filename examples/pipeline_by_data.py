@@ -21,7 +21,7 @@ STEPS, BATCH = 20, 32
 
 
 def stages() -> list[torch.nn.Module]:
-    """Both stages, the same on all ranks."""
+    """Both stages, with the same initial weights on all ranks."""
     torch.manual_seed(0)
     first = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32), torch.nn.Tanh())
     return [first.double(), torch.nn.Linear(32, 4).double()]
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def send_forward(model: torch.nn.Module, pieces: tuple[torch.Tensor, ...], behind: int) -> None:
-    """The first stage: all pieces forward, then all backward, as their gradients come."""
+    """Run the first stage: forward for all micro-batches, then backward for each when its gradient arrives."""
     outputs = [model(piece) for piece in pieces]
     sent = [dist.isend(output.detach(), behind) for output in outputs]
     for number, output in enumerate(outputs):
@@ -79,7 +79,7 @@ def send_forward(model: torch.nn.Module, pieces: tuple[torch.Tensor, ...], behin
 
 
 def learn(model: torch.nn.Module, wanted: tuple[torch.Tensor, ...], before: int) -> None:
-    """The last stage: each piece forward and backward when it comes, and its gradient back."""
+    """Run the last stage: for each micro-batch that arrives, run forward and backward and send the gradient back."""
     sent = []
     for number, target in enumerate(wanted):
         given = torch.empty(len(target), 32, dtype=torch.float64)
@@ -96,7 +96,7 @@ def learn(model: torch.nn.Module, wanted: tuple[torch.Tensor, ...], before: int)
 
 
 def difference(model: torch.nn.Module, stage: int) -> float:
-    """How far this stage is from that of one process."""
+    """The largest difference between the weights of this stage and those that one process has trained."""
     both = torch.nn.Sequential(*stages())
     optimizer = sgd(both)
     for step in range(STEPS):

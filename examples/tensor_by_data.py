@@ -25,7 +25,7 @@ STEPS, BATCH = 20, 32
 
 
 class Copied(torch.autograd.Function):
-    """The same input for all halves; what they bring backward is added up."""
+    """Passes the input to all halves unchanged; backward sums the gradients of the halves (Megatron-LM's ``f``)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Copied(torch.autograd.Function):
 
 
 class Added(torch.autograd.Function):
-    """The sum of what all halves give; each of them gets the same gradient."""
+    """Sums the outputs of all halves; backward passes the gradient to each half unchanged (Megatron-LM's ``g``)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # noqa: ARG004
@@ -50,7 +50,7 @@ class Added(torch.autograd.Function):
 
 
 class HalfBlock(torch.nn.Module):
-    """One of ``halves`` parts of a block; of one, all of it."""
+    """One half of a block, or the whole block if ``whole`` is None."""
 
     def __init__(self, whole: "HalfBlock | None" = None, half: int = 0, group: Any = None) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class HalfBlock(torch.nn.Module):
 
 
 def part(name: str, tensor: torch.Tensor, half: int) -> torch.Tensor:
-    """A half's part of a block's parameter: of its outputs, or of its inputs."""
+    """A half's part of a block's parameter, split by outputs or by inputs."""
     return tensor.chunk(HALVES, dim=1 if name == "out.weight" else 0)[half]
 
 
 def blocks() -> list[HalfBlock]:
-    """Whole blocks, the same on all ranks."""
+    """Whole blocks, with the same initial weights on all ranks."""
     torch.manual_seed(0)
     return [HalfBlock(), HalfBlock()]
 

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 
 def sentences(count: int) -> list[dict[str, Any]]:
-    """Eight words each, and whether the first is of the first half of the vocabulary."""
+    """Sentences of eight words; the label says whether the first word is in the first half of the vocabulary."""
     words = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": int(row[0] < 25)} for row in words]
 
