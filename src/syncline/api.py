@@ -240,7 +240,7 @@ def join() -> Iterator[None]:
     """
     here = _session_of_torch("join()")
     if any(
-        made.client is not None and made.client.owned.together and made.client.crossing is not None
+        made.client is not None and made.client.owned.together and made.client.overlap is not None
         for made in process.prepared
     ):
         raise UsageError(

@@ -75,7 +75,7 @@ class Process:
                 f" torch, not {type(group).__name__}; torch gives ranks that are not in a group another object in place"
                 " of one"
             )
-        from .frameworks.torch.meshes import ranks_of
+        from .frameworks.torch.options import ranks_of
 
         ranks = ranks_of(here, group)
         with self._founding:

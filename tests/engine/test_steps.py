@@ -170,20 +170,20 @@ def test_weights_are_exchanged_once_when_the_optimizer_has_run(phases: Literal["
     steps = made(Sliced(phases), mode=Averaged(2))
     assert steps.updated() == []
     steps.made_alone()
-    assert not steps.owes
+    assert not steps.averages_next
     for tensor in (1, 0):
         assert steps.produced(tensor) == []
     refused(steps, steps.updated, "in the middle of the backward pass of step 1")
     refused(steps, steps.made_alone, "no worker's own")
     assert steps.backward_ended() == []
     steps.stepped()
-    assert steps.owes
+    assert steps.averages_next
     agree, *submits, wait, average = steps.updated()
     assert (agree, average) == (Agree(1), Average(1))
     assert isinstance(wait, Wait)
     assert len(wait.operations) == 4
     assert len(submits) == (4 if phases == "whole" else 8)
-    assert not steps.owes
+    assert not steps.averages_next
     assert steps.updated() == []
     for _ in range(4):  # nobody has said that the optimizer ran: weights have been updated once, or not at all
         steps.made_alone()

@@ -89,14 +89,14 @@ def test_bytes_that_move_are_seen_once() -> None:
 
 def test_who_asks_is_answered_at_once_and_looked_for_again() -> None:
     here = Here()
-    assert here.watchdog.looks >= here.watchdog.owed
+    assert here.watchdog.looks >= here.watchdog.awaited_looks
     here.watchdog.moved()
     before = here.watchdog.answer(looking=True)
     assert (before.waits, before.moves, before.looks) == ({1: "sum"}, 1, 0)
     for _ in range(ANEW):
-        assert here.watchdog.looks < here.watchdog.owed
+        assert here.watchdog.looks < here.watchdog.awaited_looks
         here.look()
-    assert here.watchdog.looks >= here.watchdog.owed
+    assert here.watchdog.looks >= here.watchdog.awaited_looks
     assert here.watchdog.answer(looking=True).still(before)
     here.watchdog.moved()
     assert not here.watchdog.answer(looking=True).still(before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.frameworks.torch.backward import Backward
+from syncline.frameworks.torch.passes import Backward
 
 
 class Log:

@@ -95,7 +95,9 @@ def test_clipping_is_refused_where_nobody_knows_whose_gradients_are_averaged(gro
         assert here.client is not None
         here.client.clip(1.0)
 
-    with pytest.raises(GradientError, match="with backup workers these are whoever's come first: use sync=bsp without"):
+    with pytest.raises(
+        GradientError, match=r"with backup workers these are the first to arrive, .*: use sync=bsp without"
+    ):
         on_group(group, "ps(servers=1) sync=bsp(backup=1)", WORKERS, sgd, body, weight=1)
 
 

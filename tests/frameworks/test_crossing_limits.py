@@ -145,7 +145,7 @@ def test_a_transform_that_looks_inside_is_refused(group: Any) -> None:
         train(here, range(2))
         torch.func.vmap(lambda one: here.model(one[None]))(batch(3))
 
-    with pytest.raises(UsageError, match=r"a transform of torch\.func looks at weights .*syncline\.flush\(\)"):
+    with pytest.raises(UsageError, match=r"a transform of torch\.func reads weights .*syncline\.flush\(\)"):
         on_group(group, LAYERED[1], 2, sgd, body)
 
 

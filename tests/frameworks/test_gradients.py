@@ -10,7 +10,7 @@ import torch
 
 from syncline.errors import GradientError
 from syncline.frameworks._gradients import GradientPlace
-from syncline.frameworks.torch.backward import Produced
+from syncline.frameworks.torch.passes import Produced
 from syncline.frameworks.torch.storage import Storage, layers_of
 from syncline.schedules.fixed import Fixed
 

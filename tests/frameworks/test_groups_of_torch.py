@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from syncline import process as module
 from syncline.errors import UsageError
-from syncline.frameworks.torch import meshes
+from syncline.frameworks.torch import options
 from syncline.process import Process
 from syncline.session.groups import WorkerGroup, found_group
 from syncline.session.session import Session
@@ -34,7 +34,7 @@ def test_two_threads_that_give_a_group_first_make_one(group: Any, monkeypatch: p
         return found_group(world, ranks)
 
     monkeypatch.setattr(module, "found_group", together)
-    monkeypatch.setattr(meshes, "ranks_of", lambda *_: (0, 1))
+    monkeypatch.setattr(options, "ranks_of", lambda *_: (0, 1))
 
     def body(session: Session) -> Any:
         here, given = Process(), OfTorch()
@@ -52,10 +52,10 @@ def test_a_process_group_that_was_destroyed_is_refused(group: Any, everything: b
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         made = dist.new_group([0])
-        assert group("ring", 1, lambda session: meshes.ranks_of(session, made)) == [(0,)]
+        assert group("ring", 1, lambda session: options.ranks_of(session, made)) == [(0,)]
         dist.destroy_process_group(None if everything else made)
         with pytest.raises(UsageError, match=r"a ProcessGroup that was destroyed: give syncline.new_group\(ranks\)"):
-            group("ring", 1, lambda session: meshes.ranks_of(session, made))
+            group("ring", 1, lambda session: options.ranks_of(session, made))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -181,7 +181,7 @@ def test_a_pass_that_was_given_up_is_dropped_with_the_state_that_is_loaded(group
 
     group("ring", 1, alone)
     with pytest.raises(
-        GradientError, match=r"in step \d: call step\(\) between two; .* say drop\(\) .* begin the run again"
+        GradientError, match=r"in step \d: call step\(\) after each pass; .* call drop\(\).* restart the run"
     ):
         group("ring", 2, several)
 

@@ -80,7 +80,7 @@ def test_the_optimizer_of_before_is_refused(group: Any) -> None:
         prepare(session, arrays)
         before.step({"a": np.ones(3)})
 
-    with pytest.raises(GradientError, match=r"'a' has been prepared again: use what .* has returned last"):
+    with pytest.raises(GradientError, match=r"'a' has been prepared again: use the result of the last"):
         group("ring", 2, body)
 
 

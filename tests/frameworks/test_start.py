@@ -640,7 +640,7 @@ def test_what_only_one_ranks_optimizer_changes_is_named(
     with pytest.raises(MismatchError) as caught:
         on_group(group, strategy, 2, make, lambda here: train(here, range(1)))
     assert "changes " in str(caught.value)
-    assert " itself in step(), and that of" in str(caught.value)
+    assert " itself in step(), and the optimizer of" in str(caught.value)
     assert named in str(caught.value)
 
 
@@ -656,7 +656,7 @@ def test_a_list_that_has_grown_too_long_to_be_told_is_refused_by_name(group: Any
         return model, two_groups(model, GrowsQuickly)
 
     for strategy in ("ps(servers=1)", "ps(servers=1, on=workers)"):
-        with pytest.raises(SynclineError, match=r"the attribute 'count' has grown to .* keep its last items alone"):
+        with pytest.raises(SynclineError, match=r"the attribute 'count' has grown to .* keep only its last items"):
             on_group(group, strategy, 2, make, lambda here: train(here, range(9)))
 
 
@@ -932,4 +932,4 @@ def test_what_belongs_to_no_parameter_is_refused(group: Any) -> None:
 
     text = refused(group, make, strategy="ps(servers=1)")
     assert "'k' in its state" in text
-    assert "which owners cannot tell" in text
+    assert "which owners cannot send" in text

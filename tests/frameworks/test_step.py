@@ -203,7 +203,7 @@ def test_a_grad_scaler_cannot_hold_back_what_owners_update_at_once(group: Any) -
         scaler.scale(loss_of(here.model(here.share(batch(0))))).backward()
         scaler.step(here.optimizer)
 
-    with pytest.raises(GradientError, match=r"GradScaler has to know all gradients.*schedule=fixed"):
+    with pytest.raises(GradientError, match=r"GradScaler needs all gradients.*schedule=fixed"):
         on_group(group, "ps(servers=1) schedule=priority", 2, sgd, body)
 
 

@@ -35,7 +35,7 @@ def test_a_model_is_either_its_own_or_that_of_prepare(tmp_path: Path) -> None:
     printed = scripts.run_forked("accelerate", SCRIPT, "both", tmp_path, status=1)
     assert "UsageError: the model is wrapped in DistributedDataParallel" in printed
     assert "GradientError: " in printed
-    assert "given to syncline.prepare() and then to DistributedDataParallel (as Accelerate and Trainers do" in printed
+    assert "given to syncline.prepare() and then to DistributedDataParallel (Accelerate and Trainers do" in printed
 
 
 def test_a_backend_that_it_does_not_know_is_not_just_left_out(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from syncline.tuning import schedule_choice
 from syncline.tuning.schedule_choice import (
     CANDIDATES,
     CLEARLY,
-    CROSSING_COST,
     FAR,
     MARGIN,
     MOST,
     NEAR,
+    OVERLAP_COST,
     STEPS,
     TURNS,
     UNLIKELY,
@@ -48,19 +48,19 @@ def model(count: int, elements: int, forward_s: float, backward_s: float) -> lis
     return [Layer(Spec(f"layer {number}", (elements,)), forward_s, backward_s) for number in range(count)]
 
 
-def names(text: str, crossing: bool = True, workers: int = 4) -> set[str]:
-    return {one.schedule.name for one in candidates(strategy(text, workers), crossing)}
+def names(text: str, overlap: bool = True, workers: int = 4) -> set[str]:
+    return {one.schedule.name for one in candidates(strategy(text, workers), overlap)}
 
 
 INSIDE = {"fixed", "wait_free", "merged"}
-CROSSING = {"priority", "split"}
+OVERLAPPING = {"priority", "split"}
 
 
 @pytest.mark.parametrize(
     ("text", "cross"),
     [
-        ("ring", CROSSING),
-        ("direct", CROSSING),
+        ("ring", OVERLAPPING),
+        ("direct", OVERLAPPING),
         ("recursive_doubling", {"priority"}),  # no rank owns a sum between two phases
         ("ring codec=int8", {"priority"}),
         ("ps(servers=1, update=worker)", {"priority"}),
@@ -71,7 +71,7 @@ CROSSING = {"priority", "split"}
 def test_candidates_are_those_that_go_with_the_rest(text: str, cross: set[str]) -> None:
     """Never one that changes the mathematics, or fifo, which is no faster than fixed with all in one bucket."""
     assert names(text) == INSIDE | cross
-    assert names(text, crossing=False) == INSIDE
+    assert names(text, overlap=False) == INSIDE
 
 
 class Made:
@@ -85,8 +85,8 @@ class Made:
         buckets = tuple(schedule.buckets(self.layers, self.cost))
         return Layout(tuple(self.layers), buckets, tuple(map(schedule.priority, buckets)))
 
-    def chosen(self, crossing: bool = True, text: str = "ring", *, crowded: bool = False) -> Layout:
-        return choose_schedule(strategy(text), self.layers, self.cost, self.lay, crossing, crowded=crowded)
+    def chosen(self, overlap: bool = True, text: str = "ring", *, crowded: bool = False) -> Layout:
+        return choose_schedule(strategy(text), self.layers, self.cost, self.lay, overlap, crowded=crowded)
 
 
 SLOW, FAST = LinearCost(1e-3, 4e-8), LinearCost(1e-6, 1e-12)
@@ -100,17 +100,17 @@ def test_what_is_near_enough_is_left_as_it_is() -> None:
 
 def test_a_slow_network_is_hidden_behind_the_next_forward_pass_if_that_may_be() -> None:
     made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
-    crossing, inside = made.chosen(), made.chosen(crossing=False)
-    assert crossing.schedule in ("priority", "split")
+    overlap, inside = made.chosen(), made.chosen(overlap=False)
+    assert overlap.schedule in ("priority", "split")
     assert inside.schedule in CANDIDATES
     assert inside.strategy_in(strategy("ring")).schedule_object().apply == "step"
-    assert crossing.cost == SLOW
-    assert "with fixed" in crossing.reason
+    assert overlap.cost == SLOW
+    assert "with fixed" in overlap.reason
 
 
 def test_latencies_that_cost_much_merge() -> None:
     """So many small tensors alone would take a latency each; all in one wait for the last."""
-    found = Made(model(60, 1000, 1e-4, 1e-3), LinearCost(0.02, 1e-12)).chosen(crossing=False)
+    found = Made(model(60, 1000, 1e-4, 1e-3), LinearCost(0.02, 1e-12)).chosen(overlap=False)
     assert found.schedule in ("fixed", "merged")
     assert len(found.buckets) < 10
 
@@ -140,12 +140,12 @@ def test_buckets_that_cannot_be_are_left_out() -> None:
     made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
 
     def lay(by: Strategy) -> Layout:
-        if by.schedule.name in CROSSING:
+        if by.schedule.name in OVERLAPPING:
             raise UsageError("too many")
         return made.lay(by)
 
-    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, crossing=True)
-    assert found == made.chosen(crossing=False)
+    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, overlap=True)
+    assert found == made.chosen(overlap=False)
 
 
 def test_what_is_predicted_of_is_named_where_fixed_cannot_be() -> None:
@@ -156,8 +156,8 @@ def test_what_is_predicted_of_is_named_where_fixed_cannot_be() -> None:
             raise UsageError("too large")
         return made.lay(by)
 
-    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, crossing=True)
-    assert found.schedule in CROSSING
+    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, overlap=True)
+    assert found.schedule in OVERLAPPING
     assert re.search(r" ms with fixed\(bucket=8MiB\), ", found.reason)
 
 
@@ -170,7 +170,7 @@ def test_a_candidate_that_fails_is_named_and_the_first_one_runs(caplog: pytest.L
             raise ZeroDivisionError("no time at all")
         return made.lay(by)
 
-    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, crossing=True)
+    found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, overlap=True)
     why = "nothing was predicted, as merged failed (ZeroDivisionError: no time at all)"
     assert (found.schedule, found.cost, found.reason) == ("fixed", SLOW, f"schedule=fixed: {why}")
     assert why in caplog.text
@@ -182,7 +182,7 @@ def test_where_no_schedule_fits_that_is_said(cost: LinearCost | None) -> None:
         raise UsageError(f"{by.schedule.name} is too large")
 
     with pytest.raises(UsageError, match="split is too large; no other schedule that schedule=auto chooses from fits"):
-        choose_schedule(strategy("ring"), model(3, 10, 0.01, 0.02), cost, lay, crossing=True)
+        choose_schedule(strategy("ring"), model(3, 10, 0.01, 0.02), cost, lay, overlap=True)
 
 
 def test_steps_are_measured_in_buckets_of_all_sizes() -> None:
@@ -200,14 +200,14 @@ models = st.lists(
 
 @given(models, st.builds(LinearCost, st.floats(0, 0.01), st.floats(1e-12, 1e-8)), st.booleans())
 def test_the_simplest_counts_of_those_that_are_predicted_to_be_as_fast_as_the_best(
-    layers: list[Layer], cost: LinearCost, crossing: bool
+    layers: list[Layer], cost: LinearCost, overlap: bool
 ) -> None:
     made = Made(layers, cost)
-    found = made.chosen(crossing)
+    found = made.chosen(overlap)
     whole_s = {}
-    for one in candidates(strategy("ring"), crossing):
+    for one in candidates(strategy("ring"), overlap):
         times = predict_iteration(layers, made.lay(one), one.schedule_object(), one.sync_mode(), cost)
-        whole_s[str(one)] = times.whole_s * (1 + CROSSING_COST if one.schedule_object().apply == "layer" else 1)
+        whole_s[str(one)] = times.whole_s * (1 + OVERLAP_COST if one.schedule_object().apply == "layer" else 1)
     best_s, mine = min(whole_s.values()), str(found.strategy_in(strategy("ring")))
     fast = [text for text, seconds in whole_s.items() if seconds <= best_s * (1 + MARGIN)]
     assert fast[0] == mine
@@ -215,20 +215,20 @@ def test_the_simplest_counts_of_those_that_are_predicted_to_be_as_fast_as_the_be
 
 @given(models, st.builds(LinearCost, st.floats(0, 0.01), st.floats(1e-12, 1e-8)), st.booleans())
 def test_what_runs_without_trials_is_tried_first_and_then_what_is_predicted_not_to_be_far_behind(
-    layers: list[Layer], cost: LinearCost, crossing: bool
+    layers: list[Layer], cost: LinearCost, overlap: bool
 ) -> None:
     made = Made(layers, cost)
-    found = worth_a_trial(strategy("ring"), layers, cost, made.lay, crossing, lambda _: True)
-    alike = [one for one in found if one.travels_like(made.chosen(crossing))]
+    found = worth_a_trial(strategy("ring"), layers, cost, made.lay, overlap, lambda _: True)
+    alike = [one for one in found if one.travels_like(made.chosen(overlap))]
     assert found[0] in alike
     ends = [layout.strategy_in(strategy("ring")).schedule_object().apply == "step" for layout in found]
     assert any(ends)
-    assert crossing or all(ends)
+    assert overlap or all(ends)
     expected_s = []
     for layout, by_itself in zip(found, ends, strict=True):
         one = layout.strategy_in(strategy("ring"))
         whole_s = predict_iteration(layers, layout, one.schedule_object(), one.sync_mode(), cost).whole_s
-        expected_s.append(whole_s * (1.0 if by_itself else 1 + CROSSING_COST))
+        expected_s.append(whole_s * (1.0 if by_itself else 1 + OVERLAP_COST))
     assert expected_s[1:-1] == sorted(expected_s[1:-1])  # the last one may be there for ending its steps by itself
     assert all(seconds <= min(expected_s) * (1 + UNLIKELY) for seconds in expected_s[:-1])
 
@@ -248,7 +248,7 @@ def test_what_may_not_run_does_not_where_nothing_else_ends_its_steps_by_itself()
     chosen = made.chosen().schedule
 
     def fits(one: Strategy) -> bool:
-        return one.schedule.name in CROSSING and write("schedules", one.schedule) != chosen
+        return one.schedule.name in OVERLAPPING and write("schedules", one.schedule) != chosen
 
     found = worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, fits)
     assert [one.schedule for one in found] == [
@@ -285,7 +285,7 @@ def test_what_cannot_be_predicted_is_named_and_not_tried(
 
 def test_where_nothing_can_be_predicted_the_simplest_that_may_run_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(model(20, MEGABYTE, 0.01, 0.02), SLOW)
-    failing(monkeypatch, *INSIDE, *CROSSING)
+    failing(monkeypatch, *INSIDE, *OVERLAPPING)
 
     def fits(one: Strategy) -> bool:
         return one.schedule.name != "fixed"
@@ -414,7 +414,7 @@ def test_what_crosses_is_not_run_any_more_once_that_is_refused(after: int) -> No
         for _ in range(2):
             run.now_s += run.seconds[layout.schedule]
             run.trials.step_ended()
-    run.trials.refuse_crossing()
+    run.trials.refuse_overlap()
     assert run.go().schedule == "b"
     assert not any(name.startswith("cross") for name in run.ran)
 
@@ -422,17 +422,17 @@ def test_what_crosses_is_not_run_any_more_once_that_is_refused(after: int) -> No
 def test_the_best_of_those_that_do_not_cross_is_known_too() -> None:
     run = Run({"first": 1.0, "cross a": 0.1, "b": 0.5})
     assert run.go().schedule == "cross a"
-    assert run.trials.best(crossing=False).schedule == "b"
+    assert run.trials.best(overlap=False).schedule == "b"
 
 
 def test_where_iterations_may_not_be_crossed_the_best_is_one_that_does_not_even_before_any_has_run() -> None:
     run = Run({"cross first": 1.0, "cross a": 0.1, "b": 0.5})
-    run.trials.refuse_crossing()
+    run.trials.refuse_overlap()
     assert run.trials.best().schedule == "b"
 
 
 def test_where_every_layout_crosses_and_none_may_that_is_said() -> None:
     run = Run({"cross a": 0.1})
-    run.trials.refuse_crossing()
+    run.trials.refuse_overlap()
     with pytest.raises(UsageError, match="no schedule whose steps end within their iteration"):
         run.trials.following()

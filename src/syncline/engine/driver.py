@@ -271,7 +271,7 @@ class Driver(ABC):
     def answer(self) -> Answer:
         """This process's answer to a peer that searches for the cause of a stall. Callable from any thread."""
         answer = self.watchdog.answer(looking=bool(self.monitor.driver) or self.monitor.busy)
-        # after the answer: the driver may have just polled, before ``owed`` was set, and be asleep
+        # after the answer: the driver may have just polled, before ``awaited_looks`` was set, and be asleep
         if self.monitor.driver:
             self.transport.wake()
         return answer
@@ -378,7 +378,7 @@ class Driver(ABC):
                 if not (monitor.under_way or monitor.busy):
                     return
                 patience_s = min((watchdog.stall or watchdog).patience_s, left_s)
-                if watchdog.looks < watchdog.owed or (self._reducing and self._open_another()):
+                if watchdog.looks < watchdog.awaited_looks or (self._reducing and self._open_another()):
                     # a peer waits for this process to poll again, or a reducer can compute meanwhile: do not sleep
                     patience_s = 0.0
                 if exchange.progress(patience_s, spins) or watchdog.bytes_moved():

@@ -163,7 +163,7 @@ class Steps:
         self._last = phases[-1]
         # the phases in which a complete bucket is submitted
         self._at_once = phases[:1] if self._gathers_late else phases
-        self._owed: int | None = None  # the last step after which weights must be exchanged and have not been
+        self._average_after: int | None = None  # the last step after which weights must be exchanged and have not been
         self.begun = begun
         """The number of steps that have begun."""
 
@@ -184,9 +184,9 @@ class Steps:
         return any(step.stepped or not step.read for step in self._open if step.due)
 
     @property
-    def owes(self) -> bool:
+    def averages_next(self) -> bool:
         """Whether weights must be exchanged before another step begins."""
-        return self._owed is not None
+        return self._average_after is not None
 
     @property
     def missing(self) -> list[int]:
@@ -228,7 +228,7 @@ class Steps:
         if step is None or len(step.produced) < self._tensors:
             raise UsageError(f"backward ended with {len(self.missing)} of {self._tensors} tensors not produced")
         step.ended, step.instead_of, self._now = True, None, None
-        self._owe(step.number)
+        self._note_average(step.number)
         actions: list[Action] = []
         if step.due:
             if step.next < len(step.left):
@@ -259,21 +259,21 @@ class Steps:
             raise UsageError(f"step {self.begun} is no worker's own: it is exchanged, or another one is under way")
         self._open.clear()  # only the applying was left
         self.begun += 1
-        self._owe(self.begun - 1)
+        self._note_average(self.begun - 1)
 
     def updated(self) -> list[Action]:
         """Local updates have been made. The answer exchanges weights if that is due."""
         if self._now is not None:
             raise UsageError(f"weights are updated in the middle of the backward pass of step {self._now.number}")
         actions: list[Action] = []
-        if self._owed is not None:
-            step = _Step(self._owed, False, self._slices)
+        if self._average_after is not None:
+            step = _Step(self._average_after, False, self._slices)
             actions.append(Agree(step.number))
             for bucket in range(len(self._slices)):
                 self._submit(step, bucket, self._at_once, actions)
             self._wait(step, step.unapplied, actions)
             actions.append(Average(step.number))
-        self._owed = None
+        self._average_after = None
         return actions
 
     def needed(self, tensor: int) -> list[Action]:
@@ -329,9 +329,9 @@ class Steps:
 
     # Consequences
 
-    def _owe(self, step: int) -> None:
+    def _note_average(self, step: int) -> None:
         if self._averages is not None and self._averages.averages(step):
-            self._owed = step
+            self._average_after = step
 
     def _begin(self, actions: list[Action]) -> _Step:
         due = self._mode.due(self.begun)

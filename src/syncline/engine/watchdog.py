@@ -68,7 +68,7 @@ class Watchdog:
         """How often something has arrived, left or begun."""
         self.looks = 0
         """How often a poll has found nothing."""
-        self.owed = 0
+        self.awaited_looks = 0
         """A peer waits until ``looks`` reaches this number.
 
         The driving thread may have compared the two just before an answer and gone to sleep. The answering thread
@@ -126,7 +126,7 @@ class Watchdog:
         """
         moves, looks = self.moves, self.looks if looking else -1
         answer = Answer(self._waits(), moves, looks)
-        self.owed = looks + ANEW
+        self.awaited_looks = looks + ANEW
         return answer
 
 

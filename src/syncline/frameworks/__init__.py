@@ -1,7 +1,10 @@
-"""Adapters: how a framework's models, gradients and optimizers use a session. One file or folder each.
+"""Adapters: they connect the models, gradients and optimizers of one framework each with a session.
 
-It bears the name of the package whose objects it prepares, and is imported when such an object first comes: a run of
-one framework needs no other. Each has ``adapt``, as ``Adapter`` says.
+An adapter is a file or folder with the name of the package whose objects it prepares. It is imported when
+``syncline.prepare`` first receives such an object, so a run of one framework loads no other. Start reading at
+``Adapter``, then in the folder of your framework. Files with a leading underscore are shared: ``_flat`` has the steps
+of all frameworks whose gradients arrive as host arrays. Only ``api``, ``checkpoint``, ``process``, ``torch_backend``
+and the modules of public names (``optim``, ``jax``, ``tensorflow``) import from this package.
 """
 
 from __future__ import annotations
@@ -17,28 +20,29 @@ from ._memory import is_memory
 
 
 class Handed(NamedTuple):
-    """What ``syncline.prepare`` returns, and what later calls have to know of it, where there is anything."""
+    """The result of ``syncline.prepare``, and the prepared object that later calls need, if there is one."""
 
     result: Any
     prepared: Any = None
 
 
 class Adapter(Protocol):
-    """A module of this folder."""
+    """The interface of each module in this folder."""
 
     @staticmethod
     def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-        """Make a model part of the run, with the ``options`` of ``syncline.prepare``; None on a server that has served.
+        """Make a model part of the run, with the ``options`` of ``syncline.prepare``. Returns None on a server at its
+        end.
 
-        Raises UsageError, with the remedy, for what it does not know.
+        Raises UsageError, with a remedy, for a model that it does not support.
         """
         ...
 
 
 def adapter_of(model: object) -> Adapter:
-    """The adapter of a model's framework: of its class, or one that this derives from, or of values in collections.
+    """The adapter for a model: by the package of its class or of a base class, or of the values in its collections.
 
-    Values of no framework that is known, but with memory to show, are NumPy's affair.
+    A dictionary of values of unknown packages belongs to NumPy if some of them export memory.
     """
     values = _values(model)
     packages = {kind.__module__.partition(".")[0] for value in values for kind in type(value).__mro__}
@@ -55,8 +59,8 @@ def adapter_of(model: object) -> Adapter:
             " or torch, before anything imports keras"
         )
     raise UsageError(
-        f"a model is {type(model).__name__}, of no framework that Syncline knows ({', '.join(known)}): give a"
-        " torch.nn.Module, a model of Keras, or a dictionary of arrays"
+        f"the model is {type(model).__name__}, which belongs to no framework that Syncline knows ({', '.join(known)}):"
+        " give a torch.nn.Module, a model of Keras, or a dictionary of arrays"
     )
 
 

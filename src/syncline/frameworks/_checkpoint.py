@@ -1,9 +1,10 @@
-"""Checkpoints of models whose weights are flat arrays: everything that a resumed run needs, as plain values and arrays.
+"""Checkpoints of models with flat weights: everything that a resumed run needs, as plain values and arrays.
 
-One dictionary, the same on all workers (but for the step, where each makes its own), which NumPy or pickle can keep:
-weights and what the optimizer keeps of each, by name; the step; what a codec has not sent yet; where owners hold the
-weights, theirs; where workers train by themselves, what they agreed on, and each worker's own. It resumes under as
-many workers, or more, or fewer: what each of them had is shared out, or their mean.
+A checkpoint is one dictionary that NumPy or pickle can store. It is the same on all workers, except for the step number
+if each worker makes its own steps. It contains by name the weights and the optimizer's state, the step, and the
+residuals of a codec. If owners hold the weights, it has theirs. If workers train alone between exchanges, it has the
+agreed weights and each worker's own. A run may resume with any number of workers: their states are redistributed or
+averaged.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MODEL = "this state is of another model"
 
 
 def save(model: FlatModel) -> dict[str, Any]:
-    """The state of a run; all workers call it, between two steps."""
+    """The state of a run; all workers must call it between two steps."""
     model.check_between("state_dict()")
     session, owned = model.session, model.owned
     specs = model.specs
@@ -45,7 +46,7 @@ def save(model: FlatModel) -> dict[str, Any]:
         found["optimizer"] = _by_name(specs, _states(specs, owned.owners.ask("state")))
         if owned.keeps:
             found["owners"] = _basic(specs, *_of_records(specs, owned.weights()))["weights"]
-        session.barrier()  # nobody goes on before all have asked
+        session.barrier()  # a later push must not change the owners' state before every worker has read it
     found |= model.exchange.saved()
     if model.averaging is not None:
         found["agreed"] = model.averaging.travelling.saved() | {"follows": model.follows}
@@ -57,9 +58,9 @@ def save(model: FlatModel) -> dict[str, Any]:
 
 
 def load(model: FlatModel, state: Mapping[str, Any]) -> None:
-    """Take up what ``save`` gave; all workers call it, between two steps, with the same.
+    """Load a state of ``save``; all workers must call it between two steps, with the same state.
 
-    Raises UsageError for the state of another strategy or model; warns, as the caller's caller, of what it lacks.
+    Raises UsageError for the state of another strategy or model, and warns of missing parts.
     """
     with reading_state():
         model.check_between("load_state_dict()")
@@ -69,13 +70,13 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
             model.exchange.compress()
         if before != str(session.strategy):
             raise UsageError(
-                f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}: give"
-                " syncline.init() the former"
+                f"this state belongs to a run with {state['strategy']!r}, but this run has {str(session.strategy)!r}:"
+                " give syncline.init() the former"
             )
         if model.exchange.compression is not None and model.exchange.compression.warms_up and session.group.servers:
             raise UsageError(
-                f"servers cannot be told in which step a resumed run under {str(session.strategy)!r} is,"
-                " whose first steps travel otherwise: use feedback without warmup=, ps(on=workers) or ring"
+                f"the first steps under {str(session.strategy)!r} are exchanged without the codec, and servers cannot"
+                " learn the step of a resumed run: use feedback without warmup=, ps(on=workers) or ring"
             )
         arrays, states = checked(model.specs, state, session.rank, session.world_size)
         if state["algorithms"] and state["world_size"] == session.world_size:
@@ -95,7 +96,7 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
 
 
 def _load_agreed(averaging: WeightExchange, state: Mapping[str, Any]) -> None:
-    """A state of one worker has no agreed weights: all begin with its weights."""
+    """Load agreed weights. A state of one worker has none: then all workers continue from its weights."""
     averaging.forget()
     averaging.follows = True
     if "agreed" in state:
@@ -106,7 +107,7 @@ def _load_agreed(averaging: WeightExchange, state: Mapping[str, Any]) -> None:
 def _load_owners(
     model: FlatModel, owned: OwnedModel, state: Mapping[str, Any], weights: Sequence[Array], kept: Sequence[State]
 ) -> None:
-    """Give owners their weights and what their optimizers keep."""
+    """Send the weights and the optimizer's state to the owners."""
     records = _of_weights(weights)
     owned.load(_of_states(weights, kept))
     theirs = state.get("owners")
@@ -128,12 +129,12 @@ def _load_owners(
 
 
 def save_alone(session: Session, specs: Sequence[Spec], weights: Weights, steps: int) -> dict[str, Any]:
-    """The state of one worker that trains by itself, as several would have it."""
+    """The state of a run with one worker, in the same form as for several."""
     return _of_every_run(session, specs, *_read(specs, weights), steps)
 
 
 def load_alone(specs: Sequence[Spec], weights: Weights, state: Mapping[str, Any]) -> int:
-    """Load a state into one worker; returns the number of steps. It ignores the state of codecs."""
+    """Load a state into a run with one worker, without the state of codecs. Returns the number of steps."""
     with reading_state():
         arrays, states = checked(specs, state, 0, 1)
         weights.write(arrays)
@@ -142,7 +143,7 @@ def load_alone(specs: Sequence[Spec], weights: Weights, state: Mapping[str, Any]
 
 
 def _read(specs: Sequence[Spec], weights: Weights) -> tuple[list[Array], list[State]]:
-    """Copies of a framework's weights, flat, and what its optimizer keeps."""
+    """Flat copies of a framework's weights, and its optimizer's state."""
     flat = [np.empty(spec.elements, numpy_dtype(spec.dtype)) for spec in specs]
     weights.read(flat)
     return flat, weights.kept()
@@ -160,7 +161,7 @@ def _of_every_run(
 
 
 def _basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State]) -> dict[str, Any]:
-    """The part of a state that has weights and what the optimizer keeps."""
+    """The part of a state with the weights and the optimizer's state."""
     shaped = {spec.name: flat.reshape(spec.shape) for spec, flat in zip(specs, weights, strict=True)}
     return {"weights": shaped, "optimizer": _by_name(specs, kept)}
 
@@ -168,9 +169,9 @@ def _basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State
 def checked(
     specs: Sequence[Spec], state: Mapping[str, Any], rank: int, workers: int
 ) -> tuple[list[Array], list[State]]:
-    """Weights, flat, and what the optimizer keeps, for a worker; raises UsageError for those of another model.
+    """A worker's flat weights and optimizer state. Raises UsageError for those of another model.
 
-    Where workers had weights of their own, worker ``rank`` has its own, or the mean where their number was another.
+    If workers had weights of their own, worker ``rank`` gets its own, or the mean if the number of workers has changed.
     """
     ranks = state.get("ranks") or [state]
     each = [_checked(specs, one) for one in ranks]
@@ -199,7 +200,7 @@ def _checked(specs: Sequence[Spec], state: Mapping[str, Any]) -> tuple[list[Arra
 
 
 def _mean(states: Sequence[State]) -> State:
-    """The mean of what workers' optimizers keep of a tensor; what has no mean is the first worker's."""
+    """The mean of workers' optimizer states of a tensor. Values without a mean are the first worker's."""
     found: State = dict(states[0])
     for key, value in states[0].items():
         others = [state.get(key) for state in states]
@@ -213,12 +214,12 @@ def _mean(states: Sequence[State]) -> State:
 
 
 def _states(specs: Sequence[Spec], records: Sequence[Record]) -> list[State]:
-    """Records of any slices, by tensor."""
+    """The states by tensor, from records of any slices."""
     return states_of(records, [Slice(number, 0, spec.elements) for number, spec in enumerate(specs)])
 
 
 def _by_name(specs: Sequence[Spec], states: Sequence[State]) -> dict[str, dict[str, Any]]:
-    """Copies of what the optimizer keeps, by tensor and key."""
+    """Copies of the optimizer's states, by tensor and key."""
     return {
         spec.name: {key: v.array.copy() if isinstance(v, Elements) else v for key, v in state.items()}
         for spec, state in zip(specs, states, strict=True)
@@ -238,11 +239,11 @@ def _of_states(weights: Sequence[Array], kept: Sequence[State], before: str = ""
 
 
 def _of_records(specs: Sequence[Spec], records: Sequence[Record]) -> tuple[list[Array], list[State]]:
-    """Weights, flat, and what optimizers keep, of the records of a worker or of owners."""
+    """Flat weights and optimizer states from the records of a worker or of owners."""
     weights: list[Array] = []
     kept: list[State] = []
     for spec, state in zip(specs, _states(specs, records), strict=True):
-        found = state.pop(WEIGHTS, None)  # which tensors without elements do not have
+        found = state.pop(WEIGHTS, None)  # absent for tensors without elements
         weights.append(found.array if isinstance(found, Elements) else np.empty(0, numpy_dtype(spec.dtype)))
         kept.append({key.removeprefix(_STATE): value for key, value in state.items()})
     return weights, kept

@@ -1,7 +1,7 @@
-"""What JAX and TensorFlow share: a step is a computation of theirs, whose calls of Python drive the steps of ``_flat``.
+"""The common part of JAX and TensorFlow: a step is one of their computations, which calls Python functions.
 
-Knows what each call is given, how the weights of one are read and written, and how threads of a framework's own call
-Python cheaply. Does not know how a computation calls.
+It divides the tensors of a step among the calls, holds the weights during a call, and lets a framework's own threads
+call Python cheaply. How a computation makes a call is up to each adapter.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ._flat import Kind
 from ._weights import Array
 
 KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
-"""By the numbers by which computations branch."""
+"""The kinds of steps, indexed by the numbers on which computations branch."""
 RATE = "lr"
-"""The value of an optimizer's group that owners of weights are told."""
+"""The key of the learning rate in the group values for owners of weights."""
 TYPES = ("float16", "float32", "float64")
-"""The element types that are trained."""
+"""The element types of trainable tensors."""
 
 AnyError = TypeVar("AnyError", bound=Exception)
 _kept = threading.local()
 
 
 def keep_state() -> None:
-    """Let the thread that calls keep its state of the interpreter, some kilobytes, as long as the process lasts.
+    """Keep the calling thread's Python thread state, some kilobytes, until the process ends.
 
-    A thread that Python has not made is given one when it calls, and loses it, with all that is its own, when the call
-    ends: making it takes longer than most calls. CPython counts how often a thread has come (``PyGILState_Ensure``), so
-    once more lets it keep its state; it gives the interpreter lock back as before.
+    Otherwise a thread that Python did not create gets a new thread state for each call and loses it, with all
+    thread-local data, at the end. Creating it takes longer than most calls. CPython counts the nested calls of a thread
+    (``PyGILState_Ensure``), and one unmatched call keeps the state. The interpreter lock is still released at the end.
     """
     if not hasattr(_kept, "state"):
         _kept.state = ctypes.pythonapi.PyGILState_Ensure()
 
 
 def tensors_of_calls(layout: Layout) -> list[list[int]]:
-    """The tensors of each call of a step: those of a bucket that no earlier call was given."""
+    """The tensors of each call of a step: those of a bucket that no earlier call contains."""
     found: list[list[int]] = []
     gone: set[int] = set()
     for bucket in layout.buckets:
@@ -56,40 +56,40 @@ def tensors_of_calls(layout: Layout) -> list[list[int]]:
 
 
 class WeightsOfCall:
-    """The weights of a model during a call: those that it was given, and then those that it hands back."""
+    """The weights of a model during a call: first those that the call received, later those that it returns."""
 
     def __init__(self) -> None:
         self.now: Sequence[Array] = []
         self.after: Sequence[Array] = []
-        """What the present step makes of them, where the worker has made it by itself."""
+        """The weights after the present step, if the worker makes that step alone."""
 
     def forget(self) -> None:
-        """Let go of the arrays: the call has ended."""
+        """Drop the references to the arrays, because the call has ended."""
         self.now = self.after = []
 
     def read(self, into: Sequence[Array]) -> None:
-        """Element by element."""
+        """Copy the present weights into flat arrays."""
         for array, flat in zip(self.now, into, strict=True):
             np.copyto(flat.reshape(array.shape), array)
 
     def write(self, values: Sequence[Array]) -> None:
-        """Keep what the call will hand back."""
+        """Keep these values, which the call will return."""
         self.now = values
 
     def update(self, gradients: Sequence[Array]) -> None:  # noqa: ARG002 - the computation has updated them, or will
-        """Take the weights after a worker's own step; other updates happen in the computation."""
+        """Use the weights of a step that the worker has made alone. Other updates happen in the computation."""
         if self.after:
             self.now, self.after = self.after, []
 
 
 def ends_run(session: Session, error: AnyError) -> AnyError:
-    """Tell all processes of the error, which ends the run, and return it."""
+    """Report an error to all processes, which ends the run, and return it."""
     session.fail(error)
     return error
 
 
 def check_like_root(session: Session, what: str, named: Iterable[tuple[str, Array]], root: int) -> None:
-    """Raise MismatchError, on all, where a worker has other names, types or shapes of arrays than ``root``."""
+    """Raise MismatchError, on all workers, if one has other names, types or shapes of arrays than ``root``."""
     mine = [[name, str(array.dtype), list(array.shape)] for name, array in named]
     theirs = json.loads(session.gather(json.dumps(mine).encode())[root])
     if mine != theirs:
@@ -100,6 +100,7 @@ def check_like_root(session: Session, what: str, named: Iterable[tuple[str, Arra
 
 
 def broadcast_into(session: Session, arrays: Iterable[Array], root: int = 0) -> None:
-    """Let contiguous arrays of any type have worker ``root``'s elements; all workers call it with as many."""
+    """Copy worker ``root``'s elements into contiguous arrays of any type; all workers must call it with the same
+    number."""
     for array in arrays:
         session.broadcast(array.reshape(-1).view(np.uint8), root)

@@ -1,13 +1,13 @@
-"""The steps of a model whose gradients come as arrays of the host: what adapters of frameworks share.
+"""The steps of a model whose gradients arrive as host arrays: the common part of the adapters without hooks.
 
-An adapter tells of each gradient as backward makes it (``produced``), and of the end of the step (``step``); gradients
-lie in contiguous buckets in the transport's memory, the state machine of ``engine.step`` says what goes when, and the
-engine exchanges them while backward goes on. What has come is applied by the framework (``Weights.update``) or by the
-owners of the weights (``serving``). Where workers train by themselves it is weights that lie in the buckets.
+An adapter reports each gradient during backward (``produced``) and the end of the step (``step``). Gradients lie in
+contiguous buckets in the transport's memory. The state machine of ``engine.step`` decides what is sent when, and the
+engine exchanges the buckets while backward continues. The results are applied by the framework (``Weights.update``) or
+by the owners of the weights (``serving``). If workers train alone between exchanges, the buckets hold weights instead.
 
-No framework is known here, and none of its objects: ``Weights`` is all that one has to do. Weights stay where the
-framework has them; copies in the transport's memory are made only where others hold the weights, or all agree on them.
-Which gradients have come is ``_gradients``', how buckets travel, what a step does, and what owners do, ``training``'s.
+This module knows no framework and none of its objects; ``Weights`` is the interface to both. Weights stay in the
+framework's memory. They are copied to the transport's memory only if others hold them or if they are exchanged.
+``_gradients`` tracks arrivals; ``training`` has the buckets, the steps and the owners.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from ._gradients import Coming
 from ._weights import Array, HeldWeights, Weights
 
 Kind = Literal["exchanged", "own", "averaged"]
-"""A step whose gradients are exchanged, a worker's own one, and one after which weights are."""
+"""The kinds of steps: gradients are exchanged, the worker steps alone, or it steps alone and weights are exchanged
+after."""
 
 
 class FlatModel:
-    """One worker's part in the training of a model; ``owner`` is for ``Session.enter_model``.
+    """One worker's part in the training of a model. ``owner`` is the argument of ``Session.enter_model``.
 
-    All processes make one at the same place, or call ``serve_flat``. They begin with rank 0's weights. ``rule`` says
-    what the optimizer is, in words that have to be the same on all: at first, and in every step whose gradients all
-    exchange where each updates its own weights.
+    All processes construct it together, or call ``serve_flat``, and start from rank 0's weights. ``rule`` describes the
+    optimizer in a text that must be equal on all: at the start, and in every merged step if each worker updates its own
+    weights.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class FlatModel:
         self.exchange = BucketExchange(session, self.key, layout, storages, InPlace(session.engine), rule=said)
         self._mode = self.exchange.mode
         self.trained = TrainedModel(session, self.exchange, len(self.specs), Framework(apply=self._apply))
-        self.held: Blocks | None = None  # the weights as they travel, where they do
+        self.held: Blocks | None = None  # the weights in the transport's memory, if they are exchanged or held there
         self.owned: OwnedModel | None = None
         if held_or_agreed:
             self.held = Blocks(layout.layers, layout.buckets, session.engine.allocate)
@@ -77,43 +78,43 @@ class FlatModel:
         elif self.held is not None:
             self.owned = OwnedModel(self.exchange, self.trained, self.held, build)
             self.owned.taken = partial(weights.write, self.held.flat)
-        self._alone = False  # the present step is the worker's own
-        self.gone = False  # another has the weights
+        self._alone = False  # this worker makes the present step alone
+        self.gone = False  # another model has the weights
         self._backward: Span | None = None
         self.exchange.plan()
         session.consolidates[self.key] = self._consolidate
 
     averaging: WeightExchange | None = None
-    """What exchanges weights, where workers train by themselves."""
+    """The exchange of weights, if workers train alone in between."""
 
     @property
     def steps(self) -> int:
-        """How many have been made."""
+        """The number of steps that have been made."""
         return self.trained.steps
 
     @property
     def follows(self) -> bool:
-        """Whether all have the same weights, which those that are agreed on have yet to become."""
+        """Whether all workers have equal weights that are not yet the agreed ones."""
         return self.averaging is not None and self.averaging.follows
 
     @property
     def kind(self) -> Kind:
-        """What the next step is."""
+        """The kind of the next step."""
         if self.trained.machine.due:
             return "exchanged"
         return "averaged" if isinstance(self._mode, Averages) and self._mode.averages(self.steps) else "own"
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> None:
-        """As ``TrainedModel.resume``, between two steps."""
+        """Set the step, as ``TrainedModel.resume``; between two steps."""
         self.trained.resume(step, saved)
         self.exchange.plan()
 
     # One step.
 
     def produced(self, tensor: int, gradient: Array, *, tells: bool = True) -> None:
-        """The gradient of a tensor is complete: copy it into its bucket, which goes when it is complete.
+        """Copy the complete gradient of a tensor into its bucket. The bucket is sent once it is complete.
 
-        Where ``tells``, backward is still running. Raises GradientError for what is no gradient of this tensor.
+        ``tells``: backward is still running. Raises GradientError for an invalid gradient of this tensor.
         """
         coming = self.coming
         if not coming.begun:
@@ -121,18 +122,19 @@ class FlatModel:
         if tells:
             self._mark()
         if not coming.fits(tensor, gradient):
-            self.session.engine.check_error()  # of which the script may have heard before
+            self.session.engine.check_error()  # an earlier fault is the better explanation
             raise self.fault(coming.wrong(tensor, gradient, self.steps))
         self._place(tensor, gradient)
 
     def begin(self) -> float:
-        """A step begins whose gradients are put into their places, times this; ``placed`` is told of them."""
+        """Begin a step whose gradients other code writes to their places, followed by ``placed``. Returns the factor
+        to apply."""
         self._begin()
         self._mark()
         return self._share
 
     def placed(self, tensor: int) -> None:
-        """The gradient of a tensor lies in its place, for the first time in this step."""
+        """Note that a tensor's gradient was written to its place, for the first time in this step."""
         self._place(tensor, None)
 
     def _place(self, tensor: int, gradient: Array | None) -> None:
@@ -143,11 +145,11 @@ class FlatModel:
             if not self._alone:
                 self.trained.do(self.trained.machine.produced(tensor))
         except BaseException as error:
-            self.session.member.process.interrupted(error)  # the others wait for the rest of this step
+            self.session.member.process.interrupted(error)  # the other ranks wait for the rest of this step
             raise
 
     def _mark(self) -> None:
-        """Backward is running."""
+        """Open the observer's span of the backward pass."""
         if self._backward is None and self.session.observer is not None:
             self._backward = begin(self.session.observer, "backward", "backward")
 
@@ -157,15 +159,15 @@ class FlatModel:
         due = self.trained.machine.due
         if self.owned is not None and not due:
             raise self.fault(
-                f"sync={self.session.strategy.sync.name} exchanges nothing in step {self.steps}, and the owners"
-                " of the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
+                f"sync={self.session.strategy.sync.name} exchanges nothing in step {self.steps}, but owners of the"
+                " weights must take part in every step: use ring or another allreduce, or ps(update=worker)"
             )
         self._alone = self.averaging is not None and not due
         self._share = self.trained.share if due else 1.0
         self.coming.begin()
 
     def step(self) -> None:
-        """All gradients have come: have the weights updated with the workers' mean; all workers call it."""
+        """Update the weights with the workers' mean of the gradients; all workers must call it."""
         if self.coming.missing:
             raise self.fault(f"step() without the gradients of {self.coming.names_of_missing()}")
         if self._backward is not None:
@@ -188,26 +190,26 @@ class FlatModel:
         self.coming.end()
 
     def _update(self) -> None:
-        """The weights become the new ones."""
+        """Replace the weights by the updated ones."""
         if self._alone:
             self._step_alone()
         elif self.owned is not None:
             self.owned.step(self.weights.values())
         else:
             self.trained.do(self.trained.machine.stepped())
-        if self.exchange.schedule.apply == "layer":  # nobody shows when a weight is read first, so all are waited for
+        if self.exchange.schedule.apply == "layer":  # without hooks a first read cannot be seen, so wait for all layers
             self.trained.do(self.trained.machine.flush())
 
     def step_alone(self) -> None:
-        """A worker's own step whose gradients stay with the framework, which ``Weights.update`` has made of them."""
+        """Make a step of this worker alone, whose gradients stay with the framework."""
         self._begin()
         self.coming.all_came()
         self.step()
 
     def drop(self) -> None:
-        """The pass whose gradients are coming was given up, and the next ones are of another, in the same step.
+        """Abandon the pass whose gradients are arriving; the next gradients belong to another pass of the same step.
 
-        Raises GradientError, which ends the run for all, where some have gone.
+        Raises GradientError, which ends the run for all, if a bucket has been sent.
         """
         if not self.coming.begun:
             return
@@ -219,8 +221,8 @@ class FlatModel:
                 self.trained.machine.dropped()
         except UsageError as error:
             raise self.fault(
-                f"drop() in step {self.steps}, gradients of which have gone to the other workers: begin the run again"
-                " from a checkpoint; under schedule=fifo none go before step()"
+                f"drop() in step {self.steps} after gradients were sent to the other workers: restart the run from a"
+                " checkpoint; under schedule=fifo none are sent before step()"
             ) from error
         if self._alone:
             self.coming.end()
@@ -228,70 +230,71 @@ class FlatModel:
             self.coming.begin()
 
     def _step_alone(self) -> None:
-        """A step of the worker's own, and what the workers exchange after it."""
+        """Make a step of this worker alone, and exchange weights if that is due after it."""
         self.trained.made_alone()
         self.weights.update(self.gradients.flat)
         self.trained.settle()
 
     def _apply(self, action: Apply) -> None:  # noqa: ARG002
-        """All buckets of a step: what engines do that wait at the end of backward."""
-        if self.owned is None:  # owners have
+        """Update all weights: an engine that waits at the end of backward applies all buckets of a step together."""
+        if self.owned is None:  # owners have updated the weights already
             self.weights.update(self.gradients.flat)
 
     # Between steps.
 
     def take_weights(self, values: Sequence[Array]) -> None:
-        """Let the weights be these, in the transport's memory too; owners elsewhere are not told."""
+        """Set the weights, including their copy in the transport's memory. Owners in other processes are not
+        informed."""
         self.weights.write(values)
         if self.held is not None:
             self.weights.read(self.held.flat)
 
     def check_between(self, what: str) -> None:
-        """Raise GradientError in the middle of a step, gradients of which have gone."""
+        """Raise GradientError in the middle of a step."""
         self._check_not_gone()
         if self.coming.begun:
             raise self.fault(
-                f"{what} in the middle of a step, some gradients of which have gone: call it between two steps"
+                f"{what} in the middle of a step, after some of its gradients were given: call it between two steps"
             )
 
     def let_go(self) -> None:
-        """Another one has these weights from here on; between two steps.
+        """Give up these weights, which another model has from now on; between two steps.
 
-        Raises UsageError where owners hold them, who know of no other.
+        Raises UsageError if owners hold the weights, because they cannot be handed over.
         """
         if self.owned is not None:
             raise UsageError(
-                f"owners of the weights hold {self.specs[0].name!r} as it was prepared first: prepare these arrays"
+                f"owners of the weights hold {self.specs[0].name!r} from the first prepare(): prepare these arrays"
                 " once, or use ring or another allreduce"
             )
         self.check_between("prepare()")
         self.gone = True
         self.session.leave_model(self.key)
-        self.trained.close()  # which holds this model, and so its memory until Python looks for cycles
+        self.trained.close()  # it refers to this model: break the cycle, or its memory stays until garbage collection
         self.exchange.close()
 
     def _check_not_gone(self) -> None:
         if self.gone:
             raise self.fault(
-                f"{self.specs[0].name!r} has been prepared again: use what syncline.prepare() has returned last for it"
+                f"{self.specs[0].name!r} has been prepared again: use the result of the last syncline.prepare() for it"
             )
 
     def _consolidate(self) -> None:
-        """Have the owners' newest weights, or what becomes of those that workers have trained by themselves."""
+        """Fetch the owners' newest weights, or combine the weights that workers have trained alone."""
         self.check_between("consolidate()")
         if self.owned is not None:
             self.owned.consolidate()
         self.trained.consolidate()
 
     def fault(self, text: str) -> GradientError:
-        """As ``Session.fault``."""
+        """Make an error, as ``Session.fault``."""
         return self.session.fault(text)
 
 
 def serve_flat(
     session: Session, specs: Sequence[Spec], weights: Weights, build: Build, owner: object, rule: str = ""
 ) -> None:
-    """A server's part until all workers have left: it owns weights, or adds gradients up."""
+    """Run a server until all workers have left: it owns weights, or sums gradients."""
     layout = agree_on_model(session, session.enter_model(owner), specs, rule)
     gradients, held = (Blocks(layout.layers, layout.buckets, session.engine.allocate) for _ in range(2))
     weights.read(held.flat)
@@ -303,6 +306,6 @@ def serve_flat(
 
 
 def flat_models(session: Session) -> list[FlatModel]:
-    """Those that hold weights of this process, in groups of workers too."""
+    """The models that hold weights of this process, including those in groups of workers."""
     calls = [call for one in session.family for call in one.consolidates.values()]
     return [made for made in (getattr(call, "__self__", None) for call in calls) if isinstance(made, FlatModel)]

@@ -210,14 +210,14 @@ class Sliced(OnHoldings):
 
     def state(self) -> list[State]:
         """The states of the rule."""
-        return [said(state) for state in self._states]
+        return [state_to_send(state) for state in self._states]
 
     def load(self, states: Sequence[State]) -> None:
         """Replaces them."""
-        self._states = [heard(state) for state in states]
+        self._states = [state_received(state) for state in states]
 
 
-def said(state: States) -> State:
+def state_to_send(state: States) -> State:
     """A rule's state of an array as owners send it; raises UsageError for what is no array or plain value."""
     found: State = {}
     for key, value in state.items():
@@ -235,7 +235,7 @@ def said(state: States) -> State:
     return found
 
 
-def heard(state: State) -> States:
+def state_received(state: State) -> States:
     """The state as the rule takes it, in memory of its own."""
     return {key: value.array.copy() if isinstance(value, Elements) else value for key, value in state.items()}
 
@@ -295,11 +295,11 @@ class ArrayWeights:
 
     def kept(self) -> list[State]:
         """What it has put into the states that it was given."""
-        return [said(state) for state in self.states]
+        return [state_to_send(state) for state in self.states]
 
     def keep(self, states: Sequence[State]) -> None:
         """For its next call."""
-        self.states = [heard(state) for state in states]
+        self.states = [state_received(state) for state in states]
 
 
 class Wrapped:

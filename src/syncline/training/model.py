@@ -141,7 +141,7 @@ class TrainedModel:
 
     def settle(self) -> None:
         """Carry out an exchange of weights that is due before the next step."""
-        if self.machine.owes:
+        if self.machine.averages_next:
             self._session.check_usable()
             actions = self.machine.updated()
             with self.others_waiting():

@@ -58,13 +58,13 @@ FAR, NEAR = 0.2, 0.1
 class Trials:
     """Tries ``layouts``, the first being the one without trials, by ``clock`` until ``until_s``.
 
-    ``crosses`` tells whether the steps of a layout end in the next iteration.
+    ``overlaps`` tells whether the steps of a layout end in the next iteration.
     """
 
     layouts: Sequence[Layout]
     until_s: float
     clock: Callable[[], float]
-    crosses: Callable[[Layout], bool]
+    overlaps: Callable[[Layout], bool]
     _times_s: dict[int, list[float]] = field(default_factory=dict)
     _left: list[int] = field(default_factory=list)  # layouts left in the present turn
     _turn: int = 0
@@ -72,7 +72,7 @@ class Trials:
     _ended_s: float = 0.0
     _steps: int = 0  # steps of the present trial
     _fastest_s: float = math.inf  # the fastest of its steps that count
-    _crossing: bool = True
+    _overlap: bool = True
 
     def began(self) -> None:
         """Note that the layout that ``following`` returned is in use."""
@@ -95,9 +95,9 @@ class Trials:
         is_far = counted >= ENOUGH and bool(others_s) and self._fastest_s > min(others_s) * (1 + FAR)
         return is_far or self._steps + 1 >= STEPS or self.clock() >= self.until_s
 
-    def refuse_crossing(self) -> None:
-        """Exclude layouts that cross iterations: the script has looked at gradients in flight."""
-        self._crossing = False
+    def refuse_overlap(self) -> None:
+        """Exclude layouts that overlap with the next iteration: the script has read gradients in flight."""
+        self._overlap = False
 
     def following(self) -> Layout:
         """The next layout: the next trial, or the best layout after all trials."""
@@ -112,18 +112,18 @@ class Trials:
         layout = self.layouts[self._now]
         return replace(layout, trial=True, reason=f"schedule={layout.schedule} while schedules are tried")
 
-    def best(self, *, crossing: bool = True) -> Layout:
-        """The fastest layout, with its measurement; without ``crossing``, among those whose steps do not cross.
+    def best(self, *, overlap: bool = True) -> Layout:
+        """The fastest layout, with its measurement; without ``overlap``, among those without overlap.
 
         Raises UsageError if there is none of these.
         """
         found = {
             number: median(times_s)
             for number, times_s in self._times_s.items()
-            if self._may(number) and (crossing or not self.crosses(self.layouts[number]))
+            if self._may(number) and (overlap or not self.overlaps(self.layouts[number]))
         }
         if not found:
-            may = (one for one in self.layouts if not self.crosses(one) or (crossing and self._crossing))
+            may = (one for one in self.layouts if not self.overlaps(one) or (overlap and self._overlap))
             if (first := next(may, None)) is None:
                 raise UsageError("no schedule whose steps end within their iteration fits this model")
             return first
@@ -145,7 +145,7 @@ class Trials:
         return sorted(left) if len(left) > 1 else []
 
     def _may(self, number: int) -> bool:
-        return self._crossing or not self.crosses(self.layouts[number])
+        return self._overlap or not self.overlaps(self.layouts[number])
 
 
 log = logging.getLogger("syncline")
@@ -168,8 +168,8 @@ UNLIKELY = 0.25
 
 MARGIN = 0.02
 
-CROSSING_COST = 0.05
-"""The additional cost of iterations that cross, as a share, beyond the prediction.
+OVERLAP_COST = 0.05
+"""The additional cost of steps that end in the next iteration, as a share, beyond the prediction.
 
 Weights are updated in parts, and exchanges continue in forward passes; both need the processor
 (benchmarks/performance.md).
@@ -183,19 +183,19 @@ def is_wanted(asked: Strategy, workers: int) -> bool:
     return asked.schedule == AUTO and workers > 1 and together and mode() != "off"
 
 
-def candidates(strategy: Strategy, crossing: bool, texts: Sequence[str] = CANDIDATES) -> list[Strategy]:
-    """The strategy with each compatible schedule; ``crossing`` says if steps may end in the next iteration.
+def candidates(strategy: Strategy, overlap: bool, texts: Sequence[str] = CANDIDATES) -> list[Strategy]:
+    """The strategy with each compatible schedule; ``overlap`` says if steps may end in the next iteration.
 
-    Where servers hold the weights no step may cross, because a script that looks at gradients is refused there instead
+    Where servers hold the weights no step may end later, because a script that reads gradients is refused there instead
     of waiting.
     """
-    found, crossing = [], crossing and not strategy.server_holds_weights
+    found, overlap = [], overlap and not strategy.server_holds_weights
     for text in texts:
         try:
             one = replace(strategy, schedule=read_part(text))
         except StrategyError:
             continue
-        if crossing or one.schedule_object().apply == "step":
+        if overlap or one.schedule_object().apply == "step":
             found.append(one)
     return found
 
@@ -211,7 +211,7 @@ def choose_schedule(
     layers: Sequence[Layer],
     cost: LinearCost | None,
     lay: Lay,
-    crossing: bool,
+    overlap: bool,
     fits: Callable[[Strategy], bool] = lambda _: True,
     *,
     crowded: bool = False,
@@ -223,7 +223,7 @@ def choose_schedule(
     share too few cores to overlap. Raises UsageError if all are refused. Takes some tenths of a second in models of
     hundreds of tensors.
     """
-    offered = list(filter(fits, candidates(strategy, crossing)))
+    offered = list(filter(fits, candidates(strategy, overlap)))
     if cost is None or not any(layer.backward_s for layer in layers):
         return _simplest(offered, lay, cost, "nothing was measured")
     found: list[tuple[Strategy, Layout, IterationTimes]] = []
@@ -240,7 +240,7 @@ def choose_schedule(
         found.append((one, laid, times))
     if not found:
         return _simplest(offered, lay, cost, "nothing could be predicted")
-    expected_s = [with_crossing_s(one, times.whole_s) for one, _, times in found]
+    expected_s = [with_overlap_s(one, times.whole_s) for one, _, times in found]
     enough_s = min(expected_s) * (1 + MARGIN)
     by, laid, times = next(row for row, seconds in zip(found, expected_s, strict=True) if seconds <= enough_s)
     first, _, beside = found[0]
@@ -256,7 +256,7 @@ def worth_a_trial(
     layers: Sequence[Layer],
     cost: LinearCost | None,
     lay: Lay,
-    crossing: bool,
+    overlap: bool,
     fits: Callable[[Strategy], bool],
     *,
     crowded: bool = False,
@@ -264,13 +264,13 @@ def worth_a_trial(
     """The layouts that may be the fastest, for schedules that ``fits`` accepts: ``choose_schedule``'s first.
 
     The others come in the order of their predictions, without those that are far behind or cannot be predicted. One
-    that does not cross iterations is always included; if none can be predicted, the result is the simplest schedule
+    without overlap of iterations is always included; if none can be predicted, the result is the simplest schedule
     alone. Schedules with equal buckets and behaviour are listed once. Raises UsageError if no schedule can be laid out.
     """
-    chosen = choose_schedule(strategy, layers, cost, lay, crossing, fits, crowded=crowded)
+    chosen = choose_schedule(strategy, layers, cost, lay, overlap, fits, crowded=crowded)
     found: dict[object, tuple[float, Layout]] = {}
     quiet: tuple[float, Layout] | None = None
-    for one in candidates(strategy, crossing, (*CANDIDATES, *MORE)):
+    for one in candidates(strategy, overlap, (*CANDIDATES, *MORE)):
         if not fits(one):
             continue
         try:
@@ -278,7 +278,7 @@ def worth_a_trial(
             expected_s = 0.0  # equal for all if no exchange was measured
             if cost is not None:
                 times = _predicted(layers, laid, one, cost, crowded)
-                expected_s = with_crossing_s(one, times.whole_s)
+                expected_s = with_overlap_s(one, times.whole_s)
         except UsageError:
             continue
         except Exception as error:
@@ -294,7 +294,7 @@ def worth_a_trial(
             quiet = row
     rows = sorted(found.values(), key=lambda row: (row[1].schedule != chosen.schedule, row[0]))
     if quiet is None:
-        offered = list(filter(fits, candidates(strategy, crossing)))
+        offered = list(filter(fits, candidates(strategy, overlap)))
         return [_simplest(offered, lay, cost, "nothing could be predicted")]
     least_s = min(seconds for seconds, _ in rows)
     left = [laid for seconds, laid in rows if seconds <= least_s * (1 + UNLIKELY) or laid is rows[0][1]]
@@ -312,9 +312,9 @@ def _predicted(
     return replace(times, whole_s=times.computing_s + exchange_s)
 
 
-def with_crossing_s(strategy: Strategy, predicted_s: float) -> float:
+def with_overlap_s(strategy: Strategy, predicted_s: float) -> float:
     """The expected time of an iteration with this prediction."""
-    return predicted_s * (1 + CROSSING_COST * (strategy.schedule_object().apply != "step"))
+    return predicted_s * (1 + OVERLAP_COST * (strategy.schedule_object().apply != "step"))
 
 
 def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, why: str) -> Layout:

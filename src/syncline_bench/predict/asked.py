@@ -202,14 +202,14 @@ def _with_algorithm(asked: Asked, setting: Setting, model: Model) -> Setting:
 def _with_schedule(asked: Asked, setting: Setting, model: Model) -> Settled:
     open_one = replace(setting.strategy, schedule=AUTO)
     found = []
-    for strategy in schedule_choice.candidates(open_one, crossing=True):
+    for strategy in schedule_choice.candidates(open_one, overlap=True):
         one = replace(setting, strategy=strategy)
         try:
             lay_out(one, model)
         except UsageError:
             continue  # a schedule that cannot lay out this model is not a candidate
         iteration = simulate(one, model, asked.habits)
-        found.append((Settled(one, iteration), schedule_choice.with_crossing_s(strategy, iteration.iteration_s)))
+        found.append((Settled(one, iteration), schedule_choice.with_overlap_s(strategy, iteration.iteration_s)))
     if not found:
         raise UsageError("schedule=auto has no candidate that can lay out this model: name a schedule")
     enough_s = min(seconds for _, seconds in found) * (1 + schedule_choice.MARGIN)

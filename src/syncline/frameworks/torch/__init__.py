@@ -1,4 +1,10 @@
-"""PyTorch: ``prepare`` puts hooks into a model and, under a parameter server, takes over its optimizer."""
+"""The PyTorch adapter: ``adapt`` makes a ``torch.nn.Module``, and its optimizer if there is one, part of a run.
+
+``frameworks.adapter_of`` imports it for models of PyTorch; ``api``, ``checkpoint`` and ``torch_backend`` use its files.
+Start reading in ``prepare``, which builds everything else. ``passes`` turns backward passes into steps on a ``replica``
+with gradients in ``storage``. ``averaging`` exchanges weights, ``overlap`` defers updates into the next forward pass,
+and ``served`` trains with weights that parameter servers hold.
+"""
 
 from __future__ import annotations
 

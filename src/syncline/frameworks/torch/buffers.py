@@ -1,16 +1,16 @@
-"""Batch statistics: how buffers of a model are exchanged, and normalisation over the batches of all workers.
+"""Batch statistics: the exchange of a model's buffers, and batch normalisation over the batches of all ranks.
 
-Buffers of rank 0 are copied to all ranks with every exchange of gradients (``Buffers``). Where weights are exchanged,
-which each rank has trained by itself, floating-point buffers are averaged as these are (``MeanBuffers``). They travel
-packed, and staged as gradients are where the model lives on a device.
+With every exchange of gradients, rank 0's buffers are copied to all ranks (``Buffers``). If workers train alone and
+exchange weights, floating-point buffers are averaged like the weights (``MeanBuffers``). Buffers travel packed into one
+array. For a model on a device they are staged through the host, like gradients.
 
-``SyncBatchNorm`` is ``torch.nn.SyncBatchNorm`` on this run's collectives: torch's own asks for a process group and a
-GPU, and without a group it quietly normalises by the rank's batch alone. Per channel, every rank's count, mean and sum
-of squared deviations are gathered and combined in rank order (Chan, Golub and LeVeque 1979), so all ranks have the same
-bits. With y = w xhat + b and xhat = (x - mean) / std over n values,
-dx = w / std (dy - sum dy / n - xhat sum(dy xhat) / n): backward adds two sums per channel over the ranks. Gradients of
-w and b are the rank's own and averaged with all others. Ranks whose batches differ in size are weighed by them in the
-statistics, but all their losses count alike in dx, as in torch.
+``SyncBatchNorm`` is ``torch.nn.SyncBatchNorm`` on this run's collectives. PyTorch's own needs a process group and a
+GPU; without a group it silently normalises over the rank's own batch. The ranks gather the count, mean and sum of
+squared deviations of each channel and combine them in rank order (Chan, Golub and LeVeque 1979), so all ranks get the
+same bits. With y = w xhat + b and xhat = (x - mean) / std over n values, dx = w / std (dy - sum dy / n - xhat sum(dy
+xhat) / n): backward sums two numbers per channel over the ranks. Gradients of w and b are local to the rank and
+averaged like all others. In the statistics a rank counts by the size of its batch; in dx all losses count equally, as
+in PyTorch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .storage import Pair, pack_bytes, unpack_bytes
 
 
 class Buffers:
-    """The buffers of one model, as they are at the time of each exchange; ``fault`` makes an error of this rank.
+    """The exchange of a model's buffers with their values at that time. ``fault`` makes an error of this rank.
 
-    They are those ``among`` all that take part of which that is true.
+    ``among`` selects the buffers; by default all take part.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Buffers:
         self._works: list[Work] = []
 
     def start(self, meeting: Meeting) -> None:
-        """Begin to copy those of the first rank that takes part in this step to all ranks."""
+        """Start the broadcast from the first rank that has a batch in this step."""
         self._works = []
         if not self._buffers or meeting.work is None:
             return
@@ -78,7 +78,7 @@ class Buffers:
         self._works = [self._staging.up(self._pair, exchange, "buffers")]
 
     def finish(self) -> None:
-        """Wait for what was begun, and give it to the model."""
+        """Wait for the broadcast and write the values to the model's buffers."""
         works, self._works = self._works, []
         if works:
             self._session.engine.wait(*works)
@@ -87,9 +87,9 @@ class Buffers:
 
 
 class MeanBuffers:
-    """The buffers of a model that are averaged with its weights; those that are no floating-point numbers are copied.
+    """Averages a model's floating-point buffers together with its weights, and copies the other buffers from one rank.
 
-    They are added up in float32, or in float64 where any of them is that, between the workers.
+    The sum over the workers is computed in float32, or in float64 if any buffer has that type.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MeanBuffers:
         fault: Callable[[str], Exception],
     ) -> None:
         self._session, self._staging, self._fault = session, staging, fault
-        self._key = first_key + BUCKETS - 1  # no bucket has it
+        self._key = first_key + BUCKETS - 1  # buckets are numbered from 0 and never reach this key
         self._others = Buffers(session, selection, staging, first_key, fault, lambda buffer: not _is_mean(buffer))
         self._buffers = [buffer for buffer in selection.buffers().values() if _is_mean(buffer())]
         wide = any(buffer().dtype == torch.float64 for buffer in self._buffers)
@@ -113,7 +113,8 @@ class MeanBuffers:
         self._parts = 1
 
     def start(self, meeting: Meeting, mix: Program | None = None, parts: int = 1) -> None:
-        """Begin to average them as they are now, over all workers, or the sum of so many parts that ``mix`` makes."""
+        """Start to average the present values over all workers. With ``mix``, sum ``parts`` workers' values by that
+        program."""
         self._works = []
         self._others.start(meeting)
         if not self._buffers or meeting.work is None:
@@ -135,7 +136,7 @@ class MeanBuffers:
         self._works = [self._staging.up(self._pair, exchange, label)]
 
     def finish(self) -> None:
-        """Wait for all, and give it to the model."""
+        """Wait for the exchange and write the values to the model's buffers."""
         self._others.finish()
         works, self._works = self._works, []
         if not works:
@@ -146,17 +147,17 @@ class MeanBuffers:
         at = 0
         for buffer in (buffer() for buffer in self._buffers):
             part = self._pair.device[at : at + buffer.numel()]
-            buffer.data.copy_(part.view(buffer.shape))  # past autograd, as all that comes here
+            buffer.data.copy_(part.view(buffer.shape))  # not recorded by autograd, like every exchange
             at += buffer.numel()
 
 
 def _is_mean(buffer: torch.Tensor) -> bool:
-    """Whether the mean of several is one of them: of a number, and no count or index."""
+    """Whether to average a buffer: floating-point numbers yes, counts and indices no."""
     return buffer.is_floating_point()
 
 
 class Moments(NamedTuple):
-    """Of all values of each channel: how many, their mean, the sum of their squared deviations; float64."""
+    """Statistics of all values of each channel: their number, mean and sum of squared deviations, in float64."""
 
     values: float
     mean: torch.Tensor
@@ -164,12 +165,12 @@ class Moments(NamedTuple):
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """What a prepared model's SyncBatchNorm modules are until they are given back; copies of them are torch's."""
+    """The class of a prepared model's SyncBatchNorm modules until its release; copies of them are PyTorch's."""
 
     _session: Session
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(n, channels, ...) -> the same shape, normalised; in evaluation as torch does it."""
+        """(n, channels, ...) -> the same shape, normalised. In evaluation this is PyTorch's own."""
         if not self.training:
             return super().forward(input)
         found: torch.Tensor = _normalise(self, input)
@@ -181,7 +182,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 class Synchronised:
-    """A module that has been made to normalise over all ranks; ``remove`` gives it back."""
+    """A module that normalises over all ranks until ``remove``."""
 
     def __init__(self, module: torch.nn.Module, session: Session) -> None:
         self._module = module
@@ -189,30 +190,30 @@ class Synchronised:
         vars(module)["_session"] = session
 
     def remove(self) -> None:
-        """Make it torch's again."""
+        """Restore the module's own class."""
         vars(self._module).pop("_session", None)
         self._module.__class__ = torch.nn.SyncBatchNorm
 
 
 def synchronise(model: torch.nn.Module, session: Session) -> list[Synchronised]:
-    """Take over all SyncBatchNorm modules of a model; raises UsageError for one that cannot be."""
+    """Take over all SyncBatchNorm modules of a model. Raises UsageError for a module that cannot be taken over."""
     return [Synchronised(module, session) for module in unsynchronised(model)]
 
 
 def unsynchronised(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The SyncBatchNorm modules of a model that have not been taken over; raises UsageError for one that cannot be."""
+    """The SyncBatchNorm modules that have not been taken over yet. Raises UsageError if one cannot be taken over."""
     found: list[torch.nn.Module] = []
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.SyncBatchNorm) or isinstance(module, SyncBatchNorm):
             continue
         if type(module) is not torch.nn.SyncBatchNorm:
             raise UsageError(
-                f"module {name!r} is a {type(module).__name__}, made from SyncBatchNorm: only torch's own can be run by"
-                " Syncline's collectives; use that, or BatchNorm"
+                f"module {name!r} is a {type(module).__name__}, derived from SyncBatchNorm: Syncline's collectives"
+                " support torch.nn.SyncBatchNorm itself only; use that class, or BatchNorm"
             )
         if module.process_group is not None:
             raise NotBuiltError(
-                f"module {name!r} normalises over a process group of its own: use SyncBatchNorm without"
+                f"module {name!r} normalises over a process group of its own: use SyncBatchNorm without process_group="
             )
         found.append(module)
     return found
@@ -288,7 +289,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _moments(x: torch.Tensor) -> Moments:
-    """Of this rank's batch; a batch may be empty."""
+    """The statistics of this rank's batch, which may be empty."""
     channels = x.shape[1]
     count = x.numel() // channels
     if count == 0:
@@ -313,5 +314,5 @@ def _computed_in(x: torch.Tensor) -> torch.dtype:
 
 
 def _wide(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One value per channel, seen with the dimensions of a batch."""
+    """One value per channel, as a view that broadcasts over a batch."""
     return channels.view(1, -1, *[1] * (like.dim() - 2))

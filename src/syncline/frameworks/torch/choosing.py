@@ -1,24 +1,23 @@
-"""``schedule=auto`` for one model: what runs is chosen when the first steps have been measured, and may change back.
+"""Implements ``schedule=auto`` for one model: measures the first steps, chooses a schedule, and may choose again later.
 
-    begun       as ``fixed``, for steps that count for nothing
-    measuring   in buckets of all sizes; rank 0 times its layers and exchanges, and every rank watches its script
-    crossing    the fastest ends its steps in the next iteration (``tuning.schedule_choice`` predicts which it is)
-    waiting     the best of the others runs, for some time; twice as long each time, unless iterations have been crossed
-                for longer than that
-    watching    it does, and every rank watches its script again
-    trying      in place of a prediction: layouts run in turn for some steps each, under ``auto(budget=...)``
-    over        the best runs, and none that crosses iterations goes with the strategy
+    begun        like ``fixed``; these steps are not measured
+    measuring    in buckets of all sizes: rank 0 times its layers and exchanges, every rank watches its script
+    overlapping  the fastest schedule (``tuning.schedule_choice``) overlaps the exchange with the next forward pass
+    waiting      the best schedule without such overlap runs for a number of steps, which doubles each time unless the
+                 overlap before lasted longer
+    watching     the same schedule runs, and every rank watches its script again
+    trying       under ``auto(budget=...)``: instead of a prediction, layouts take turns for some steps each
+    over         the choice is final: the strategy allows no overlap
 
-Steps may end in the next iteration only where that pays: where no rank looks at gradients between backward and the
-optimizer's step, changes them, calls the optimizer with a closure, or looks at weights between two steps. Ranks watch
-for it as they would complete what is looked at (``overlap``), and their tickets say what they have seen. Rank 0
-chooses such a schedule if no rank has seen anything in the steps that were measured, or watched, and the best of the
-others when one does later. Every rank is told with the layout, and goes by that alone: all phases follow from it, and
-whatever is looked at before is right under the schedule that runs. Some ranks, models and optimizers can make no such
-steps; their tickets say so all along.
+Overlap with the next forward pass pays only if no rank's script reads gradients between backward and the optimizer's
+step, changes them, calls the optimizer with a closure, or reads weights between two steps. Such a read would wait for
+the exchange. Ranks watch for such reads (``overlap``) and report them in their tickets. Rank 0 chooses an overlapping
+schedule if no rank reported a read in the measured or watched steps, and the best other schedule as soon as one rank
+does. Rank 0 sends the choice with the layout, and the phase of every rank follows from it. Until the change, a read is
+correct under the running schedule. A rank whose model or optimizer cannot defer updates reports that in every ticket.
 
-What nobody sees are tensors that share the memory of a parameter and were made before. Where there are any, iterations
-are not crossed.
+Reads through tensors that share a parameter's memory cannot be detected. If there are such tensors, no schedule
+overlaps.
 """
 
 from __future__ import annotations
@@ -44,63 +43,63 @@ from .deferred import updates_alone
 from .optimizer import defer_steps, end_deferred_steps
 from .passes import TrainedReplica
 from .staging import device_of
-from .supported import check_crossing
+from .supported import check_overlap
 
 log = logging.getLogger("syncline")
 
 _UNTRIED = "; no other schedule was tried, since other buckets change the order in which the fastest algorithm adds"
 
 _OBJECTS = 2
-"""Flag of any rank's ticket: it cannot cross iterations, or its script has looked since the last one."""
+"""A ticket's flag: the rank cannot defer updates, or its script has read a value since the last ticket."""
 
 _UNCOUNTED, _MEASURED = 2, 6
-"""Steps before those that are measured, which load what is needed, and those."""
+"""The numbers of steps before the measurement, in which code is loaded, and of measured steps."""
 
 _PATIENCE = 100
-"""Steps until scripts are watched again, at first: a checkpoint looks at all weights, and then nobody for long."""
+"""The initial number of steps until scripts are watched again: a checkpoint reads all weights, but seldom."""
 
-_BEGUN, _MEASURING, _CROSSING, _WAITING, _WATCHING, _TRYING, _OVER = range(7)
+_BEGUN, _MEASURING, _OVERLAPPING, _WAITING, _WATCHING, _TRYING, _OVER = range(7)
 
 
 class Choosing:
-    """Chooses the schedule of the model of ``replica``; ``optimizer`` updates its weights, if one is known."""
+    """Chooses the schedule of the model of ``replica``. ``optimizer`` updates its weights; None if it is unknown."""
 
     def __init__(self, replica: TrainedReplica, optimizer: torch.optim.Optimizer | None) -> None:
         self._replica, self._optimizer = replica, optimizer
         self._phase, self._patience = _BEGUN, _PATIENCE
         self._steps = 0  # in this phase
-        self._refused = False  # by this rank
-        self._seen = False  # that some rank objects, in this phase
-        self._trials: Trials | None = None  # of rank 0, where the strategy has a budget for some
+        self._refused = False  # this rank cannot defer updates
+        self._seen = False  # a rank has objected in this phase
+        self._trials: Trials | None = None  # on rank 0, if the strategy has a budget for trials
         self._until_s = time.perf_counter() + replica.session.strategy.budget_s
         replica.exchange.measured = False
-        replica.session.schedules.pop(replica.first_key, None)  # of the same model, prepared before
+        replica.session.schedules.pop(replica.first_key, None)  # left by an earlier prepare of the same model
 
     @property
     def over(self) -> bool:
-        """Whether nothing will be chosen any more."""
+        """Whether the choice is final."""
         return self._phase == _OVER
 
     @property
     def _strategy(self) -> Strategy:
-        """What the schedule goes with; a run that is resumed may bring another codec (``Session.resume_codec``)."""
+        """The run's strategy. A resumed run may change its codec (``Session.resume_codec``)."""
         return self._replica.session.strategy
 
     @property
-    def _crossed(self) -> Strategy | None:
-        """One of the strategies with which iterations would be crossed, if any."""
-        return next(filter(_crosses, candidates(self._strategy, crossing=True)), None)
+    def _overlapping(self) -> Strategy | None:
+        """A candidate strategy that overlaps with the next forward pass; None if there is none."""
+        return next(filter(_overlaps, candidates(self._strategy, overlap=True)), None)
 
     # Between two tickets.
 
     def objects(self) -> bool:
-        """Whether this rank cannot cross iterations, or its script has looked since it was asked last."""
-        crossing = self._replica.crossing
-        return self._refused or crossing is None or crossing.take_looked() or crossing.refused
+        """Whether this rank cannot defer updates, or its script has read a value since the last call."""
+        overlap = self._replica.overlap
+        return self._refused or overlap is None or overlap.take_looked() or overlap.refused
 
     def flags(self) -> int:
-        """What this rank's ticket says."""
-        watched = self._phase in (_MEASURING, _CROSSING, _WATCHING, _TRYING)
+        """The flags of this rank's next ticket."""
+        watched = self._phase in (_MEASURING, _OVERLAPPING, _WATCHING, _TRYING)
         found = _OBJECTS if watched and self.objects() else 0
         if self._replica.session.rank == 0 and self._wants_another:
             found |= REPLACES
@@ -108,8 +107,9 @@ class Choosing:
 
     @property
     def _wants_another(self) -> bool:
-        """Whether rank 0 shall choose after the step that begins; the last one that is measured says it by itself."""
-        if self._seen and self._crosses_now:
+        """Whether rank 0 has to choose after the step that begins. At the end of a measurement the exchange asks by
+        itself."""
+        if self._seen and self._overlaps_now:
             return True
         if self._phase == _TRYING:
             return self._trials is not None and self._trials.ends
@@ -117,47 +117,46 @@ class Choosing:
         return wanted is not None and self._steps + 1 >= wanted
 
     def saw(self, tickets: Sequence[Ticket]) -> None:
-        """A step is over."""
+        """Note the tickets of a finished step."""
         self._steps += 1
         self._seen |= any(ticket.kind == STEP and ticket.flags & _OBJECTS for ticket in tickets)
         if self._phase == _TRYING and self._trials is not None:
             self._trials.step_ended()
 
-    # Another layout.
+    # A new layout.
 
     def choose(
         self, layers: Sequence[Layer], cost: LinearCost | None, resumed: Layout | None, objected: bool, lay: Lay
     ) -> Layout:
-        """Rank 0's choice; ``objected`` says whether a rank does now, ``resumed`` what a run before went on with."""
-        if resumed is not None and not (objected and _crosses(resumed.strategy_in(self._strategy))):
+        """Make rank 0's choice. ``objected``: a rank objects now. ``resumed``: the layout in the state of a resumed
+        run."""
+        if resumed is not None and not (objected and _overlaps(resumed.strategy_in(self._strategy))):
             return resumed
         if self._phase == _BEGUN and resumed is None:
             return with_measuring_buckets(self._strategy, lay)
         if self._phase == _WAITING and resumed is None:
             return self._replica.exchange.layout
         watched = self._phase in (_MEASURING, _WATCHING, _TRYING)
-        crossing = watched and not (self._seen or objected)
+        overlap = watched and not (self._seen or objected)
         tries = self._trials is None and self._strategy.budget_s > 0
         keeps_bits = tries and self._replica.session.adds_in_one_order
         if self._phase == _MEASURING and keeps_bits:
-            layouts = worth_a_trial(
-                self._strategy, layers, cost, lay, crossing, self._keeps_bits, crowded=self._crowded
-            )
-            self._trials = Trials(layouts, self._until_s, time.perf_counter, self._crossed_by)
+            layouts = worth_a_trial(self._strategy, layers, cost, lay, overlap, self._keeps_bits, crowded=self._crowded)
+            self._trials = Trials(layouts, self._until_s, time.perf_counter, self._overlaps_in)
         if self._trials is None:
-            found = choose_schedule(self._strategy, layers, cost, lay, crossing, crowded=self._crowded)
+            found = choose_schedule(self._strategy, layers, cost, lay, overlap, crowded=self._crowded)
             return replace(found, reason=f"{found.reason}{_UNTRIED}") if tries and not keeps_bits else found
         if self._phase not in (_MEASURING, _TRYING):
-            return self._trials.best(crossing=crossing)
-        if not crossing:
-            self._trials.refuse_crossing()
+            return self._trials.best(overlap=overlap)
+        if not overlap:
+            self._trials.refuse_overlap()
         return self._trials.following()
 
     @property
     def _crowded(self) -> bool:
-        """Whether computing and exchanging take turns on cores: on one host with fewer of them than processes.
+        """Whether computation and exchange compete for cores: there is one host, with fewer cores than processes.
 
-        Messages between hosts, or over a link that is slowed down, wait for the link and leave the cores alone.
+        Messages between hosts, or over a shaped link, wait for the link and leave the cores free.
         """
         roll = self._replica.session.family[0].roll
         if roll is None or roll.hosts > 1 or not roll.crowded or device_of(self._replica.named).type != "cpu":
@@ -165,13 +164,13 @@ class Choosing:
         link = self._strategy.transport.arguments
         return not (link.get("rate") or link.get("delay"))
 
-    def _crossed_by(self, layout: Layout) -> bool:
-        return _crosses(layout.strategy_in(self._strategy))
+    def _overlaps_in(self, layout: Layout) -> bool:
+        return _overlaps(layout.strategy_in(self._strategy))
 
     def _keeps_bits(self, strategy: Strategy) -> bool:
-        """Whether a schedule leaves the order of additions: one in two phases does where every algorithm has these.
+        """Whether a schedule keeps the order of additions. One with two phases does if every algorithm has two phases.
 
-        Where an algorithm has none a ring takes its place, which adds in another order.
+        Otherwise a ring replaces the algorithm and adds in another order.
         """
         session = self._replica.session
         if strategy.schedule_object().phases == "whole" or session.world_size == 2:
@@ -180,20 +179,20 @@ class Choosing:
         return all(has_phases(planned(name, session.group)) for name in names)
 
     def replaced(self) -> None:
-        """The layout is another one, or was found to be best again."""
-        if self._phase == _CROSSING and self._steps > self._patience // 2:  # longer than ranks have waited for it
+        """Enter the phase that belongs to the layout, which has changed or was confirmed."""
+        if self._phase == _OVERLAPPING and self._steps > self._patience // 2:  # the overlap has paid for the wait
             self._patience = _PATIENCE
         self._seen, self._steps = False, 0
         if self._replica.exchange.layout.trial:
             self._phase = _TRYING
-            if self._replica.crossing is not None:
-                self._replica.crossing.watches = not self._crosses_now
+            if self._replica.overlap is not None:
+                self._replica.overlap.watches = not self._overlaps_now
             if self._trials is not None:
                 self._trials.began()
         elif self._phase == _BEGUN:
             self._phase = _MEASURING
             self._watch()
-            forward = self._crossed is not None and not is_compiled(self._replica.model)
+            forward = self._overlapping is not None and not is_compiled(self._replica.model)
             self._replica.exchange.measure(_MEASURED, forward=forward)
         elif self._phase == _WAITING:
             self._phase, self._patience = _WATCHING, 2 * self._patience
@@ -202,12 +201,12 @@ class Choosing:
             self._settle()
 
     def resume(self, layout: Layout, measured: bool) -> None:
-        """A layout of a run before is about to take the place of this one."""
-        if measured and _crosses(layout.strategy_in(self._strategy)):
+        """Prepare for the layout of a resumed run, which is about to replace the present one."""
+        if measured and _overlaps(layout.strategy_in(self._strategy)):
             self._watch()
 
     def resumed(self, measured: bool) -> None:
-        """It has; a run that had not measured enough begins to."""
+        """Continue with the layout of a resumed run. If that run had not measured enough steps, measure again."""
         self._seen, self._steps = False, 0
         if measured:
             self._settle()
@@ -217,38 +216,38 @@ class Choosing:
             self._detach()
 
     @property
-    def _crosses_now(self) -> bool:
+    def _overlaps_now(self) -> bool:
         return self._replica.exchange.schedule.apply != "step"
 
     def _settle(self) -> None:
-        crossing = self._replica.crossing
-        if crossing is not None and self._replica.exchange.schedule.apply != "step":
-            self._phase, crossing.watches = _CROSSING, False
+        overlap = self._replica.overlap
+        if overlap is not None and self._replica.exchange.schedule.apply != "step":
+            self._phase, overlap.watches = _OVERLAPPING, False
         else:
-            self._phase = _OVER if self._crossed is None else _WAITING
+            self._phase = _OVER if self._overlapping is None else _WAITING
             self._detach()
         session = self._replica.session
         log.info("%s: schedule=auto: %s", session.name(session.index), self._replica.exchange.layout.reason)
 
     def _watch(self) -> None:
-        """See from now on whether the script looks at what could be under way."""
-        crossed = self._crossed
-        if crossed is None or self._optimizer is None or self._replica.crossing is not None:
+        """Watch from now on whether the script reads values that could be in flight."""
+        crossed = self._overlapping
+        if crossed is None or self._optimizer is None or self._replica.overlap is not None:
             return
         self._refused = not updates_alone(self._optimizer) or is_compiled(self._replica.model)
         if not self._refused:
             try:
-                check_crossing(crossed, self._optimizer, self._replica.selection)
+                check_overlap(crossed, self._optimizer, self._replica.selection)
                 defer_steps(self._replica, self._optimizer, gives_way=True)
             except UsageError:
                 self._refused = True
 
     def _detach(self) -> None:
-        if self._replica.crossing is not None:
-            self._replica.crossing.detach()
-            self._replica.crossing = None
+        if self._replica.overlap is not None:
+            self._replica.overlap.detach()
+            self._replica.overlap = None
             end_deferred_steps(self._optimizer)
 
 
-def _crosses(strategy: Strategy) -> bool:
+def _overlaps(strategy: Strategy) -> bool:
     return strategy.schedule_object().apply != "step"

@@ -1,7 +1,7 @@
-"""Beside torch.compile and torch.jit: what these have to leave alone, and whether a forward pass has to do with them.
+"""Keeps hooks out of torch.compile and torch.jit, and tells whether a forward pass involves compiled code.
 
-Hooks and whatever else communicates run outside of what is compiled (``eager``). What happens inside is not seen, so
-who watches a forward pass asks first (``is_compiled``).
+``eager`` marks hooks and everything else that communicates, so that they run outside compiled code. Reads of weights
+inside compiled code cannot be observed; code that relies on such reads calls ``is_compiled`` first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _C = TypeVar("_C", bound=type)
 
 
 def eager(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch.compile neither inlines nor compiles; the compiler is not loaded for that."""
+    """Wrap a function so that torch.compile neither inlines nor compiles it. The compiler is not loaded for that."""
 
     @wraps(call)
     def outside(*arguments: Any, **keywords: Any) -> Any:
@@ -32,7 +32,8 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _disabled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call as torch disables its compilation, once the compiler is loaded; that costs more than many a hook."""
+    """Disable compilation of ``call`` in PyTorch's way, but only once the compiler is loaded: loading it would take
+    long."""
     disabled: list[Callable[..., Any]] = []
 
     def choose(*arguments: Any, **keywords: Any) -> Any:
@@ -46,7 +47,7 @@ def _disabled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def eager_methods(kind: _C) -> _C:
-    """A class none of whose methods torch.compile looks into, even where torch calls them within a compiled model."""
+    """Apply ``eager`` to all methods of a class, because torch calls some of them inside a compiled model."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
             setattr(kind, name, eager(method))
@@ -54,11 +55,11 @@ def eager_methods(kind: _C) -> _C:
 
 
 def _skip(call: Any) -> bool:
-    """Let the compiler pass over a function that torch calls by itself while a compiled model runs.
+    """Make the compiler skip a function that torch itself calls while a compiled model runs.
 
-    It would look at its frame before anything in it has run, and ask for no attribute of the function. These names are
-    torch's private ones: where a version has others the compiler looks, and nothing else is lost. Whether it passes
-    over what the function calls, too.
+    The compiler inspects the function's frame before any of its code has run, and reads no attribute of the function.
+    The names used here are private to torch. If a version has other names, the compiler inspects the frame, which costs
+    only time. Returns whether the compiler also skips the functions that this one calls.
     """
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from torch._C import _dynamo
@@ -73,24 +74,24 @@ def _skip(call: Any) -> bool:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether a model, a part of it, or what calls it has been compiled; asked when a forward pass begins.
+    """Whether the model, a part of it, or its caller has been compiled. Call it at the start of a forward pass.
 
-    A script may put a module into a model, or compile one, at any time and in ways that call nobody, so that all are
-    looked at each time: 80 microseconds for 200 modules, whose own forward pass takes a millisecond at the least.
+    A script may insert or compile a module at any time, and no hook reports that, so every call checks all modules: 80
+    microseconds for 200 modules, whose own forward pass takes at least a millisecond.
     """
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:
         return _has_module(model, torch.jit.ScriptModule)
     if sys.modules["torch._dynamo.utils"].counters["frames"]["total"] > 0:
-        return True  # something has been, and what calls what is not known
+        return True  # something was compiled, and it may call this model
     kinds = torch.jit.ScriptModule, compiler.OptimizedModule
     return _has_module(model, kinds, compiled=True) or _called_by(compiler.__file__, "compile_wrapper")
 
 
 def _has_module(model: torch.nn.Module, kinds: type | tuple[type, ...], *, compiled: bool = False) -> bool:
-    """Whether a model or a part of it is one of these, or, where that is asked for, has been ``compiled`` in place.
+    """Whether the model has a module of these kinds or, with ``compiled``, a module that was compiled in place.
 
-    Without ``modules()``, whose nested generators take several times as long.
+    It does not use ``modules()``, whose nested generators are several times slower.
     """
     left, seen = [model], {model}
     while left:
@@ -105,7 +106,7 @@ def _has_module(model: torch.nn.Module, kinds: type | tuple[type, ...], *, compi
 
 
 def _called_by(file: str, function: str) -> bool:
-    """Whether a function is on the stack."""
+    """Whether a function of that file is on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_code.co_filename == file:

@@ -1,29 +1,28 @@
-"""Deferred updates: a parameter is updated when somebody looks at it, by the user's optimizer on that part alone.
+"""Deferred updates: each parameter is updated at its first use, by the user's optimizer on that parameter alone.
 
-Between the end of backward and the next forward pass of its layer a parameter's gradient, and then its new value, may
-not have come yet. As long as that is so the parameter has another class: a subclass of ``torch.nn.Parameter`` that
-torch asks (``__torch_function__``) before it does anything with it in Python, be it a layer, ``clip_grad_norm_``, a
-moving average, ``state_dict`` or a print. Asked for its gradient or its value it is completed first, gets its own class
-back, and what was asked for goes on as if nothing had been. So a script needs to know of nothing, wherever it has got
-the parameter from, and layers need no hooks.
+Between the end of backward and its layer's next forward pass, a parameter's gradient, and then its new value, may still
+be in flight. During that time the parameter has another class: a subclass of ``torch.nn.Parameter`` whose
+``__torch_function__`` PyTorch calls before any use in Python, be it a layer, ``clip_grad_norm_``, a moving average,
+``state_dict`` or a print. If the use reads the gradient or the value, the parameter is completed and gets its own class
+back, and the use then proceeds normally. The script therefore needs no changes, however it has obtained the parameter,
+and layers need no hooks.
 
-What does not ask is not seen: tensors that share a parameter's memory and were made before (a kept ``p.data``), and
-extensions that take tensors from Python by themselves. ``overlap`` has what is done about it.
+Two kinds of use are not reported: tensors that share a parameter's memory and were made before (a kept ``p.data``), and
+extensions that read tensors from Python directly. ``overlap`` describes how it handles them.
 
-The update (``update``) is made by a copy of the optimizer object whose groups hold these parameters alone, with the
-values that the groups had when it was called, and whose state is the original's. That is what the optimizer itself
-would have done only where no parameter's update depends on another's, and where it keeps nothing but its state and its
-groups. So it is with torch's own. Of others nobody can know: one whose class says ``updates_parameters_alone = True``
-is believed when ``probe_parts`` has found no fault on small tensors.
+``update`` uses a copy of the optimizer object. The copy's groups hold these parameters alone, with the group values of
+the call; the state is the original's. The result equals the optimizer's own only if no parameter's update depends on
+another's, and if the optimizer keeps nothing outside its state and its groups. This holds for PyTorch's own optimizers.
+The class of another optimizer has to declare it with ``updates_parameters_alone = True``; ``probe_parts`` then tests it
+on small tensors.
 
-``LocalSteps`` are a worker's own step ahead of the average: plain SGD without state, from the weights that all have.
-While the gradients of step t are under way, a worker computes the next ones at
+``LocalSteps`` are a worker's own steps ahead of the average: plain SGD without state, from the weights that all workers
+share. While the gradients of step t are in flight, a worker computes the next ones at
 
     w(t+1) = W(t) - lr g(t)
 
-with its own gradient g(t), plus it for an optimizer that maximizes, and W(t), the weights that all have, updated with
-the average of step t-1 ("OD-SGD", Xu et al., ACM TACO 2020). Memory: a copy of the weights, and the worker's own
-gradients.
+with its own gradient g(t) (added for an optimizer that maximizes), and the shared weights W(t), updated with the
+average of step t-1 ("OD-SGD", Xu et al., ACM TACO 2020). Memory: a copy of the weights, and the worker's own gradients.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ def _harmless() -> Iterator[Any]:
 
 
 _HARMLESS = frozenset(_harmless())
-"""What reads neither value nor gradient."""
+"""Functions that read neither the value nor the gradient."""
 _GRADIENT: Any = torch.Tensor.grad
 _GET_GRADIENT = _GRADIENT.__get__
 _SET_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
 
 
 class DeferredParameter(torch.nn.Parameter):
-    """The class of a parameter as long as something of it is under way."""
+    """The class of a parameter whose gradient or value is in flight."""
 
     @classmethod
     def __torch_function__(
@@ -84,7 +83,7 @@ class DeferredParameter(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Complete the parameters among the arguments, unless they are not looked at, and go on."""
+        """Complete the parameters among the arguments if ``func`` reads them, then call it."""
         if func in _HARMLESS or func in _SET_GRADIENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -94,31 +93,31 @@ class DeferredParameter(torch.nn.Parameter):
                 deferral.complete_all()
         else:
             _complete(found)
-        if any(_among((args, kwargs))):  # of nobody's: made by calling the class of one that was deferred
+        if any(_among((args, kwargs))):  # no deferral owns it: it was made from the class of a deferred parameter
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Who calls the class of a parameter gets a plain one."""
+        """Return a plain parameter to code that calls the class of a deferred one."""
         return torch.nn.Parameter(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of the completed parameter."""
+        """Complete the parameter first."""
         _complete([self])
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of the completed parameter."""
+        """Complete the parameter first."""
         _complete([self])
         return self.__reduce_ex__(protocol)
 
 
 class Deferral:
-    """The parameters of one model, some of which are deferred.
+    """The parameters of one model, some of them deferred.
 
-    ``read`` is called, in the thread that looks, with the numbers of those that are looked at, and ``read_all`` where a
-    gradient is: afterwards these, or all, have to be complete.
+    A read calls ``read`` with the numbers of the parameters, in the reading thread; afterwards these must be complete.
+    A read of a gradient calls ``read_all``; afterwards all parameters must be complete.
     """
 
     def __init__(
@@ -130,11 +129,11 @@ class Deferral:
         self.parameters = parameters
         self._read, self._read_all = read, read_all
         self.lock = threading.RLock()
-        """Held by whoever completes parameters, or changes which are deferred."""
+        """Held while a thread completes parameters, or changes which parameters are deferred."""
         self.numbers: dict[int, int] = {}
-        """Of the deferred ones, by identity."""
+        """The number of each deferred parameter, by its ``id``."""
         self.watches = False
-        """Whether nothing is under way, and who looks is only told of."""
+        """Whether nothing is in flight, so that reads are only reported."""
 
     @property
     def any(self) -> bool:
@@ -142,7 +141,7 @@ class Deferral:
         return bool(self.numbers)
 
     def defer(self, numbers: Iterable[int]) -> None:
-        """From now on these are completed when they are looked at."""
+        """Complete these parameters at their next read."""
         for number in numbers:
             parameter = self.parameters[number]
             parameter.__class__ = DeferredParameter
@@ -150,7 +149,7 @@ class Deferral:
             _DEFERRED[id(parameter)] = self
 
     def release(self, numbers: Iterable[int]) -> None:
-        """These are what they seem to be."""
+        """End the deferral of these parameters: they are complete."""
         for number in numbers:
             parameter = self.parameters[number]
             if self.numbers.pop(id(parameter), None) is not None:
@@ -158,11 +157,11 @@ class Deferral:
                 parameter.__class__ = _PLAIN
 
     def release_all(self) -> None:
-        """All are."""
+        """End the deferral of all parameters."""
         self.release(list(self.numbers.values()))
 
     def complete(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Somebody looks at these."""
+        """Complete these parameters, because they are read."""
         with self.lock:
             numbers = [number for one in parameters if (number := self.numbers.get(id(one))) is not None]
             if numbers:
@@ -171,7 +170,7 @@ class Deferral:
                 self.release(numbers)
 
     def complete_all(self) -> None:
-        """Somebody looks at a gradient."""
+        """Complete all parameters, because a gradient is read."""
         with self.lock:
             if self.numbers:
                 self._check_transforms()
@@ -181,7 +180,7 @@ class Deferral:
     def _check_transforms(self) -> None:
         if not self.watches and in_transform():
             raise UsageError(
-                "a transform of torch.func looks at weights whose update has not been made, and inside it none can be:"
+                "a transform of torch.func reads weights before their update, which cannot be made inside a transform:"
                 " call syncline.flush() before it, or use schedule=fixed"
             )
 
@@ -205,7 +204,7 @@ def _complete(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _among(found: Any) -> Iterator[DeferredParameter]:
-    """The deferred parameters in what a function was given."""
+    """The deferred parameters among a function's arguments, also in tuples, lists and dictionaries."""
     if isinstance(found, DeferredParameter):
         yield found
     elif isinstance(found, (tuple, list)):
@@ -217,10 +216,10 @@ def _among(found: Any) -> Iterator[DeferredParameter]:
 
 
 Values = list[dict[str, Any]]
-"""Of an optimizer's groups, with their parameters."""
+"""The values of an optimizer's groups, including their parameters."""
 
 DECLARED = "updates_parameters_alone"
-"""What the class of an optimizer says of itself."""
+"""The attribute by which an optimizer's class declares that it updates each parameter alone."""
 
 _OF_TORCH = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
@@ -229,13 +228,13 @@ _OF_TORCH = (
 
 
 def updates_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known, or said, that the update of a parameter depends on that parameter alone."""
+    """Whether the update of a parameter depends on that parameter alone: known for PyTorch's own, else declared."""
     known = [getattr(torch.optim, name, None) for name in _OF_TORCH]
     return type(optimizer) in known or bool(getattr(type(optimizer), DECLARED, False))
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> Values:
-    """The values of the groups now, whatever a learning-rate scheduler makes of them later."""
+    """Copies of the groups' present values, which later calls of a learning-rate scheduler do not change."""
     return [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
 
 
@@ -250,10 +249,10 @@ def update(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
 ) -> Values:
-    """Update these parameters with these gradients; the values of the groups afterwards.
+    """Update these parameters with these gradients. Returns the group values after the update.
 
-    ``plain`` is the class of the optimizer that does it. The modes that the script is in do not matter, and ``.grad``
-    is as it was.
+    ``plain`` is the optimizer's original class. The script's autograd and autocast modes have no effect, and ``.grad``
+    is restored.
     """
     wanted = {id(parameter) for parameter in parameters}
     part = _with_groups(optimizer, plain, values, wanted)
@@ -270,7 +269,7 @@ def update(
     return part.param_groups
 
 
-_OURS = ("step", "_crossing", "_hidden", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OURS = ("step", "_overlap", "_hidden", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def _with_groups(
@@ -285,7 +284,7 @@ def _with_groups(
 
 
 def write_back(optimizer: torch.optim.Optimizer, before: Values, after: Values) -> None:
-    """Give the groups the values that the optimizer itself has changed, unless the script has changed them too."""
+    """Write the group values that the optimizer has changed, except those that the script has changed meanwhile."""
     for group, old, new in zip(optimizer.param_groups, before, after, strict=False):
         for key, value in new.items():
             if key == "params":
@@ -302,7 +301,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called before or after every step, which has to be one step then."""
+    """Whether hooks run before or after every step. Such a step has to be a single one."""
     of_one = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     theirs = [hook for hook in of_one if not isinstance(hook, Telling)]
     return bool(theirs or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
@@ -310,13 +309,13 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 _SHAPES = ((6, 4), (9,))
 _SCALES = (1.0, 1e-4, 1e4) * 3
-"""Of the gradients of the steps that are tried: updates that are limited by something show it."""
+"""The scales of the gradients in the tried steps, so that updates with a limit differ."""
 
 
 def probe_parts(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError unless the optimizer gives the same result on one parameter at a time as on all.
 
-    Some steps with the values of each group, on a matrix and a vector of random numbers.
+    It makes a few steps with each group's values, on a random matrix and a random vector.
     """
     tried: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -371,20 +370,21 @@ def _probe_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
 
 def _refusal(name: str, why: str) -> UsageError:
     return UsageError(
-        f"{name} cannot update parameters one after the other, when each one's gradient has come: {why};"
+        f"{name} cannot update parameters one by one as their gradients arrive: {why};"
         " use schedule=fixed, or an element-wise optimizer such as SGD or Adam"
     )
 
 
 class LocalSteps:
-    """Takes ``parameters`` ahead and back; learning rates are those of the optimizer's groups."""
+    """Moves ``parameters`` ahead of the shared weights and back. The learning rates are those of the optimizer's
+    groups."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self._parameters = parameters
         for group in optimizer.param_groups:
             if "lr" not in group:
                 raise UsageError(
-                    f"{type(optimizer).__name__} has no learning rate, which a local step takes: use"
+                    f"{type(optimizer).__name__} has no learning rate, and a local step needs one: use"
                     " schedule=delayed(local=off)"
                 )
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -393,15 +393,15 @@ class LocalSteps:
         self._ahead = False
 
     def forget(self) -> None:
-        """A backward pass begins to make gradients; what is left of the one before has not been stepped from."""
+        """Drop the last gradients, from which no step was made: a backward pass begins."""
         self._mine.clear()
 
     def keep(self, number: int, gradient: torch.Tensor, copy: bool) -> None:
-        """This worker's own gradient of a parameter."""
+        """Keep this worker's own gradient of a parameter, as a copy if ``copy``."""
         self._mine[number] = gradient.clone() if copy else gradient
 
     def go_ahead(self, values: Values) -> None:
-        """From the weights that all have to this worker's own."""
+        """Move from the shared weights to this worker's own."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter, shared in zip(self._parameters, self._shared, strict=True):
                 shared.copy_(parameter)
@@ -412,7 +412,7 @@ class LocalSteps:
         self._mine, self._ahead = {}, True
 
     def go_back(self) -> None:
-        """To the weights that all have, if this worker is ahead of them."""
+        """Return to the shared weights, if this worker is ahead of them."""
         if not self._ahead:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

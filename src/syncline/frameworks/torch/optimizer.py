@@ -1,16 +1,17 @@
-"""The user's optimizer object in a run, while others own the weights or updates are deferred, and afterwards.
+"""Owns the user's optimizer object during a run: with weights held by servers, and with deferred updates.
 
-The object stays the user's own, so that learning-rate schedulers which hold it go on working; its class changes. While
-others own the weights it is ``Served``: ``step()`` has the owners do the update, ``state_dict()`` puts their state
-together. A copy or a pickle of it is a plain optimizer with that state.
+The object stays the user's own, so learning-rate schedulers that hold it keep working; only its class changes. If
+servers or other workers own the weights, a ``Served`` optimizer lets these owners apply updates: ``step()`` asks for
+one, and ``state_dict()`` collects their state. A copy or a pickle of it is a plain optimizer with that state.
 
-At the end it gets its own class back, with the owners' state where one rank alone can ask for that. Where the workers
-own the weights, asking would be a collective call, which the end must not be. Each rank then keeps its own pieces and
-the optimizer is ``Parted``: it cannot be used by itself, but ``prepare`` in a later run gathers the pieces.
+At the end of the run the object gets its own class back, together with the owners' state if this rank can ask for it
+alone. If the workers own the weights, asking would be a collective call, and the end of a run must not contain one.
+Each rank then keeps its own pieces of the state, and the optimizer is ``Parted``: it cannot be used by itself, but
+``prepare`` in a later run gathers the pieces.
 
-While updates are deferred it is ``Stepping``: ``step()`` lets the model's ``Crossing`` decide what is updated
-when; whatever tells of weights or state, ``state_dict`` first of all, waits for all updates. Copies and pickles are
-plain optimizers.
+With deferred updates the object is ``Stepping``: ``step()`` lets the model's ``Overlap`` decide which weights are
+updated when. Methods that read weights or state, above all ``state_dict``, wait for all updates first. Copies and
+pickles are plain optimizers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ...errors import SynclineError, UsageError
 from ...schedules import goes_ahead
 from ...serving.records import Record, pack, unpack
 from ...session.session import Session
-from .overlap import Crossing, watch_zero_grad
+from .overlap import Overlap, watch_zero_grad
 from .own_values import group_values, plain_attributes
 from .passes import TrainedReplica
 from .served import Client
@@ -38,7 +39,7 @@ Groups = list[dict[str, Any]]
 
 
 class Served:
-    """Mixed into the class of a user's optimizer by ``take_over``; the owners' optimizer does the work."""
+    """Mixed into the class of a user's optimizer by ``take_over``; the owners of the weights apply the updates."""
 
     _client: Client
     param_groups: Groups
@@ -48,13 +49,13 @@ class Served:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler asks before it looks for an overflow, and then it leaves all else to ``step``."""
+        """Answer True to a GradScaler, which then leaves the check for overflows to ``step``."""
         self._client.share_overflow()
         return True
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit the gradients of the last backward and wait for the new weights; the closure's loss."""
+        """Apply the gradients of the last backward pass and wait for the new weights. Returns the closure's loss."""
         loss, scaled = None, hasattr(self, "grad_scale")
         if closure is not None:
             with torch.enable_grad():
@@ -68,16 +69,16 @@ class Served:
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own."""
+        """Clear gradients as the optimizer's own method does."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
-        if self._client.crossing is None:
+        if self._client.overlap is None:
             plain()
         else:
-            self._client.crossing.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
+            self._client.overlap.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
     @property
     def state(self) -> NoReturn:
-        """Refused: an empty dictionary would be taken for the state."""
+        """Refuse access: the script would take an empty dictionary for the state."""
         raise UsageError(
             "the owners of the weights hold the optimizer's state: read it from optimizer.state_dict()['state'], change"
             " it by optimizer.load_state_dict(), or use ps(update=worker)"
@@ -89,12 +90,15 @@ class Served:
         _ = self.state
 
     def state_dict(self) -> dict[str, Any]:
-        """As one process would give it: the owners' state put together."""
+        """The state dictionary with the owners' state, as a single process would return it."""
         self._client.settle("optimizer.state_dict()")
         return self._whole().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Send the state to the owners and take the group values; where each push is an update, all workers call it."""
+        """Send the state to the owners and take over the group values.
+
+        If each push is an update by itself, all workers must call it.
+        """
         self._client.settle("optimizer.load_state_dict()")
         whole = self._whole(fetch=False)
         whole.load_state_dict(dict(state))
@@ -102,18 +106,18 @@ class Served:
         self._client.owned.load(records_of(whole, self._client.parameters))
 
     def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refused: what is served is fixed in ``prepare``."""
-        raise UsageError("add parameter groups before syncline.prepare(): the servers hold a fixed set of weights")
+        """Refuse: ``prepare`` fixes the set of served weights."""
+        raise UsageError("add parameter groups before syncline.prepare(): servers hold a fixed set of weights")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain optimizer with the owners' state: what pickles and copies are."""
+        """Copy or pickle as a plain optimizer with the owners' state."""
         self._client.settle("copying or saving the optimizer")
         whole = self._whole()
-        # Not by the way of objects of the same class, which this one is not.
+        # ``type(self).__reduce_ex__`` would pickle this mixed class: reconstruct the plain class instead.
         return copyreg._reconstructor, (type(whole), object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
 
     def _whole(self, fetch: bool = True) -> torch.optim.Optimizer:
-        """A plain optimizer of the user's class over the same parameters, with the owners' state."""
+        """A plain optimizer of the user's class over the same parameters; with ``fetch``, it has the owners' state."""
         whole = _plain_like(self)
         if fetch:
             state = whole_state(self._client.owned.owners.ask("state"), self._client.parameters)
@@ -122,7 +126,7 @@ class Served:
 
 
 class Parted:
-    """Mixed into the class of an optimizer whose state lies in pieces on several ranks after the end of a run."""
+    """Mixed into the class of an optimizer whose state is spread over several ranks after the end of a run."""
 
     _pieces: list[Record] | None  # None on a rank that owned nothing
     _owners: int
@@ -130,27 +134,27 @@ class Parted:
     param_groups: Groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:  # noqa: ARG002
-        """Refused: it would go on without the state."""
+        """Refuse: the optimizer would continue without its state."""
         raise _parted()
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @property
     def state(self) -> NoReturn:
-        """Refused."""
+        """Refuse: the state is incomplete."""
         raise _parted()
 
     def state_dict(self) -> NoReturn:
-        """Refused."""
+        """Refuse: the state is incomplete."""
         raise _parted()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused."""
+        """Refuse: the state is incomplete."""
         del protocol
         raise _parted()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With a whole state this is a plain optimizer again."""
+        """Load a complete state and become a plain optimizer again."""
         whole = _plain_like(self)
         whole.load_state_dict(dict(state))
         _take_values(self, whole)
@@ -158,7 +162,7 @@ class Parted:
 
 
 def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
-    """Make the user's optimizer object itself the served one: schedulers that hold it go on working."""
+    """Make the user's optimizer object the served one, so that schedulers that hold it keep working."""
     del optimizer.state
     optimizer._hidden = hide_step(optimizer)  # type: ignore[attr-defined]
     optimizer._client = client  # type: ignore[attr-defined]
@@ -166,15 +170,15 @@ def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
 
 
 def give_back(optimizer: Any, fetch: bool) -> None:
-    """Make a served optimizer the user's own again, at the end; ``fetch`` says whether the owners may be asked.
+    """Restore a served optimizer to the user's class at the end. ``fetch``: the owners may be asked for the state.
 
-    Does nothing to one that is not served.
+    Does nothing to an optimizer that is not served.
     """
     client = getattr(optimizer, "_client", None)
     if client is None:
         return
     if fetch and client.owned.owners.answers_one:
-        with contextlib.suppress(SynclineError):  # the end reports it; the state is then as if nobody had asked
+        with contextlib.suppress(SynclineError):  # the end of the run reports the fault; the state is dropped then
             _restore(optimizer, optimizer._whole().state)
             return
     shard, kept = client.owned.owners.shard, client.keeps_state
@@ -189,9 +193,9 @@ def give_back(optimizer: Any, fetch: bool) -> None:
 
 
 def put_together(session: Session, optimizer: Any) -> None:
-    """Give a parted optimizer its whole state back, from the pieces of all workers; all of them call it.
+    """Restore the state of a parted optimizer from the pieces of all workers. All workers must call it.
 
-    Raises UsageError where an owner of the run before is no part of this one.
+    Raises UsageError if an owner of the earlier run does not take part in this one.
     """
     pieces = optimizer._pieces if isinstance(optimizer, Parted) else None
     parts = session.gather(b"" if pieces is None else pack(pieces))
@@ -206,9 +210,9 @@ def put_together(session: Session, optimizer: Any) -> None:
 
 
 def hide_step(optimizer: torch.optim.Optimizer) -> Any:
-    """Take a scheduler's wrapper around the plain step off the object, for its own class has another step now.
+    """Remove a scheduler's wrapper of the plain step from the object, because the new class has another step.
 
-    Raises UsageError for a step of the script's own, which would not be called.
+    Raises UsageError for a step that the script has set itself: it would no longer be called.
     """
     hidden = vars(optimizer).get("step")
     if hidden is not None and not hasattr(hidden, "_wrapped_by_lr_sched"):
@@ -220,16 +224,16 @@ def hide_step(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def mix_in(optimizer: torch.optim.Optimizer, mixin: type) -> None:
-    """Let the optimizer's class be one of its own with a mixin before it."""
+    """Replace the optimizer's class by a subclass with ``mixin`` first."""
     plain = type(optimizer)
     modes = {name: _with_state(name) for name in ("train", "eval") if mixin is Served and hasattr(plain, name)}
     optimizer.__class__ = type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), modes)
 
 
 def _with_state(name: str) -> Callable[..., Any]:
-    """A method of the user's optimizer that changes weights by its state, as those of schedule-free ones.
+    """A method of the user's optimizer that changes weights by means of its state, as in schedule-free optimizers.
 
-    The owners are told the weights with the next step, like others that the script has changed.
+    The owners receive the changed weights with the next step, like other changes by the script.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +253,7 @@ def _with_state(name: str) -> Callable[..., Any]:
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int, int]]:
-    """Which tensors its state has, and how often each was changed."""
+    """The tensors of the optimizer's state with their version counters."""
     return [
         (number, key, id(value), value._version)
         for number, state in enumerate(optimizer.state.values())
@@ -262,12 +266,12 @@ _OURS = ("_client", "_hidden", "_pieces", "_owners", "_parameters")
 
 
 def own_class(optimizer: Any) -> type:
-    """The user's class of an optimizer that something was mixed into."""
+    """The user's class of an optimizer with a mixin."""
     return type(optimizer).__mro__[2]
 
 
 def _restore(optimizer: Any, state: Mapping[Any, Any]) -> None:
-    """Give an optimizer that something was mixed into its own class and state again."""
+    """Restore the own class of an optimizer with a mixin, with this state."""
     optimizer.__class__ = own_class(optimizer)
     hidden = vars(optimizer).get("_hidden")
     for name in _OURS:
@@ -278,7 +282,7 @@ def _restore(optimizer: Any, state: Mapping[Any, Any]) -> None:
 
 
 def _plain_like(optimizer: Any) -> torch.optim.Optimizer:
-    """An optimizer without state of the user's class, over the same parameters, with the same values of its groups."""
+    """An optimizer of the user's class without state, over the same parameters and with the same group values."""
     whole: torch.optim.Optimizer = object.__new__(own_class(optimizer))
     vars(whole).update({key: value for key, value in vars(optimizer).items() if key not in _OURS})
     whole.param_groups = [dict(group) for group in optimizer.param_groups]
@@ -287,12 +291,12 @@ def _plain_like(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _in_order(state: Mapping[Any, Any], groups: Groups) -> dict[Any, Any]:
-    """The state in the order in which an optimizer makes it, whichever owner it came from first."""
+    """The state in the order in which the optimizer itself creates it, independent of the owners' order."""
     return {one: state[one] for group in groups for one in group["params"] if one in state}
 
 
 def _take_values(optimizer: Any, loaded: torch.optim.Optimizer) -> None:
-    """Of the groups and the attributes."""
+    """Copy the values of groups and attributes from ``loaded``."""
     for mine, other in zip(optimizer.param_groups, loaded.param_groups, strict=True):
         mine.update({key: value for key, value in other.items() if key != "params"})
     vars(optimizer).update({name: vars(loaded)[name] for name in plain_attributes(loaded)})
@@ -301,13 +305,13 @@ def _take_values(optimizer: Any, loaded: torch.optim.Optimizer) -> None:
 def _parted() -> UsageError:
     return UsageError(
         "the state of this optimizer stayed with the owners of its weights when their run ended: prepare it again with"
-        " the same ranks, where these were the owners, or load what optimizer.state_dict() gives before"
+        " the same ranks if these were the owners, or load the result of an optimizer.state_dict() from before"
         " syncline.shutdown()"
     )
 
 
 def looks_at_gradients(optimizer: Any, set_to_none: bool = True) -> bool:
-    """Whether ``zero_grad`` with these arguments does: not torch's own, where it sets them to None."""
+    """Whether ``zero_grad`` with these arguments reads gradients. PyTorch's own does not when it sets them to None."""
     plain: Any = own_class(optimizer)
     return not (set_to_none and plain.zero_grad is torch.optim.Optimizer.zero_grad)
 
@@ -316,7 +320,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _or_plain(method: _Method) -> _Method:
-    """Let a method that somebody has kept, bound, be the plain class's when the optimizer has that again."""
+    """Let a bound method that the script has kept call the plain class's method once the optimizer has that class
+    again."""
 
     @wraps(method)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,24 +335,24 @@ def _or_plain(method: _Method) -> _Method:
 
 
 class Stepping:
-    """Mixed into the class of a user's optimizer."""
+    """Mixed into the class of a user's optimizer whose updates are deferred."""
 
-    _crossing: Crossing
+    _overlap: Overlap
 
     @_or_plain
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Have the weights updated as soon as they are needed; the closure's loss."""
-        if not self._crossing.updates_alone:  # it may call the closure as often as it likes
+        """Defer the update of each weight until its first use. Returns the closure's loss."""
+        if not self._overlap.updates_alone:  # such an optimizer (LBFGS) may call the closure several times
             self._opt_called = True
-            return self._crossing.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
-        loss, crossing, whole = None, self._crossing, super().step  # type: ignore[misc]
+            return self._overlap.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
+        loss, overlap, whole = None, self._overlap, super().step  # type: ignore[misc]
         if closure is not None:
-            crossing.looked = True
+            overlap.looked = True
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # what learning-rate schedulers look at
-        if crossing.attached:
-            crossing.step(whole)
+        if overlap.attached:
+            overlap.step(whole)
         else:  # the closure's backward pass has chosen a schedule that does not cross iterations
             whole()
         return loss
@@ -357,21 +362,21 @@ class Stepping:
 
     @_or_plain
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own; torch's looks at no gradient where it sets them to None."""
+        """Clear gradients as the optimizer's own method does. Setting them to None counts as no read."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
-        self._crossing.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
+        self._overlap.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
     @_or_plain
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Behind the updates that were due before; what is added has to be of the model too."""
-        self._crossing.flush()
-        self._crossing.check_added(group)
+        """Finish deferred updates, then add a group, whose parameters must belong to the model too."""
+        self._overlap.flush()
+        self._overlap.check_added(group)
         super().add_param_group(group)  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
-        """When all updates have been made."""
-        self._crossing.flush()
+        """The state after all deferred updates."""
+        self._overlap.flush()
         return vars(self)["state"]
 
     @state.setter
@@ -380,52 +385,52 @@ class Stepping:
 
     @_or_plain
     def state_dict(self) -> dict[str, Any]:
-        """When all updates have been made."""
-        self._crossing.flush()
+        """The state dictionary after all deferred updates."""
+        self._overlap.flush()
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
 
     @_or_plain
     def load_state_dict(self, state: Any) -> None:
-        """Behind the updates that were due before."""
-        self._crossing.flush()
+        """Finish deferred updates, then load a state."""
+        self._overlap.flush()
         super().load_state_dict(state)  # type: ignore[misc]
 
     @_or_plain
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain optimizer, when all updates have been made."""
-        self._crossing.flush()
+        """Finish deferred updates, then copy or pickle as a plain optimizer."""
+        self._overlap.flush()
         plain = own_class(self)
         whole: Any = object.__new__(plain)
-        left_out = ("_crossing", "_hidden")
+        left_out = ("_overlap", "_hidden")
         vars(whole).update({key: value for key, value in vars(self).items() if key not in left_out})
         return copyreg._reconstructor, (plain, object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
 
 
 def defer_steps(replica: TrainedReplica, optimizer: torch.optim.Optimizer, *, gives_way: bool = False) -> None:
-    """Let the steps of a model end in the next iteration: the optimizer's updates wait until they are needed.
+    """Defer the updates of a model's optimizer into the next iteration.
 
-    ``gives_way`` says that another schedule may take the place of one that crosses iterations.
+    ``gives_way``: a schedule without deferred updates may replace this one later.
     """
     schedule = replica.exchange.schedule
     plain, later = type(optimizer), schedule.apply == "next_step"
     hidden = hide_step(optimizer)
-    crossing = Crossing(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
-    crossing.gives_way, crossing.watches = gives_way, schedule.apply == "step"
-    replica.crossing = crossing
-    optimizer._crossing, optimizer._hidden = crossing, hidden  # type: ignore[attr-defined]
+    overlap = Overlap(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
+    overlap.gives_way, overlap.watches = gives_way, schedule.apply == "step"
+    replica.overlap = overlap
+    optimizer._overlap, optimizer._hidden = overlap, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)
-    watch_zero_grad(crossing)
+    watch_zero_grad(overlap)
 
 
 def end_deferred_steps(optimizer: Any) -> None:
-    """Give the optimizer its own class back; nothing is under way, or it is given up."""
-    crossing = getattr(optimizer, "_crossing", None)
-    if crossing is None:
+    """Restore the optimizer's own class. Updates that are still in flight are abandoned."""
+    overlap = getattr(optimizer, "_overlap", None)
+    if overlap is None:
         return
     optimizer.__class__ = own_class(optimizer)
     hidden = vars(optimizer).pop("_hidden", None)
-    del optimizer._crossing
+    del optimizer._overlap
     if hidden is not None:
         vars(optimizer).setdefault("step", hidden)  # unless the script has put something there meanwhile
-    vars(crossing.model).pop("zero_grad", None)
+    vars(overlap.model).pop("zero_grad", None)

@@ -1,13 +1,13 @@
-"""What a script asks of ``prepare``: how ranks are weighed, what may be missing, what stays each rank's own.
+"""The options of ``prepare``: a rank's weight in the mean, missing gradients, ignored tensors, and the group of ranks.
 
-How much a rank counts in the mean of an exchange: as a rule every rank counts alike, or with a number of its own
-(``Fixed``). Where the loss is a mean over a batch whose size differs between ranks, ``Samples`` counts what the
-gradients come from: a forward pass notes the weight of its batch; the pass counts when a backward pass first comes
-through one of its outputs. Several forward passes in one backward, and several backward passes before one exchange, add
-up. Forward passes that no backward follows do not count, nor do those that an earlier backward came through already, as
-in truncated backpropagation, unless there is nothing else that a backward comes through.
+By default all ranks have the same weight, or each has a constant of its own (``Fixed``). If the loss is a mean over a
+batch whose size differs between ranks, ``Samples`` counts the samples behind the gradients. A forward pass notes the
+weight of its batch, and the weight counts when a backward pass first passes through one of its outputs. Several forward
+passes in one backward pass, and several backward passes before one exchange, add up. A forward pass without a backward
+pass does not count. In truncated backpropagation, a forward pass that an earlier backward pass has covered counts again
+only if the present backward pass covers no other.
 
-Nothing here knows of buckets, sessions or other ranks.
+Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import GradientError, UsageError
+from ...session.session import Session
 from .storage import distinct
 
 Weight = Callable[..., float] | float | Literal["batch"]
 
 
 class Counting(Protocol):
-    """The weight of one rank and model, exchange by exchange."""
+    """The weight of one rank and model in each exchange."""
 
     @property
     def complete(self) -> bool:
@@ -38,28 +41,28 @@ class Counting(Protocol):
 
     @property
     def weight(self) -> float | None:
-        """The weight since the last exchange, the present backward pass included; None when nothing was counted."""
+        """The weight since the last exchange, including the present backward pass; None if nothing was counted."""
         ...
 
     def keep(self) -> None:
-        """The present backward pass made gradients that wait for an exchange."""
+        """Count the present backward pass: its gradients wait for an exchange."""
         ...
 
     def drop(self) -> None:
-        """The present backward pass made no gradients."""
+        """Do not count the present backward pass: it made no gradients."""
         ...
 
     def reset(self) -> None:
-        """The gradients were exchanged."""
+        """Start again from 0: the gradients were exchanged."""
         ...
 
     def resume(self, weight: float) -> None:
-        """So much had been counted since the last exchange in the run that is resumed."""
+        """Continue from this weight, which a resumed run had counted since its last exchange."""
         ...
 
 
 class Fixed:
-    """The same weight in every exchange, whatever it is made of."""
+    """The same weight in every exchange."""
 
     complete = True
 
@@ -67,29 +70,28 @@ class Fixed:
         self.weight = checked(weight, "")
 
     def keep(self) -> None:
-        """Nothing is counted."""
+        """Do nothing: the weight is constant."""
 
     drop = reset = keep
 
     def resume(self, weight: float) -> None:
-        """Nothing is counted."""
+        """Do nothing: the weight is constant."""
 
 
 class _Pass:
-    """A forward pass. Kept alive by the hooks on its outputs, that is as long as its graph exists."""
+    """A forward pass. The hooks on its outputs keep it alive as long as its graph exists."""
 
     __slots__ = ("__weakref__", "task", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
-        self.task = -1  # the last backward pass that came through
+        self.task = -1  # the last backward pass that has reached it
 
 
 class Samples:
-    """The count of one model. ``on_backward`` is called when a backward pass comes through a forward pass.
+    """Counts the samples of one model. ``on_backward`` is called when a backward pass reaches a forward pass's output.
 
-    ``weight`` is ``"batch"``, the first dimension of the first tensor given to the model, or a function of the
-    model's arguments.
+    ``weight`` is ``"batch"`` (the first dimension of the first tensor argument) or a function of the model's arguments.
     """
 
     def __init__(self, weight: Callable[..., float] | Literal["batch"], on_backward: Callable[[], None]) -> None:
@@ -97,18 +99,18 @@ class Samples:
         self._on_backward = on_backward
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()  # forward passes without a backward so far
         self._forward = 0.0
-        self._new: list[_Pass] = []  # what the present backward pass is the first to come through
-        self._again: list[_Pass] = []  # what else it came through
-        self._kept: list[float] = []  # what earlier ones since the last exchange counted
+        self._new: list[_Pass] = []  # forward passes that the present backward pass is the first to reach
+        self._again: list[_Pass] = []  # forward passes that an earlier backward pass has reached too
+        self._kept: list[float] = []  # weights of earlier backward passes since the last exchange
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Note the weight of this forward pass; raises UsageError for one that is none."""
+        """Note the weight of this forward pass. Raises UsageError for an invalid weight."""
         self._forward = checked(self._weigh(*arguments, **keywords), " for this batch")
 
     def after_forward(self, output: Any) -> bool:
-        """Watch the outputs for a backward pass; False where no tensor can be found in them.
+        """Watch the outputs for a backward pass. Returns False if they contain no tensor.
 
-        Those that are leaves (a model may return one of its parameters) outlive the pass and are none of its results.
+        Outputs that are leaves, such as a returned parameter, are not watched: they outlive the pass.
         """
         found = list(tensors_in(output))
         made = _Pass(self._forward)
@@ -120,31 +122,31 @@ class Samples:
 
     @property
     def complete(self) -> bool:
-        """False while the present backward pass may still come through further forward passes."""
+        """False while the present backward pass may still reach further forward passes."""
         return not self._open
 
     @property
     def weight(self) -> float | None:
-        """The weight since the last exchange, the present backward pass included; None when nothing was counted."""
+        """The weight since the last exchange, including the present backward pass; None if nothing was counted."""
         counted = [*self._kept, *self._now()]
         return sum(counted) if counted else None
 
     def keep(self) -> None:
-        """The present backward pass made gradients that wait for an exchange."""
+        """Count the present backward pass: its gradients wait for an exchange."""
         self._kept += self._now()
         self._new, self._again = [], []
 
     def drop(self) -> None:
-        """The present backward pass made no gradients: what it came through may still be counted."""
+        """Do not count the present backward pass; its forward passes may still be counted later."""
         self._open.update(self._new)
         self._new, self._again = [], []
 
     def reset(self) -> None:
-        """The gradients were exchanged."""
+        """Start again from 0: the gradients were exchanged."""
         self._kept, self._new, self._again = [], [], []
 
     def resume(self, weight: float) -> None:
-        """Beside what is counted from now on."""
+        """Count this weight in addition to later ones."""
         self._kept = [weight]
 
     def _now(self) -> list[float]:
@@ -164,7 +166,7 @@ class Samples:
 
 
 def checked(weight: float, of_what: str) -> float:
-    """A weight as a number; raises UsageError for one that is none."""
+    """A weight as a float. Raises UsageError for a value that is negative, infinite or NaN."""
     found = float(weight)
     if not 0 <= found < math.inf:
         raise UsageError(f"weight= gave {found}{of_what}: weights are finite numbers from 0 up")
@@ -197,12 +199,12 @@ _DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParall
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of ``prepare`` beside the model and the optimizer.
+    """The arguments of ``prepare`` besides the model and the optimizer.
 
-    ``unused`` says what happens to parameters that get no gradient in a backward pass: an ``"error"`` that names them,
-    or ``"zeros"``. ``weight`` is what a rank counts in every exchange, or ``"batch"``, or a function of the model's
-    arguments: what each of its batches counts. ``ignore`` names parameters and buffers that are left alone.
-    ``broadcast_buffers`` is whether buffers are rank 0's everywhere, or each rank's own. Raises UsageError.
+    ``unused`` selects what happens to parameters without a gradient in a backward pass: an ``"error"`` that names them,
+    or ``"zeros"``. ``weight`` is the rank's weight in every exchange: a number, ``"batch"``, or a function that takes
+    the model's arguments and returns the weight of the batch. ``ignore`` names parameters and buffers to leave alone.
+    ``broadcast_buffers`` copies rank 0's buffers to all ranks; without it each rank keeps its own. Raises UsageError.
     """
 
     unused: Literal["error", "zeros"] = "error"
@@ -220,20 +222,20 @@ class Options:
 
     @property
     def fixed(self) -> bool:
-        """Whether a rank counts the same in every exchange."""
+        """Whether the rank's weight is a constant."""
         return isinstance(self.weight, (int, float))
 
     @property
     def agreed(self) -> list[object]:
-        """What has to be the same on all ranks, as JSON can say it."""
+        """The part of the options that must be equal on all ranks, in a form for JSON."""
         weight = "a function" if callable(self.weight) else "'batch'" if self.weight == "batch" else "a number"
         return [f"broadcast_buffers={self.broadcast_buffers}", f"{weight} as weight="]
 
 
 class Selection:
-    """What of a model takes part: everything but what ``options`` and the model itself say to leave alone.
+    """The parameters and buffers of a model that take part: all except those that ``options`` or the model ignore.
 
-    A tensor that has several names is ignored by any of them. Raises UsageError for a name that nothing has.
+    A tensor with several names is ignored if any of them is. Raises UsageError for an unknown name.
     """
 
     def __init__(self, model: torch.nn.Module, options: Options) -> None:
@@ -267,9 +269,9 @@ class Selection:
         return list(found.values())
 
     def buffers(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Ways to get at what every buffer has in memory that is rank 0's everywhere, once each, by name.
+        """Functions that return the memory of each buffer to copy from rank 0, once each, by name.
 
-        Modules may put new tensors in their place.
+        They are functions because modules may replace their buffers by new tensors.
         """
         if not self._options.broadcast_buffers:
             return {}
@@ -289,3 +291,47 @@ def _buffer(module: torch.nn.Module, key: str, name: str) -> torch.Tensor:
     if buffer is None:
         raise GradientError(f"buffer {name!r} has been removed since syncline.prepare(): prepare the model again")
     return distinct(buffer)
+
+
+def ranks_of(session: Session, group: Any) -> tuple[int, ...]:
+    """The ranks in a group of PyTorch's, in ascending order: one dimension of a DeviceMesh, or a ProcessGroup.
+
+    The backend of torch.distributed does not matter, because nothing is sent there. Its ranks must equal the workers'
+    own, as they do if one launcher has started both. Raises UsageError for other types, for a mesh of several
+    dimensions, and if this worker is not in the group.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            example = f'mesh["{names[0]}"]' if names else "mesh[NAME], of a mesh made with mesh_dim_names=,"
+            raise UsageError(
+                f"group= is a DeviceMesh of {group.ndim} dimensions: give the one whose ranks are to train together,"
+                f" such as {example}"
+            )
+        found = [int(rank) for rank in group.mesh.tolist()]
+    elif isinstance(group, dist.ProcessGroup):
+        found = _ranks_of_group(group)
+    else:
+        raise UsageError(
+            "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup, not"
+            f" {type(group).__name__}"
+        )
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (session.rank, session.world_size):
+        raise UsageError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in torch.distributed, and rank"
+            f" {session.rank} of {session.world_size} in Syncline: start both with the same ranks, or give"
+            " syncline.new_group(ranks)"
+        )
+    if session.rank not in found:
+        raise UsageError(f"{session.name(session.rank)} is not in this group, of ranks {', '.join(map(str, found))}")
+    return tuple(sorted(found))
+
+
+def _ranks_of_group(group: dist.ProcessGroup) -> list[int]:
+    try:
+        return [int(rank) for rank in dist.get_process_group_ranks(group)]
+    except (KeyError, ValueError) as error:  # torch raises one of them for a destroyed group
+        raise UsageError(
+            "group= is a ProcessGroup that was destroyed: give syncline.new_group(ranks), which lives as long as the"
+            " run, or destroy the group after its last use"
+        ) from error

@@ -16,7 +16,7 @@ the next forward pass. The script's loop stays as it is:
 
 A copy of the user's optimizer object, whose groups hold these parameters alone, updates them.
 
-While the schedule is being chosen (``choosing``), a ``Crossing`` only watches: steps end as without overlap, and it
+While the schedule is being chosen (``choosing``), a ``Overlap`` only watches: steps end as without overlap, and it
 notes whether the script would have had to wait.
 
 Under ``apply="next_step"`` an update uses the gradients of the step before. With ``local`` a worker continues from
@@ -55,7 +55,7 @@ from .storage import Storage, Writes, shares_memory
 from .supported import check_held
 
 
-class Owed:
+class PendingUpdate:
     """The deferred update of one step: its gradients in ``storage``, exchanged in ``buckets``.
 
     ``written`` detects changes of the gradients, ``values`` are the optimizer's group values at the step, and ``held``
@@ -93,7 +93,7 @@ class Owed:
 log = logging.getLogger("syncline")
 
 
-class Crossing:
+class Overlap:
     """One model's deferred updates by ``optimizer``, whose original class is ``plain``; ``replica`` has the steps.
 
     ``later``: ``apply="next_step"``. ``local``: workers add their own gradient ahead of the update.
@@ -109,7 +109,7 @@ class Crossing:
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self.local = LocalSteps(self._parameters, optimizer) if local else None
         self._alone = updates_alone(optimizer)
-        self._owed: dict[int, Owed] = {}  # updates, by step
+        self._pending: dict[int, PendingUpdate] = {}  # updates, by step
         self._failed: BaseException | None = None  # the error that prevented an update
         self._written = Writes(replica.storage)  # detects changes of the gradients since backward
         self._left: Writes | None = None  # the same since the optimizer's step, while watching
@@ -169,7 +169,7 @@ class Crossing:
 
     def detach(self) -> None:
         """Give parameters their class back, without waiting for exchanges in flight."""
-        if self._owed and self._failed is None and self._replica.session.engine.error is None:
+        if self._pending and self._failed is None and self._replica.session.engine.error is None:
             log.warning(
                 "%s: the run ends between two steps: some weights have had the last update and others not; call"
                 " syncline.flush() before weights are saved",
@@ -208,7 +208,7 @@ class Crossing:
             return False
         values = values_of(self._optimizer)  # after the update before this one
         storage, buckets = self._replica.storage_of(number), self._replica.exchange.layout.buckets
-        self._owed[number] = Owed(storage, self._written, buckets, values, frozenset(held))
+        self._pending[number] = PendingUpdate(storage, self._written, buckets, values, frozenset(held))
         self._deferral.defer(range(len(self._parameters)))
         self._update_others(values)
         if self.local is not None:
@@ -344,7 +344,7 @@ class Crossing:
         """Raise GradientError if backward would add to a gradient that is in flight."""
         gradient = self._parameters[number].grad
         if gradient is not None and any(
-            gradient.data_ptr() == owed.storage.places[number] for owed in self._owed.values()
+            gradient.data_ptr() == pending.storage.places[number] for pending in self._pending.values()
         ):
             raise self._replica.fault(
                 f"backward() adds to the gradient of {self._replica.named[number][0]!r}, which is still under way from"
@@ -353,7 +353,7 @@ class Crossing:
             )
 
     def _begin_backward(self) -> None:
-        watching, unstepped = self._looked is not None and not self._owed, self._replica.trained.machine.unstepped
+        watching, unstepped = self._looked is not None and not self._pending, self._replica.trained.machine.unstepped
         if self.watches:
             self.looked |= unstepped
             self._deferral.release_all()
@@ -389,7 +389,7 @@ class Crossing:
 
     def _read(self, numbers: Sequence[int]) -> None:
         """The script or a layer reads these parameters: complete their updates."""
-        if self._looked is not None and not self._owed:
+        if self._looked is not None and not self._pending:
             self._looked.update(numbers)
         elif self._later or self._replica.trained.machine.unstepped:
             self.flush()
@@ -401,13 +401,13 @@ class Crossing:
     def flush(self) -> None:
         """Wait for all exchanges and finish all deferred updates, because the script reads a value."""
         with self._deferral.lock:
-            self.looked |= bool(self._owed) or self._deferral.any
+            self.looked |= bool(self._pending) or self._deferral.any
             self.settle()
 
     def settle(self) -> None:
         """Wait for all exchanges and finish all deferred updates, without a read by the script."""
         with self._deferral.lock:
-            if self._owed or self._deferral.any:
+            if self._pending or self._deferral.any:
                 if self._replica.trained.machine.unstepped and self._deferral.any and not self.watches:
                     self._check_unwritten(self._written)
                 self._do(self._replica.trained.machine.flush())
@@ -415,37 +415,37 @@ class Crossing:
 
     def apply(self, action: Apply) -> None:
         """Update the parameters that these buckets complete."""
-        owed = self._owed.get(action.step)
-        if owed is None:
+        pending = self._pending.get(action.step)
+        if pending is None:
             return  # the optimizer has updated at once
-        tensors = owed.complete(action.buckets)
-        self._check_unwritten(owed.written, tensors)
+        tensors = pending.complete(action.buckets)
+        self._check_unwritten(pending.written, tensors)
         self._deferral.release(tensors)
         if self.local is not None:
             self.local.go_back()
         if tensors:
             parameters = [self._parameters[number] for number in tensors]
-            gradients = [owed.storage.views[number] for number in tensors]
+            gradients = [pending.storage.views[number] for number in tensors]
             span = None
             if (observer := self._replica.session.observer) is not None:
                 span = begin(observer, "optimizer", f"{self._plain.__name__}, {len(tensors)} tensors")
-            owed.after = update(self._optimizer, self._plain, owed.values, parameters, gradients)
+            pending.after = update(self._optimizer, self._plain, pending.values, parameters, gradients)
             if span is not None:
                 span.end()
-        if owed.over:
-            write_back(self._optimizer, owed.values, owed.after)
-            del self._owed[action.step]
+        if pending.over:
+            write_back(self._optimizer, pending.values, pending.after)
+            del self._pending[action.step]
 
 
-def watch_zero_grad(crossing: Crossing) -> None:
+def watch_zero_grad(overlap: Overlap) -> None:
     """Replace torch's own ``zero_grad`` of a model: setting gradients to None does not read them."""
-    if type(crossing.model).zero_grad is torch.nn.Module.zero_grad:
-        crossing.model.zero_grad = partial(_zero_grad, crossing)  # type: ignore[method-assign]
+    if type(overlap.model).zero_grad is torch.nn.Module.zero_grad:
+        overlap.model.zero_grad = partial(_zero_grad, overlap)  # type: ignore[method-assign]
 
 
-def _zero_grad(crossing: Crossing, set_to_none: bool = True) -> None:
-    model = crossing.model
-    crossing.zero_grad(partial(type(model).zero_grad, model, set_to_none), looks=not set_to_none)
+def _zero_grad(overlap: Overlap, set_to_none: bool = True) -> None:
+    model = overlap.model
+    overlap.zero_grad(partial(type(model).zero_grad, model, set_to_none), looks=not set_to_none)
 
 
 @contextmanager

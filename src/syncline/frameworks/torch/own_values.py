@@ -1,13 +1,13 @@
-"""What an optimizer keeps beside its state: the values of its groups, and those of its attributes.
+"""The values that an optimizer keeps outside its per-parameter state: in its groups and in its attributes.
 
-Owners of the weights make its steps, so its counts advance with them. Workers send them what the script has changed,
-and they send back what the optimizer has changed (``OwnValues``). A value can be sent when it is plain: a number, a
-text, a tensor of one element, or tuples, lists and dictionaries of such. An optimizer can keep values elsewhere too: in
-its class, in global variables, in those around its methods, in other objects. Nobody can send these; ``beyond`` finds
-them, so that ``shard.probe`` refuses an optimizer that changes one.
+Owners of the weights run the optimizer's steps, so such counters advance with the owners. Workers send the values that
+the script has changed, and owners return the values that the optimizer has changed (``OwnValues``). Only *plain* values
+can be sent: numbers, texts, tensors of one element, and tuples, lists and dictionaries of these. An optimizer may also
+keep values in its class, in global variables, in closures or in other objects. These cannot be sent; ``beyond`` finds
+them, so that ``shard.probe`` can refuse an optimizer that changes one.
 
-An attribute that no method of the optimizer reads cannot feed an update: a loss that the script notes there, a time
-that the optimizer measures. It may differ between ranks, and nobody is told (``is_read``).
+An attribute that no method of the optimizer reads cannot influence an update, such as a loss that the script notes
+there or a time that the optimizer measures. Such attributes may differ between ranks and are not sent (``is_read``).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ...serving.shard import Groups
 
 _SCALARS = (bool, int, float, str, type(None))
 _OF_OTHERS = ("grad_scale", "found_inf", "_opt_called", "_hidden")
-"""Attributes that GradScaler, learning-rate schedulers and ``optimizer.take_over`` give an optimizer."""
+"""Attributes that GradScaler, learning-rate schedulers and ``optimizer.take_over`` add to an optimizer."""
 _MOST_TOLD = 64 * 1024
-"""Bytes of the text of a value that changes: it is told whole, in each step."""
+"""The maximum length of a changing value as text, in bytes: it is sent as a whole in each step."""
 
 
 class OwnValues:
-    """Values of a worker's optimizer that its owners change in an update, and send back; ``own`` are their names.
+    """The values of a worker's optimizer that its owners change in an update and send back. ``own`` are their names.
 
-    These are the keys of each group and, behind them, the attributes. A worker sends such a value only where the script
-    has changed it since the owners sent it, and every other attribute only where the script has changed it.
+    ``own`` has the keys of each group, followed by the attributes. A worker sends such a value only if the script has
+    changed it since the owners sent it, and any other attribute only if the script has changed it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
         self._optimizer, self._own = optimizer, own
         self._told: list[dict[str, Any]] = []
-        self._sent: dict[str, Any] = {}  # of the attributes, in a step that owners may yet skip
+        self._sent: dict[str, Any] = {}  # the attributes sent in the present step, which owners may still skip
         self._begun = {name: value for name, value in attributes(optimizer).items() if name not in own[-1]}
         self.forget()
 
@@ -58,22 +58,23 @@ class OwnValues:
         return any(self._own)
 
     def to_send(self, groups: Groups) -> list[dict[str, Any]]:
-        """Of the groups' values and the attributes those that owners do not have; no place for attributes if none."""
+        """The group values and attributes that the owners do not have yet. Without any attributes, their entry is
+        left out."""
         *changed, self._sent = [
             {key: value for key, value in values.items() if key not in told or not same(told[key], value)}
             for values, told in zip((*groups, attributes(self._optimizer)), self._told, strict=True)
         ]
         for number, (values, told) in enumerate(zip((*changed, self._sent), self._told, strict=True)):
-            for key in values.keys() & told.keys():  # what never changes may be long, as the names of all parameters
+            for key in values.keys() & told.keys():  # a constant may be long, such as the names of all parameters
                 _check_short(_name(self._optimizer), name_of(key, number, len(self._own)), json.dumps(values[key]))
         return [*changed, self._sent] if self._sent else changed
 
     def forget(self) -> None:
-        """Send all that is new once more: other owners have the slices now."""
+        """Send all new values once more, because the slices have other owners now."""
         self._told = [*({} for _ in self._own[:-1]), dict(self._begun)]
 
     def take(self, records: Sequence[Record]) -> None:
-        """Give the optimizer what its owners have told; raises UsageError where they tell different things."""
+        """Write the owners' values to the optimizer. Raises UsageError if owners disagree."""
         found: dict[tuple[int, str], Any] = {}
         self._told[-1].update(self._sent)
         if not records:
@@ -83,7 +84,7 @@ class OwnValues:
             if found.setdefault(at, record.value) != record.value:
                 raise refusal(
                     _name(self._optimizer),
-                    f"owners of different slices have come to {found[at]} and {record.value} as"
+                    f"owners of different slices have computed {found[at]} and {record.value} as"
                     f" {name_of(at[1], at[0], len(self._own))}",
                 )
         for number, (place, own) in enumerate(zip(places(self._optimizer), self._own, strict=True)):
@@ -93,7 +94,8 @@ class OwnValues:
 
 
 def told(optimizer: torch.optim.Optimizer, number: int, own: Sequence[frozenset[str]]) -> dict[str, str]:
-    """Those of its own values that are in the place of that number, as texts; UsageError for one that is too long."""
+    """The optimizer's own values in the place with that number, as texts. Raises UsageError for a text that is too
+    long."""
     values = places(optimizer)[number]
     texts = {key: json.dumps(plain(key, values[key])) for key in sorted(own[number] & values.keys())}
     for key, text in texts.items():
@@ -105,34 +107,34 @@ def _check_short(optimizer: str, value: str, text: str) -> None:
     if len(text) > _MOST_TOLD:
         raise refusal(
             optimizer,
-            f"{value} has grown to {len(text)} bytes as text, it is told whole in each step, and {_MOST_TOLD} bytes are"
-            " the most: keep its last items alone, or a sum of them",
+            f"{value} has grown to {len(text)} bytes as text; it is sent as a whole in each step, and the limit is"
+            f" {_MOST_TOLD} bytes: keep only its last items, or a sum of them",
         )
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
-    """The name of the user's class, also when the optimizer has been taken over."""
+    """The name of the user's class, also for an optimizer with a mixin."""
     kinds = type(optimizer).__mro__
     return next(kind for kind in kinds if kind.__module__.partition(".")[0] != "syncline").__name__
 
 
 def name_of(key: str, place: int, places: int) -> str:
-    """How messages call a value of the one of so many places that has this number."""
+    """The name of a value in messages. ``place`` is the group's number, or the last of ``places`` for attributes."""
     return f"the attribute {key!r}" if place == places - 1 else f"{key!r} of parameter group {place}"
 
 
 def places(optimizer: torch.optim.Optimizer) -> list[MutableMapping[str, Any]]:
-    """Where an optimizer keeps values: its groups, and behind them its attributes."""
+    """The dictionaries in which an optimizer keeps values: its groups, followed by its attributes."""
     return [*optimizer.param_groups, vars(optimizer)]
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What is plain in all of its places."""
+    """The plain values in all places."""
     return [*group_values(optimizer.param_groups), attributes(optimizer)]
 
 
 def group_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The values of an optimizer's groups without their tensors, as JSON can say them."""
+    """The values of an optimizer's groups without their tensors, in a form for JSON."""
     found = []
     for group in groups:
         values = {key: value for key, value in group.items() if key != "params"}
@@ -141,7 +143,7 @@ def group_values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The plain values of the attributes that not every optimizer has and this one reads, as JSON can say them."""
+    """The plain values of the optimizer's additional attributes that it reads, in a form for JSON."""
     read = _read_by(optimizer)
     return {
         name: plain(name, vars(optimizer)[name]) for name in plain_attributes(optimizer) if read is None or name in read
@@ -149,18 +151,19 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def plain_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of all attributes that not every optimizer has and that can be told."""
+    """The names of the attributes that have plain values and do not belong to every optimizer."""
     return [name for name, value in vars(optimizer).items() if name not in _of_all() and is_plain(value)]
 
 
 def is_read(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether code of an optimizer may read that attribute."""
+    """Whether code of the optimizer may read that attribute."""
     read = _read_by(optimizer)
     return read is None or name in read
 
 
 def _read_by(optimizer: torch.optim.Optimizer) -> frozenset[str] | None:
-    """As ``_names_read``: of its methods, functions that they call, and objects that it holds."""
+    """The names that ``_names_read`` finds in the optimizer's methods, the functions they call and the objects it
+    holds."""
     beside = [getattr(value, "__func__", value) for key, value in vars(optimizer).items() if key not in _of_all()]
     sources = [one if isinstance(one, FunctionType) else type(one) for one in beside]
     return _names_read((type(optimizer), *dict.fromkeys(one for one in sources if _of_scripts(one))))
@@ -168,7 +171,7 @@ def _read_by(optimizer: torch.optim.Optimizer) -> frozenset[str] | None:
 
 @lru_cache(maxsize=256)
 def _names_read(sources: tuple[type | FunctionType, ...]) -> frozenset[str] | None:
-    """The names of all attributes that this code reads, of whatever object; None if nobody can know them."""
+    """The names of all attributes that this code reads, on any object; None if they cannot be determined."""
     names: set[str] = set()
     left: list[Any] = list(sources)
     seen: set[int] = set()
@@ -208,7 +211,7 @@ def _is_set(cell: Any) -> bool:
 
 
 def _functions(member: Any) -> list[Any]:
-    """What a member of a class runs."""
+    """The functions that a member of a class runs."""
     if isinstance(member, property):
         return [member.fget, member.fset]
     if isinstance(member, cached_property):
@@ -224,7 +227,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _read_in(code: CodeType) -> set[str] | None:
-    """The names of the attributes that this code reads; None where it can read any, by ``vars`` or a computed name."""
+    """The names of the attributes that this code reads; None if it may read any, by ``vars`` or by a computed name."""
     if {"vars", "__dict__", "__getattribute__"} & set(code.co_names):
         return None
     instructions = list(dis.get_instructions(code))
@@ -243,31 +246,31 @@ _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
 def _of_scripts(one: Any) -> bool:
-    """Whether a class or function is none of Python's, PyTorch's, NumPy's or ours."""
+    """Whether a class or function belongs neither to Python, PyTorch, NumPy nor Syncline."""
     top = str(one.__module__).partition(".")[0]
     return top not in ("torch", "numpy", "builtins", "syncline") and top not in sys.stdlib_module_names
 
 
 @cache
 def _of_all() -> frozenset[str]:
-    """The attributes that every optimizer has, or may be given."""
+    """The attributes that every optimizer has or may be given."""
     return frozenset({*vars(torch.optim.Optimizer([torch.zeros(1)], {})), *_OF_OTHERS})
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes for another optimizer of its kind: copies as far as they are plain."""
+    """The attributes for another optimizer of the same class; plain values are copied."""
     return {name: copy.deepcopy(value) if is_plain(value) else value for name, value in vars(optimizer).items()}
 
 
 def beyond(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Copies of the plain values that an optimizer's own class reaches beyond the optimizer, by where they are."""
+    """Copies of the plain values that an optimizer's class can reach outside the optimizer, keyed by their location."""
     found: dict[str, Any] = {}
     for kind in type(optimizer).__mro__:
         if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         found |= {f"{name!r} of the class {kind.__name__}": value for name, value in vars(kind).items()}
         for name, value in vars(kind).items():
-            # Not every value is a function of Python, and a variable around one may not be set yet.
+            # The value may be no Python function, or a variable of its closure may be unset.
             with contextlib.suppress(TypeError, ValueError):
                 function: Any = inspect.unwrap(value)
                 reached = inspect.getclosurevars(function)
@@ -278,7 +281,7 @@ def beyond(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 found |= {f"{one!r}, {around}": what for one, what in reached.nonlocals.items()}
                 found |= {f"{one!r}, {of}": what for one, what in reached.globals.items()}
     for name, value in vars(optimizer).items():
-        # Objects of Python's own fill caches when they like, as a logger does; a namespace has what scripts put there.
+        # Objects of the standard library may fill caches at any time, as a logger does, except namespaces.
         looked = _of_scripts(type(value)) or type(value).__module__ in ("types", "argparse")
         held = (
             getattr(value, "__dict__", {}) if looked and name not in _of_all() and not isinstance(value, type) else {}
@@ -288,7 +291,7 @@ def beyond(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can be told."""
+    """Whether a value can be sent."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.requires_grad
     if isinstance(value, (tuple, list)):
@@ -299,7 +302,7 @@ def is_plain(value: Any) -> bool:
 
 
 def plain(key: str, value: Any) -> Any:
-    """A value as JSON can say it; raises NotBuiltError for one that cannot be told."""
+    """A value in a form for JSON. Raises NotBuiltError if it cannot be sent."""
     if not is_plain(value):
         raise NotBuiltError(f"the optimizer's group value {key!r} is a {type(value).__name__}, which cannot be sent")
     if isinstance(value, (torch.Tensor, np.generic)):
@@ -312,11 +315,11 @@ def plain(key: str, value: Any) -> Any:
 
 
 _PAIRS = "pairs"
-"""Under which a dictionary's keys and values are told, since JSON knows texts alone as keys."""
+"""The key for a dictionary's items, because JSON allows only texts as keys."""
 
 
 def put(place: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Give a place plain values, each in the form that the one before it has."""
+    """Write plain values to a place, each converted to the type of the present value."""
     place.update({key: _formed(place.get(key), value) for key, value in values.items()})
 
 
@@ -340,14 +343,14 @@ def _formed(before: Any, value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two plain values, or a plain one and a tensor of one element, are the same; NaN is itself."""
+    """Whether two plain values are equal; NaN equals itself. One of them may be a tensor of one element."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     return bool(one == other) or (one != one and other != other)
 
 
 def near(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same up to rounding."""
+    """Whether two plain values are equal up to rounding."""
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) or same(one, other)
     if isinstance(one, list) and isinstance(other, list):
@@ -358,7 +361,7 @@ def near(one: Any, other: Any) -> bool:
 
 
 def refusal(name: str, why: str) -> UsageError:
-    """What is raised for an optimizer of that class."""
+    """The error for an optimizer of that class."""
     return UsageError(
         f"{name} cannot run on a parameter server that holds slices of the weights: {why};"
         " use ps(update=worker), ring or another allreduce, or an element-wise optimizer such as SGD or Adam"

@@ -1,14 +1,14 @@
 """A model's part in a run, from ``prepare`` to ``release``: a replica, a served optimizer, or a server's loop.
 
-All processes start from the same model. Its description (names, shapes, types, strides, what is trained) is compared
-before any value travels, and the first parameter that differs is named. Then worker 0's values are copied, in pieces,
-so that the extra memory stays small.
+All processes start from the same model. Before any value is sent they compare its description (names, shapes, types,
+strides, requires_grad); an error names the first parameter that differs. Worker 0's values are then copied piece by
+piece, so that the extra memory stays small.
 
-Ranks may have different numbers of batches: who has run out is the others' shadow until all have
-(``shadow_until_all_joined``). A shadow shows what the others show at every collective call of a step, but for its
-ticket, which says that it has no batches. It takes part in their exchanges with zeros and weight 0, and in what workers
-that own weights do together. Where weights are exchanged, its own count as long as it has made steps since the last
-time, and are the others' in the end.
+Ranks may have different numbers of batches. A rank that has run out becomes a *shadow* until all have run out
+(``shadow_until_all_joined``). A shadow makes the same collective calls as the others, but its ticket says that it has
+no batches. It takes part in their exchanges with zeros and weight 0, and in the joint calls of workers that own
+weights. If weights are exchanged, a shadow's own weights count in the first exchange after its last step; at the end it
+has the others' weights.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from .storage import Storage, distinct, layers_of, pack_bytes, unpack_bytes
 from .supported import (
     check_averaging,
     check_by_itself,
-    check_crossing,
     check_held_once,
     check_momentum,
     check_normalisation,
     check_only_ours,
     check_optimizer,
+    check_overlap,
     check_own_values,
     check_parameters,
     check_served,
@@ -62,10 +62,8 @@ from .supported import (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``prepare`` has made of a model on a worker; ``client`` is set when servers hold the weights.
-
-    There may be no optimizer otherwise.
-    """
+    """The result of ``prepare`` on a worker. ``client`` is set if servers hold the weights; else ``optimizer`` may
+    be None."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -73,17 +71,16 @@ class Prepared:
     client: Client | None
 
     def consolidate(self) -> None:
-        """Have the newest weights, as all workers then do, which call it together."""
+        """Give all workers the newest weights; all of them must call it."""
         self.replica.flush()
         if self.client is not None:
             self.client.consolidate()
         self.replica.trained.consolidate()
 
     def release(self, fetch: bool = False, settle: bool = False) -> None:
-        """Make model and optimizer the user's own again.
+        """Make the model and the optimizer the user's own again.
 
-        ``settle`` says whether what is under way may be waited for, ``fetch`` whether owners may be asked for the
-        optimizer's state.
+        ``settle``: the call may wait for exchanges in flight. ``fetch``: it may ask owners for the optimizer's state.
         """
         if settle and not self.replica.session.forked and self.replica.session.engine.error is None:
             with contextlib.suppress(SynclineError):  # the end reports it
@@ -101,10 +98,10 @@ def prepare(
     *,
     copier: Copier | None = None,
 ) -> Prepared | None:
-    """Check that all processes have the same model, start them from rank 0's values, and attach.
+    """Check that all processes have the same model, copy rank 0's values to all, and attach hooks.
 
-    On a server this serves until the workers have left and returns None. ``copier`` stands in for what copies between
-    the model's device and the host. A model that was prepared before is let go of first.
+    On a server this serves until the workers have left, and returns None. ``copier`` replaces the copier between the
+    model's device and the host. A model that was prepared before is released first.
     """
     selection = _checked_alone(session, model, optimizer, options)
     first_key = session.enter_model(model)
@@ -135,7 +132,7 @@ def prepare(
         made.replica.steps = before.replica.steps
     made.replica.hooks.keep(steps_of(session, optimizer))
     if made.replica.averaging is not None and optimizer is not None:
-        made.replica.averaging.attach(optimizer)  # behind those that tell of steps
+        made.replica.averaging.attach(optimizer)  # after the hooks that report steps, so that these run first
     session.prepared[first_key] = made
     session.consolidates[first_key] = made.consolidate
     return made
@@ -144,7 +141,7 @@ def prepare(
 def _checked_alone(
     session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
 ) -> Selection:
-    """What takes part of a model; raises UsageError for what this rank finds wrong by itself."""
+    """The parts of the model that take part. Raises UsageError for faults that this rank finds without the others."""
     check_only_ours(model)
     selection = Selection(model, options)
     check_normalisation(model, options)
@@ -155,7 +152,7 @@ def _checked_alone(
     if session.strategy.server_holds_weights:
         check_served(optimizer, selection)
     if session.strategy.schedule_object().apply != "step":
-        check_crossing(session.strategy, optimizer, selection)
+        check_overlap(session.strategy, optimizer, selection)
     if isinstance(session.strategy.sync_mode(), Averages):
         check_averaging(session.strategy, optimizer, options)
     if not session.strategy.sync_mode().merges and optimizer is not None:
@@ -166,7 +163,7 @@ def _checked_alone(
 def _checked_together(
     session: Session, optimizer: torch.optim.Optimizer | None, selection: Selection, options: list[object]
 ) -> Probed:
-    """What a trial of the optimizer shows; raises MismatchError where ranks have other models, options or values."""
+    """The result of the optimizer's trial. Raises MismatchError if ranks have different models, options or values."""
     probed = Probed(False, ())
     if optimizer is not None and session.strategy.server_holds_weights:
         roles = session.strategy.roles
@@ -181,7 +178,8 @@ def _checked_together(
 
 
 def release(session: Session, model: torch.nn.Module) -> Prepared:
-    """End a model's part in a run that goes on; all workers call it. Raises UsageError for one that has none."""
+    """End a model's part in a run that continues; all workers must call it. Raises UsageError if the model has no
+    part."""
     for one in session.family:
         for key, made in list(one.prepared.items()):
             if made.model is model:
@@ -189,11 +187,11 @@ def release(session: Session, model: torch.nn.Module) -> Prepared:
                 one.leave_model(key)
                 made.release(fetch=True)
                 return made  # type: ignore[no-any-return]
-    raise UsageError("syncline.release() takes a model that syncline.prepare() was given and that is not released yet")
+    raise UsageError("syncline.release() takes a model that was given to syncline.prepare() and is not released yet")
 
 
 def let_go(session: Session, model: torch.nn.Module) -> None:
-    """Release a model that was prepared in another group of workers, or in that of all."""
+    """Release a model that was prepared in another group of workers."""
     for other in session.family:
         for key, made in list(other.prepared.items()):
             if made.model is model and other is not session:
@@ -207,7 +205,7 @@ def let_go(session: Session, model: torch.nn.Module) -> None:
 
 
 def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | None, replica: TrainedReplica) -> Prepared:
-    """Every rank updates its own weights, with an optimizer that may be none of ours, or that of several models."""
+    """Attach a model whose weights each rank updates itself. The optimizer may be None, or train several models."""
     if optimizer is not None:
         mode = session.strategy.sync_mode()
         if isinstance(mode, Averages):
@@ -220,7 +218,7 @@ def _attach_all_reduced(session: Session, optimizer: torch.optim.Optimizer | Non
 
 
 def _check_all_prepared(replica: TrainedReplica, optimizer: torch.optim.Optimizer) -> None:
-    """Raise GradientError where the optimizer trains something whose gradients nobody averages."""
+    """Raise GradientError if the optimizer trains a tensor whose gradients are not averaged."""
     for tensor in foreign_to(replica.session.models, optimizer):
         if tensor.requires_grad:
             raise replica.fault(
@@ -233,15 +231,16 @@ def _check_all_prepared(replica: TrainedReplica, optimizer: torch.optim.Optimize
 def _attach_served(
     session: Session, optimizer: torch.optim.Optimizer, probed: Probed, replica: TrainedReplica
 ) -> Prepared:
-    """Others update the weights: the parameters move into storage that is pulled into, the optimizer asks for it."""
+    """Attach a model whose weights others update: move the parameters into the storage for pulls, and take over the
+    optimizer."""
     staging, by_layer = replica.exchange.staging, session.strategy.schedule_object().apply == "layer"
     device = torch.device("cpu") if by_layer and staging.device is None else staging.device
     weights = Storage(replica.named, replica.storage.buckets, staging.allocate, device)
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
-    replica.guard.forms = Forms(replica.named)  # those of views with gaps are others now
+    replica.guard.forms = Forms(replica.named)  # parameters with gaps have got other strides
     replica.listeners.local_step = partial(_refuse_local_step, replica)
-    plain = copy.copy(optimizer)  # of the user's class also when that is another
+    plain = copy.copy(optimizer)  # its copy method returns the user's class even if a mixin was added
     vars(plain).update(vars(optimizer))
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
     build = partial(SlicedOptimizer, plain, parameters, probed.own)
@@ -257,8 +256,8 @@ def _attach_served(
 
 def _refuse_local_step(replica: TrainedReplica) -> None:
     raise replica.fault(
-        f"sync={replica.session.strategy.sync.name} exchanges nothing in step {replica.steps}, and the servers that"
-        " hold the weights have to be told every step: use ring or another allreduce, or ps(update=worker)"
+        f"sync={replica.session.strategy.sync.name} exchanges nothing in step {replica.steps}, but servers that hold"
+        " the weights must take part in every step: use ring or another allreduce, or ps(update=worker)"
     )
 
 
@@ -278,7 +277,7 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
 def _copy_optimizer(
     session: Session, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], root: int
 ) -> None:
-    """Give every rank the optimizer state of ``root``: a rank without batches has not made the last steps."""
+    """Copy the optimizer state of ``root`` to all ranks: a rank without batches has not made the last steps."""
     data = session.tell_all(pack(records_of(optimizer, parameters)) if session.rank == root else b"", root)
     if session.rank != root:
         records = unpack(data, session.name(root), session.member.number(root))
@@ -287,9 +286,9 @@ def _copy_optimizer(
 
 
 def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
-    """Let the parameters live in contiguous storage, and their values be in the transport's memory.
+    """Move the parameters into contiguous storage, and copy their values to the transport's memory.
 
-    A server's own parameters may stay where they are: it works on the storage alone.
+    A server's own parameters may stay where they are, because a server works on the storage alone.
     """
     with torch.no_grad():
         for parameter, view in zip(parameters, weights.views, strict=True):
@@ -306,7 +305,7 @@ _KEY = BUCKET_KEYS
 
 
 def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor]], options: Sequence[object]) -> None:
-    """Raise MismatchError on the process whose model or options differ from worker 0's, naming the first difference."""
+    """Raise MismatchError on a process whose model or options differ from worker 0's, naming the first difference."""
     mine = [
         [name, list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
         for name, tensor in tensors
@@ -340,9 +339,10 @@ def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor
 
 
 def check_same_own(session: Session, own: Sequence[frozenset[str]], changed: Sequence[frozenset[str]]) -> None:
-    """Raise MismatchError where the optimizer changes other values itself than worker 0's does, naming the first.
+    """Raise MismatchError if the optimizer itself changes other values than worker 0's does, naming the first.
 
-    All processes ask together for such values, or none does. ``changed`` are those of ``own`` that were seen to change.
+    The names must agree because all processes ask for such values together. ``changed`` are the members of ``own`` that
+    were seen to change.
     """
     mine = [[(number, key) for number, keys in enumerate(one) for key in sorted(keys)] for one in (own, changed)]
     theirs = json.loads(session.everyone.tell(json.dumps(mine).encode(), "comparing optimizers"))
@@ -356,15 +356,17 @@ def check_same_own(session: Session, own: Sequence[frozenset[str]], changed: Seq
     if (number, key) not in here:
         one, other = other, one
     error = MismatchError(
-        f"the optimizer of {one} changes {name_of(key, number, len(own))} itself in step(), and that of {other} does"
-        " not: an optimizer has to keep the same values on all ranks; count in the script what one rank alone counts"
+        f"the optimizer of {one} changes {name_of(key, number, len(own))} itself in step(), and the optimizer of"
+        f" {other} does not: an optimizer must keep the same values on all ranks; keep a counter of one rank alone in"
+        " the script"
     )
     session.fail(error)
     raise error
 
 
 def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: int = 0, everyone: bool = True) -> None:
-    """Overwrite the tensors' values with worker ``root``'s, on all workers, or on servers too (from worker 0)."""
+    """Overwrite the tensors with worker ``root``'s values, on all workers. With ``everyone``, copy from worker 0 to
+    servers too."""
     for piece in _pieces([distinct(tensor) for tensor in tensors]):
         packed = np.empty(sum(tensor.nbytes for tensor in piece), np.uint8)
         pack_bytes(piece, torch.from_numpy(packed))
@@ -396,9 +398,9 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def shadow_until_all_joined(replica: TrainedReplica, client: Client | None = None) -> None:
     """Take part in the others' steps with weight 0 until every rank has run out of batches.
 
-    All ranks then have the model of the rank that trained longest, or the mean of all where weights are exchanged; the
-    optimizer's state is the affair of whoever listens (``Listeners.joined``), or that of the owners, with whom
-    ``client`` deals. Where every push is an update by itself nobody needs a shadow.
+    All ranks then have the model of the rank that trained longest or, if weights are exchanged, the mean of all.
+    ``Listeners.joined`` handles the optimizer's state, or the owners do, through ``client``. If every push is an update
+    by itself, no shadow is needed.
     """
     if client is not None and not client.owned.together:
         client.join()
@@ -429,7 +431,8 @@ def shadow_until_all_joined(replica: TrainedReplica, client: Client | None = Non
 
 
 def _end(replica: TrainedReplica, steps: list[int], held: bool) -> None:
-    """Nobody has batches any more, after so many steps of each rank; others may hold the weights, which all have."""
+    """Finish after all ranks have run out of batches. ``steps`` are the steps of each rank; ``held``: others hold
+    the weights."""
     longest = steps.index(max(steps))
     if replica.averaging is not None:
         replica.steps = max(steps)

@@ -1,12 +1,11 @@
-"""One worker's copy of a model: its parameters, the storages of their gradients, which step it is, what it has to be.
+"""One worker's copy of a model: its parameters, the storages of their gradients, its step, and checks of its form.
 
-What a model has to be from one exchange to the next is ``Guard``'s: gradients would be averaged twice, or by nobody, if
-others wrapped the model, took the place of its parameters, or gave these another form. Each is refused by name, with
-the remedy.
+``Guard`` checks between exchanges that the model has not changed in a way that would break averaging. Gradients would
+be averaged twice or not at all if another wrapper were added, or if parameters were replaced or changed their form.
+Each such change is refused with the parameter's name and a remedy.
 
-How buckets travel is the affair of ``training.exchange``. Buckets of a model on a GPU are staged through pinned memory
-of the transport (``staging``). Does not know what forward and backward passes do (``passes``), nor who defers updates
-or exchanges weights: these know a replica.
+``training.exchange`` decides how buckets travel; on a GPU ``staging`` copies them through pinned host memory.
+``passes`` builds on this module, and so do deferred updates and exchanges of weights; a replica knows none of them.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from .supported import check_only_ours
 from .timing import LayerTimes, clock_of
 
 _STEPS_UNSEEN = 64
-"""After so many steps at most it is seen that parameters have been added to the model."""
+"""The number of steps between checks for parameters that were added to the model."""
 
 
 class Replica:
-    """One model from when it is prepared until it is detached; all processes make it together.
+    """One model from its preparation until it is detached. All processes construct it together.
 
-    ``told`` hears what the script does with the model, and ``framework`` has what a step asks for. ``first_key`` begins
-    the range of keys that tell this model's exchanges from those of others.
+    ``told`` receives the events of the model, ``framework`` has the functions that a step calls. ``first_key`` is the
+    first of the keys that separate this model's exchanges from those of other models.
     """
 
     def __init__(
@@ -65,16 +64,16 @@ class Replica:
             for _ in range(storages_of(session.strategy))
         ]
         self.storage = self.storages[0]
-        """Where the gradients of the present backward pass are, or those of the last one."""
+        """The gradients of the present backward pass, or of the last one."""
         self.exchange = BucketExchange(
             session, first_key, layout, self.storages, staging, measuring=partial(_measuring, model, self.named)
         )
         self.trained = TrainedModel(session, self.exchange, len(self.named), framework)
         self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
-        self.exchanged = False  # True between the end of an exchange and the next backward
+        self.exchanged = False  # an exchange has ended, and no backward pass has begun since
         self.listeners = Listeners()
         self.counting: Counting
-        """How much the gradients since the last exchange count."""
+        """The weight of the gradients since the last exchange."""
         if isinstance(options.weight, (int, float)):
             self.counting = Fixed(options.weight)
         else:
@@ -83,7 +82,7 @@ class Replica:
 
     @property
     def steps(self) -> int:
-        """How many steps have been made."""
+        """The number of steps that have been made."""
         return self.trained.steps
 
     @steps.setter
@@ -91,25 +90,25 @@ class Replica:
         self.trained.resume_at(value)
 
     def storage_of(self, step: int) -> Storage:
-        """Where the gradients of a step are, or how weights differ after it."""
+        """The storage of a step's gradients, or of the differences of weights after that step."""
         return self.storages[self.exchange.place(step)]
 
     def turn(self, step: int) -> None:
-        """The gradients of this step are made from now on."""
+        """Switch to the storage for the gradients of this step."""
         self.storage = self.storage_of(step)
 
     def weight(self) -> float:
-        """How much this rank counts in an exchange."""
+        """This rank's weight in an exchange."""
         weight = self.counting.weight
         if weight is None:
             raise self.fault(
-                "nothing says how much this rank counts: backward came through no output of the model's forward()"
-                " (another method was called?). Give syncline.prepare() a number as weight="
+                "this rank's weight in the mean is unknown: backward passed through no output of the model's forward()"
+                " (was another method called?). Give syncline.prepare() a number as weight="
             )
         return weight
 
     def check_start(self) -> None:
-        """A step that is exchanged begins."""
+        """Check the model at the start of a step that is exchanged."""
         if self.exchanged:
             self.listeners.second_backward()
         self.guard.check_trained(self.steps)
@@ -126,7 +125,7 @@ def _measuring(model: torch.nn.Module, named: Named, steps: int, forward: bool) 
 
 
 class Forms:
-    """Element types, shapes, strides and devices of parameters, as they were when this was made."""
+    """The element types, shapes, strides and devices of parameters at the time of construction."""
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self._known = [
@@ -135,7 +134,7 @@ class Forms:
         ]
 
     def changed(self) -> str | None:
-        """The first parameter that has another form now, in words; None where all are as they were."""
+        """A text on the first parameter whose form has changed; None if none has."""
         for name, parameter, dtype, shape, stride, device in self._known:
             if (
                 parameter.dtype != dtype
@@ -152,7 +151,7 @@ class Forms:
 
 
 class Guard:
-    """Looks at one model; ``fault`` makes an error of this rank that ends the run for all."""
+    """Checks one model between exchanges. ``fault`` makes an error of this rank that ends the run for all."""
 
     def __init__(
         self,
@@ -174,12 +173,12 @@ class Guard:
         ]
 
     def check_only_ours(self) -> None:
-        """Raise GradientError where DistributedDataParallel has been put around, or into, the model."""
+        """Raise GradientError if DistributedDataParallel was put around the model or into it."""
         around = DistributedDataParallel._active_ddp_module
         if around is not None and any(parameter is self._named[0][1] for parameter in around.parameters()):
             raise self._fault(
-                "this model has been given to syncline.prepare() and then to DistributedDataParallel (as Accelerate and"
-                " Trainers do by themselves), and both would average its gradients: leave one of them out"
+                "this model was given to syncline.prepare() and then to DistributedDataParallel (Accelerate and"
+                " Trainers do that by themselves), and both would average its gradients: leave one of them out"
             )
         if not self._looked_through:
             self._looked_through = True
@@ -193,7 +192,8 @@ class Guard:
                 )
 
     def check_first(self) -> None:
-        """Raise GradientError where the first parameter is another: without any of ours nothing would be exchanged."""
+        """Raise GradientError if the first parameter was replaced. If all were, no hook would fire and nothing would
+        be exchanged."""
         module: Any = self._model
         for name in self._path:
             module = module._modules.get(name)
@@ -204,7 +204,7 @@ class Guard:
             self.check_same_parameters()
 
     def check_same_parameters(self) -> None:
-        """Raise GradientError where others have taken the place of the parameters that have our hooks."""
+        """Raise GradientError if parameters with our hooks were replaced by others."""
         present = {id(parameter) for parameter in self._model.parameters()}
         for name, parameter in self._named:
             if id(parameter) not in present:
@@ -214,9 +214,9 @@ class Guard:
                 )
 
     def check_trained(self, steps: int) -> None:
-        """Raise GradientError where parameters have been frozen, unfrozen or, as seen at times, added."""
+        """Raise GradientError if parameters were frozen or unfrozen, or (checked now and then) added."""
         changed = [name for name, parameter, required in self._required if parameter.requires_grad != required]
-        if not changed and steps % _STEPS_UNSEEN == 0:  # to walk through a model takes as long as some exchanges
+        if not changed and steps % _STEPS_UNSEEN == 0:  # walking through a model can take as long as an exchange
             changed = [name for name, parameter in self._model.named_parameters() if id(parameter) not in self._known]
         if changed:
             raise self._fault(
@@ -225,13 +225,14 @@ class Guard:
             )
 
     def check_forms(self) -> None:
-        """Raise GradientError unless parameters have the form that buckets were made for, and these are in place."""
+        """Raise GradientError unless the parameters have their original form and the gradients lie in the original
+        memory."""
         if (changed := self.forms.changed()) is not None:
             raise self._fault(changed)
         if any(storage.moved for storage in self._storages):
             raise self._fault(
-                "the gradients have been moved to other memory (model.share_memory()?), which is not the one that is"
-                " exchanged: call it before syncline.prepare()"
+                "the gradients were moved to other memory (model.share_memory()?), which is not exchanged: call that"
+                " before syncline.prepare()"
             )
 
 
@@ -240,10 +241,10 @@ def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device
 
 
 def _for_one_call(weight: Any) -> bool:
-    """Whether a weight is another one's place only during a call, by ``torch.func.functional_call``.
+    """Whether ``torch.func.functional_call`` has replaced a weight for the duration of a call.
 
-    Gradients of such weights are the script's own. Only that puts tensors in place of parameters; for parameters the
-    calls that this one is made in tell.
+    The script handles gradients of such weights itself. A plain tensor in the place of a parameter can only come from
+    there; for a parameter the stack of calls tells.
     """
     if isinstance(weight, torch.Tensor) and not isinstance(weight, torch.nn.Parameter):
         return True

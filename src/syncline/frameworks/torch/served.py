@@ -1,22 +1,22 @@
-"""A model whose weights others hold: what pushes and pulls need of PyTorch, and what they forbid.
+"""A model whose weights others own, with PyTorch's side of pushes and pulls: ``Client``, and ``Pulling`` by layer.
 
-``training.owners`` has the step. Here the new weights are written straight into the parameters, which lie in contiguous
-storage like the gradients, and what the owners would not see is found. The user's side of it, the optimizer object, is
-in ``optimizer``.
+``training.owners`` runs the step. Here the new weights are written directly into the parameters, which lie in
+contiguous storage like the gradients, and changes are detected that the owners would not see. ``optimizer`` has the
+user's side, the optimizer object.
 
-Weights that the script has changed since the last step (a state that was loaded, weights that were clipped) are given
-to the owners with the step: rank 0's, and all ranks have to have changed the same. Refused are gradients that were
-changed after they had been sent, and a second exchange before the step. Clipping of gradients is
-``syncline.clip_grad_norm_``, which the owners compute.
+Weights that the script has changed since the last step (a loaded state, clipped weights) are sent to the owners with
+the step. Rank 0's are used, and all ranks must have made the same change. Refused are gradients that were changed after
+they were sent, and a second exchange before the step. Gradients are clipped by ``syncline.clip_grad_norm_``, which the
+owners compute.
 
-Weights may come back layer by layer while the next iteration runs (``Pulling``). The owners are told the values of the
-optimizer's groups at the first gradient of a step. From then on each bucket goes its way by itself: it is pushed when
-its gradients are there, updated, and pulled at once, those that the next forward pass needs first before the others. So
-weights come while backward still reads the old ones, and before the script calls the optimizer. They are pulled into
-memory of their own and copied into the parameters when somebody looks at these after ``optimizer.step()``, as a rule
-their layer in the next forward pass (``overlap``, ``deferred``). Memory: a copy of the weights. What the owners could
-not take into account any more is refused by ``optimizer.step()``: another learning rate than at the first gradient,
-weights that were changed since then, clipping by the norm of all gradients.
+Weights may come back layer by layer during the next iteration (``Pulling``). At the first gradient of a step the owners
+receive the values of the optimizer's groups. From then on each bucket proceeds by itself: it is pushed when its
+gradients are complete, updated, and pulled at once. Buckets that the next forward pass needs first have the highest
+priority. New weights thus arrive while backward still reads the old ones, and before the script calls the optimizer.
+They are pulled into separate memory and copied into the parameters at the first read after ``optimizer.step()``,
+usually by their layer in the next forward pass (``overlap``, ``deferred``). Memory: a copy of the weights.
+``optimizer.step()`` refuses what the owners could no longer take into account: another learning rate than at the first
+gradient, weights that were changed since then, and clipping by the norm of all gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ...serving.shard import WEIGHTS, Groups
 from ...session.tickets import Meeting
 from ...sync import backup_of
 from ...training.owners import OwnedModel
-from .overlap import Crossing, Owed, watch_zero_grad
+from .overlap import Overlap, PendingUpdate, watch_zero_grad
 from .own_values import OwnValues, group_values
 from .passes import TrainedReplica
 from .replica import Replica
@@ -69,15 +69,15 @@ class Client:
         self._pushed, self._pulled = Contents(replica.storage), Contents(weights)
         self._weight_versions: list[int] = []
         self._loaded = False
-        self._begun: Groups = ()  # the values that owners were told at the first gradient of the step
-        self._looked = False  # what the gradients hold is remembered, as somebody may change it
-        self._scaler_looks = False  # a GradScaler has them, between ``share_overflow`` and ``step``
+        self._begun: Groups = ()  # the group values that were sent at the first gradient of the step
+        self._looked = False  # the gradients are recorded, because the script may change them
+        self._scaler_looks = False  # a GradScaler checks them, between ``share_overflow`` and ``step``
         self._unscaled = False  # the next update divides by a GradScaler's scale
         self._remember_weights()
-        self._left = False  # what the last exchange has left in the gradients may still be there
-        self._left_versions: dict[int, int] = {}  # of the gradients that it may be in, when that was known last
-        self._meeting: Meeting | None = None  # of the last exchange
-        self._counted: float | None = None  # this rank's share in the gradients that others are being added to
+        self._left = False  # the gradients of the last exchange may still be in their places
+        self._left_versions: dict[int, int] = {}  # the versions of these gradients when last checked
+        self._meeting: Meeting | None = None  # the meeting of the last exchange
+        self._counted: float | None = None  # this rank's share in left gradients that count in the next step
         replica.listeners.forward = self._count_left_again
         replica.listeners.backward = self._check_left
         replica.listeners.second_backward = self._refuse_second_backward
@@ -85,45 +85,46 @@ class Client:
         replica.listeners.loaded = self._note_loaded
         replica.exchange.on_replacing, owned.taken = self._prepare_to_lay_out, self._taken
 
-    crossing: Pulling | None = None
-    """Where steps end in the next iteration."""
+    overlap: Pulling | None = None
+    """The pulls by layer, if steps end in the next iteration."""
 
     def begin(self, groups: Groups) -> None:
-        """The first gradient of a step has come: tell the owners the values that it is to be made with."""
-        self._pulled.remember_mirror()  # all that was pulled is in the parameters
+        """Send the group values of this step to the owners: its first gradient is complete."""
+        self._pulled.remember_mirror()  # every pull has been copied into the parameters
         self._tell_changed()
         self.owned.begin(groups)
         self._begun = groups
         self._remember_weights()
 
     def settle(self, what: str) -> None:
-        """Wait for what is under way, since somebody wants to know, by ``what``, what owners have.
+        """Wait for everything in flight before the call ``what``, which reads the owners' state.
 
-        Raises GradientError where these are ahead of the script.
+        Raises GradientError if the owners are ahead of the script.
         """
-        if self.crossing is None:
+        if self.overlap is None:
             return
-        self.crossing.flush()
+        self.overlap.flush()
         if self.replica.exchanged:
             raise self.replica.fault(
-                f"{what} between backward() and step(): under schedule={self.crossing.name} the owners of the weights"
+                f"{what} between backward() and step(): under schedule={self.overlap.name} the owners of the weights"
                 " have made the update of this step already; do it after step(), or use schedule=fixed"
             )
-        self._pulled.remember_mirror()  # all that was pulled is in the parameters
+        self._pulled.remember_mirror()  # every pull has been copied into the parameters
 
     def clip(self, max_norm: float, scale: float = 1.0) -> float:
-        """Have the next update's gradients clipped to a norm of ``max_norm``, once divided by ``scale``; their norm."""
-        if self.crossing is not None:
+        """Let the owners clip the next update's gradients to a norm of ``max_norm``, after division by ``scale``.
+        Returns the norm."""
+        if self.overlap is not None:
             raise self.replica.fault(
-                "clip_grad_norm_() has to know all gradients before any weight is updated, and under"
-                f" schedule={self.crossing.name} owners of the weights update each bucket when it comes: use"
+                "clip_grad_norm_() needs all gradients before any weight is updated, but under"
+                f" schedule={self.overlap.name} owners of the weights update each bucket when it arrives: use"
                 " schedule=fixed, or ps(update=worker)"
             )
         mode = self.replica.session.strategy.sync_mode()
         if backup_of(mode):
             raise self.replica.fault(
-                "clip_grad_norm_() has to know the gradients that are averaged, and with backup workers these are"
-                " whoever's come first: use sync=bsp without backup="
+                "clip_grad_norm_() needs the gradients that are averaged, but with backup workers these are the first"
+                " to arrive, which no worker knows in advance: use sync=bsp without backup="
             )
         self._check_pushed()
         if scale != 1.0:
@@ -131,20 +132,20 @@ class Client:
         return self.owned.clip(max_norm)
 
     def share_overflow(self) -> None:
-        """A GradScaler is about to look whether this worker's gradients overflow: it shall see those of all workers.
+        """Make an overflow on any worker visible to this worker's GradScaler, which is about to check its gradients.
 
-        It looks in a way that counts as one change to each gradient, which leaves all numbers as they are.
+        The scaler's check increments each gradient's version by one and keeps all values.
         """
         if not self.replica.exchanged:
-            return  # which ``step`` says
-        if self.crossing is not None:
+            return  # ``step`` will report it
+        if self.overlap is not None:
             raise self.replica.fault(
-                "GradScaler has to know all gradients before any weight is updated, and under"
-                f" schedule={self.crossing.name} owners of the weights update each bucket when it comes: use"
+                "GradScaler needs all gradients before any weight is updated, but under"
+                f" schedule={self.overlap.name} owners of the weights update each bucket when it arrives: use"
                 " schedule=fixed, or ps(update=worker)"
             )
         self._check_pushed()
-        if self.owned.together and self.owned.overflown():  # else a push is skipped by itself
+        if self.owned.together and self.owned.overflown():  # otherwise only this worker's push is skipped
             view = next(view for view in self.replica.storage.views if view.numel())
             view.view(-1)[:1].fill_(math.inf)
             self._pushed.remember()
@@ -152,21 +153,22 @@ class Client:
         self._scaler_looks = True
 
     def unscale(self, scale: float) -> None:
-        """Have the next update's gradients divided by ``scale``, unless ``clip`` has already."""
+        """Divide the next update's gradients by ``scale``, unless ``clip`` has done it already."""
         if not self._unscaled:
             self.owned.scale *= 1.0 / scale
             self._unscaled = True
 
     def step(self, groups: Groups, *, skip: bool = False) -> None:
-        """Have the pushed gradients applied and wait for the new weights, which come while pushes are under way.
+        """Let the owners apply the pushed gradients, and wait for the new weights. Pulls start while pushes are in
+        flight.
 
-        With ``skip`` the gradients are dropped, on all workers.
+        With ``skip`` all workers drop the gradients.
         """
         self._check_pushed()
         self._scaler_looks = self._unscaled = False
-        if self.crossing is not None:
-            self._check_same(self.crossing.name, groups)
-            self.crossing.take_step()
+        if self.overlap is not None:
+            self._check_same(self.overlap.name, groups)
+            self.overlap.take_step()
             self._leave()
             self.replica.exchanged = False
             return
@@ -180,36 +182,37 @@ class Client:
         self._leave()
 
     def shadow(self, kind: int, teller: int) -> bool:
-        """Take part, without batches, in what other workers do, who show tickets of ``kind``; ``teller`` is of them.
+        """Take part, without batches, in a call of the other workers, whose tickets are of ``kind``; ``teller`` is one
+        of them.
 
-        Whether the step is over.
+        Returns whether the step is over.
         """
-        self._left = False  # those that add to what was left see that this rank's does not count any more
+        self._left = False  # a shadow has no gradients; the others' shares show that it no longer counts
         over = self.owned.shadow(kind, teller)
         if over:
             self._learn_own()
         return over
 
     def _learn_own(self, skipped: bool = False) -> None:
-        """Have the values of groups that the optimizer has changed itself, which owners of the weights know.
+        """Fetch the values that the optimizer has changed itself, which the owners know.
 
-        In a step that was skipped owners have not taken what the script has changed, which counts in the next one.
+        In a skipped step the owners have not taken the script's changes; these count in the next step.
         """
         if self._own is not None:
-            # All workers may have to ask together.
+            # ``ask`` may be a collective call, so every worker makes it in every step that advances values.
             found = self.owned.owners.ask("advanced") if self._own.advance else []
             if not skipped:
                 self._own.take(found)
 
     def _taken(self) -> None:
-        """The weights of all buckets have come."""
-        if self.crossing is not None:
+        """Copy the weights from a mirror if there is one: all buckets have arrived."""
+        if self.overlap is not None:
             for number in range(len(self._weights.arrays)):
                 self._weights.bring_up(number)
         self._remember_weights()
 
     def consolidate(self, call: str = "consolidate()") -> None:
-        """Have the owners' newest weights, as all workers then do; those that have not left call it between steps."""
+        """Give all workers the owners' newest weights; the workers that still have batches call it between steps."""
         self.settle("syncline.consolidate()")
         if self.owned.together:
             return
@@ -218,7 +221,7 @@ class Client:
         self.owned.consolidate(call)
 
     def join(self) -> None:
-        """Take part in what others do between their steps, until no worker has batches any more."""
+        """Take part in the others' calls between steps until no worker has batches any more."""
         self.owned.met = ""
         while self.owned.met != JOIN:
             self.consolidate(JOIN)
@@ -231,30 +234,30 @@ class Client:
             )
 
     def _check_same(self, schedule: str, groups: Groups) -> None:
-        """Raise GradientError where the update that owners have made is not the one that the script asks for."""
+        """Raise GradientError if the update that the owners have made differs from the one that the script asks for."""
         for number, (told, now) in enumerate(zip(self._begun, groups, strict=True)):
             for key in sorted({*told, *now}):
                 if told.get(key) != now.get(key):
                     raise self.replica.fault(
                         f"{key!r} of the optimizer's group {number} was {told.get(key)} at the first gradient of this"
                         f" step and is {now.get(key)} at step(): under schedule={schedule} owners of the weights update"
-                        " each bucket when it comes; change values between step() and the next backward(), or use"
+                        " each bucket when it arrives; change values between step() and the next backward(), or use"
                         " schedule=fixed"
                     )
         if changed := self._changed_weights():
             raise self.replica.fault(
                 f"the weights {self.replica.named[changed[0]][0]!r} were changed between the first gradient of this"
-                f" step and step(): under schedule={schedule} owners of the weights have updated those from before;"
+                f" step and step(): under schedule={schedule} owners of the weights have updated the earlier values;"
                 " change weights between step() and the next backward(), or use schedule=fixed"
             )
 
     @property
     def keeps(self) -> bool:
-        """True when the owners' weights may say more than the workers', which a checkpoint then needs."""
+        """Whether the owners' weights may be more precise than the workers', so that a checkpoint needs them."""
         return self.owned.keeps
 
     def owners_weights(self) -> dict[str, torch.Tensor]:
-        """The weights as the owners have them, by name; all workers call it."""
+        """The owners' weights, by name; all workers must call it."""
         self.settle("syncline.state_dict()")
         self._tell_changed()
         if not self.owned.together and self.replica.exchange.compression is None:
@@ -267,13 +270,14 @@ class Client:
         }
 
     def resume(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Have the owners go on from that step with their own weights, where there are any; all workers call it.
+        """Let the owners continue from that step, with their own weights if the state has any; all workers must call
+        it.
 
-        Raises UsageError for those of another model.
+        Raises UsageError for weights of another model.
         """
         self.settle("syncline.load_state_dict()")
         if self.owned.together or not weights:
-            self._tell_changed()  # weights that were loaded now; what the owners know beside them comes after
+            self._tell_changed()  # the loaded weights first; the owners' own weights follow below
         records = []
         for index, (name, parameter) in enumerate(self.replica.named if weights else ()):
             found = weights.get(name)
@@ -285,7 +289,8 @@ class Client:
         self.owned.resume(step, records)
 
     def _prepare_to_lay_out(self) -> Callable[[], None]:
-        """Other buckets are about to take the place of these: the servers shall know what was changed before."""
+        """Send changed weights to the owners before other buckets replace these. Returns the function to call
+        afterwards."""
         if self.replica.exchanged:
             raise self.replica.fault(
                 "load_state_dict() between backward() and step(): the parameter server has gradients of this step; load"
@@ -301,34 +306,34 @@ class Client:
 
     def _remember(self, meeting: Meeting | None) -> None:
         self._versions = [view._version for view in self.replica.storage.views]
-        self._looked, self._meeting = self.crossing is None, meeting
+        self._looked, self._meeting = self.overlap is None, meeting
         counted, self._counted = self._counted, None
         if counted is not None and counted != self._share(meeting):
             raise self._not_zeroed(0, "this rank's batches do not count as much as they did in that step")
-        if self.crossing is not None:
-            return  # who looks waits first
+        if self.overlap is not None:
+            return  # a read waits for the exchange first
         if self._changes_gradients(meeting):
             self.replica.session.engine.wait(*self.owned.pushes)
         self._pushed.remember()
 
     def remember_gradients(self) -> None:
-        """Somebody may look at the gradients of this step from now on, all of which have been pushed."""
+        """Record the gradients of this step, which have all been pushed: from now on the script may change them."""
         self._looked = True
         self._pushed.remember()
 
     def _changes_gradients(self, meeting: Meeting | None) -> bool:
-        """Whether the exchange itself writes to what the script sees of its gradients."""
-        if self._staging.device is not None:  # what is pushed are copies
+        """Whether the exchange itself writes to the gradients that the script sees."""
+        if self._staging.device is not None:  # the exchange uses copies on the host
             return False
-        if not self.owned.together and self.replica.exchange.compression is None:  # what is pushed is only read
+        if not self.owned.together and self.replica.exchange.compression is None:  # a plain push only reads
             return False
         session = self.replica.session
         if not session.group.servers:
-            return True  # the parts that this worker owns
+            return True  # the sums are written to the parts that this worker owns
         return self._share(meeting) != 1.0
 
     def _leave(self) -> None:
-        """A step has ended, and its gradients may stay in their places."""
+        """Note that a step has ended and that its gradients may still be in their places."""
         self._left = True
         self._left_versions = {index: view._version for index, view in enumerate(self.replica.storage.views)}
 
@@ -345,16 +350,17 @@ class Client:
             ]
 
     def _count_left_again(self) -> None:
-        """Let gradients that were not zeroed be part of the next ones, as torch adds them up.
+        """Let gradients that were not zeroed count in the next step, because PyTorch adds to them.
 
-        What is left of a step is this worker's share, and it is divided by the number of workers once more. Where
-        workers own the weights, owners have the sums of their parts, and others must not count them again.
+        The left gradients are this worker's share and will be divided by the number of workers once more. If workers
+        own the weights, an owner's gradients hold the sums of its parts, and the other workers must not count these
+        again.
         """
         replica = self.replica
         if not self._left:
             return
         left, views = self._left_over(), replica.storage.views
-        if self.crossing is None and replica.exchange.compression is None:
+        if self.overlap is None and replica.exchange.compression is None:
             self._left = False
             if self.owned.together:  # else each adds up its own
                 self._count_again(left)
@@ -379,17 +385,18 @@ class Client:
             gradient[...] = values
 
     def _share(self, meeting: Meeting | None) -> float:
-        """How much this rank's gradients count in an exchange, on the average 1."""
+        """This rank's weight in an exchange; the mean over the ranks is 1."""
         if meeting is None:
             return 1.0
         self.replica.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
         return meeting.share()
 
     def _check_left(self, first: int | None) -> None:
-        """Raise GradientError where gradients are added to what nobody has made ready for that.
+        """Raise GradientError if backward adds to gradients that were left from the last step and are not prepared for
+        it.
 
-        ``first`` is the one whose gradient has come already, if any has: it was zeroed before where it was written to
-        more than this once since it held what was left.
+        ``first`` is the parameter whose gradient is already complete, if there is one. It was zeroed before if it has
+        been written more than once since the end of the step.
         """
         if self._counted is None and not self._left:
             return
@@ -403,8 +410,8 @@ class Client:
         if self._left and (self.owned.together or self.replica.exchange.compression is not None):
             self._left = False
             if left:
-                plain = self.crossing is None and self.replica.exchange.compression is None
-                why = "no forward pass of the model came before" if plain else "owners do not have it as it is here"
+                plain = self.overlap is None and self.replica.exchange.compression is None
+                why = "no forward pass of the model came before" if plain else "owners have other values of it"
                 raise self._not_zeroed(left[0], why)
 
     def _not_zeroed(self, index: int, why: str) -> GradientError:
@@ -415,7 +422,7 @@ class Client:
         )
 
     def _check_pushed(self) -> None:
-        """The owners must have seen what the worker sees."""
+        """Raise GradientError unless the owners have received the gradients that the script sees."""
         if not self.replica.exchanged:
             raise GradientError("step() before backward(): the parameter server has no gradients of this step")
         storage = self.replica.storage
@@ -438,9 +445,9 @@ class Client:
         self._loaded = True
 
     def _tell_changed(self) -> None:
-        """Give the owners the weights that the script has changed since the last step.
+        """Send the weights that the script has changed since the last step to the owners.
 
-        Pulls are no changes, they write past autograd.
+        Pulls write without autograd and are no changes.
         """
         found = self._changed_weights()
         if not found:
@@ -449,8 +456,8 @@ class Client:
         if self.keeps and self.owned.together and not whole and self.owned.steps:
             raise self.replica.fault(
                 f"the weights {self.replica.named[found[0]][0]!r} were changed on this worker since the last step. With"
-                " the codec their owners know more of them than the workers, which would be lost: load a state_dict"
-                " into the whole model, or use codec=none or ps(update=worker)"
+                " a codec the owners' weights are more precise than the workers', and this precision would be lost:"
+                " load a state_dict into the whole model, or use codec=none or ps(update=worker)"
             )
         self._bring_home(found)
         self._remember_weights()
@@ -458,11 +465,11 @@ class Client:
         self.owned.change(records, zlib.crc32(self._pulled.digest(found)) or 1)
 
     def _changed_weights(self) -> list[int]:
-        """Numbers of parameters."""
+        """The numbers of the parameters that were changed."""
         if self._weights.moved:
             raise self.replica.fault(
-                "the weights have been moved to other memory (model.share_memory()?), which is not the one that the"
-                " parameter server writes: call it before syncline.prepare()"
+                "the weights were moved to other memory (model.share_memory()?), to which pulls from the parameter"
+                " server do not write: call that before syncline.prepare()"
             )
         found = set(self._pulled.changed())
         with torch._C.DisableTorchFunctionSubclass():
@@ -473,7 +480,7 @@ class Client:
         return sorted(found | away)
 
     def _bring_home(self, changed: Sequence[int]) -> None:
-        """Let these parameters lie in the contiguous storage again, and the transport's memory have their values."""
+        """Move these parameters back to the contiguous storage, and copy their values to the transport's memory."""
         with torch.no_grad():
             for index in changed:
                 parameter, view = self.parameters[index], self._weights.views[index]
@@ -483,7 +490,7 @@ class Client:
                 self._weights.bring_down(index)
 
     def _changed(self, name: str) -> GradientError:
-        self.replica.guard.check_forms()  # what has changed them with the model says more
+        self.replica.guard.check_forms()  # a change of the model's form gives a better error
         session = self.replica.session
         error = GradientError(
             f"{session.name(session.index)}: the gradient of {name!r} was changed between backward() and"
@@ -506,31 +513,33 @@ def _whole(index: int, values: torch.Tensor) -> Record:
     return Record(Slice(index, 0, values.numel()), WEIGHTS, as_elements(values))
 
 
-class Pulling(Crossing):
-    """One model's steps, whose ``weights`` are what owners have sent; ``client`` tells the owners of them."""
+class Pulling(Overlap):
+    """The steps of one model under pulls by layer. ``weights`` receives the pulls, and ``client`` talks to the
+    owners."""
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
         super().__init__(replica, optimizer, type(optimizer), later=False, local=False)
         self._client, self._weights = client, weights
         for storage in replica.storages:
-            storage.count_users()  # the client has become one
+            storage.count_users()  # the client has become a user of the memory
 
     def take_step(self) -> None:
-        """The script has called the optimizer: from now on weights are the new ones, whenever they come."""
+        """Handle the script's call of the optimizer: from now on reads give the new weights, and wait for them if
+        necessary."""
         with self._deferral.lock:
             replica, machine = self._replica, self._replica.trained.machine
             number, everything = machine.begun - 1, range(len(self._parameters))
             actions = machine.stepped()
-            if not actions:  # nobody has looked
+            if not actions:  # the script has read nothing
                 storage, buckets = replica.storage_of(number), replica.exchange.layout.buckets
-                self._owed[number] = Owed(storage, self._written, buckets, [], set(everything))
+                self._pending[number] = PendingUpdate(storage, self._written, buckets, [], set(everything))
                 self._deferral.defer(everything)
             self._do(actions)
             if self._keeps():
                 self.settle()
 
     def flush(self) -> None:
-        """Wait for all that is under way. Who does it before the optimizer's step may look at gradients from now on."""
+        """Wait for everything in flight. A caller before the optimizer's step may read gradients from now on."""
         with self._deferral.lock:
             looks = self._deferral.any and self._replica.trained.machine.unstepped
             super().flush()
@@ -538,23 +547,23 @@ class Pulling(Crossing):
                 self._client.remember_gradients()
 
     def apply(self, action: Apply) -> None:
-        """The weights of these buckets have come."""
-        owed = self._owed.get(action.step)
-        tensors = [] if owed is None else owed.complete(action.buckets)
-        if owed is not None:
-            self._check_unwritten(owed.written, tensors)
+        """Copy the arrived weights of these buckets into the parameters."""
+        pending = self._pending.get(action.step)
+        tensors = [] if pending is None else pending.complete(action.buckets)
+        if pending is not None:
+            self._check_unwritten(pending.written, tensors)
         for number in action.buckets:
             self._weights.bring_up(number)
         self._deferral.release(tensors)
-        if owed is not None and owed.over:
-            del self._owed[action.step]
+        if pending is not None and pending.over:
+            del self._pending[action.step]
 
     def detach(self) -> None:
-        """Parameters are what they seem to be."""
+        """End the deferral of all parameters, without waiting for exchanges in flight."""
         if self._replica.trained.machine.unstepped and self._replica.session.engine.error is None:
             log.warning(
                 "%s: the run ends between backward() and step(): the owners of the weights have made the update of this"
-                " step, and the model has not got it",
+                " step, and the model has not received it",
                 self._replica.session.name(self._replica.session.index),
             )
         super().detach()
@@ -562,9 +571,9 @@ class Pulling(Crossing):
 
 
 def pull_by_layer(replica: TrainedReplica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
-    """Let the steps of a model end in the next iteration, each layer waiting for its own weights."""
-    crossing = Pulling(replica, optimizer, client, weights)
-    replica.crossing = client.crossing = crossing
+    """Pull each layer's weights during the next iteration, so that the model's steps end there."""
+    overlap = Pulling(replica, optimizer, client, weights)
+    replica.overlap = client.overlap = overlap
     client.owned.by_layer = True
     replica.listeners.begin = lambda: client.begin(group_values(optimizer.param_groups))
-    watch_zero_grad(crossing)
+    watch_zero_grad(overlap)

@@ -1,10 +1,10 @@
-"""The user's optimizer on slices of the weights, as ``serving`` asks for it: a real torch optimizer.
+"""The user's optimizer on slices of the weights, as ``serving`` needs it: a real torch optimizer on flat slices.
 
-It has flat slices in place of the tensors. That is the same update only for optimizers that treat every element by
-itself; ``probe`` finds out, on small tensors, whether one does.
+The update of slices equals the update of whole tensors only for optimizers that treat every element by itself.
+``probe`` tests an optimizer for that on small tensors.
 
-Its state leaves and enters as records, whose elements are tensors in nobody's framework: here they become tensors
-again, put together as if one process had trained.
+The optimizer's state is sent and received as records, whose elements belong to no framework. Here they become tensors
+again, as if one process had trained.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from .storage import as_torch, dtype_name, memory, view_like
 
 
 class SlicedOptimizer:
-    """A user's optimizer on what a process owns; it updates the holdings' weights in place.
+    """A user's optimizer on the slices that a process owns; it updates the weights of the holdings in place.
 
-    ``own`` are the keys of each group, and behind them the attributes, that the optimizer itself changes, as ``probe``
-    has found them; ``optimizer`` is told the attributes, since the next one on other slices is made of it.
+    ``own`` has the keys of each group, followed by the attributes, that the optimizer itself changes (``probe``). The
+    attributes are copied back to ``optimizer``, because the next optimizer for other slices is built from it.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class SlicedOptimizer:
         self._optimizer = on_slices(optimizer, parameters, [held.slice for held in holdings], self._parts)
 
     def squared_norm(self) -> float:
-        """As torch adds."""
         return float(sum(gradient.double().square().sum() for gradient in self._gradients))
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """One step, whatever mode the thread is in that makes it."""
+        """Make one step, independent of the autograd and autocast modes of the calling thread."""
         if scale != 1.0:
             for gradient in self._gradients:
                 gradient.mul_(scale)
@@ -76,7 +75,7 @@ class SlicedOptimizer:
         before = [*groups[: len(self._own) - 1], attributes(self._optimizer)]
         with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
             self._optimizer.step()
-        # Attributes go on in the next optimizer; values of groups are sent to it.
+        # The next optimizer for other slices is built from ``_model``; values of groups are sent to it.
         vars(self._model).update({key: value for key, value in vars(self._optimizer).items() if key not in _LEFT_OUT})
         after = values_of(self._optimizer)
         for number, (old, new, own) in enumerate(zip(before, after, self._own, strict=True)):
@@ -84,27 +83,28 @@ class SlicedOptimizer:
                 if key in new and key not in own and not same(new[key], value):
                     raise refusal(
                         type(self._optimizer).__name__,
-                        f"it has changed {name_of(key, number, len(after))} itself, from {value} to {new[key]}, which"
-                        f" it did not in the {_TRIED_STEPS} steps that were tried, so that workers would not be told",
+                        f"it has changed {name_of(key, number, len(after))} itself, from {value} to {new[key]}; it did"
+                        f" not do so in the {_TRIED_STEPS} steps of its trial, so this value is not sent to workers",
                     )
 
     def advanced(self) -> Groups:
-        """As texts; nothing of groups without slices here, in which an optimizer need not count."""
+        """As texts. Groups without slices on this process return nothing, because an optimizer may skip them in its
+        counts."""
         groups = self._optimizer.param_groups
         of_some = any(group["params"] for group in groups)
         has_slices = [*(bool(group["params"]) for group in groups), of_some]
         return [told(self._optimizer, number, self._own) if has else {} for number, has in enumerate(has_slices)]
 
     def state(self) -> list[State]:
-        """Tensors as elements, which are their memory, all else as it is."""
+        """Tensors become elements that share their memory; other values are unchanged."""
         return [
-            {key: _said(value) for key, value in self._optimizer.state.get(part, {}).items()} for part in self._parts
+            {key: _to_elements(value) for key, value in self._optimizer.state.get(part, {}).items()}
+            for part in self._parts
         ]
 
     def load(self, states: Sequence[State]) -> None:
-        """The other way round."""
         for part, state in zip(self._parts, states, strict=True):
-            self._optimizer.state[part] = {key: _heard(value) for key, value in state.items()}
+            self._optimizer.state[part] = {key: _to_tensors(value) for key, value in state.items()}
 
 
 def _dtype(held: Holding) -> torch.dtype:
@@ -113,29 +113,29 @@ def _dtype(held: Holding) -> torch.dtype:
 
 
 def as_elements(tensor: torch.Tensor) -> Elements:
-    """A tensor in nobody's framework; its own memory where that is contiguous and on the host."""
+    """The elements of a tensor; they share its memory if it is contiguous and on the host."""
     data = memory(tensor.detach().cpu().contiguous())
     return Elements(dtype_name(tensor.dtype), tuple(tensor.shape), data)
 
 
 def as_tensor(elements: Elements) -> torch.Tensor:
-    """A tensor again, with the same memory."""
+    """A tensor that shares the memory of these elements."""
     dtype: torch.dtype = getattr(torch, elements.dtype)
     if elements.data.size == 0:  # NumPy's strides of nothing are none of torch's
         return torch.empty(elements.shape, dtype=dtype)
     return torch.from_numpy(elements.data).view(dtype).reshape(elements.shape)
 
 
-def _said(value: Any) -> Any:
+def _to_elements(value: Any) -> Any:
     return as_elements(value) if isinstance(value, torch.Tensor) else value
 
 
-def _heard(value: Any) -> Any:
+def _to_tensors(value: Any) -> Any:
     return as_tensor(value) if isinstance(value, Elements) else value
 
 
 _LEFT_OUT = ("state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Of an optimizer's attributes, what a copy of it on slices has of its own."""
+"""The attributes that a copy of an optimizer on slices does not share with the original."""
 
 
 def on_slices(
@@ -144,7 +144,7 @@ def on_slices(
     slices: Sequence[Slice],
     parts: Sequence[torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """A copy of an optimizer, without state, whose groups hold parts of their tensors, flat slices of them."""
+    """A copy of an optimizer without state, whose groups hold flat slices (``parts``) of their tensors."""
     number = {id(parameter): index for index, parameter in enumerate(parameters)}
     of_tensor: dict[int, list[torch.Tensor]] = defaultdict(list)
     for one, part in zip(slices, parts, strict=True):
@@ -166,10 +166,11 @@ def on_slices(
 
 @dataclass(frozen=True)
 class Probed:
-    """What an optimizer does: whether it keeps a state, and the names of values that it may change (``OwnValues``).
+    """The result of ``probe``: whether the optimizer keeps a state, and the names of values that it may change.
 
-    One that was seen to change a value of a group may change every number and word of all groups, and so with
-    attributes: Prodigy's estimate first changes after some steps.
+    If it was seen to change a value of a group, ``own`` has every number and text of all groups; likewise for
+    attributes. Prodigy's estimate, for example, first changes after some steps. ``changed`` has the values that were
+    seen to change.
     """
 
     keeps_state: bool
@@ -180,15 +181,15 @@ class Probed:
 _SHAPES = ((6, 4), (9,))
 _CUT = (Slice(0, 0, 5), Slice(0, 5, 24), Slice(1, 0, 4), Slice(1, 4, 9))
 _SCALES = (1.0, 1e4, 1e-4)
-"""Of the gradients of the steps that are tried: what limits a norm shows itself at one of them."""
+"""The scales of the gradients in the tried steps: a limit on a norm shows at one of them."""
 _TRIED_STEPS = len(_SCALES)
 
 
 def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
-    """Raise UsageError unless the optimizer gives the same result on the slices of so many owners as on whole tensors.
+    """Raise UsageError unless the optimizer gives the same result on the slices of ``owners`` as on whole tensors.
 
-    Some steps with the values of its groups, on a matrix and a vector of random numbers for each: twice whole, and once
-    cut into flat slices, which are those of two owners where there are several.
+    It makes a few steps with the values of each group on a random matrix and a random vector: twice on whole tensors,
+    and once on flat slices. The slices belong to two owners if there are several.
     """
     name = type(optimizer).__name__
     fewer = "" if owners == 1 else " (some such optimizers can run with one owner of all tensors, servers=1)"
@@ -224,10 +225,10 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
     if not _agree(whole, again):
         raise refusal(
             name,
-            "two of it come to different weights from the same start and gradients: it draws random numbers, or keeps"
-            f" something outside of itself; {_KEEP}",
+            "two copies of it reach different weights from the same start and gradients: it draws random numbers, or"
+            f" keeps something outside of itself; {_KEEP}",
         )
-    # Some change nothing in their first steps, RAdam among them: that alone says little.
+    # Some optimizers, such as RAdam, change nothing in their first steps: that alone is no fault.
     if all(torch.equal(tensor, start[one.tensor]) for one, tensor in whole) and (key := _holds_tensors(optimizer)):
         raise refusal(
             name,
@@ -248,7 +249,7 @@ def probe(optimizer: torch.optim.Optimizer, owners: int = 1) -> Probed:
 
 
 def _agree(whole: Sequence[tuple[Slice, torch.Tensor]], parts: Sequence[tuple[Slice, torch.Tensor]]) -> bool:
-    """Whether parts have what whole tensors have there."""
+    """Whether the parts equal the corresponding elements of the whole tensors."""
     return all(
         torch.allclose(
             part.detach().reshape(-1),
@@ -262,7 +263,7 @@ def _agree(whole: Sequence[tuple[Slice, torch.Tensor]], parts: Sequence[tuple[Sl
 
 
 def _changed(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], ...]:
-    """The keys of what has changed in each group, and behind them the attributes."""
+    """The keys that have changed in each group, followed by those of the attributes."""
     return tuple(
         frozenset(key for key, value in new.items() if key not in old or not same(old[key], value))
         for old, new in zip(before, after, strict=True)
@@ -270,7 +271,7 @@ def _changed(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, A
 
 
 def _own(after: Sequence[Mapping[str, Any]], changed: Sequence[frozenset[str]]) -> tuple[frozenset[str], ...]:
-    """The keys of what may change in each group, and behind them the attributes."""
+    """The keys that may change in each group, followed by those of the attributes."""
     groups, attributes = any(changed[:-1]), any(changed[-1:])
     return tuple(
         frozenset(key for key, value in new.items() if key in keys or (any_of and not isinstance(value, (list, dict))))
@@ -286,7 +287,7 @@ def _step(
     made: Sequence[torch.optim.Optimizer],
     gradients: Sequence[torch.Tensor],
 ) -> None:
-    """One step of each with these gradients of whole tensors."""
+    """Make one step of each optimizer with these gradients of whole tensors."""
     for one, tensor in pairs:
         tensor.grad = gradients[one.tensor].reshape(-1)[one.start : one.stop].reshape(tensor.shape).clone()
     for optimizer in made:
@@ -298,10 +299,10 @@ def _changed_beyond(
     made: Sequence[torch.optim.Optimizer],
     gradients: Sequence[torch.Tensor],
 ) -> list[str]:
-    """Where an optimizer whose likes have made steps already still changes something beyond itself.
+    """The places outside the optimizer that it still changes after other copies of it have made steps.
 
-    What is done once, a warning or an entry of a cache, is no count. ``gradients`` are the smallest that were tried:
-    larger and smaller ones than all before follow, for whatever keeps the largest.
+    A change that happens only once, such as a warning or a cache entry, does not count. ``gradients`` are those of the
+    smallest scale tried; steps with larger and smaller ones follow, in case the optimizer keeps an extreme value.
     """
     _step(pairs, made, gradients)
     before = beyond(made[0])
@@ -315,24 +316,24 @@ def _changed_beyond(
 
 
 def _check_tellable(given: torch.optim.Optimizer, tried: torch.optim.Optimizer, changed: Sequence[str]) -> None:
-    """Raise UsageError for what a tried optimizer has learnt where owners can tell nobody of it.
+    """Raise UsageError if the tried optimizer keeps something that owners cannot send.
 
-    ``changed`` are such places beyond it.
+    ``changed`` are the places outside the optimizer that it changes.
     """
     name = type(tried).__name__
     for of in tried.state:
         if not isinstance(of, torch.Tensor):
-            raise refusal(name, f"it keeps {of!r} in its state beside that of parameters, which owners cannot tell")
+            raise refusal(name, f"it keeps {of!r} in its state besides parameters, which owners cannot send")
     for key, value in vars(tried).items():
         holds = key not in _LEFT_OUT and isinstance(value, (list, dict)) and not is_plain(value)
         if holds and is_plain(vars(given).get(key)) and is_read(tried, key):
-            raise refusal(name, f"it keeps tensors in its attribute {key!r}, which owners cannot tell; {_KEEP}")
+            raise refusal(name, f"it keeps tensors in its attribute {key!r}, which owners cannot send; {_KEEP}")
     if changed:
-        raise refusal(name, f"it changes {changed[0]}, which owners cannot tell; {_KEEP}")
+        raise refusal(name, f"it changes {changed[0]}, which owners cannot send; {_KEEP}")
 
 
 def _holds_tensors(optimizer: torch.optim.Optimizer) -> str:
-    """The name of an attribute, beside the groups, that has a parameter in it, or nothing."""
+    """The name of an attribute, other than the groups, that holds a parameter; empty if there is none."""
     parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
     for name, value in vars(optimizer).items():
         held = [*value, *value.values()] if isinstance(value, dict) else value
@@ -369,14 +370,15 @@ def _tried(
         for one, part in zip(share, parts, strict=True):
             of.state[part] = state_like(optimizer, optimizer.param_groups[one.tensor // each], part)
         if callable(turn := getattr(of, "train", None)):
-            turn()  # schedule-free ones are made for evaluation, in which they refuse to step
+            turn()  # schedule-free optimizers start in evaluation mode, in which they refuse to step
         pairs += zip(share, parts, strict=True)
         made.append(of)
     return pairs, made
 
 
 def state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
-    """State as the optimizer has it for a parameter of that group (Adagrad makes it at construction), if it has any."""
+    """A state like the optimizer's for a parameter of that group, empty if it has none. Adagrad creates it at
+    construction."""
     known = _elementwise_keys(optimizer)
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)
@@ -391,7 +393,7 @@ def state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tenso
 
 
 def _elementwise_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Under which the state of parameters that are no scalars has an element for each of theirs."""
+    """The keys whose values, for parameters that are no scalars, have one element per element of the parameter."""
     return frozenset(
         key
         for parameter, state in optimizer.state.items()
@@ -404,8 +406,8 @@ def _elementwise_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
 def _elementwise(key: str, value: Any, parameter: torch.Tensor, known: frozenset[str]) -> bool:
     """Whether a value of a parameter's state has an element for each of the parameter's.
 
-    A scalar's momentum and its count of steps have the same shape: other parameters tell them apart, by ``known``, and
-    if there are none the name that torch itself goes by.
+    For a scalar, momentum and the count of steps have the same shape. The keys ``known`` from other parameters separate
+    them; without other parameters, the name ``step`` that PyTorch itself uses.
     """
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
@@ -413,23 +415,23 @@ def _elementwise(key: str, value: Any, parameter: torch.Tensor, known: frozenset
 
 
 def records_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Record]:
-    """A whole optimizer's state as records: what a user loaded or trained before."""
+    """A whole optimizer's state as records, such as a state that the user has loaded or trained before."""
     found, known = [], _elementwise_keys(optimizer)
     for index, parameter in enumerate(parameters):
         whole = Slice(index, 0, parameter.numel())
         for key, value in optimizer.state.get(parameter, {}).items():
             if _elementwise(key, value, parameter, known):
                 value = in_memory_order(value, parameter)
-            found.append(Record(whole, key, _said(value)))
+            found.append(Record(whole, key, _to_elements(value)))
     return found
 
 
 def whole_state(records: Iterable[Record], parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Records of all slices put together: the state one process would have, by parameter."""
+    """The state that one process would have, by parameter, assembled from the records of all slices."""
     flat: dict[tuple[int, str], torch.Tensor] = {}
     state: dict[torch.Tensor, dict[str, Any]] = {}
     for record in records:
-        part, value = record.slice, _heard(record.value)
+        part, value = record.slice, _to_tensors(record.value)
         parameter = parameters[part.tensor]
         entry = state.setdefault(parameter, {})
         if not record.elementwise:
@@ -444,7 +446,7 @@ def whole_state(records: Iterable[Record], parameters: Sequence[torch.Tensor]) -
 
 
 def in_memory_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor, flat, in the order in which ``like``'s lie in its storage."""
+    """The elements of a tensor, flat, in the order in which the elements of ``like`` lie in its storage."""
     flat = torch.empty(value.numel(), dtype=value.dtype)
     view_like(flat, like).copy_(value)
     return flat

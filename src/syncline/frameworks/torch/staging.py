@@ -1,7 +1,7 @@
-"""The way of gradients on a device to the transport's memory and back, beside the computation.
+"""Copies gradients on a device to the transport's memory and back, concurrently with the computation.
 
-A transport moves host memory. Where a model lives on a GPU, its buckets do too, and every bucket has a mirror in memory
-of the transport that is pinned, so that the device can copy without the processor:
+A transport moves host memory. If a model lives on a GPU, so do its buckets, and every bucket has a mirror in pinned
+memory of the transport, so that the device can copy without the processor:
 
     training stream   backward ... bucket complete . backward goes on . . . . . . . . end of backward: join
     stream down                           device -> mirror
@@ -9,11 +9,11 @@ of the transport that is pinned, so that the device can copy without the process
     progress thread                                       exchanges the mirror
     stream up                                                                 mirror -> device
 
-A ``Copier`` knows the device, ``Staged`` the order. Copies of the two directions have a stream each, since devices have
-an engine for each. A copy up overwrites what the training stream may still have to read (a step's kernels are ordered
-long before they run): it goes behind all that was ordered there before ``up`` was called. What the training thread does
-after ``join`` sees what has come back. On a GPU both are dependencies between streams and block nobody. ``InPlace`` is
-the way of models whose gradients lie in the transport's memory.
+A ``Copier`` handles the device, ``Staged`` the order. Each direction has a stream of its own, because devices have a
+copy engine for each. A copy up overwrites memory that the training stream may still have to read, because kernels are
+launched long before they run. The copy is therefore ordered after everything that was launched there before ``up``.
+Everything that the training thread launches after ``join`` sees the copied values. On a GPU both are dependencies
+between streams and block no thread. ``InPlace`` serves models whose gradients lie in the transport's memory.
 
 The next copy down writes a mirror only after the training stream has passed ``join``, hence after the copy up has read
 it. Memory: a model's gradients once more on the host. Traffic: each byte once over the bus in each direction.
@@ -42,15 +42,15 @@ _END_S = 10.0
 
 
 class Copy(Protocol):
-    """A copy under way."""
+    """A copy in flight."""
 
     def synchronize(self) -> None:
-        """Return when it is done."""
+        """Return when the copy is done."""
         ...
 
 
 Mark = Any
-"""A point of the training stream, as a copier knows it."""
+"""A point in the training stream, as represented by a copier."""
 
 
 class Copier(Protocol):
@@ -59,27 +59,27 @@ class Copier(Protocol):
     device: torch.device
 
     def pin(self, host: torch.Tensor) -> None:
-        """Make host memory (whole pages) fit for copies beside the computation."""
+        """Pin host memory (whole pages), so that copies can run concurrently with the computation."""
         ...
 
     def unpin(self, host: torch.Tensor) -> None:
-        """Undo that."""
+        """Unpin memory of ``pin``."""
         ...
 
     def to_host(self, pair: Pair) -> Copy:
-        """Copy down what the training stream has computed so far."""
+        """Start to copy down the result of everything launched in the training stream so far."""
         ...
 
     def mark(self) -> Mark:
-        """This point of the training stream; called in the training thread."""
+        """The present point in the training stream; called in the training thread."""
         ...
 
     def to_device(self, pair: Pair, behind: Mark) -> None:
-        """Copy up, behind earlier copies up and that point of the training stream; called in any thread."""
+        """Start to copy up, after earlier copies up and that point in the training stream. Callable in any thread."""
         ...
 
     def join(self) -> None:
-        """Let the training stream go on only behind the copies up."""
+        """Let the training stream continue only after the copies up."""
         ...
 
     def synchronize(self) -> None:
@@ -87,12 +87,12 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the copier holds."""
+        """Free the copier's resources."""
         ...
 
 
 class Staged:
-    """Tensors live on a device: ``copier`` takes them down and up. ``fail`` is told when a copy fails."""
+    """The ``Staging`` of tensors on a device. ``fail`` is called with the error of a failed copy."""
 
     def __init__(self, engine: Engine, copier: Copier, fail: Callable[[Exception], None]) -> None:
         self.device: torch.device | None = copier.device
@@ -103,7 +103,7 @@ class Staged:
         self._thread.start()
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
-        """Pages of their own: memory is pinned by the page, and no page twice."""
+        """Memory in pages of its own: whole pages are pinned, and none may be pinned twice."""
         pages = max(1, -(-nbytes // _PAGE_BYTES))
         raw = self._engine.allocate((pages + 1) * _PAGE_BYTES, np.dtype(np.uint8))
         start = -raw.ctypes.data % _PAGE_BYTES
@@ -115,7 +115,8 @@ class Staged:
         return found
 
     def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:
-        """Begin at once; a thread waits for the end, so that neither training nor progress does."""
+        """Start the copy at once. A thread of this object waits for its end, so that neither training nor progress
+        is blocked."""
         landed, observer, span = self._engine.promise(f"{label}: copying to the host"), self._engine.observer, None
         if observer is not None:
             span = begin(observer, "staging", landed.label, landed.span, nbytes=pair.host.nbytes)
@@ -123,25 +124,23 @@ class Staged:
         return landed if gate is None else self._engine.then(label, [gate, landed])
 
     def up(self, pair: Pair, exchange: Work, label: str) -> Work:
-        """Ordered by the progress thread as soon as the exchange is done."""
+        """The progress thread starts the copy as soon as the exchange is done."""
         mark = self._copier.mark()
         return self._engine.then(label, [exchange], lambda: self._copier.to_device(pair, mark))
 
     def join(self) -> None:
-        """As the copier does it."""
         self._copier.join()
 
     def synchronize(self) -> None:
-        """As the copier does it."""
         self._copier.synchronize()
 
     def close(self) -> None:
-        """End the thread and let go of the memory. May be called again."""
+        """End the thread and unpin the memory. Callable repeatedly."""
         if not self._thread.is_alive():
             return
         self._descending.put(None)
         self._thread.join(_END_S)
-        with contextlib.suppress(Exception):  # a device that is broken has been reported; the process shall still end
+        with contextlib.suppress(Exception):  # a broken device was reported before, and the process must still end
             self._copier.synchronize()
         while self._pinned:
             self._copier.unpin(self._pinned.pop())
@@ -152,7 +151,7 @@ class Staged:
             copy, landed, span = item
             try:
                 copy.synchronize()
-            except Exception as error:  # of the device: whoever waits for the exchange has to learn of it
+            except Exception as error:  # a fault of the device, which must reach every thread that waits for it
                 self._fail(error)
             else:
                 if span is not None:
@@ -161,7 +160,7 @@ class Staged:
 
 
 class CudaCopier:
-    """Copies of an NVIDIA GPU."""
+    """The copier for an NVIDIA GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -169,7 +168,7 @@ class CudaCopier:
         self._up: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pin(self, host: torch.Tensor) -> None:
-        """Register the memory with the driver; raises SynclineError when it refuses."""
+        """Register the memory with the driver. Raises SynclineError if the driver refuses."""
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
@@ -179,16 +178,15 @@ class CudaCopier:
             )
 
     def unpin(self, host: torch.Tensor) -> None:
-        """Take the registration back."""
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())  # type: ignore[no-untyped-call]
 
     def to_host(self, pair: Pair) -> Copy:
-        """Behind the current stream, which is the one that has made the gradient."""
+        """After everything launched in the current stream, which has computed the gradient."""
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(self._down):
             pair.host.copy_(pair.device, non_blocking=True)
-            done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits sleeps
+            done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # the waiting thread sleeps
             done.record(self._down)
         return done
 
@@ -199,26 +197,25 @@ class CudaCopier:
         return reached
 
     def to_device(self, pair: Pair, behind: Mark) -> None:
-        """Order it and return."""
+        """Launch the copy and return."""
         self._up.wait_event(behind)
         with torch.no_grad(), torch.cuda.stream(self._up):
             pair.device.copy_(pair.host, non_blocking=True)
 
     def join(self) -> None:
-        """The current stream waits; the thread does not."""
+        """The current stream waits; the calling thread does not."""
         torch.cuda.current_stream(self.device).wait_stream(self._up)
 
     def synchronize(self) -> None:
-        """Both streams."""
         self._down.synchronize()
         self._up.synchronize()
 
     def close(self) -> None:
-        """Nothing: streams belong to torch's pool."""
+        """Do nothing: the streams belong to PyTorch's pool."""
 
 
 def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
-    """The one device of a model's trained parameters; raises UsageError naming one that is elsewhere."""
+    """The device of a model's trained parameters. Raises UsageError if they are on several, naming one of them."""
     (first, parameter), *others = named
     device = parameter.device
     for name, other in others:
@@ -237,7 +234,7 @@ def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
 def staging_for(
     device: torch.device, engine: Engine, fail: Callable[[Exception], None], copier: Copier | None = None
 ) -> Staging:
-    """What a model on that device needs; ``copier`` stands in for the device's own."""
+    """The staging for a model on that device; ``copier`` replaces the device's own copier."""
     if copier is None:
         if device.type == "cpu":
             return InPlace(engine)

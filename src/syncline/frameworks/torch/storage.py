@@ -1,15 +1,14 @@
-"""Contiguous storage for tensors: one block per element type, tensors and buckets as views of it.
+"""Contiguous storage for tensors: one block of memory per element type, with tensors and buckets as views of it.
 
-Gradients (and, under a parameter server, weights) of a framework lie scattered in memory. Here every bucket is one
-piece of memory that the transport moves without copies (contiguous gradients, Zhu, Liu and Fang 2020). Tensors lie in
-the order of the buckets; a view has the strides of its parameter, as autograd prefers.
+A framework's gradients (and, under a parameter server, weights) are scattered in memory. Here each bucket is one piece
+of memory that the transport moves without copies (contiguous gradients, Zhu, Liu and Fang 2020). Tensors lie in the
+order of the buckets. A view has the strides of its parameter, as autograd prefers. Tensors on a device have blocks of
+the same layout there; ``staging`` copies between the two.
 
-Tensors on another device than the transport's memory have blocks there too, laid out alike; ``staging`` copies between.
-
-Whether tensors still hold what ``prepare`` or an exchange has left in them: autograd counts the in-place writes to a
-tensor (``Writes``), but not those through ``tensor.data``. Of what a tensor holds a few elements are therefore compared
-bit by bit, others each time (``Contents``). A write past autograd that hits none of them is not seen. Cost: two passes
-over ``SAMPLES`` elements per tensor.
+This module also detects whether tensors were changed. Autograd counts the in-place writes to a tensor (``Writes``), but
+not writes through ``tensor.data``. ``Contents`` therefore compares a sample of each tensor's elements bit by bit, and
+moves the sample each time. A write past autograd that hits none of the sampled elements goes unnoticed. Cost: two
+passes over ``SAMPLES`` elements per tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def layers_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layer, ...]:
-    """What schedules need to know of parameters, in their order."""
+    """The layers of these parameters for a schedule, in their order."""
     return tuple(
         Layer(Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype)))  #
         for name, tensor in parameters
@@ -43,9 +42,10 @@ def layers_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layer, ..
 
 
 def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
-    """A one-dimensional array over a tensor's memory, or over a copy, and what has to be done when it was written to.
+    """A one-dimensional array over a tensor's memory, or over a copy, and a function to call after a write to the
+    array.
 
-    Raises UsageError or NotBuiltError for what is no tensor with elements of its own.
+    Raises UsageError or NotBuiltError if it is no tensor, or has no elements of its own.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
@@ -61,26 +61,27 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
         if tensor.device != dense.device or dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
-        else:  # autograd has to know of the write as of any in-place operation: a graph may have kept the old values
+        else:  # count it as an in-place write, because a graph may still need the old values
             torch.autograd.graph.increment_version(tensor)
 
     return array, write_back
 
 
 _PINNED_BYTES = 1 << 30
-"""Larger tensors are not pinned: torch keeps such memory until the process ends."""
+"""The largest tensor to pin: torch keeps pinned memory until the process ends."""
 
 
 def _brought_down(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory that the device itself copies to and from; pages that are new in each call cost more."""
+    """A copy in pinned memory, to and from which the device copies directly. Unpinned new pages in each call cost
+    more."""
     if tensor.nbytes > _PINNED_BYTES:
         return tensor.cpu()
-    # A default device, which a script may have set, has no memory to pin.
+    # The script may have set a default device, which has no memory to pin: name the CPU.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class _Exported:
-    """Memory for ``numpy.asarray``, which holds on to this object, and so to the tensor."""
+    """Exports memory to ``numpy.asarray``, whose array then keeps this object, and so the tensor, alive."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
@@ -95,10 +96,9 @@ _BYTES = "|u1"
 
 
 def memory(tensor: torch.Tensor, kind: str = _BYTES) -> Array:
-    """The bytes of a contiguous tensor of the host, or its elements of a ``kind`` of NumPy's, where they lie.
+    """The bytes of a contiguous tensor on the host, or its elements of NumPy type ``kind``, without a copy.
 
-    ``Tensor.numpy()`` would make its storage one that cannot be resized, which FSDP does with the storages of what it
-    exchanges.
+    ``Tensor.numpy()`` would mark the storage as not resizable, but FSDP resizes the storages that it exchanges.
     """
     return np.asarray(_Exported(tensor, kind))
 
@@ -115,7 +115,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pack_bytes(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Copy tensors of any type one behind the other into bytes (a flat uint8 tensor, on whatever device)."""
+    """Copy tensors of any type one after the other into a flat uint8 tensor on any device."""
     at = 0
     for tensor in tensors:
         into[at : at + tensor.nbytes].copy_(as_bytes(tensor.detach().contiguous()))
@@ -123,13 +123,13 @@ def pack_bytes(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
 
 
 def unpack_bytes(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy them back."""
+    """Copy the bytes of ``pack_bytes`` back into the tensors."""
     at = 0
     with torch.no_grad():
         for tensor in tensors:
             raw = packed[at : at + tensor.nbytes]
-            # Past autograd (``data`` has a version of its own): a graph that still waits for its backward does not mind
-            # new batch statistics.
+            # ``data`` has a version of its own, so autograd does not count the write: a graph that still waits for its
+            # backward pass may ignore new batch statistics.
             if tensor.is_contiguous():
                 as_bytes(tensor.data).copy_(raw)
             else:
@@ -139,9 +139,10 @@ def unpack_bytes(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of an expanded tensor whose elements are different places in memory; any other tensor whole.
+    """An expanded tensor without its repetitions: each element has its own memory. Other tensors are returned
+    unchanged.
 
-    Ranks whose tensors have the same shape and strides have the same part.
+    Ranks whose tensors have the same shape and strides get the same part.
     """
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
@@ -150,7 +151,7 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A flat piece of memory seen with the shape and, where they are dense, the strides of a tensor."""
+    """A view of flat memory with the shape of a tensor and, if they are dense, its strides."""
     if torch._debug_has_internal_overlap(like) != 0 or not _dense(like):
         return flat.view(like.shape)
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
@@ -169,7 +170,7 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def _holders(tensors: list[torch.Tensor], index: int) -> int:
-    """How many hold a tensor of a list, as Python counts them."""
+    """The number of references to a tensor in a list, as Python counts them."""
     return sys.getrefcount(tensors[index])
 
 
@@ -186,21 +187,21 @@ _ONLY_ITS_PARAMETER = _holders_of_gradient()
 
 
 def _users(memory: torch.UntypedStorage) -> int | None:
-    """How many have this memory: tensors, and who asks; None where torch does not tell."""
+    """The number of users of this memory (tensors, and this caller); None if this version of torch does not tell."""
     return None if _USE_COUNT is None else int(_USE_COUNT(memory._cdata))
 
 
 _USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
 
 _ALONE = 2
-"""Who uses the memory of a tensor that is nobody else's: that tensor, and who asks."""
+"""The number of users of an unshared tensor's memory: the tensor and the caller of ``_users``."""
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether others have the memory of a tensor, or that is not known: who reads these is not seen.
+    """Whether a tensor's memory has other users, or may have: reads through them go unnoticed.
 
-    Other tensors, other processes, and what has made the memory where torch has not: NumPy, a file that is mapped.
-    Below a microsecond.
+    Such users are other tensors, other processes, and the creator of memory that torch has not allocated (NumPy, a
+    mapped file). Takes less than a microsecond.
     """
     memory = tensor.untyped_storage()
     users = _users(memory)
@@ -210,7 +211,7 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 
 class Pair(NamedTuple):
-    """The same elements, flat, where the tensors live and in the transport's memory; both are one where that is one."""
+    """The same flat elements on the tensors' device and in the transport's memory; one tensor if these are the same."""
 
     device: torch.Tensor
     host: torch.Tensor
@@ -219,9 +220,9 @@ class Pair(NamedTuple):
 class Storage:
     """One block of the transport's memory per element type, laid out for a list of buckets.
 
-    ``arrays[b]`` is bucket b as a numpy array, ``flat`` a whole block as a tensor, by type. ``views[i]`` is tensor i of
-    the given parameters, at address ``places[i]``; it lies in ``resident``, which is a block on ``device``, or ``flat``
-    itself without one.
+    ``arrays[b]`` is bucket b as a numpy array, and ``flat`` has the whole blocks as tensors, by type. ``views[i]`` is
+    tensor i of the given parameters, at address ``places[i]``. It lies in ``resident``: a block on ``device``, or
+    ``flat`` itself if there is no device.
     """
 
     def __init__(
@@ -247,15 +248,16 @@ class Storage:
         self.count_users()
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Let ``arrays`` be these buckets of the same tensors; raises UsageError unless they lie together in one."""
+        """Replace ``arrays`` by other buckets of the same tensors. Raises UsageError unless each bucket is
+        contiguous here."""
         self._host.cut(buckets)
         self.buckets, self.starts, self.arrays = self._host.buckets, self._host.starts, self._host.arrays
 
     def fresh(self, tensor: int) -> torch.Tensor:
-        """The view of tensor ``tensor``, to be written anew; who has kept the one from before keeps its values.
+        """The view of a tensor, to be overwritten. A script that has kept the former view keeps its values.
 
-        A gradient that a script holds on to is the view itself: it gets memory of its own then, and another view takes
-        its place. Views of it, and what ``detach`` or ``data`` made of it, go on seeing the storage.
+        A gradient that a script holds is the view itself. It then moves to memory of its own, and a new view replaces
+        it. Views of it, and the results of its ``detach`` or ``data``, still share the storage.
         """
         if _holders(self.views, tensor) > _NOBODY_ELSE:
             held = self.views[tensor]
@@ -268,19 +270,19 @@ class Storage:
         return self.view_in(self.resident, tensor).data  # with a version of its own
 
     def view_in(self, blocks: Mapping[str, torch.Tensor], tensor: int) -> torch.Tensor:
-        """A tensor in other blocks that are laid out alike."""
+        """A view of a tensor in other blocks of the same layout."""
         placed = self.placed[tensor]
         return view_like(blocks[placed.dtype][placed.start : placed.stop], self._forms[tensor])
 
     def count_users(self) -> None:
-        """All who have the memory now are the library's own."""
+        """Record the present users of the memory, which all belong to Syncline."""
         self._users = {dtype: _users(flat.untyped_storage()) for dtype, flat in self.flat.items()}
 
     @property
     def kept(self) -> bool:
-        """Whether somebody holds a tensor, a gradient, beside its parameter, or what shares its memory.
+        """Whether a gradient has a holder other than its parameter, or its memory has a user outside Syncline.
 
-        The latter is not known where tensors live elsewhere than in the transport's memory: copies have it, too.
+        Users of the memory are only counted if the tensors lie in the transport's memory: copies use it too.
         """
         views = self.views
         if any(_holders(views, tensor) > _ONLY_ITS_PARAMETER for tensor in range(len(views))):
@@ -289,37 +291,37 @@ class Storage:
         return here and any(_users(flat.untyped_storage()) != self._users[dtype] for dtype, flat in self.flat.items())
 
     def pair(self, number: int) -> Pair:
-        """A bucket where its tensors live, and in the transport's memory."""
+        """A bucket on the tensors' device and in the transport's memory."""
         bucket = self.buckets[number]
         place = slice(self.starts[number], self.starts[number] + bucket.elements)
         return Pair(self.resident[bucket.dtype][place], self.flat[bucket.dtype][place])
 
     @property
     def moved(self) -> bool:
-        """Whether somebody has given the tensors other memory than the transport moves (``share_memory`` does)."""
+        """Whether the tensors were given memory other than the transport's, as ``share_memory`` does."""
         return any(flat.data_ptr() != self._addresses[dtype] for dtype, flat in self.flat.items())
 
     def flat_of(self, tensor: int) -> torch.Tensor:
-        """A tensor's elements in the transport's memory, in the order in which they lie there."""
+        """A tensor's elements in the transport's memory, in memory order."""
         placed = self.placed[tensor]
         return self.flat[placed.dtype][placed.start : placed.stop]
 
     def bring_down(self, tensor: int) -> None:
-        """Copy a tensor to the transport's memory where it lives elsewhere; returns when that is done."""
+        """Copy a tensor from its device to the transport's memory, and return when that is done."""
         placed = self.placed[tensor]
         if self.flat[placed.dtype] is not self.resident[placed.dtype]:
             self.flat_of(tensor).copy_(self.resident[placed.dtype][placed.start : placed.stop])
 
     def bring_all_down(self) -> None:
-        """The same of all tensors."""
+        """Copy all tensors from their device to the transport's memory."""
         for dtype, flat in self.flat.items():
             if flat is not self.resident[dtype]:
                 flat.copy_(self.resident[dtype])
 
     def bring_up(self, number: int) -> None:
-        """Copy a bucket from the transport's memory to where its tensors live, in the order of the computation there.
+        """Copy a bucket from the transport's memory to its device, in the order of the current stream there.
 
-        Past autograd, as whatever the transport writes.
+        Autograd does not record it, like everything that the transport writes.
         """
         pair = self.pair(number)
         with torch.no_grad():
@@ -327,50 +329,50 @@ class Storage:
 
 
 SAMPLES = 64
-"""How many elements of a tensor are looked at, of smaller ones all."""
+"""The number of sampled elements per tensor; smaller tensors are compared as a whole."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Writes:
-    """How often autograd had counted a write to each tensor of a storage when this was made."""
+    """Autograd's counts of writes to each tensor of a storage at the time of construction."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._counts = [view._version for view in storage.views]
 
     def since(self, tensors: Iterable[int] | None = None) -> int | None:
-        """The first of these tensors, or of all, that has been written to since then; None where none has."""
+        """The first of these tensors (all by default) that was written to since construction; None if there is none."""
         views, counts = self._storage.views, self._counts
         wanted = range(len(views)) if tensors is None else tensors
         return next((tensor for tensor in wanted if views[tensor]._version != counts[tensor]), None)
 
 
 class Contents:
-    """What the tensors of a storage hold, as far as some of their elements tell."""
+    """A record of the values of a storage's tensors, from samples of their elements."""
 
     def __init__(self, storage: Storage) -> None:
         self._blocks = [_Block(dtype, storage) for dtype in storage.resident]
         self._turn = 0
 
     def remember(self) -> None:
-        """Keep what they hold now."""
+        """Record the present values."""
         self._turn += 1
         for block in self._blocks:
             block.remember(self._turn)
 
     def remember_mirror(self) -> None:
-        """Keep what their mirror in the transport's memory holds, which they should hold too."""
+        """Record the values of the mirror in the transport's memory, which the tensors should have too."""
         self._turn += 1
         for block in self._blocks:
             block.remember_mirror(self._turn)
 
     def changed(self) -> list[int]:
-        """The tensors that are seen to hold something else since ``remember``, by number."""
+        """The numbers of the tensors whose sampled values have changed since the last record."""
         return sorted(tensor for block in self._blocks for tensor in block.changed())
 
     def digest(self, tensors: Sequence[int]) -> bytes:
-        """Bytes that differ where other tensors are named or they hold something else, as far as seen."""
+        """Bytes that differ if other tensors are named, or if their recorded values differ."""
         wanted = frozenset(tensors)
         return b"".join([str(sorted(wanted)).encode(), *(block.digest(wanted) for block in self._blocks)])
 
@@ -390,7 +392,7 @@ class _Block:
         filled = [placed for _, placed in mine if placed.stop > placed.start]
         starts = torch.tensor([placed.start for placed in filled], dtype=torch.int64)
         sizes = torch.tensor([placed.stop - placed.start for placed in filled], dtype=torch.int64)
-        # Rows are tensors: every step-th element from a first one that moves on by one each time.
+        # Each row samples one tensor: every step-th element, from a first element that advances by one each time.
         steps = (-(-sizes // SAMPLES)).view(-1, 1)
         self._steps = steps.to(flat.device)
         self._firsts = (starts.view(-1, 1) + torch.arange(SAMPLES) * steps).to(flat.device)

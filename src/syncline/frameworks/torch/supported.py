@@ -1,9 +1,9 @@
-"""What models and optimizers can be prepared; what cannot is refused here, by name and with the remedy.
+"""Checks of models and optimizers before they are prepared: each unsupported one is refused by name, with a remedy.
 
-``tell_of_slow_start`` warns of what learns little at first. Optimizers such as Adam divide a gradient by the size that
-those before it had. Of a codec that sends one element in a hundred an element's gradients are zeros, and then the sum
-of a hundred: each moves the weight by about one step where a hundred would have. With SGD nothing is lost by that,
-since sums count as sums.
+``tell_of_slow_start`` warns of a combination that learns little at first. Optimizers such as Adam divide a gradient by
+the size of earlier gradients. If a codec sends one element in a hundred, an element's gradients are zeros, and then the
+sum of a hundred gradients. That sum moves the weight by about one step, where a hundred gradients would have moved it
+by a hundred. With SGD nothing is lost, because its steps are proportional to the sums.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EITHER = "give it either to Syncline or to that; leave the other out"
 
 
 def check_only_ours(model: torch.nn.Module) -> None:
-    """Raise UsageError where somebody else averages or shards the parameters already."""
+    """Raise UsageError if another library averages or shards the parameters already."""
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, DistributedDataParallel):
@@ -56,7 +56,7 @@ def check_only_ours(model: torch.nn.Module) -> None:
 
 
 def check_parameters(model: torch.nn.Module, named: Named) -> None:
-    """Raise UsageError where there is nothing to exchange, or something sparse."""
+    """Raise UsageError if there is nothing to exchange, or if a parameter or gradient is sparse."""
     if not named:
         raise UsageError("this model has no parameter that requires a gradient: there is nothing to exchange")
     for name, parameter in named:
@@ -70,7 +70,7 @@ def check_parameters(model: torch.nn.Module, named: Named) -> None:
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError where the optimizer holds no parameter of the model: it is another one's."""
+    """Raise UsageError if the optimizer holds no parameter of the model: it belongs to another model."""
     foreign = foreign_to([model], optimizer)
     if foreign and len(foreign) == sum(len(group["params"]) for group in optimizer.param_groups):
         raise UsageError(
@@ -80,23 +80,23 @@ def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def foreign_to(models: Iterable[object], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What the optimizer holds that is a parameter of none of the models, some of which may be another framework's."""
+    """The tensors in the optimizer that are no parameters of these models. Models of other frameworks are skipped."""
     modules = [model for model in models if isinstance(model, torch.nn.Module)]
     known = {id(parameter) for model in modules for parameter in model.parameters()}
     return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
 
 
 def check_normalisation(model: torch.nn.Module, options: Options) -> None:
-    """Raise UsageError for SyncBatchNorm modules that cannot be taken over, or not under these options."""
+    """Raise UsageError for SyncBatchNorm modules that cannot be taken over, or not with these options."""
     if unsynchronised(model) and not options.fixed:
         raise UsageError(
-            "SyncBatchNorm adds up what backward brings on all ranks before it is known how much their batches count:"
-            " give batches of one size and a number as weight=, or use BatchNorm"
+            "SyncBatchNorm sums gradients over all ranks during backward, before their weights are known:"
+            " use batches of one size and a number as weight=, or BatchNorm"
         )
 
 
 def check_held_once(model: torch.nn.Module, named: Named, others: Iterable[Prepared]) -> None:
-    """Raise UsageError where another prepared model has one of the parameters: both would average its gradient."""
+    """Raise UsageError if another prepared model has one of the parameters: both would average its gradient."""
     for other in others:
         held = set() if other.model is model else {id(parameter) for _, parameter in other.named}
         for name, parameter in named:
@@ -108,7 +108,7 @@ def check_held_once(model: torch.nn.Module, named: Named, others: Iterable[Prepa
 
 
 def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
-    """Raise UsageError where servers would have nothing to update with, or to update what they do not hold."""
+    """Raise UsageError if servers would lack an optimizer, or if it updates tensors that the servers do not hold."""
     if optimizer is None:
         raise UsageError(
             "a parameter server that holds the weights updates them with your optimizer: give syncline.prepare() the"
@@ -131,12 +131,12 @@ def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) 
 
 
 def check_averaging(strategy: Strategy, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
-    """Raise UsageError where nothing would say when weights have been updated, or ranks cannot count as they shall."""
+    """Raise UsageError if no optimizer would report updates of weights, or if the mode does not support ``weight=``."""
     sync = strategy.sync.name
     if isinstance(strategy.sync_mode(), Mixes) and options.weight != 1:
         raise UsageError(
-            f"weight={options.weight!r}: under sync={sync} a worker averages its weights with a few others', so that"
-            " nobody knows what all count; leave weight= out"
+            f"weight={options.weight!r}: under sync={sync} a worker averages its weights with a few others and does not"
+            " know the sum of all weight= values; leave weight= out"
         )
     if optimizer is None:
         raise UsageError(
@@ -145,12 +145,12 @@ def check_averaging(strategy: Strategy, optimizer: torch.optim.Optimizer | None,
         )
 
 
-def check_crossing(strategy: Strategy, optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
-    """Raise UsageError where steps that end in the next iteration cannot be made with this model and optimizer."""
+def check_overlap(strategy: Strategy, optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
+    """Raise UsageError if this model and optimizer cannot end steps in the next iteration."""
     name = strategy.schedule.name
     if optimizer is None:
         raise UsageError(
-            f"schedule={name} has weights updated when they are needed: give syncline.prepare() the model and its"
+            f"schedule={name} updates weights at their first use: give syncline.prepare() the model and its"
             " optimizer, or use schedule=fixed"
         )
     for group in optimizer.param_groups:
@@ -159,20 +159,20 @@ def check_crossing(strategy: Strategy, optimizer: torch.optim.Optimizer | None, 
     for parameter_name, parameter in selection.trained():
         if type(parameter) is not torch.nn.Parameter:
             raise UsageError(
-                f"parameter {parameter_name!r} is a {type(parameter).__name__}, and schedule={name} has to know when a"
-                " plain torch.nn.Parameter is looked at: use schedule=fixed"
+                f"parameter {parameter_name!r} is a {type(parameter).__name__}, and schedule={name} can detect reads of"
+                " plain torch.nn.Parameters only: use schedule=fixed"
             )
     kind = type(optimizer).__name__
     if not updates_alone(optimizer):
         if strategy.schedule_object().apply == "next_step":
             raise UsageError(
-                f"schedule={name} calls the optimizer for a step when the next one is made, on a copy of it, and nobody"
-                f" knows whether {kind}, which is none of torch's own, keeps something there: say so in its class by"
-                f" {DECLARED} = True, or use schedule=fixed"
+                f"schedule={name} makes a step of the optimizer during the next one, on a copy of the object, and"
+                f" {kind}, which is none of torch's own, may keep something in the object: declare in its class"
+                f" {DECLARED} = True if it does not, or use schedule=fixed"
             )
         log.warning(
             "%s is none of torch's own optimizers: its step waits for all gradients under schedule=%s. If its update of"
-            " a parameter depends on that parameter alone, say so in its class by %s = True",
+            " a parameter depends on that parameter alone, declare in its class %s = True",
             kind, name, DECLARED,
         )  # fmt: skip
     elif type(optimizer).__module__.split(".")[0] != "torch":
@@ -180,87 +180,91 @@ def check_crossing(strategy: Strategy, optimizer: torch.optim.Optimizer | None, 
 
 
 def check_held(schedule: str, model: torch.nn.Module, group: dict[str, Any]) -> None:
-    """Raise UsageError where a group of an optimizer whose updates are deferred holds what is not of the model."""
+    """Raise UsageError if a group of an optimizer with deferred updates holds tensors of another model."""
     known = {id(parameter) for parameter in model.parameters()}
     held = group["params"]
     for tensor in [held] if isinstance(held, torch.Tensor) else list(held):
         if id(tensor) not in known:
             raise UsageError(
                 f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of the model, and"
-                f" schedule={schedule} updates the weights of one model when they are needed: put all models into one"
+                f" schedule={schedule} updates the weights of one model at their first use: put all models into one"
                 " torch.nn.ModuleList, or use schedule=fixed"
             )
 
 
 def _check_apart(schedule: str, named: Named) -> None:
-    """Raise UsageError where two parameters share memory: looking at one would not complete the other."""
+    """Raise UsageError if two parameters share memory: a read of one would not complete the other."""
     places = sorted((p.untyped_storage().data_ptr(), p.data_ptr(), p.data_ptr() + p.nbytes, n) for n, p in named)
     for (storage, _, end, first), (other, begin, _, second) in pairwise(places):
         if storage == other and begin < end:
             raise UsageError(
-                f"parameters {first!r} and {second!r} share memory, and schedule={schedule} updates each when it is"
-                " looked at: let both be one torch.nn.Parameter, or use schedule=fixed"
+                f"parameters {first!r} and {second!r} share memory, and schedule={schedule} updates each at its first"
+                " read: let both be one torch.nn.Parameter, or use schedule=fixed"
             )
 
 
 def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) -> None:
-    """Raise UsageError for what workers agree on in every step, where no two of them come to one.
+    """Raise UsageError for anything that workers would have to do together in a step, under a mode without joint steps.
 
-    And for values of the optimizer's groups with which a push alone cannot be applied.
+    Also refuses values of the optimizer's groups with which a single push cannot be applied.
     """
     sync = strategy.sync.name
     PushGroups(strategy.sync_mode(), 1, sync)(groups)
     if selection.buffers():
         raise UsageError(
-            f"under sync={sync} no step is there in which rank 0's buffers (batch statistics) could be copied: give"
-            " syncline.prepare() broadcast_buffers=False, and every rank has its own"
+            f"under sync={sync} there is no joint step in which rank 0's buffers (batch statistics) could be copied:"
+            " give syncline.prepare() broadcast_buffers=False, so that every rank keeps its own"
         )
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in selection.model.modules()):
-        raise UsageError(f"SyncBatchNorm adds up over all ranks, which come to no step together under sync={sync}")
+        raise UsageError(
+            f"SyncBatchNorm sums over all ranks, which make no joint step under sync={sync}: use BatchNorm, or a"
+            " synchronous mode"
+        )
 
 
 def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer, keeps_state: bool) -> None:
-    """Raise UsageError where each worker shall have a state of its own of an optimizer that keeps none."""
+    """Raise UsageError if each worker needs an optimizer state of its own, but the optimizer keeps none."""
     check_kept(momentum_of(strategy.sync_mode()), strategy.sync.name, type(optimizer).__name__, keeps_state)
 
 
 def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
-    """Raise UsageError for values of groups, or attributes, that the optimizer changes itself if none can be told."""
+    """Raise UsageError if the optimizer changes values or attributes itself and the strategy cannot send them to
+    workers."""
     if not any(own):
         return
     why = ""
     if not strategy.sync_mode().merges:
         why = f"under sync={strategy.sync.name} owners of the weights change them at every worker's push"
     elif strategy.schedule_object().apply != "step":
-        why = f"under schedule={strategy.schedule.name} its update is made bucket by bucket"
+        why = f"under schedule={strategy.schedule.name} its update happens bucket by bucket"
     if why:
         what = "values of its parameter groups" if any(own[:-1]) else f"its attribute {min(own[-1])!r}"
         raise UsageError(
             f"{type(optimizer).__name__} changes {what} itself in step(), and {why}: use"
-            " sync=bsp without backup workers, with schedule=fixed, ps(update=worker), or an optimizer that keeps what"
-            " it counts in its state"
+            " sync=bsp without backup workers, with schedule=fixed, ps(update=worker), or an optimizer that keeps its"
+            " counters in its state"
         )
 
 
 class Prepared(Protocol):
-    """A model whose gradients are averaged, and the parameters that they are of."""
+    """A model whose gradients are averaged, with its trained parameters."""
 
     model: torch.nn.Module
     named: Named
 
 
 def _loaded(module: str, name: str) -> type | None:
-    """A class of a module of torch's, if a script has loaded it: loading it would cost time and memory."""
+    """A class of a torch module if the script has loaded that module; loading it here would cost time and memory."""
     found: type | None = getattr(sys.modules.get(module), name, None)
     return found
 
 
 RARELY = 0.1
-"""The share of elements below which the first steps suffer: at a tenth they do not."""
+"""The share of sent elements below which the first steps suffer. At a tenth they do not."""
 
 
 def tell_of_slow_start(session: Session, named: Named, optimizer: torch.optim.Optimizer | None) -> None:
-    """A warning on rank 0 where a codec sends few elements from the first step on, and the optimizer is adaptive."""
+    """Warn on rank 0 if a codec sends few elements from the first step on, and the optimizer is adaptive."""
     if session.index or session.strategy.codec == NONE or optimizer is None or not _adaptive(optimizer):
         return
     ratio = _rarest(session.strategy.codec_object(), [layer.spec for layer in layers_of(named)])
@@ -282,12 +286,12 @@ def tell_of_slow_start(session: Session, named: Named, optimizer: torch.optim.Op
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it divides gradients by their size: that is what an ``eps`` is added to."""
+    """Whether the optimizer divides gradients by their size: such optimizers add an ``eps`` to the divisor."""
     return any("eps" in group for group in optimizer.param_groups)
 
 
 def _rarest(codec: Codec, specs: list[Spec]) -> float:
-    """The smallest share of a tensor's elements that is sent in the first step."""
+    """The smallest share of a tensor's elements that the codec sends in the first step."""
     found = [codec_of(codec, spec) for spec in specs]
     shares = (one.codec.ratio_at(0) for one in found if isinstance(one.codec, Sparse) and not one.warmup)
     return min(shares, default=1.0)

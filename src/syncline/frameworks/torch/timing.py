@@ -1,21 +1,19 @@
-"""How long the layers of a model compute, measured in training steps: for schedules that go by it, and for trace files.
+"""Measures the computation times of a model's layers, for schedules that depend on them and for trace files.
 
-A tensor's backward time is what passes from the gradient before it to its own, the first one's from where the backward
-pass enters the model's output. Its forward time is what passes from the call of the module which has it to that of the
-next one that has some, the first one's from the model's, the last one's to its end; it counts for the module's first
-tensor. What lies between layers, such as an activation, is thereby part of one. Medians over the steps. Times are 0
-where nothing shows them: a gradient that comes with others costs nothing more. Hooks on modules, which break compiled
-models apart, are there only where forward times are asked for.
+A tensor's backward time is the time from the previous gradient to its own; the first one's starts when the backward
+pass enters the model's output. Its forward time is the time from the call of its module to the call of the next module
+with trained tensors. The first one's starts with the call of the model, and the last one's ends with that call. A
+module's time counts for its first tensor. Computation between layers, such as an activation, is thereby part of a
+layer. Times are medians over the steps, and 0 if nothing shows them: a gradient that arrives together with others costs
+nothing more. Hooks on modules split compiled models, so they exist only if forward times are wanted.
 
-On a GPU, which computes behind the script, points of time are events on its stream, and are read when the steps are
-over.
+A GPU computes asynchronously. There moments are events on its stream, which are read when the steps are over.
 
-``Recording`` finds what the layers of somebody's model cost on this device while a training script runs, unchanged. No
-line of the script says so: hooks that are called for every module and every optimizer find the model, which is the
-outermost module that is called and has what the first optimizer trains. It is measured for some steps. The first ones
-are left out, in which memory is allocated and kernels are chosen. Then the script is ended. Copies of batches to a
-device are timed where they are asked for, by ``to``, ``cuda`` and ``copy_``, with the device idle before and after. A
-trace has them in its first layer's row.
+``Recording`` measures the layers of an unchanged training script on this device. Global hooks on modules and optimizers
+find the model: the outermost module that is called and whose parameters the first optimizer trains. It is measured for
+some steps, without the first ones, in which memory is allocated and kernels are selected; then the script is ended.
+Copies of batches to a device by ``to``, ``cuda`` and ``copy_`` are timed too, with the device idle before and after. A
+trace file has their time in the row of its first layer.
 """
 
 from __future__ import annotations
@@ -44,68 +42,66 @@ from .storage import layers_of
 _BEGIN, _END = -1, -2
 
 Moment = Any
-"""A point of time, as a clock knows it."""
+"""A point in time, as represented by a clock."""
 
 _Marks = list[tuple[int, Moment]]
 
 
 class Clock(Protocol):
-    """Where the model computes."""
+    """The clock of the place where a model computes."""
 
     def now(self) -> Moment:
         """The point that the computation has reached."""
         ...
 
     def between_s(self, start: Moment, stop: Moment) -> float:
-        """Seconds from one to the other, once both have passed."""
+        """The seconds between two moments, once both have passed."""
         ...
 
 
 class HostClock:
-    """Computation is where the script is."""
+    """The clock of a model on the CPU, which computes synchronously."""
 
     def now(self) -> Moment:
-        """Of the processor."""
         return time.perf_counter()
 
     def between_s(self, start: Moment, stop: Moment) -> float:
-        """Their difference."""
         found: float = stop - start
         return found
 
 
 class CudaClock:
-    """Computation is behind the script, in the order of the current stream."""
+    """The clock of a model on a GPU, which computes in the order of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> Moment:
-        """An event."""
+        """An event on the current stream."""
         reached: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         reached.record(torch.cuda.current_stream(self._device))
         return reached
 
     def between_s(self, start: Moment, stop: Moment) -> float:
-        """As the device has it; waits for the later one."""
+        """Waits for the later event."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
-    """For models there."""
+    """The clock for models on that device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 class LayerTimes:
-    """Measures the layers of a model in so many ``steps``; ``named`` are its trained parameters, in forward order."""
+    """Measures the layers of a model in ``steps`` steps. ``named`` are its trained parameters, in forward order."""
 
     def __init__(self, model: torch.nn.Module, named: Named, steps: int, clock: Clock, *, forward: bool) -> None:
         self._wanted, self._clock = steps, clock
-        self._over: list[tuple[_Marks, _Marks]] = []  # what each step left of these:
-        self._called: _Marks = []  # modules by their first tensors, or _BEGIN and _END of the model
+        self._over: list[tuple[_Marks, _Marks]] = []  # ``_called`` and ``_came`` of each measured step
+        self._called: _Marks = []  # calls of modules, by their first tensors, or _BEGIN and _END of the model
         self._came: _Marks = []  # gradients, or _BEGIN of a backward pass
-        self._task = -1  # the backward pass that has begun
+        self._task = -1  # autograd's number of the last backward pass
         number = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._handles: list[Any] = []
         self._hook(model, model.register_forward_pre_hook(eager(lambda _, __: self._call(_BEGIN))))
@@ -117,7 +113,7 @@ class LayerTimes:
         self._hook(model, model.register_forward_hook(eager(lambda _, __, output: self._end_forward(output))))
 
     def _hook(self, module: torch.nn.Module, handle: Any) -> None:
-        """Keep a hook of a module, which copies of the module do not have."""
+        """Keep a hook of a module, and leave it out of copies of that module."""
         self._handles += [handle, PlainCopies(module, [handle])]
 
     # What happens to the model.
@@ -140,15 +136,15 @@ class LayerTimes:
             self._came.append((_BEGIN, self._clock.now()))
 
     def produced(self, tensor: int) -> None:
-        """A gradient is complete."""
+        """Note that a gradient is complete."""
         self._came.append((tensor, self._clock.now()))
 
     def forget(self) -> None:
-        """What has come since the last step is none."""
+        """Discard everything since the last step."""
         self._called, self._came = [], []
 
     def end_step(self) -> None:
-        """All gradients of a step have come."""
+        """Note that all gradients of a step are complete."""
         self._over.append((self._called, self._came))
         self.forget()
 
@@ -156,21 +152,21 @@ class LayerTimes:
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients have come since the last step."""
+        """Whether gradients have arrived since the last step."""
         return any(tensor != _BEGIN for tensor, _ in self._came)
 
     @property
     def enough(self) -> bool:
-        """Whether so many steps have been measured."""
+        """Whether all wanted steps have been measured."""
         return len(self._over) >= self._wanted
 
     @property
     def last(self) -> bool:
-        """Whether the step that begins is the last one to be measured."""
+        """Whether the step that begins is the last one to measure."""
         return len(self._over) + 1 >= self._wanted
 
     def of(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
-        """The layers with their times; waits until they have passed."""
+        """The layers with their times; waits until the moments have passed."""
         forward_s: list[list[float]] = [[] for _ in layers]
         backward_s: list[list[float]] = [[] for _ in layers]
         for called, came in self._over:
@@ -190,7 +186,7 @@ class LayerTimes:
         )
 
     def detach(self) -> None:
-        """Measure no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -200,14 +196,14 @@ COLUMNS = ("name", "elements", "forward_s", "backward_s", "h2d_s")
 
 
 class Recorded(SystemExit):
-    """Enough has been recorded: the script ends here, with status 0."""
+    """Ends the script with status 0, because enough has been recorded."""
 
 
 class Recording:
     """Records ``steps`` backward passes of a script, after the first ``skip`` steps of its optimizer.
 
-    ``layers`` and ``h2d_s`` are there when it is ``done`` and has raised ``Recorded``, out of the optimizer's step.
-    ``away`` says which devices batches are copied to.
+    When it is ``done`` it raises ``Recorded`` out of the optimizer's step; ``layers`` and ``h2d_s`` then have the
+    result. ``away`` tells whether a device is a target of timed copies.
     """
 
     def __init__(self, steps: int, skip: int, away: Callable[[torch.device], bool] | None = None) -> None:
@@ -215,10 +211,10 @@ class Recording:
         self.layers: tuple[Layer, ...] = ()
         self.h2d_s = 0.0
         self.made = 0
-        """Steps of the optimizer so far."""
+        """The number of optimizer steps so far."""
         self._steps, self._skip = steps, skip
         self._depth = 0
-        self._called: dict[int, torch.nn.Module] = {}  # outermost ones, that have something to train
+        self._called: dict[int, torch.nn.Module] = {}  # outermost modules with parameters to train
         self._times: LayerTimes | None = None
         self._copies = _Copies(away or (lambda device: device.type == "cuda"))
         self._handles: list[Any] = [
@@ -258,14 +254,15 @@ class Recording:
         self._copies.end_step()
 
     def _model(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-        """What the optimizer trains; raises UsageError unless that is one module which the script calls."""
+        """The module that the optimizer trains. Raises UsageError unless it is a single module that the script
+        calls."""
         trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         found = [one for one in self._called.values() if any(id(tensor) in trained for tensor in one.parameters())]
         if len(found) != 1:
             names = ", ".join(type(one).__name__ for one in found) or "none"
             raise UsageError(
-                f"what {type(optimizer).__name__} trains belongs to {names} of the modules that the script calls, and"
-                " one model can be recorded: put all layers into one torch.nn.Module and call that"
+                f"the parameters of {type(optimizer).__name__} belong to {names} of the modules that the script calls,"
+                " and only one model can be recorded: put all layers into one torch.nn.Module and call that"
             )
         return found[0]
 
@@ -286,7 +283,7 @@ class Recording:
 
 
 class _Copies:
-    """Times copies from the host to devices that are ``away``, between ``begin`` and ``remove``."""
+    """Times copies from the host to devices for which ``away`` is true, between ``begin`` and ``remove``."""
 
     _NAMES = ("to", "cuda", "copy_")
 
@@ -317,8 +314,8 @@ class _Copies:
 
     @property
     def median_s(self) -> float:
-        """Seconds of a step."""
-        return median(self._steps_s[1:] or [0.0])  # the first one is what was before the model was known
+        """The median seconds per step."""
+        return median(self._steps_s[1:] or [0.0])  # the first entry precedes the first measured step
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
@@ -341,7 +338,7 @@ def _idle() -> None:
 
 
 def write_trace(layers: Iterable[Layer], h2d_s: float, file: TextIO) -> None:
-    """Layers as a trace file has them, one line per tensor, in forward order."""
+    """Write layers as a trace file: one line per tensor, in forward order."""
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(COLUMNS)
     for index, layer in enumerate(layers):
