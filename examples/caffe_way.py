@@ -65,7 +65,7 @@ class Pooling:
         return sliding_window_view(padded, (3, 3), axis=(2, 3))[:, :, ::2, ::2].reshape(*x.shape[:2], -1, 9)
 
     def spread(self, back: Array) -> Array:
-        """Sum each element's values over the windows that contain it. The last dimension has the 9 elements of a window."""
+        """Sum each element's values over the windows that contain it. The last dimension is the place in a window."""
         count, channels, height, width = self.shape
         parts = back.reshape(count, channels, height // 2, width // 2, 9)
         padded = np.zeros((count, channels, height + 1, width + 1))
@@ -147,7 +147,7 @@ def network(weights: dict[str, Array]) -> list:
 
 
 def images(seed: int, count: int) -> tuple[Array, Array]:
-    """Random images (count, 3, 32, 32) and their labels: each of ten classes has a coarse colour pattern, plus noise."""
+    """Random images (count, 3, 32, 32) and labels: each of the ten classes has a coarse colour pattern, plus noise."""
     patterns = np.random.default_rng(1).normal(size=(10, 3, 4, 4)).repeat(8, 2).repeat(8, 3)
     draw = np.random.default_rng((2, seed))
     labels = draw.integers(10, size=count)

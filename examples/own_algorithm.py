@@ -23,7 +23,7 @@ WORKERS, STEPS = 4, 20
 
 @register("algorithms", "star", goal="allreduce")
 def star(group: Group) -> Plan:
-    """Allreduce through rank 0: everybody sends to it, and it sends the sum to everybody.
+    """Allreduce through rank 0: all ranks send their arrays to it, and it sends the sum back.
 
     Cost: 2(N-1)(a + nb) + (N-1)ng, all of it at the port of rank 0.
     """

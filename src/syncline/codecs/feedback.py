@@ -29,7 +29,7 @@ from . import Chooses, Codec, Combine, Encoded, Floats, Payload, State, relay_of
 @register("codecs", "feedback", wraps="codec", examples=("feedback(int8)", "feedback(onebit, warmup=2)"))
 @dataclass(frozen=True)
 class Feedback:
-    """Error feedback around another codec: what was not sent is added to the next gradient."""
+    """Error feedback around another codec: its encoding error is added to the next gradient."""
 
     codec: Codec
     warmup: int = 0

@@ -86,7 +86,7 @@ class TopK:
 @register("codecs", "gtopk", examples=("gtopk(ratio=0.01)", "gtopk(ratio=0.3)"))
 @dataclass(frozen=True)
 class GTopK(TopK):
-    """As topk, but of the sum over the ranks too only the share that is largest: payloads merge on a tree."""
+    """Like topk, but the sum over the ranks also keeps only its largest elements: payloads are merged on a tree."""
 
     combine: ClassVar[Combine] = "merge"
 
@@ -120,7 +120,7 @@ class GTopK(TopK):
 @register("codecs", "randomk", examples=("randomk(ratio=0.01)", "randomk(ratio=0.3)"))
 @dataclass(frozen=True)
 class RandomK:
-    """A share of elements at random, the same ones on all ranks: only values travel, and what waits decays."""
+    """A random share of the elements, the same on all ranks: only values are sent, and the residual decays."""
 
     ratio: float
     decay: float = _DECAY

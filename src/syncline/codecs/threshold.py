@@ -41,7 +41,7 @@ _VELOCITY = "velocity"
 @register("codecs", "threshold", examples=("threshold(ratio=0.01)", "threshold(ratio=0.3)"))
 @dataclass(frozen=True)
 class Threshold:
-    """Deep gradient compression: what reaches a sampled threshold, with momentum correction, clipping and warm-up."""
+    """Deep gradient compression: elements above a sampled threshold, with momentum correction, clipping and warm-up."""
 
     ratio: float
     momentum: float = 0.0

@@ -28,7 +28,7 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True)
 class PushAndPull:
-    """The cost where owners hold the weights: gradients go to them, and weights come back in the other direction.
+    """The cost of an exchange if owners hold the weights: gradients are pushed, and weights are pulled back.
 
     Both directions of a link work concurrently. Calling the object gives the ``Cost`` of one after the other.
     """
@@ -74,7 +74,7 @@ class Schedule(Protocol):
         ...
 
     def priority(self, bucket: Bucket) -> float:
-        """The smallest goes first among the waiting buckets."""
+        """The priority of a bucket. Among the waiting buckets, the one with the smallest number is sent first."""
         ...
 
 

@@ -21,7 +21,7 @@ from .fixed import DEFAULT_BUCKET
 @register("schedules", "delayed")
 @dataclass(frozen=True)
 class Delayed(InOrder):
-    """Buckets as those of ``fixed``; ``local`` says whether workers go ahead with their own gradients."""
+    """Uses the buckets of ``fixed``; with ``local=on``, workers continue with a step of their own gradients."""
 
     local: bool = True
     bucket: Size = DEFAULT_BUCKET

@@ -41,7 +41,7 @@ _FIRST_BYTES = 16 * 1024
 @register("schedules", "merged")
 @dataclass(frozen=True)
 class Merged(InOrder):
-    """The buckets that end earliest, from the times of layers and exchanges in the first steps."""
+    """Merges tensors so that the last exchange ends earliest, by the times measured in the first steps."""
 
     in_flight: ClassVar[int] = 2
     measures: ClassVar[int] = 6

@@ -133,7 +133,7 @@ def small(subject: Subject, seed: int, count: int) -> Iterator[Case]:
 
 @LAWS.law(groups)
 def the_same_group_gets_the_same_plan(case: Case) -> None:
-    """It has the declared goal and all workers as members: every rank makes its plan by itself."""
+    """A plan depends only on the group, since each rank makes its own. It has the declared goal and all workers."""
     plan, again, goal = case.plan, case.anew(), case.subject.goal
     require(plan.digest == again.digest, "made twice, the plan has other transfers, or has them in another order")
     require(plan.goal == goal, f"the plan is for {plan.goal}, and declared is {goal}")
@@ -157,7 +157,7 @@ def one_worker_has_nothing_to_send(case: Case) -> None:
 
 @LAWS.law(small)
 def numbers_come_out_right_and_alike(case: Case) -> None:
-    """Run step by step on numbers, exact sums are correct, and inexact ones have the same bits on all ranks."""
+    """Run step by step on numbers, a plan gives correct exact sums, and rounded sums with equal bits everywhere."""
     plan = case.plan
     draw = np.random.default_rng(case.group.workers)
     exact = draw.integers(-99, 99, (plan.world, plan.chunks, 3)).astype(np.float64)

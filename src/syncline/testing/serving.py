@@ -159,7 +159,7 @@ class Play:
 
 
 def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
-    """By one with every update of a bucket."""
+    """A bucket's version grows by one with every update."""
     if backup_of(rule):  # their number depends on which pushes are late
         workers = 0
     found: dict[int, list[int]] = defaultdict(list)
@@ -186,7 +186,7 @@ def clocks_only_grow(log: Log) -> None:
 
 
 def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
-    """In order; with its own values if it is an update of its own, else after all pushes that it is merged with."""
+    """Pushes are applied in order: a merged update after all its pushes, any other with the values of its push."""
     if backup_of(rule):
         return
     pushed, done = defaultdict[tuple[int, int], list[Request]](list), defaultdict[tuple[int, int], int](int)
@@ -208,7 +208,7 @@ def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
 
 
 def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
-    """If updates do not wait for all: at once, at most one push per worker and update, and every push in some update.
+    """With backup workers, an owner adds a push at once, and an update contains at most one push of each worker.
 
     After a meeting all pushes are in the weights.
     """
@@ -241,7 +241,7 @@ def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
 
 
 def the_newest_values_count(log: Log) -> None:
-    """Those of the worker with the most pushes that has not left; among equals, those of the latest push."""
+    """An update uses the last values of the active worker with the most pushes, or of the latest push among equals."""
     pushed, left = defaultdict[int, list[Request]](list), set[int]()
     for entry in log:
         if isinstance(entry, Request) and entry.kind == "push":
@@ -258,7 +258,7 @@ def the_newest_values_count(log: Log) -> None:
 
 
 def the_lag_is_what_others_have_updated(log: Log) -> None:
-    """Between a worker's release and the application of its next push."""
+    """The lag of a push counts the updates between the worker's release and the application of the push."""
     versions, sent = defaultdict[int, int](int), defaultdict[tuple[int, int], int](int)
     for entry in log:
         if isinstance(entry, protocol.Apply | protocol.Add):
@@ -290,7 +290,7 @@ class _Standing:
                 self.meeting.add(request.worker)
 
     def slowest(self, bucket: int, backup: int = 0) -> int:
-        """The smallest clock of the active workers, without the ``left_out`` slowest."""
+        """The smallest clock of the active workers, without the ``backup`` slowest."""
         clocks = sorted(self.clocks[bucket][worker] for worker in self.moving)
         return clocks[min(backup, len(clocks) - 1)] if clocks else 0
 
@@ -304,8 +304,9 @@ class _Standing:
 
 
 def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
-    """And no worker waits longer than necessary, nor for an update that was possible. Releases report the right
-    lead.
+    """A worker proceeds as soon as the rule allows it and all possible updates are made, and not before.
+
+    A release reports the worker's lead over the slowest worker.
     """
     stand, versions = _Standing(workers, buckets), dict.fromkeys(buckets, 0)
     for place, entry in enumerate(log):

@@ -78,7 +78,7 @@ def what_it_asks_for_is_known(case: Case) -> None:
 
 @LAWS.law(runs)
 def the_same_question_gets_the_same_answer(case: Case) -> None:
-    """Earlier calls do not matter, because every worker and every owner asks at its own time."""
+    """Answers do not depend on earlier calls, because each worker and each owner asks at different times."""
     clocks = [(clock, slowest) for clock in range(case.steps + 1) for slowest in range(clock + 1)]
     averages = case.mode.averages if isinstance(case.mode, Averages) else lambda _: False
     due = {step: (case.mode.due(step), averages(step)) for step in range(case.steps)}
@@ -97,7 +97,7 @@ def the_same_question_gets_the_same_answer(case: Case) -> None:
 
 @LAWS.law(runs)
 def the_slowest_may_always_go_on(case: Case) -> None:
-    """Otherwise all would wait forever. And a worker that may proceed still may when the slowest has caught up."""
+    """No run deadlocks. A worker that may proceed may still proceed when the slowest worker has caught up."""
     for clock in range(20 * case.steps):
         require(case.mode.may_proceed(clock, clock), f"may_proceed({clock}, {clock}) is False: the slowest would wait")
         may = [case.mode.may_proceed(clock, slowest) for slowest in range(clock + 1)]
@@ -106,7 +106,7 @@ def the_slowest_may_always_go_on(case: Case) -> None:
 
 @LAWS.law(runs)
 def workers_exchange_at_last(case: Case) -> None:
-    """They exchange gradients or weights in some steps, never both in one."""
+    """Workers exchange gradients or weights in some steps, and never both in the same step."""
     some, mode = False, case.mode
     averaging = mode if isinstance(mode, Averages) else None  # a while, because finding out takes long
     for step in range(_HORIZON):
