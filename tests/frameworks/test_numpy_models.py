@@ -128,7 +128,7 @@ class Learned(Momentum):
         (model(), None, {}, r"needs an optimizer with update\(weights, gradient, state\)"),
         ({"a": np.zeros(3, np.int64)}, Momentum(), {}, "the model's 'a' is int64: give floating-point arrays"),
         ({"a": [1.0]}, Momentum(), {}, "the model's 'a' is list"),
-        ({}, Momentum(), {}, "has one at least"),
+        ({}, Momentum(), {}, "at least one array"),
         (model(), Momentum(), {"weight": "batch"}, "weight= is for models of PyTorch"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Objects of any framework as arrays of a host's memory: NumPy's own, the buffer protocol, DLPack.
+"""Exposes objects of any framework as arrays in host memory: NumPy's own, the buffer protocol and DLPack.
 
-Nothing is copied, and no framework is imported: what an object says of itself is enough. What lies on a device, or
-cannot be written where it has to be, is refused by its name, with the remedy.
+Nothing is copied, and no framework is imported: the object's own protocol suffices. Memory on a device, and memory that
+cannot be written although it must be, is refused with the object's name and a remedy.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from ..errors import UsageError
 Array = NDArray[Any]
 
 _HOST_DEVICES = {1, 3, 11, 13}
-"""Of DLPack's kinds of devices those whose memory the processor reads: its own, pinned for a GPU, or shared with it."""
+"""DLPack's device types whose memory the processor can read: the host's own, pinned for a GPU, or shared with one."""
 _MOST_WORK = 1_000_000
 _DEVICES = {2: "CUDA device", 4: "OpenCL device", 7: "Vulkan device", 8: "Metal device", 10: "ROCm device"}
 
 
 def is_memory(given: object) -> bool:
-    """Whether something says where its elements lie: an array, or what exports one."""
+    """Whether an object is an array or exports its memory as one."""
     return isinstance(given, np.ndarray | memoryview | bytearray) or any(
         hasattr(given, name) for name in ("__dlpack__", "__array_interface__", "__cuda_array_interface__")
     ) or _view_of(given) is not None  # fmt: skip
 
 
 def host_array(given: object, what: str) -> Array:
-    """The array of an object's memory, which messages call ``what``; raises UsageError where there is none here."""
+    """The array of an object's memory; messages call it ``what``. Raises UsageError if it has none on the host."""
     if isinstance(given, np.ndarray):
         return given
     kind = type(given).__name__
     if device := _device_of(given):
         raise UsageError(
-            f"{what} is a {kind} on a {device}: Syncline takes memory of the host here; give a copy there, such as"
-            " cupy.asnumpy(array), and copy back what has been updated"
+            f"{what} is a {kind} on a {device}: Syncline needs host memory here; give a copy in host memory, such as"
+            " cupy.asnumpy(array), and copy the updated values back"
         )
     try:
         view = _view_of(given)
@@ -49,11 +49,11 @@ def host_array(given: object, what: str) -> Array:
             return np.asarray(given)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise UsageError(f"{what} is a {kind} whose memory cannot be taken as an array: {error}") from error
-    raise UsageError(f"{what} is {kind}: give an array, or what has the buffer protocol or DLPack")
+    raise UsageError(f"{what} is {kind}: give an array, or an object with the buffer protocol or DLPack")
 
 
 def floating_array(given: object, what: str) -> Array:
-    """The same of floating-point numbers of this machine."""
+    """The same, restricted to floating-point numbers in this machine's byte order."""
     array = host_array(given, what)
     if not (array.dtype.kind == "f" and array.dtype.isnative) and str(array.dtype) != "bfloat16":
         raise UsageError(f"{what} is {array.dtype}: give floating-point arrays, each by a name")
@@ -61,7 +61,7 @@ def floating_array(given: object, what: str) -> Array:
 
 
 def check_writable(arrays: Mapping[str, Array]) -> None:
-    """Raise UsageError for weights that cannot be updated where they are, or that would be updated twice."""
+    """Raise UsageError for weights that cannot be updated in place, or that would be updated twice."""
     for name, array in arrays.items():
         if _overlaps_itself(array):
             raise UsageError(
@@ -82,7 +82,7 @@ def check_writable(arrays: Mapping[str, Array]) -> None:
 
 
 def overlapping(arrays: Sequence[Array]) -> Iterator[tuple[int, int]]:
-    """Pairs of arrays, the first in memory before, that have an element in common, gaps or not."""
+    """Pairs of arrays that share an element, whether or not they have gaps. The first one begins earlier in memory."""
     bounds = {number: _bounds(array) for number, array in enumerate(arrays) if array.size}
     open_: list[int] = []  # whose memory reaches the present one's
     for number in sorted(bounds, key=lambda number: bounds[number]):
@@ -92,7 +92,7 @@ def overlapping(arrays: Sequence[Array]) -> Iterator[tuple[int, int]]:
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """The first byte of an array, and the one behind its last."""
+    """The address of an array's first byte, and the address after its last byte."""
     begin = int(array.__array_interface__["data"][0])
     reaches = [(count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True)]
     low, high = sum(one for one in reaches if one < 0), sum(one for one in reaches if one > 0)
@@ -100,7 +100,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def _share(one: Array, other: Array) -> bool:
-    """Whether arrays whose bounds meet have a byte in common; those of which it is too hard to say are taken so."""
+    """Whether two arrays with overlapping bounds share a byte. If that is too hard to decide, the answer is yes."""
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]  # any number will do
     except np.exceptions.TooHardError:
@@ -108,7 +108,7 @@ def _share(one: Array, other: Array) -> bool:
 
 
 def _overlaps_itself(array: Array) -> bool:
-    """Whether elements share memory, or may: a stride is less than what the smaller ones reach over."""
+    """Whether elements share memory, or may: a stride is smaller than the extent of the smaller strides."""
     reach = array.itemsize
     steps = sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1)
     for stride, count in steps if array.size else ():
@@ -126,7 +126,7 @@ def _view_of(given: Any) -> memoryview | None:
 
 
 def _device_of(given: Any) -> str:
-    """Where something lies that no processor reads; empty for memory of the host, or where nothing says so."""
+    """The name of an object's device; empty for host memory, or if the object names no device."""
     if hasattr(given, "__dlpack_device__"):
         kind, number = given.__dlpack_device__()
         return (

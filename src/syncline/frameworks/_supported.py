@@ -1,4 +1,4 @@
-"""What a run asks for that an adapter does not do: refused, or warned of, before any step."""
+"""Checks for adapters without hooks: requests that they do not support are refused, or warned of, before any step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..sync import Agrees, Averages, momentum_of
 log = logging.getLogger("syncline")
 
 SILENT = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": True}
-"""Options of ``syncline.prepare`` that say nothing."""
+"""The neutral values of the options of ``syncline.prepare``."""
 
 
 def check_packages(framework: str, oldest: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UsageError, with what to install, where a package that ``framework`` needs is missing or too old."""
+    """Raise UsageError, with the install command, if a package that ``framework`` needs is missing or too old."""
     for name, version in oldest.items():
         wanted, needs = ".".join(map(str, version)), f"syncline.{framework} needs {name}"
         remedy = f"pip install 'syncline[{framework}]', which brings {name} {wanted} or newer"
@@ -35,22 +35,22 @@ def check_packages(framework: str, oldest: Mapping[str, tuple[int, ...]]) -> Non
 
 
 def check_options(options: Mapping[str, Any], why: str = "", known: Collection[str] = ()) -> None:
-    """Raise UsageError for an option of ``syncline.prepare`` that says something, but for those that are ``known``."""
+    """Raise UsageError for an option of ``syncline.prepare`` with another value than the neutral one, except the
+    ``known``."""
     for name in sorted(options.keys() - known):
         if options[name] != SILENT[name]:
             raise UsageError(f"{name}= is for models of PyTorch{why}")
 
 
 def check_schedule(strategy: Strategy, framework: str) -> None:
-    """Raise UsageError for a schedule whose steps end behind the next one, or that goes by times of layers.
+    """Raise UsageError for a schedule whose steps end after the next one begins, or that measures layers.
 
-    Where layers may wait for their own weights (``apply="layer"``), all are waited for in the step: a framework without
-    hooks shows nobody when a weight is read first.
+    With ``apply="layer"`` the step waits for all layers: without hooks the first read of a weight cannot be seen.
     """
     if strategy.budget_s:
         raise UsageError(
-            f"auto(budget=) tries schedules on the live run, which Syncline does not do with {framework} yet: leave the"
-            f" budget out, or search beforehand with syncline tune --framework {framework.lower()}"
+            f"auto(budget=) tries schedules on the live run, which Syncline does not support with {framework} yet:"
+            f" leave the budget out, or search beforehand with syncline tune --framework {framework.lower()}"
         )
     schedule, name = strategy.schedule_object(), strategy.schedule.name
     why = ""
@@ -60,30 +60,30 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
         why = f"makes its buckets anew from the times of layers (measures={schedule.measures})"
     if why:
         raise UsageError(
-            f"schedule={name} {why}, which Syncline does not do with {framework} yet: use schedule=fixed, or another"
-            " one of which all has been exchanged when the step is made"
+            f"schedule={name} {why}, which Syncline does not support with {framework} yet: use schedule=fixed, or"
+            " another schedule that finishes its exchanges within the step"
         )
 
 
 def check_mode(strategy: Strategy, values: Groups, optimizer: str, keeps: bool) -> None:
-    """Raise UsageError for a sync mode that does not fit an optimizer of these values, which keeps something or not."""
+    """Raise UsageError for a sync mode that does not fit an optimizer with these values; ``keeps``: it has a state."""
     mode, sync = strategy.sync_mode(), strategy.sync.name
     check_kept(momentum_of(mode), sync, optimizer, keeps)
     PushGroups(mode, 1, sync)(values)
 
 
 def check_average(session: Session, otherwise: str) -> None:
-    """Raise UsageError where ``average()`` of gradients is wanted, and weights are what workers exchange."""
+    """Raise UsageError if the script wants averaged gradients from ``average()`` but workers exchange weights."""
     strategy = session.strategy
     if not session.alone and (strategy.server_holds_weights or isinstance(strategy.sync_mode(), Averages)):
         raise UsageError(
-            f"{strategy}: average() gives gradients to an optimizer of the script's, and here weights are what is"
-            f" exchanged: use {otherwise}, or ring or another allreduce"
+            f"{strategy}: average() returns gradients for the script's own optimizer, but this strategy exchanges"
+            f" weights: use {otherwise}, or ring or another allreduce"
         )
 
 
 def warn_of_plain_steps(session: Session) -> None:
-    """Say where one worker's weights would be others under the sync mode, which a world of one does not apply."""
+    """Warn that one worker makes plain steps under a sync mode that would change the weights of several workers."""
     mode = session.strategy.sync_mode()
     if isinstance(mode, Agrees) and (mode.remembers or mode.pull(1) < 1):
         log.warning(

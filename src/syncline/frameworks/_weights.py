@@ -1,7 +1,7 @@
-"""What a framework without hooks has to do for one model: its side of the steps of flat arrays.
+"""The interface of a framework without hooks to the steps of ``_flat``: one model's weights and optimizer.
 
-Where its weights travel, workers exchange copies of them in the transport's memory (``HeldWeights``). Owners of
-weights have its optimizer on slices of them (``OnHoldings``).
+If weights are exchanged, workers exchange copies of them in the transport's memory (``HeldWeights``). Owners of weights
+run the framework's optimizer on slices (``OnHoldings``).
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ Array = NDArray[Any]
 
 
 class Weights(Protocol):
-    """A framework's side of one model; flat arrays are in the order of its tensors, and contiguous."""
+    """A framework's side of one model. Flat arrays are contiguous and in the order of its tensors."""
 
     def read(self, into: Sequence[Array]) -> None:
         """Copy the framework's weights into flat arrays."""
         ...
 
     def write(self, values: Sequence[Array]) -> None:
-        """Let the framework's weights be these."""
+        """Replace the framework's weights by these."""
         ...
 
     def update(self, gradients: Sequence[Array]) -> None:
-        """Update the framework's weights with these gradients, by its optimizer, which may overwrite them."""
+        """Update the framework's weights with these gradients, which the optimizer may overwrite."""
         ...
 
     def values(self) -> Groups:
-        """What the optimizer is set to, as owners of weights are told it."""
+        """The settings of the optimizer, in the form for owners of weights."""
         ...
 
     def kept(self) -> list[State]:
-        """What the optimizer keeps of each tensor, elements flat, which may be its own memory."""
+        """The optimizer's state of each tensor, with flat elements. It may share the optimizer's memory."""
         ...
 
     def keep(self, states: Sequence[State]) -> None:
-        """Replace that."""
+        """Replace the optimizer's state of each tensor."""
         ...
 
 
 class HeldWeights:
-    """A framework's weights as ``training.weights`` computes with them: ``held`` are copies, ``travelling`` buckets."""
+    """The ``WeightMemory`` of a framework's weights: ``held`` are copies of them, ``travelling`` the buckets for
+    exchanges."""
 
     sums_differences = False
 
@@ -60,62 +61,58 @@ class HeldWeights:
 
     @property
     def buckets(self) -> Values:
-        """Those themselves: tensors are told apart by the framework alone."""
+        """The blocks themselves: only the framework separates tensors."""
         return Values(self._travelling.arrays, self._travelling.arrays)
 
     def zeros(self) -> Values:
-        """In memory of the host."""
         arrays = [np.zeros_like(array) for array in self._held.arrays]
         return Values(arrays, arrays)
 
     def read(self, into: Values) -> None:
-        """By way of the copies."""
+        """Through the copies."""
         self._weights.read(self._held.flat)
         for array, mine in zip(into.blocks, self._held.arrays, strict=True):
             array[...] = mine
 
     def write(self, values: Values) -> None:
-        """The same."""
+        """Through the copies."""
         for mine, array in zip(self._held.arrays, values.blocks, strict=True):
             mine[...] = array
         self._weights.write(self._held.flat)
 
     def subtract(self, values: Values) -> None:
-        """From the copies as they are now."""
+        """From the copies, which are refreshed first."""
         self._weights.read(self._held.flat)
         for bucket, mine, array in zip(self._travelling.arrays, self._held.arrays, values.blocks, strict=True):
             np.subtract(mine, array, out=bucket)
 
     def give_up(self, part: float) -> None:
-        """Behind ``subtract``, so that the copies are the weights."""
+        """Only after ``subtract``, which has refreshed the copies."""
         for mine, bucket in zip(self._held.arrays, self._travelling.arrays, strict=True):
             mine -= bucket * bucket.dtype.type(part)
         self._weights.write(self._held.flat)
 
     def share_out(self, weight: float) -> None:  # noqa: ARG002
-        """All workers count alike."""
+        """All workers have the same weight."""
         for bucket in self._travelling.arrays:
             bucket /= self._workers
 
     def bytes_of(self, block: Array) -> Array:
-        """Where they lie."""
         return block.view(np.uint8)
 
     def at_once(self, block: Array) -> int:  # noqa: ARG002
-        """A cache's worth."""
+        """A block that fits the cache."""
         return BLOCK_ELEMENTS
 
     def add_up(self, add: Callable[[Array], None]) -> None:
-        """They lie there."""
         for bucket in self._travelling.arrays:
             add(bucket)
 
     def saved(self, values: Values) -> list[Array]:
-        """By bucket."""
         return [array.copy() for array in values.blocks]
 
     def load(self, values: Values, saved: Sequence[Array]) -> None:
-        """Also of other buckets nothing is taken."""
+        """Raises UsageError for other buckets, before anything is written."""
         if [(one.shape, one.dtype) for one in values.blocks] != [(one.shape, one.dtype) for one in saved]:
             raise UsageError("the agreed weights in this state are of another model or schedule")
         for mine, value in zip(values.blocks, saved, strict=True):
@@ -123,20 +120,19 @@ class HeldWeights:
 
 
 class OnHoldings:
-    """What a framework's optimizer has in common with others on the slices that this process owns."""
+    """The common part of the frameworks' optimizers on the slices that this process owns."""
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
         self._holdings = holdings
 
     def squared_norm(self) -> float:
-        """In float64."""
         return float(sum(np.square(held.gradient, dtype=np.float64).sum() for held in self._holdings))
 
     def advanced(self) -> Groups:
-        """Nothing: such an optimizer is refused before."""
+        """Nothing: optimizers that change their own settings are refused before."""
         return []
 
 
 def flat_elements(array: Array) -> Elements:
-    """A contiguous array that an optimizer keeps, as owners tell it: flat, but for what has no dimensions."""
+    """A contiguous array of an optimizer's state as sent to and from owners: flat, unless it has no dimensions."""
     return Elements.of(array.reshape(-1) if array.ndim else array)

@@ -1,12 +1,12 @@
-"""NumPy: ``prepare`` for models that are a dictionary of arrays, whose gradients a script computes by itself.
+"""The NumPy adapter: a model is a dictionary of arrays, whose gradients the script computes itself.
 
     weights, optimizer = syncline.prepare(weights, Sgd(lr=0.1))
-    optimizer.produced("last", gradient)            # as backward makes them: it is under way from here on
-    optimizer.step(rest)                            # the gradients that are left, by name; weights are updated in place
+    optimizer.produced("last", gradient)            # during backward: its exchange starts
+    optimizer.step(rest)                            # the remaining gradients, by name; updates the weights in place
 
-The arrays are whoever's has host memory to show: Caffe's blobs, the buffer protocol, DLPack (``_memory``). They are
-updated where they are, by a script's rule on flat arrays, an object with ``update`` or a function, here or at the
-owners of the weights (``serving``). What a step is, and what travels when, is ``_flat``'s.
+The arrays may belong to any library that exports host memory: Caffe's blobs, the buffer protocol, DLPack (``_memory``).
+They are updated in place by the script's rule on flat arrays: an object with ``update`` or a function. The rule runs
+here, or at the owners of the weights (``serving``). ``_flat`` has the steps and their exchanges.
 """
 
 from __future__ import annotations
@@ -38,55 +38,57 @@ __all__ = ["Function", "Trainer", "Update", "adapt"]
 States = dict[str, Any]
 _PLAIN = bool | int | float | str | None
 Function = Callable[..., object]
-"""``update(weights, gradient, state)``; further parameters have defaults, which are numbers and words."""
+"""``update(weights, gradient, state)``. Further parameters need defaults, which are numbers and texts."""
 
 
 class Trainer(Protocol):
-    """What becomes of a script's optimizer; it has that one's attributes beside."""
+    """The prepared form of a script's optimizer. It also has the attributes of that optimizer."""
 
     def produced(self, name: str, gradient: Any) -> None:
-        """The gradient of these weights is complete, while backward goes on: it is under way from here on.
+        """Report the complete gradient of these weights during backward, so that its exchange can start.
 
-        It is copied: its memory is the script's again.
+        The gradient is copied, so the script may reuse its memory.
         """
         ...
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
-        """Average the ranks' gradients, by name, and update the weights with the mean; all ranks call it.
+        """Average the gradients over the ranks and update the weights; all ranks must call it.
 
-        ``gradients`` are those of which ``produced`` has not told.
+        ``gradients`` has those that ``produced`` has not reported, by name.
         """
         ...
 
     def drop(self) -> None:
-        """Forget the gradients that have been given since the last step, of a pass that was given up.
+        """Discard the gradients since the last step, because their pass was abandoned.
 
-        Raises GradientError, on all ranks, where some have gone: under ``schedule=fifo`` none go before ``step``.
+        Raises GradientError, on all ranks, if some were sent. Under ``schedule=fifo`` none are sent before ``step``.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, the weights too, as arrays and plain values; all ranks call it, and have it."""
+        """The state for a resumed run, weights included, as arrays and plain values; all ranks must call it, and all
+        get it."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with as many ranks, or more, or fewer; all call it with the same."""
+        """Continue from that state, with any number of ranks; all must call it with the same state."""
         ...
 
 
 class Update(Protocol):
-    """A script's optimizer: its attributes are numbers and words, which may change between steps."""
+    """A script's optimizer. Its attributes are numbers and texts, which may change between steps."""
 
     def update(self, weights: Array, gradient: Array, state: States) -> None:
-        """Update flat ``weights`` in place, every element by itself; ``state``, empty at first, is kept for them.
+        """Update flat ``weights`` in place, each element by itself. ``state`` is kept for these weights, and empty at
+        first.
 
-        What is kept are arrays of the weights' shape, arrays of shape (), and plain values, such as a count of steps.
+        It may contain arrays of the weights' shape, arrays of shape (), and plain values such as a count of steps.
         """
         ...
 
 
 class Rule:
-    """An optimizer of a function, whose further parameters are its attributes."""
+    """An optimizer made from a function; the function's further parameters become its attributes."""
 
     __slots__ = ("__dict__", "__weakref__", "_function")
     _function: Function
@@ -101,18 +103,18 @@ class Rule:
         named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         if len(parameters) < 3 or any(one.default is one.empty for one in named[3:]):
             raise UsageError(
-                f"{name} shall be update(weights, gradient, state), with defaults for all further parameters"
+                f"{name} must have the form update(weights, gradient, state), with defaults for all further parameters"
             )
         for one in named[3:]:
             setattr(self, one.name, one.default)
 
     def update(self, weights: Array, gradient: Array, state: States) -> None:
-        """By the function."""
+        """Call the function with the attributes as its further arguments."""
         self._function(weights, gradient, state, **vars(self))
 
 
 def rule_of(optimizer: object) -> Update:
-    """A script's optimizer, or a rule of its function; raises UsageError for anything else."""
+    """A script's optimizer, or a rule made from its function. Raises UsageError for anything else."""
     if callable(getattr(optimizer, "update", None)):
         return optimizer  # type: ignore[return-value]
     if callable(optimizer):
@@ -124,12 +126,12 @@ def rule_of(optimizer: object) -> Update:
 
 
 def name_of(optimizer: Update) -> str:
-    """The name of the update, for errors."""
+    """The name of the update function, for errors."""
     return _called(optimizer._function) if isinstance(optimizer, Rule) else f"{type(optimizer).__name__}.update"
 
 
 def described(optimizer: Update, *, values: bool) -> str:
-    """The rule in words, with its ``values`` where these have to be everyone's."""
+    """A text that describes the rule; with ``values``, if these must be equal on all ranks."""
     known = sorted(_attributes(optimizer).items())
     told = (f"{name}={one!r}" if values else name for name, one in known if isinstance(one, _PLAIN | np.generic))
     return f"{name_of(optimizer)}({', '.join(told)})"
@@ -140,7 +142,8 @@ def _called(function: object) -> str:
 
 
 def _attributes(optimizer: Update) -> dict[str, Any]:
-    """The optimizer's own, those in its slots, and numbers and words of its classes, which may become its own."""
+    """The optimizer's attributes, those in its slots, and the numbers and texts of its classes, which it may
+    override."""
     if isinstance(optimizer, Rule):
         return vars(optimizer)
     found: dict[str, Any] = {}
@@ -157,20 +160,20 @@ def _attributes(optimizer: Update) -> dict[str, Any]:
 
 
 def values_of(optimizer: Update) -> list[dict[str, Any]]:
-    """The optimizer's attributes as owners are told them; raises UsageError for what is no number or word."""
+    """The optimizer's attributes for owners of weights. Raises UsageError for one that is no number or text."""
     known = _attributes(optimizer).items()
     values = {name: value.item() if isinstance(value, np.generic) else value for name, value in known}
     for name, value in values.items():
         if not isinstance(value, _PLAIN):
             raise UsageError(
-                f"the optimizer's {name!r} is {type(value).__name__}: attributes are numbers and words, which the"
-                " owners of weights are told; what it learns belongs into update()'s state"
+                f"the optimizer's {name!r} is {type(value).__name__}: attributes must be numbers and texts, which are"
+                " sent to the owners of weights; keep everything else in update()'s state"
             )
     return [values]
 
 
 def probe(optimizer: Update) -> bool:
-    """Raise UsageError unless slices are updated as the whole is; whether anything is kept in the state."""
+    """Raise UsageError unless slices are updated like the whole array. Returns whether the rule keeps a state."""
     generator = np.random.default_rng(0)
     whole = generator.standard_normal(24)
     parts = [whole[:5].copy(), whole[5:].copy()]
@@ -197,11 +200,11 @@ class Sliced(OnHoldings):
         self._states: list[States] = [{} for _ in holdings]
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """With the attributes that the workers' optimizers have."""
+        """With the attributes of the workers' optimizers."""
         (values,) = groups
         known = _attributes(self._optimizer)
         if values.keys() != known.keys():
-            raise ValueError(f"the optimizer has {sorted(known)}, told are {sorted(values)}")
+            raise ValueError(f"the optimizer has {sorted(known)}, but {sorted(values)} were sent")
         for name, value in values.items():
             object.__setattr__(self._optimizer, name, value)
         for held, state in zip(self._holdings, self._states, strict=True):
@@ -209,16 +212,15 @@ class Sliced(OnHoldings):
             self._optimizer.update(held.weights, gradient, state)
 
     def state(self) -> list[State]:
-        """The states of the rule."""
         return [state_to_send(state) for state in self._states]
 
     def load(self, states: Sequence[State]) -> None:
-        """Replaces them."""
         self._states = [state_received(state) for state in states]
 
 
 def state_to_send(state: States) -> State:
-    """A rule's state of an array as owners send it; raises UsageError for what is no array or plain value."""
+    """A rule's state of an array for owners and checkpoints. Raises UsageError for other values than arrays and
+    plain ones."""
     found: State = {}
     for key, value in state.items():
         if isinstance(value, np.ndarray):
@@ -229,14 +231,14 @@ def state_to_send(state: States) -> State:
             found[key] = value
         else:
             raise UsageError(
-                f"update() keeps {key!r} as {type(value).__name__} in its state: keep arrays, numbers and words, which"
-                " owners can tell and checkpoints have"
+                f"update() keeps {key!r} as {type(value).__name__} in its state: keep arrays, numbers and texts, which"
+                " owners can send and checkpoints can store"
             )
     return found
 
 
 def state_received(state: State) -> States:
-    """The state as the rule takes it, in memory of its own."""
+    """The state for the rule, in memory of its own."""
     return {key: value.array.copy() if isinstance(value, Elements) else value for key, value in state.items()}
 
 
@@ -244,11 +246,11 @@ def state_received(state: State) -> States:
 
 
 class Footprint:
-    """The memory of one model, whichever optimizer trains it, and whoever does."""
+    """Identifies the memory of one model, independent of its optimizer and of who trains it."""
 
 
 class ArrayWeights:
-    """A script's arrays by name, and its optimizer with what that keeps of each."""
+    """A script's arrays by name, and its optimizer with the state of each."""
 
     def __init__(self, arrays: dict[str, Array], optimizer: Update) -> None:
         self.arrays, self.optimizer, self.footprint = arrays, optimizer, Footprint()
@@ -262,17 +264,16 @@ class ArrayWeights:
         return [Spec(name, array.shape, str(array.dtype)) for name, array in self.arrays.items()]
 
     def read(self, into: Sequence[Array]) -> None:
-        """Element by element."""
         for array, flat in zip(self.arrays.values(), into, strict=True):
             np.copyto(flat.reshape(array.shape), array)
 
     def write(self, values: Sequence[Array]) -> None:
-        """Into the arrays where they are."""
+        """In place."""
         for array, flat in zip(self.arrays.values(), values, strict=True):
             np.copyto(array, flat.reshape(array.shape))
 
     def update(self, gradients: Sequence[Array]) -> None:
-        """In place; arrays that are not contiguous by way of a copy."""
+        """In place; arrays that are not contiguous are updated through a copy."""
         update = self.optimizer.update
         for array, flat, gradient, state in zip(self.arrays.values(), self._flat, gradients, self.states, strict=True):
             if flat is not None:
@@ -283,27 +284,25 @@ class ArrayWeights:
                 np.copyto(array, copied.reshape(array.shape))
 
     def values(self) -> Groups:
-        """Its attributes; raises UsageError for others than there were when owners were given theirs."""
+        """Raises UsageError if the optimizer has other attributes than at ``prepare``."""
         (values,) = values_of(self.optimizer)
         if values.keys() != self._told:
             names = ", ".join(map(repr, sorted(values.keys() ^ self._told)))
             raise UsageError(
-                f"the owners of the weights do not know of the optimizer's {names}, which it had not, or has no more:"
-                " give it all its attributes before prepare()"
+                f"the optimizer's {names} were added or removed after prepare(), which the owners of the weights do not"
+                " know: give it all its attributes before prepare()"
             )
         return [values]
 
     def kept(self) -> list[State]:
-        """What it has put into the states that it was given."""
         return [state_to_send(state) for state in self.states]
 
     def keep(self, states: Sequence[State]) -> None:
-        """For its next call."""
         self.states = [state_received(state) for state in states]
 
 
 class Wrapped:
-    """Has the attributes of a script's optimizer: what is set here, such as a learning rate, is set there."""
+    """Forwards attributes to the script's optimizer: setting a learning rate here sets it there."""
 
     _optimizer: Update
 
@@ -320,7 +319,7 @@ class Wrapped:
 
 
 class Shared(Wrapped):
-    """A ``Trainer`` of several workers."""
+    """The ``Trainer`` of a run with several workers."""
 
     def __init__(self, session: Session, weights: ArrayWeights) -> None:
         self._optimizer = weights.optimizer
@@ -330,25 +329,25 @@ class Shared(Wrapped):
         self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
     def produced(self, name: str, gradient: Any) -> None:
-        """It goes when its bucket is complete."""
+        """The bucket is sent once it is complete."""
         self._give(name, gradient, tells=True)
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
-        """Those that are given here go in the order in which backward passes come to them."""
+        """The gradients given here are sent in the order in which backward passes produce them."""
         for name in _backward(self._numbers, gradients or {}):
             self._give(name, (gradients or {})[name], tells=False)
         self._model.step()
 
     def drop(self) -> None:
-        """On each rank by itself."""
+        """Each rank decides for itself."""
         self._model.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Also what a codec keeps back, and what owners of weights know."""
+        """Includes a codec's residuals and the owners' state."""
         return save(self._model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuses that of another strategy, whose mathematics would differ."""
+        """Refuses the state of another strategy, because its mathematics would differ."""
         load(self._model, state)
 
     def _give(self, name: str, gradient: Any, *, tells: bool) -> None:
@@ -364,7 +363,7 @@ class Shared(Wrapped):
 
 
 class Alone(Wrapped):
-    """A ``Trainer`` in a world of one worker."""
+    """The ``Trainer`` of a run with one worker."""
 
     def __init__(self, session: Session, weights: ArrayWeights) -> None:
         self._session, self._weights, self._optimizer = session, weights, weights.optimizer
@@ -374,12 +373,11 @@ class Alone(Wrapped):
         self._steps = 0
 
     def produced(self, name: str, gradient: Any) -> None:
-        """It is kept, in a copy: the script may write to its memory before the step, and the rule to the copy."""
+        """Keeps a copy, so the script may overwrite its memory before the step."""
         self._take(name, gradient)
         self._given.add(name)
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
-        """Update the weights with these gradients."""
         arrays, rest = self._weights.arrays, gradients or {}
         for name in rest:
             self._take(name, rest[name])
@@ -390,11 +388,11 @@ class Alone(Wrapped):
         self._weights.update(self._flat)
 
     def drop(self) -> None:
-        """No gradient has gone anywhere."""
+        """Nothing was sent."""
         self._given.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As several workers would have it."""
+        """In the same form as with several workers."""
         return save_alone(self._session, self._weights.specs, self._weights, self._steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -408,13 +406,13 @@ class Alone(Wrapped):
             raise GradientError(_unknown(name))
         if name in self._given:
             raise GradientError(
-                f"the gradient of {name!r} was given twice: call step() between two; where a pass was given up,"
-                " say drop() before the next one"
+                f"the gradient of {name!r} was given twice: call step() after each pass, or drop() after an abandoned"
+                " one"
             )
         gradient = host_array(given, f"the gradient of {name!r}")
         if gradient.shape != place.shape or not fits(gradient, place):
             raise GradientError(unfit(name, gradient, place))
-        np.multiply(gradient, 1.0, out=place)  # with the roundings that several workers have
+        np.multiply(gradient, 1.0, out=place)  # the same rounding as with several workers
 
 
 def _unknown(name: str) -> str:
@@ -422,14 +420,14 @@ def _unknown(name: str) -> str:
 
 
 def _backward(known: Mapping[str, int], gradients: Mapping[str, Any]) -> list[str]:
-    """Names in the order of backward passes; unknown ones, which will be refused, first."""
+    """The names in the order of backward passes. Unknown names, which will be refused, come first."""
     return sorted(gradients, key=lambda name: -known.get(name, len(known)))
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-    """Start all processes from rank 0's values; what is returned is read-only where others hold the weights.
+    """Start all processes from rank 0's values. The returned arrays are read-only if others hold the weights.
 
-    Raises UsageError for what cannot be trained, MismatchError where ranks differ.
+    Raises UsageError for a model that cannot be trained, and MismatchError if ranks differ.
     """
     check_options(options, ": a model of NumPy has no hooks, buffers or batches")
     arrays, rule = _arrays_of(model), rule_of(optimizer)
@@ -450,9 +448,9 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
 
 
 def _arrays_of(model: Any) -> dict[str, Array]:
-    """A script's weights; raises UsageError for what is no dictionary of floating-point arrays that can be written."""
+    """A script's weights. Raises UsageError unless they are a dictionary of writable floating-point arrays."""
     if not isinstance(model, Mapping) or not model:
-        raise UsageError("a model of NumPy is a dictionary of arrays, and has one at least")
+        raise UsageError("a model of NumPy is a dictionary of at least one array")
     for name in model:
         if not isinstance(name, str):
             raise UsageError(f"the model's {name!r} is named by {type(name).__name__}: give arrays, each by a name")
@@ -462,7 +460,7 @@ def _arrays_of(model: Any) -> dict[str, Array]:
 
 
 def _let_go(session: Session, weights: ArrayWeights) -> None:
-    """Let go of models of the same memory, in any session; the new one has their keys again."""
+    """Release models of the same memory in any session. The new model gets their keys."""
     mine = list(weights.arrays.values())
     for made in flat_models(session):
         theirs = made.weights
@@ -474,7 +472,7 @@ def _let_go(session: Session, weights: ArrayWeights) -> None:
 
 
 def _read_only(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The owners would not see what is written, and the next pull would undo it."""
+    """Read-only views: the owners would not see a write, and the next pull would overwrite it."""
     found = {name: array.view() for name, array in arrays.items()}
     for array in found.values():
         array.flags.writeable = False
