@@ -1,7 +1,8 @@
-"""JAX: transformations of optax that average gradients between processes, inside of ``jit``.
+"""The JAX adapter: transformations of optax that average gradients between processes inside ``jit``.
 
-``syncline.jax`` is what scripts import; ``run`` is what a transformation does, ``calls`` how a computation calls it.
-Imported, it loads JAX and optax, and nothing of another framework.
+``syncline.jax`` has the public names and is the only module that imports this folder by name; ``adapt`` is for
+``syncline.prepare``. Start reading in ``run``, which has the steps of a transformation; ``calls`` makes the calls from
+compiled computations. Importing this folder loads JAX and optax, and no other framework.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Run", "SynclineState", "adapt", "broadcast", "run_of", "transformati
 
 
 def transformation(session: Session, optimizer: Any, leave: Callable[[], Any]) -> Any:
-    """A transformation of optax that exchanges this worker's gradients; ``leave`` ends a server that has served."""
+    """A transformation of optax that exchanges this worker's gradients. ``leave`` ends a server after its work."""
     if optimizer is not None and not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}: give a transformation of optax, as optax.adam(1e-3)"
@@ -40,7 +41,7 @@ def transformation(session: Session, optimizer: Any, leave: Callable[[], Any]) -
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-    """Rank 0's parameters, and the optimizer around whose updates workers exchange."""
+    """Return rank 0's parameters, and the optimizer wrapped in a transformation that exchanges gradients or weights."""
     check_options(options, ": parameters of JAX have no hooks, buffers or batches")
     if optimizer is None:
         raise UsageError(

@@ -1,16 +1,15 @@
-"""Refuses an exchange that ranks may leave out one by one: in a branch, in a loop of unknown length, under ``vmap``.
+"""Refuses an exchange that some ranks may skip: in a branch, in a loop of unknown length, or under ``vmap``.
 
-A rank that leaves one out pairs its gradients with those of another step from then on. JAX traces a function under
-``jit`` once: it may have been called outside of branches first, and a branch then sees nothing of it but its jaxpr. So
-``watched`` puts an effect of ours there, and ``cond``, ``switch`` and ``while_loop`` ask whether the jaxpr that they
-are given has effects that may be there (``control_flow_allowed_effects``). ``scan`` asks in the same words, and may
-have ours, since its length is known: the answer depends on who asks. No number that travels could tell at run time: a
-rank that has left an exchange out makes its next one under the number of the one that it has left out.
+A rank that skips an exchange pairs its gradients with those of another step from then on. JAX traces a function under
+``jit`` once, possibly outside of branches first; a branch then contains only its jaxpr. ``watched`` therefore adds an
+effect to the jaxpr. ``cond``, ``switch`` and ``while_loop`` check whether a jaxpr has effects that are allowed there
+(``control_flow_allowed_effects``). ``scan`` makes the same check, but it may contain exchanges, because its length is
+known; the answer therefore depends on the caller. A check at run time is impossible: a rank that has skipped an
+exchange makes its next one under the number of the skipped one.
 
-All of this is private to JAX. Where it has changed, this file does not import, and ``run`` warns and goes on without.
-
-To a computation the effect would cost the fast way by which JAX begins it (``calls``). JAX removes what is not used
-before it compiles, and that rule removes the effect here; nothing of ``watched`` is left in what is compiled.
+All of this is private to JAX. If a version differs, the import of this file fails, and ``run`` warns and goes on
+without it. The effect would disable JAX's fast dispatch (``calls``). JAX eliminates dead code before it compiles, and
+the rule registered for that removes the effect, so nothing of ``watched`` remains in compiled code.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class _ByPlace(type):
 
 
 class _Allowed(metaclass=_ByPlace):
-    """The type of effects that may be where they are: JAX asks by ``isinstance``."""
+    """The type of allowed effects, which JAX tests by ``isinstance``."""
 
 
 effects.control_flow_allowed_effects.add_type(_Allowed)
@@ -74,7 +73,7 @@ mlir.register_lowering(_watched, lambda _, *values, **__: values)
 
 
 def watched(run: int, refuse: Refuse, values: Sequence[Any]) -> list[Any]:
-    """The values that an exchange of run ``run`` takes; ``refuse`` raises where JAX traces it in a wrong place."""
+    """Mark the values of an exchange of run ``run``; ``refuse`` raises if JAX traces it in a forbidden place."""
     return list(_watched.bind(*values, effect=_Exchange(run, refuse), seen=False))
 
 

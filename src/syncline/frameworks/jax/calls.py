@@ -1,23 +1,23 @@
-"""Calls out of a compiled computation, on its own memory: functions of Python, and machine code for gradients.
+"""Calls from a compiled computation, on its own memory: Python functions, and machine code for gradients.
 
-JAX's own callbacks copy what they are given, and begin computations of JAX for that, inside of the one that waits for
-them: a few hundred microseconds each, and a deadlock where the threads are few. XLA's foreign functions do neither.
-All that are Python are one of these, ``_handle``; a number that is compiled into the computation says which is meant.
-``_handle`` reads what XLA hands over word by word, by the offsets of its C interface (``xla/ffi/api/c_api.h``), whose
-version it tells when it is registered.
+JAX's own callbacks copy their arguments, and start JAX computations for that inside the computation that waits for
+them. This takes a few hundred microseconds each, and deadlocks if there are few threads. XLA's foreign functions avoid
+both. All Python calls use one foreign function, ``_handle``; a number compiled into the computation selects the
+function. ``_handle`` reads XLA's call frame word by word, by the offsets of its C interface (``xla/ffi/api/c_api.h``),
+whose version it reports at registration.
 
-A thread of XLA's makes each call, and would have to wait for the interpreter, which the engine wants too. So only the
-beginning and the end of a step are calls of Python (``Buckets``). In between machine code (``kernels.xla``) copies
-gradients into their buckets, counts, and rings a bell, at which a thread hands over whatever buckets have come: several
-at once where they come faster than they can go. The end hands over what is left, so that nothing depends on that thread
-but how early buckets go. Both share a table, whose words ``kernels.xla`` names; its address goes through the
-computation. Where several devices compute, each makes every call, and all of these are Python (``OnceForAll``).
+A thread of XLA makes each call and would have to wait for the interpreter lock, which the engine needs too. Therefore
+only the begin and the end of a step are Python calls (``Buckets``). In between, machine code (``kernels.calls``) copies
+gradients into their buckets, counts them and signals an eventfd. A thread then hands over all complete buckets, several
+at once if they arrive faster than it runs. The end of the step hands over the rest, so the result never depends on that
+thread. Both share a table in the layout of ``kernels.calls``; its address passes through the computation. With several
+devices each of them makes every call, and all calls are Python (``OnceForAll``).
 
-JAX hands a computation to threads of its own and goes on. To JAX the calls have results, which the next step needs, and
-no effects, by which it would know that it has to wait at the end: Python begins a computation with effects, argument by
-argument, which takes most of a millisecond with eighty of them. So the end of a run, and of the process, waits here,
-else the other ranks would miss the last steps, and calls would come when there is no interpreter. What goes wrong in
-such a step is in results that perhaps nobody reads: until the end the script has not seen it.
+JAX dispatches a computation to its own threads and continues. The calls are dataflow to JAX, without effects: Python
+dispatches computations with effects argument by argument, which takes most of a millisecond for eighty arguments. JAX
+therefore does not wait for the calls at exit. The end of a run and of the process wait here; otherwise the other ranks
+would miss the last steps, and calls would happen after the interpreter has ended. An error in a call is stored in
+results that the script may never read, so the script may not see it before the end.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from .._flat import FlatModel
 from .._weights import Array
 
 TOKEN = np.zeros(4, np.int32)
-"""What one call hands to the next: the step and the table's address, as two words of 64 bits."""
+"""The value that each call passes to the next: the step and the table's address, as two words of 64 bits."""
 
 PUT, TAKE = "syncline_put", "syncline_take"
 _LOOK_MS = 1000
-"""How often the thread looks whether the run is over."""
+"""The interval at which the thread checks whether the run is over."""
 
 Function = Callable[[list[Array], list[Array]], None]
-"""What reads the first and fills the second: views of the computation's memory, for as long as the call lasts."""
+"""Reads the arrays of the first list and fills those of the second; both are views that are valid during the call."""
 
 _NAME = "syncline_call"
 _METADATA = 1  # the extension by which XLA asks for the version
@@ -70,7 +70,7 @@ _Described = tuple[tuple[tuple[int, ...], "np.dtype[Any]"], ...]  # arrays' shap
 
 
 class Call(NamedTuple):
-    """A function, and what it is given and gives; ``number`` is its own in this process."""
+    """A function with the shapes and types of its arguments and results. ``number`` is unique in this process."""
 
     number: int
     function: Function
@@ -88,7 +88,8 @@ class _ErrorArguments(ctypes.Structure):
 
 
 class Calls:
-    """All calls of this process, by numbers; they stay, since a script may call a compiled computation at any time."""
+    """All calls of this process, by number. They are never removed, because a compiled computation may be called at
+    any time."""
 
     def __init__(self) -> None:
         self.known: list[Call] = []
@@ -96,7 +97,7 @@ class Calls:
         self._lock = threading.RLock()
 
     def make(self, function: Function, arguments: Sequence[Any], results: Sequence[Any]) -> Call:
-        """Let computations call a function of arrays of these shapes and types."""
+        """Register a function of arrays with these shapes and types."""
         with self._lock:
             if _NAME not in self._registered:
                 wait_at_exit()
@@ -106,7 +107,7 @@ class Calls:
         return made
 
     def make_code(self, name: str, code: Any) -> None:
-        """Let computations call machine code by a name."""
+        """Register machine code by a name."""
         with self._lock:
             if name not in self._registered:
                 self._registered[name] = code
@@ -118,16 +119,16 @@ calls = Calls()
 
 
 def invoke(call: Call, *arguments: Any) -> list[Any]:
-    """Put a call into the computation that JAX traces."""
+    """Add a call to the computation that JAX traces."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in call.results]
     return invoke_code(_NAME, call.number, arguments, results)
 
 
 def invoke_code(name: str, number: int, arguments: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Put a call of the registered ``name`` into the computation, with a number.
+    """Add a call of the registered code ``name``, with a number, to the computation that JAX traces.
 
-    Calls stay in the computation, in their order, as long as each takes what the one before it gives, and a result of
-    the computation needs the last one. To JAX they have no effects.
+    JAX keeps the calls and their order as long as each takes a result of the one before it, and a result of the
+    computation depends on the last one. To JAX they have no effects.
     """
     made = jax.ffi.ffi_call(name, list(results), has_side_effect=False)
     return list(made(*arguments, call=np.int64(number)))
@@ -138,7 +139,7 @@ def _described(given: Sequence[Any]) -> _Described:
 
 
 def _handle(frame: int) -> int | None:
-    """XLA's entry into Python; returns an error of XLA's with the text of the exception, or None."""
+    """XLA's entry into Python. Returns an XLA error with the text of the exception, or None."""
     try:
         if extension := _word(frame + 8):
             _say_version(extension)
@@ -194,9 +195,9 @@ def _integer(address: int) -> int:
 
 
 class Buckets:
-    """A model's gradients, in ``starts``: the tensors that come with each call, in the order of calls.
+    """A model's gradients. ``starts`` has the tensors of each call, in the order of calls.
 
-    ``after`` are the arrays that the computation is given at the end.
+    ``after`` are the arrays that the computation receives at the end.
     """
 
     def __init__(self, model: FlatModel, starts: Sequence[Sequence[int]], after: Sequence[Array]) -> None:
@@ -211,7 +212,7 @@ class Buckets:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, token: Array) -> None:
-        """Begin a step, and write the token that the computation hands on."""
+        """Begin a step, and write the token that the computation passes on."""
         with self._telling:
             self._table[kernel.SHARE : kernel.SHARE + 1].view(np.float64)[0] = self._model.begin()
             self._table[kernel.DONE] = self._told = 0
@@ -221,14 +222,14 @@ class Buckets:
         token.view(np.int64)[:] = step, self._table.ctypes.data
 
     def finish(self) -> None:
-        """Hand over the last gradients; raises what has gone wrong on the way."""
+        """Hand over the last gradients. Raises an earlier error of the step."""
         self._tell()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def _tell(self) -> None:
-        """Tell the model of gradients that have come since the last call."""
+        """Report the gradients that have arrived since the last call to the model."""
         with self._telling:
             while self._told < int(self._table[kernel.DONE]) and self._error is None:
                 tensors = self._starts[self._told]
@@ -272,9 +273,9 @@ def _table(starts: Sequence[Sequence[Array]], after: Sequence[Array]) -> Any:
 
 
 class OnceForAll:
-    """A function that is called by so many ``devices`` for every step, which its first argument says.
+    """A function that each of ``devices`` devices calls in every step; its first argument is the step.
 
-    They all have the same, whole arrays: the first to come does it for all; the others wait, and copy what it made.
+    All devices have the same whole arrays. The first to call runs the function; the others wait and copy its results.
     """
 
     def __init__(self, function: Function, devices: int) -> None:
@@ -283,7 +284,7 @@ class OnceForAll:
         self._made: dict[int, tuple[Future[list[Array]], int]] = {}  # by the step: how many devices have come to it
 
     def __call__(self, arguments: list[Array], results: list[Array]) -> None:
-        """Raises, for all of them, what the function has raised."""
+        """Raises the function's exception in every device's call."""
         step = int(arguments[0])
         with self._lock:
             made, come = self._made.pop(step, (Future(), 0))
@@ -300,7 +301,7 @@ class OnceForAll:
 
 
 def shared(function: Any, devices: int) -> Function:
-    """The function, for several devices where there are."""
+    """The function itself, or wrapped for several devices."""
     return function if devices == 1 else OnceForAll(function, devices)
 
 
@@ -308,7 +309,7 @@ def shared(function: Any, devices: int) -> Function:
 
 
 def unseen(session: Session, function: Callable[..., None]) -> Callable[..., None]:
-    """The function as a computation calls it: what it raises reaches a thread of XLA's, not the script."""
+    """Wrap a function so that its exceptions are noted as unseen: they reach a thread of XLA, not the script."""
 
     def call(*arguments: Any) -> None:
         try:
@@ -321,16 +322,16 @@ def unseen(session: Session, function: Callable[..., None]) -> Callable[..., Non
 
 
 def wait_for_steps(session: Session) -> None:
-    """Wait before the end of a run; raises what went wrong in steps that the script has not waited for."""
+    """Wait before the end of a run. Raises the error of a step that the script has not waited for."""
     wait_for_computations()
     session.engine.check_error()
 
 
 def wait_for_computations() -> None:
-    """Wait for all computations that this thread has begun, or whose results are still there, whether they fail or not.
+    """Wait for all computations that this thread has started, or whose results still exist, whether or not they fail.
 
-    What one thread begins on a CPU runs in order on each device, and so does what it begins on several: a small
-    computation behind it waits for results that nobody has kept.
+    Computations that one thread starts on a CPU device run in order, also on several devices. A small computation after
+    them therefore waits for those whose results nobody has kept.
     """
     with jax.transfer_guard("allow"), suppress(Exception):
         for array in jax.live_arrays("cpu"):
@@ -347,6 +348,6 @@ def wait_for_computations() -> None:
 
 @cache
 def wait_at_exit() -> None:
-    """Let the end of the interpreter wait too, but not that of forked children, which have no threads of XLA."""
+    """Wait at the end of the interpreter too, except in forked children, which have no threads of XLA."""
     atexit.register(wait_for_computations)
     os.register_at_fork(after_in_child=lambda: atexit.unregister(wait_for_computations))

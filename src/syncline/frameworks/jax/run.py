@@ -1,10 +1,9 @@
-"""One transformation of gradients in a run: what it does under ``jit``, and what its calls do with the session.
+"""The run of one transformation: its operations under ``jit``, and the handling of their calls by the session.
 
-A step under ``jit`` is a row of calls, each of which is given the number that the one before it has handed on, so that
-they keep their order on whatever threads the computation runs. One for every bucket, as soon as its gradients have
-been computed, begins its exchange; one at the end waits for all and has the mean. Where others hold the weights it is
-these that come back, and the updates are what leads there. Where workers train by themselves, one asks first what kind
-of step it is, and the computation branches.
+A step under ``jit`` is a chain of calls. Each receives a token from the one before, which fixes their order on any
+threads. One call per bucket starts its exchange as soon as its gradients are computed; a call at the end waits for all
+and returns the mean. If others hold the weights, it returns the new weights, and the updates are the differences. If
+workers train alone between exchanges, a first call asks for the kind of the step, and the computation branches.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ _runs: WeakValueDictionary[int, Run] = WeakValueDictionary()
 
 
 class Run:
-    """The run of a transformation; without an ``optimizer`` the script's next transformation takes the mean.
+    """The run of a transformation. Without an ``optimizer`` the script's next transformation receives the mean.
 
-    All processes of the session make it at the same place.
+    All processes of the session construct it together.
     """
 
     def __init__(self, session: Session, optimizer: Any) -> None:
@@ -95,9 +94,9 @@ class Run:
     # The start.
 
     def init(self, params: Any) -> SynclineState | None:
-        """The state before the first step; None on a server that has served.
+        """The state before the first step; None on a server after its work.
 
-        All processes call it, outside of ``jit``; under ``eval_shape`` it gives shapes, and nobody meets.
+        All processes must call it outside ``jit``. Under ``eval_shape`` it returns shapes and does not communicate.
         """
         if is_traced(params):
             return fresh(self.number, self._inner(params))
@@ -135,7 +134,8 @@ class Run:
         self._ready = True
 
     def _builder(self, params: Any) -> partial[OptaxSlices]:
-        """The maker of an owner's optimizer; raises UsageError for what several processes cannot train."""
+        """The constructor of an owner's optimizer. Raises UsageError for an optimizer that several processes cannot
+        use."""
         session, device = self._session, None
         if not session.alone:
             keeps = probe(self._optimizer, params) if self._held else True
@@ -145,7 +145,7 @@ class Run:
         return partial(OptaxSlices, self._optimizer, device)
 
     def _compare(self, params: Any) -> None:
-        """Raise MismatchError, on all, where workers' optimizers are not the same, as far as can be seen."""
+        """Raise MismatchError, on all workers, if their optimizers differ in a visible way."""
         if self._optimizer is None:
             return
         session, (keeps, numbers) = self._session, outline(self._optimizer, params)
@@ -161,7 +161,7 @@ class Run:
         return () if self._optimizer is None or self._held else self._optimizer.init(params)
 
     def _lay_out(self, model: FlatModel) -> None:
-        """Make the calls of a step; each takes the step, or the token of machine code, first."""
+        """Create the calls of a step. The first argument of each is the step, or the token of machine code."""
         every, self._tensors = self._specs, tensors_of_calls(model.layout)
         self._buckets: Buckets | None = None
         if self._devices == 1:
@@ -187,7 +187,7 @@ class Run:
     # Under jit.
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SynclineState]:
-        """As optax has it."""
+        """The ``update`` of an optax transformation."""
         if not isinstance(state, SynclineState):
             raise UsageError(f"the state is {type(state).__name__}: give that of this transformation's init(params)")
         if self._session.alone:
@@ -239,7 +239,7 @@ class Run:
         return token[0], found
 
     def _by_kind(self, gradients: list[Any], state: SynclineState, params: Any, extra: Any) -> tuple[Any, Any]:
-        """Branch by the kind of step, which the engine says when the computation runs."""
+        """Branch by the kind of the step, which the engine returns at run time."""
         asked, kind = invoke(self._ask, state.step)
 
         def exchanged() -> Any:
@@ -264,7 +264,8 @@ class Run:
         return jax.tree.unflatten(self._structure, leaves)
 
     def _checked(self, model: FlatModel, updates: Any) -> list[Any]:
-        """The gradients as a list; ends the run, and names this rank, where they do not fit the parameters."""
+        """The gradients as a list. If they do not fit the parameters, the run ends with an error that names this
+        rank."""
         found = named(updates)
         for pair in zip_longest(found, zip(self._names, self._specs, strict=True)):
             here, there = ("nothing" if one is None else _described(*one) for one in pair)
@@ -275,7 +276,7 @@ class Run:
     # What the calls do.
 
     def _at(self, arguments: Sequence[Array], results: Sequence[Array]) -> FlatModel:
-        """The model; ends the run where it is at another step than the computation."""
+        """Write the step to the first result and return the model, as ``_model_at``."""
         step = int(arguments[0])
         results[0][...] = step
         return self._model_at(step)
@@ -346,7 +347,7 @@ class Run:
         return self._given(params)
 
     def state_dict(self, params: Any, state: Any) -> dict[str, Any]:
-        """All that a resumed run needs."""
+        """The state for a resumed run."""
         ours = state_of(state)
         self._take(params)
         self._weights.take_state(state)
@@ -361,7 +362,7 @@ class Run:
         return found
 
     def load_state_dict(self, saved: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        """Load it; ``params`` and ``state`` of a fresh start give shapes and places."""
+        """Load a saved state. ``params`` and ``state`` of a fresh start give shapes and places."""
         self._take(params)
         self._weights.take_state(state)
         if self._model is None:
@@ -390,7 +391,7 @@ class Run:
 
 
 def run_of(state: Any) -> Run:
-    """The run that an optimizer's state is of; raises UsageError where this process has none such."""
+    """The run of an optimizer's state. Raises UsageError if it belongs to no run of this process."""
     found = _runs.get(int(state_of(state).run))
     if found is None:
         raise UsageError("this optimizer state is not of a run of this process: give that of init(params)")

@@ -1,11 +1,11 @@
-"""An optimizer of optax on flat slices of weights, at their owners; whether that is the same, and what it keeps.
+"""An optimizer of optax on flat slices of weights, at their owners, and the test whether it supports slices.
 
-The owner gives optax each slice as a model of its own, so that its state is of that slice: what counts elements for
-themselves does the same there as in the whole tree, and ``probe`` refuses what does not.
+An owner gives each slice to optax as a model of its own, so the state belongs to that slice. An elementwise optimizer
+computes the same there as on the whole tree; ``probe`` refuses others.
 
-It runs the optimizer while the computation of a worker in the same process waits for it, in a thread of XLA's that
-other computations of these devices may need: on one core there is no other. So owners beside workers have a device of
-their own, of a second client of XLA's, which has threads of its own and computes in the thread that calls.
+An owner may run the optimizer while a worker's computation in the same process waits for it. That computation occupies
+a thread of XLA that other computations of its devices need, on one core the only one. Owners beside workers therefore
+have a device of their own, of a second XLA client that computes in the calling thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .trees import named
 
 
 class OptaxSlices(OnHoldings):
-    """An optimizer on the slices that this process owns; ``device`` is where it computes."""
+    """An optimizer on the slices that this process owns; it computes on ``device``."""
 
     def __init__(self, optimizer: Any, device: Any, holdings: Sequence[Holding]) -> None:
         super().__init__(holdings)
@@ -39,7 +39,7 @@ class OptaxSlices(OnHoldings):
         self._update = jax.jit(_updates(optimizer))
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """Update copies: optax may keep the very arrays that it is given."""
+        """Updates copies, because optax may keep the arrays that it receives."""
         weights = [self._there(held.weights) for held in self._holdings]
         gradients = [self._there(held.gradient) for held in self._holdings]
         found, self._states = self._update(weights, gradients, self._states, scale, groups[0][RATE])
@@ -47,11 +47,11 @@ class OptaxSlices(OnHoldings):
             np.copyto(held.weights, np.asarray(one))
 
     def state(self) -> list[State]:
-        """By the paths of optax's own state."""
+        """By the paths in optax's state."""
         return [{key: flat_elements(np.array(leaf)) for key, leaf in named(state)} for state in self._states]
 
     def load(self, states: Sequence[State]) -> None:
-        """What is not told begins anew."""
+        """Missing values keep their present state."""
         self._states = [self._taken(old, told) for old, told in zip(self._states, states, strict=True)]
 
     def _taken(self, state: Any, told: State) -> Any:
@@ -78,10 +78,10 @@ def _updates(optimizer: Any) -> Any:
 
 
 def probe(optimizer: Any, params: Any) -> bool:
-    """Raise UsageError unless slices are updated as the whole is; whether anything is kept of elements.
+    """Raise UsageError unless slices are updated like whole arrays. Returns whether the state has elementwise values.
 
-    It is tried in float64 on a small tree of the same structure, since an optimizer may treat leaves by their names or
-    dimensions; one of the gradients is large, for what limits a norm.
+    The test runs in float64 on a small tree of the same structure, because an optimizer may treat leaves by their names
+    or dimensions. One of the gradients is large, to trigger limits on norms.
     """
     shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
     kept = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, params))]
@@ -97,10 +97,10 @@ def probe(optimizer: Any, params: Any) -> bool:
 
 
 def outline(optimizer: Any, params: Any) -> tuple[str, list[float]]:
-    """What an optimizer keeps, and how it updates a small tree of this structure: workers compare both.
+    """The keys of an optimizer's state, and the sums of its updates on a small tree: workers compare both.
 
-    A transformation of optax is functions that show nothing else of themselves. There are no numbers of one that takes
-    more than gradients and parameters.
+    A transformation of optax consists of functions that show nothing else. There are no sums for an optimizer that
+    needs more than gradients and parameters.
     """
     small = partial(_small, params, np.random.default_rng(0), 2, jnp.float32)
     whole = small()
@@ -133,7 +133,7 @@ def _agrees(optimizer: Any, params: Any) -> bool:
 
 
 def _small(tree: Any, draw: np.random.Generator, longest: int, dtype: Any) -> Any:
-    """Random numbers in the structure of a tree, in arrays of up to ``longest`` elements a dimension."""
+    """Random numbers in the structure of a tree, with at most ``longest`` elements per dimension."""
     return jax.tree.map(lambda of: jnp.array(draw.standard_normal([min(n, longest) for n in of.shape]), dtype), tree)
 
 
@@ -143,7 +143,7 @@ def _parts(leaf: Any) -> list[Any]:
 
 
 def device_of_owners(*, beside: bool) -> Any:
-    """Where owners compute, ``beside`` a worker or in a process of their own."""
+    """The device on which owners compute, ``beside`` a worker or in a process of their own."""
     return _device_apart() if beside else jax.local_devices(backend="cpu")[0]
 
 

@@ -1,8 +1,8 @@
-"""Trees of JAX's arrays as the steps of flat arrays ask for them: names, checks, and the way back to where they were.
+"""Trees of JAX arrays as the weights of ``_flat``: names, checks, and the conversion back to the original places.
 
-JAX's arrays do not change, and an optimizer's state is a value of the script's. So a model's weights and the state are
-those that a call was given, or hands back; between two calls there are none. What an optimizer keeps is told by tensor:
-a leaf with a parameter's path and shape belongs to that one, a number to all.
+JAX arrays are immutable, and the optimizer's state is a value in the script. A model's weights and state are therefore
+those that a call received or returns; between two calls there are none. The state is stored by tensor: a leaf with a
+parameter's path and shape belongs to that parameter, and a scalar belongs to all.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from .._computations import RATE, TYPES, WeightsOfCall, broadcast_into, check_li
 from .._weights import Array, flat_elements
 
 _OUTER = "outer"
-"""Before the paths of what transformations beside Syncline's keep."""
+"""The prefix for the state of transformations outside Syncline's."""
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree with their paths, as JAX writes them; a tree that is an array has one without a name."""
+    """The leaves of a tree with their paths, as JAX writes them. A tree that is a single array has an empty path."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def bare(name: str) -> str:
-    """A path without the Variable of flax around an array, for errors and comparisons."""
+    """A path without the flax Variable around an array, for errors and comparisons."""
     return re.sub(r"(\.value|\.raw_value|\.get_value\(\))$", "", name) or "params"
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether some of it has shapes only, as inside of ``jit`` or ``eval_shape``."""
+    """Whether some leaves have only shapes, as under ``jit`` or ``eval_shape``."""
     return any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def host(name: str, leaf: Any) -> Array:
-    """The value of a leaf; raises UsageError for what lies on devices that are not served, or is no array."""
+    """The value of a leaf. Raises UsageError for an array on an unsupported device, or a leaf that is no array."""
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             raise UsageError(
                 f"{name or 'the array'} lies on devices of several processes (jax.distributed): Syncline averages"
-                " between processes, so give each of them arrays of its own, and leave jax.distributed.initialize() out"
+                " between processes, so give each of them its own arrays, and leave jax.distributed.initialize() out"
             )
         platforms = platforms_of(leaf)
         if platforms != ["cpu"]:
@@ -66,24 +66,24 @@ def host(name: str, leaf: Any) -> Array:
 
 
 def platforms_of(leaf: jax.Array) -> list[str]:
-    """The kinds of devices that an array lies on."""
+    """The kinds of devices that hold an array."""
     return sorted({device.platform for device in leaf.devices()})
 
 
 def placed(value: Array, like: Any) -> Any:
-    """A copy of a value as what a leaf was: on its devices, or as a NumPy array or number."""
+    """A copy of a value in the form of the leaf ``like``: on its devices, or as a NumPy array or number."""
     if isinstance(like, jax.Array):
         return jax.device_put(np.array(value, like.dtype).reshape(like.shape), like.sharding)
     return np.array(value) if isinstance(like, np.ndarray) else type(like)(value.item())
 
 
 def devices_of(tree: Any) -> int:
-    """The number of devices that the arrays of a tree lie on."""
+    """The number of devices that hold the arrays of a tree."""
     return len({device for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for device in leaf.devices()})
 
 
 def specs_of(leaves: Sequence[tuple[str, Any]]) -> list[Spec]:
-    """The specs of the parameters; raises UsageError for what Syncline does not train."""
+    """The specs of the parameters. Raises UsageError for types that Syncline does not train."""
     if not leaves:
         raise UsageError("there are no parameters in this tree: give init() those of the model")
     for name, leaf in leaves:
@@ -97,7 +97,7 @@ def specs_of(leaves: Sequence[tuple[str, Any]]) -> list[Spec]:
 
 @contextmanager
 def told_to_all(session: Session) -> Iterator[None]:
-    """Let a UsageError inside, before processes meet, end the run for all, with the name of this one."""
+    """Let a UsageError in the block, before processes meet, end the run for all, with this process's name."""
     try:
         yield
     except UsageError as error:
@@ -108,7 +108,7 @@ def told_to_all(session: Session) -> Iterator[None]:
 
 
 def broadcast(session: Session, tree: Any, root: int) -> Any:
-    """A tree with the values of worker ``root``; all workers call it, with trees of the same shapes."""
+    """A tree with the values of worker ``root``; all workers must call it with trees of the same shapes."""
     if session.alone or not session.is_worker:
         return tree
     leaves = named(tree)
@@ -121,7 +121,8 @@ def broadcast(session: Session, tree: Any, root: int) -> Any:
 
 
 class SynclineState(NamedTuple):
-    """Syncline's part of an optimizer's state: the step, the run's number in this process, what the optimizer keeps."""
+    """Syncline's part of an optimizer's state: the step, the run's number in this process, and the inner optimizer's
+    state."""
 
     step: Any
     run: Any
@@ -129,7 +130,7 @@ class SynclineState(NamedTuple):
 
 
 class TreeWeights(WeightsOfCall):
-    """The weights of one model, and what its optimizer keeps of each, during a call."""
+    """The weights and optimizer state of one model during a call."""
 
     def __init__(self, names: Sequence[str], specs: Sequence[Spec]) -> None:
         super().__init__()
@@ -137,19 +138,19 @@ class TreeWeights(WeightsOfCall):
         self.states: list[State] = []
 
     def values(self) -> Groups:
-        """What the owner's updates are multiplied by; all else is in optax's functions."""
+        """A factor for the updates; every other setting is inside optax's functions."""
         return [{RATE: 1.0}]
 
     def kept(self) -> list[State]:
-        """What ``take_state`` has read."""
+        """The state that ``take_state`` has read."""
         return [dict(state) for state in self.states]
 
     def keep(self, states: Sequence[State]) -> None:
-        """``give_state`` hands it out."""
+        """``give_state`` returns it to the script."""
         self.states = list(states)
 
     def take_state(self, state: Any) -> None:
-        """Read what the script's optimizer keeps from its state."""
+        """Read the optimizer's state from the script's value."""
         self.states = [{} for _ in self._names]
         for name, leaf in _leaves(state):
             value = flat_elements(np.array(host(name, leaf)))
@@ -157,7 +158,7 @@ class TreeWeights(WeightsOfCall):
                 self.states[tensor][key] = value
 
     def give_state(self, like: Any, step: int, run: int) -> Any:
-        """The state for a script, in the structure of ``like``; raises UsageError for a leaf that is not there."""
+        """The state for the script, in the structure of ``like``. Raises UsageError for a missing leaf."""
 
         def found(name: str, leaf: Any) -> Any:
             tensor, key = self._places(name, leaf)[0]
@@ -181,7 +182,7 @@ class TreeWeights(WeightsOfCall):
 
 
 def state_of(state: Any) -> SynclineState:
-    """Syncline's part of an optimizer's state; raises UsageError where there is none, or more than one."""
+    """Syncline's part of an optimizer's state. Raises UsageError if there is not exactly one."""
     found = [one for one in jax.tree.leaves(state, is_leaf=_is_ours) if _is_ours(one)]
     if len(found) != 1:
         raise UsageError(
@@ -192,7 +193,7 @@ def state_of(state: Any) -> SynclineState:
 
 
 def given(like: Any, found: Any, step: int, run: int) -> Any:
-    """A state with new leaves, which ``found`` gives for a name and an old leaf, and Syncline's step and run."""
+    """A state with new leaves, which ``found`` returns for a name and an old leaf, and with this step and run."""
 
     def new(path: Any, one: Any) -> Any:
         if not _is_ours(one):
