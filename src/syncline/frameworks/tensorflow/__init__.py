@@ -1,7 +1,8 @@
-"""TensorFlow: models and optimizers of Keras 3, and gradients of loops, that are averaged inside of ``tf.function``.
+"""The TensorFlow adapter: models and optimizers of Keras 3, and gradients in loops, averaged inside ``tf.function``.
 
-``syncline.tensorflow`` is what scripts import; ``run`` is what a step calls. Imported, it loads TensorFlow and Keras,
-and nothing of another framework.
+``syncline.tensorflow`` has the public names; ``adapt`` is for ``syncline.prepare``. Start reading in ``prepared``,
+which makes a model part of the run; ``run`` has the calls of a step. Importing this folder loads TensorFlow and Keras,
+and no other framework.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["Checkpoint", "MeanMetrics", "Means", "adapt", "average", "broadcast"
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-    """Rank 0's values, and the optimizer in whose ``apply`` workers exchange; without one, that of ``compile()``."""
+    """Copy rank 0's values to all, and let the optimizer's ``apply`` exchange first; by default that of
+    ``compile()``."""
     check_options(options, known=("unused", "broadcast_buffers"))
     if prepare(session, model, optimizer, options["unused"], buffers=options["broadcast_buffers"]) is None:
         return None

@@ -1,7 +1,7 @@
-"""Callbacks of Keras for several workers: metrics that are the workers' mean, and checkpoints of the run.
+"""Keras callbacks for several workers: metrics averaged over the workers, and checkpoints of the run.
 
-A checkpoint's file is an archive of NumPy's without pickle. The tree of dictionaries, lists and plain values is JSON in
-it, in which ``{"array": n}`` stands for the n-th array; keys of dictionaries are texts.
+A checkpoint is a NumPy archive without pickle. Its tree of dictionaries, lists and plain values is stored as JSON, in
+which ``{"array": n}`` stands for the n-th array. Keys of dictionaries are texts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TREE, _ARRAY, _KEYS = "tree", "array", "keys"
 
 
 class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets what ``fit`` reports of an epoch be the mean over all workers, who then decide alike.
+    """Replaces the metrics that ``fit`` reports for an epoch by their mean over all workers, so that all decide alike.
 
-    It comes before callbacks that look at metrics, such as EarlyStopping and ReduceLROnPlateau.
+    It must precede callbacks that read metrics, such as EarlyStopping and ReduceLROnPlateau.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002 - Keras' names
-        """All workers end as many epochs, and have the same metrics."""
+        """All workers must have the same number of epochs and the same metrics."""
         made = prepared(self.model)
         made.check_steps()
         session, names = made.session, sorted(logs or {})
@@ -44,7 +44,7 @@ class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
             logs.update(zip(names, map(float, values), strict=True))
 
     def _compare(self, session: Session, names: Sequence[str]) -> None:
-        """All ranks end with an error that names the first metric that not all have."""
+        """End all ranks with an error that names a metric that not all of them have."""
         for rank, data in enumerate(session.gather(json.dumps(names).encode())):
             if other := sorted(set(names) ^ set(json.loads(data))):
                 text = (
@@ -55,12 +55,12 @@ class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps the state of the run in a file of rank 0's after every so many ``epochs``, in place of the one before.
+    """Stores the state of the run in a file of rank 0 after every ``epochs`` epochs, replacing the previous state.
 
         checkpoint = syncline.tensorflow.Checkpoint("run.npz")
         model.fit(..., initial_epoch=checkpoint.resume(model), callbacks=[checkpoint])
 
-    It resumes under as many workers, or more, or fewer. What is in the file is ``syncline.tensorflow.state_dict``'s.
+    The run may resume with any number of workers. The file contains the result of ``syncline.tensorflow.state_dict``.
     """
 
     def __init__(self, path: str | os.PathLike[str], epochs: int = 1) -> None:
@@ -70,7 +70,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._path, self._epochs = Path(path), epochs
 
     def resume(self, model: Any) -> int:
-        """Load the file, where rank 0 has one; returns how many epochs are done. All workers call it."""
+        """Load the file if rank 0 has it. Returns the number of finished epochs. All workers must call it."""
         made = prepared(model)
         data = self._path.read_bytes() if made.session.rank == 0 and self._path.exists() else b""
         data = made.session.gather(data)[0]
@@ -81,7 +81,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return int(saved[_EPOCHS])
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002 - Keras' names
-        """All workers come here, since each has a part of the state."""
+        """All workers take part, because each has a part of the state."""
         if (epoch + 1) % self._epochs:
             return
         made = prepared(self.model)
@@ -89,12 +89,12 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if made.session.rank == 0:
             beside = self._path.with_name(f"{self._path.name}.part")
             beside.write_bytes(_to_bytes({_STATE: state, _EPOCHS: epoch + 1}))
-            beside.replace(self._path)  # a run that ends while it is written has the one before
+            beside.replace(self._path)  # atomic: a run that ends during the write keeps the previous checkpoint
         made.session.barrier()
 
 
 def _to_bytes(state: Mapping[str, Any]) -> bytes:
-    """A state as an archive; raises UsageError for what is neither array nor plain value."""
+    """A state as an archive. Raises UsageError for other values than arrays and plain ones."""
     arrays: list[Any] = []
     tree = json.dumps(_taken(state, arrays))
     file = io.BytesIO()
@@ -104,7 +104,7 @@ def _to_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def _from_bytes(data: bytes, name: object) -> dict[str, Any]:
-    """The state in the archive of file ``name``; raises UsageError for what is no such archive."""
+    """The state in the archive of file ``name``. Raises UsageError for a file that is no such archive."""
     try:
         arrays = archived(data)
         found = _given(json.loads(str(arrays[_TREE])), arrays)

@@ -1,8 +1,8 @@
-"""Models that are part of a run: what ``prepare`` and ``average`` make of them, and what later calls find.
+"""Models that are part of a run: the objects that ``prepare`` and ``average`` create and later calls look up.
 
-A model is known by the variables of it that are trained, whichever object has them. An optimizer of Keras stays the
-script's object, with its class and its state; only its ``apply``, which ``fit`` calls, and loops that a script has
-written, exchanges first. ``Means`` is for scripts that have another optimizer, or that look at gradients.
+A model is identified by its trained variables, whichever object has them. A Keras optimizer stays the script's object,
+with its class and its state; only its ``apply`` is replaced by one that exchanges first. Both ``fit`` and a script's
+own loops call it. ``Means`` is for scripts with another optimizer, or that read gradients.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .variables import (
 )
 
 Apply = Callable[..., None]
-"""What ``apply`` of an optimizer of Keras does by itself."""
+"""The original ``apply`` of a Keras optimizer."""
 
 
 class Prepared:
-    """A model in a run, with its optimizer where that is Keras'; ``run`` is None in a world of one worker."""
+    """A model in a run, with its optimizer if that is Keras'. ``run`` is None in a run with one worker."""
 
     def __init__(
         self, session: Session, model: Any, optimizer: Any, unused: Unused = "error", *, buffers: bool = True
@@ -52,7 +52,7 @@ class Prepared:
         self.variables, self.untrained = trained(model), untrained(model)
         self.specs, self.ids = specs_of(self.variables), {id(resource(one)) for one in self.variables}
         self.steps = 0
-        """Those that one worker has made before the optimizer began to count, or without one."""
+        """The number of steps of a single worker, if no Keras optimizer counts them."""
         self._since = self._begun = 0  # what the optimizer and the model had counted when they began to go together
         self.matching = Matching(self.variables, self.specs, unused)
         slots = None
@@ -68,7 +68,7 @@ class Prepared:
         self.run = Run(session, self.matching, self.weights, changing, type(optimizer).__name__)
 
     def begin(self) -> bool:
-        """Meet all, and have rank 0's values; False on a server, that has served."""
+        """Meet all processes and copy rank 0's values. Returns False on a server after its work."""
         run = self.run
         if run is None:
             if self.optimizer is not None:
@@ -92,7 +92,7 @@ class Prepared:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs."""
+        """The state for a resumed run."""
         if self.run is None:
             found = save_alone(self.session, self.specs, self.weights, self._made())
         else:
@@ -104,7 +104,7 @@ class Prepared:
         return found | {"untrained": dict(zip(names, arrays, strict=True))}
 
     def check_steps(self) -> None:
-        """Warn, once, where the optimizer counts more steps than the workers have made together."""
+        """Warn, once, if the optimizer has counted more steps than the workers have made together."""
         if self.run is None or self.optimizer is None or self.run.model.gone or self.run.held:
             return
         alone = self._made() - self._since - (self.run.model.steps - self._begun)
@@ -119,7 +119,7 @@ class Prepared:
             )
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load it."""
+        """Load a saved state."""
         names = names_of(self.untrained)
         if not {"untrained", "weights", "steps", "strategy"} <= set(saved):
             raise UsageError("this is no state that syncline.tensorflow.state_dict() gave: give that of a run before")
@@ -142,12 +142,12 @@ class Prepared:
             self._since, self._begun = self._made(), self.run.model.steps
 
     def let_go(self) -> None:
-        """Give up the variables: another model has them now."""
+        """Give up the variables, which another model has from now on."""
         if self.run is not None:
             self.run.model.let_go()
 
     def _compare_optimizers(self) -> None:
-        """All ranks end with an error that names a rank whose optimizer is set otherwise than rank 0's."""
+        """End all ranks with an error that names a rank whose optimizer differs from rank 0's."""
         session, found = self.session, keras.optimizers.serialize(self.optimizer)
         copied = {"name", *(["learning_rate"] if isinstance(found["config"].get("learning_rate"), float) else [])}
         config = {name: one for name, one in found["config"].items() if name not in copied}
@@ -168,7 +168,7 @@ _known: list[Prepared] = []
 
 
 def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buffers: bool = True) -> Prepared | None:
-    """Make a model with its optimizer part of the run; None on a server that has served."""
+    """Make a model and its optimizer part of the run. Returns None on a server after its work."""
     trained(model)
     used = getattr(model, "optimizer", None) if optimizer is None else optimizer
     if used is None:
@@ -180,9 +180,9 @@ def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buf
 
 
 def average(session: Session, model: Any, unused: Unused, leave: Callable[[], NoReturn]) -> Means:
-    """Make a model whose gradients a script will have averaged part of the run.
+    """Make a model part of the run whose gradients the script passes to the returned ``Means``.
 
-    All processes call it at the same place; ``leave`` ends a server that has served.
+    All processes must call it at the same place. ``leave`` ends a server after its work.
     """
     check_average(session, "syncline.tensorflow.prepare(model, optimizer)")
     made = _entered(session, model, None, unused, True)
@@ -190,7 +190,7 @@ def average(session: Session, model: Any, unused: Unused, leave: Callable[[], No
 
 
 def prepared(model: Any) -> Prepared:
-    """The prepared model; raises UsageError where the model was not prepared."""
+    """The prepared model. Raises UsageError if the model was not prepared."""
     ids = {id(resource(one)) for one in trained(model)}
     for made in _known:
         if made.ids == ids:
@@ -215,7 +215,7 @@ def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffe
 
 
 def _guard(model: Any, run: Run, optimizer: Any) -> None:
-    """Let ``fit`` refuse steps without the other ranks, and raise the error that a call has raised."""
+    """Let ``fit`` refuse steps that would not be exchanged, and raise the original error of a failed call."""
     original = type(model).make_train_function.__get__(model)
 
     def make_train_function(force: bool = False) -> Any:
@@ -240,7 +240,7 @@ def _guard(model: Any, run: Run, optimizer: Any) -> None:
 
 
 def _trace_anew(model: Any) -> None:
-    """Forget the computation of a step that ``fit`` has traced before, with the optimizer's ``apply`` of then."""
+    """Discard the traced training step of ``fit``, which contains the optimizer's former ``apply``."""
     if isinstance(model, keras.Model):
         model.train_function = None
 
@@ -261,7 +261,8 @@ def _said(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 
 def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise UsageError for what is no optimizer of Keras, or one of other variables; it is built here if it is not."""
+    """Raise UsageError for other objects than Keras optimizers, and for other variables. Builds the optimizer if
+    necessary."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}: give one of Keras, as keras.optimizers.Adam(1e-3), or keep"
@@ -279,7 +280,7 @@ def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _replace_apply(optimizer: Any, matching: Matching, use: Callable[[Apply, list[Any]], None]) -> None:
-    """Let the optimizer's ``apply`` call ``use`` with its original and the gradients of all variables."""
+    """Replace the optimizer's ``apply`` by a call of ``use`` with the original and the gradients of all variables."""
     original = type(optimizer).apply.__get__(optimizer)
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -291,7 +292,7 @@ def _replace_apply(optimizer: Any, matching: Matching, use: Callable[[Apply, lis
 
 
 def _exchange(run: Run, optimizer: Any, original: Apply, gradients: Sequence[Any]) -> None:
-    """Exchange gradients, and update with the means by the ``original``, or take the weights from their owners."""
+    """Exchange gradients and update with their means by ``original``, or read the weights from their owners."""
     if run.held:
         rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float64)
         for variable, weights in zip(run.variables, run.exchange(gradients, rate), strict=True):
@@ -305,7 +306,8 @@ def _exchange(run: Run, optimizer: Any, original: Apply, gradients: Sequence[Any
 
 
 def _keeps_none(optimizer: Any, variables: Sequence[Any]) -> bool:
-    """Whether the optimizer keeps no gradient's memory: Keras' own do not, unless a variable becomes one."""
+    """Whether the optimizer keeps no reference to a gradient. Keras' own do not, unless a gradient overwrites a
+    variable."""
     of_keras = all(type(one).__module__.startswith("keras.src.") for one in (optimizer, innermost(optimizer)))
     return of_keras and not any(getattr(one, "overwrite_with_gradient", False) for one in variables)
 
@@ -314,15 +316,15 @@ def _keeps_none(optimizer: Any, variables: Sequence[Any]) -> bool:
 
 
 class Means:
-    """What ``syncline.tensorflow.average`` gives: called with gradients, it has their means over all workers."""
+    """The result of ``syncline.tensorflow.average``: a call with gradients returns their means over all workers."""
 
     def __init__(self, made: Prepared) -> None:
         self._made = made
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
-        """The means, in the order of ``variables``, which are those of the model in its own order if not given.
+        """The means in the order of ``variables``; by default these are the model's, in its order.
 
-        All workers call it as often, inside of ``tf.function`` or not.
+        All workers must call it equally often, inside ``tf.function`` or outside.
         """
         made = self._made
         of = made.variables if variables is None else list(variables)
@@ -332,19 +334,19 @@ class Means:
         return [means[made.matching.number(one)] for one in of]
 
     def tape(self, persistent: bool = False, watch_accessed_variables: bool = True) -> MeanTape:
-        """A ``tf.GradientTape`` whose ``gradient(loss, variables)`` gives the means."""
+        """A ``tf.GradientTape`` whose ``gradient(loss, variables)`` returns the means."""
         return MeanTape(self, persistent, watch_accessed_variables)
 
 
 class MeanTape(tf.GradientTape):  # type: ignore[misc]
-    """Records as TensorFlow's does."""
+    """A ``tf.GradientTape`` whose gradients are averaged over all workers."""
 
     def __init__(self, means: Means, persistent: bool, watch_accessed_variables: bool) -> None:
         super().__init__(persistent=persistent, watch_accessed_variables=watch_accessed_variables)
         self._means = means
 
     def gradient(self, target: Any, sources: Any, *arguments: Any, **options: Any) -> Any:
-        """As TensorFlow's; ``sources`` are the variables of the model, all of them."""
+        """As in TensorFlow; ``sources`` must be all variables of the model."""
         nest = tf.nest
         found = super().gradient(target, sources, *arguments, **options)
         flat = [found] if not isinstance(sources, list | tuple | dict) else nest.flatten(found)

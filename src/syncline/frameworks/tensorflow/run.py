@@ -1,15 +1,15 @@
-"""One model in a run: what the computation of a step calls, and what these calls do with the session.
+"""One model in a run: the calls in the computation of a step, and their handling by the session.
 
-Every bucket is a call, as soon as its gradients are there, which begins its exchange; that of the last one waits for
-all and has the mean. All of them wait for a variable that the exchange before has changed, so that exchanges keep
-their order, whatever loops and models a graph has, and no thread of TensorFlow's waits for gradients that another has
-yet to give: they have all gone when the last call waits. Where others hold the weights it is these that come back.
-Where workers train by themselves, a call asks first what kind of step it is, and others tell of the weights before
-and after it.
+Each bucket has a call, made as soon as its gradients are computed, which starts its exchange. The last bucket's call
+waits for all and returns the means. All calls depend on a variable that the previous exchange has changed. Exchanges
+therefore keep their order, whatever loops and models a graph has. No thread of TensorFlow waits for gradients that
+another thread has yet to deliver: all have been sent when the last call waits. If others hold the weights, the last
+call returns these. If workers train alone between exchanges, a first call asks for the kind of the step, and other
+calls report the weights before and after it.
 
-A call is a function of Python's that reads what it is given for as long as it lasts, without a copy. What it gives is
-TensorFlow's from then on, which keeps the very memory where it can: so it is what nobody writes to until all that read
-it have been made. In eager mode functions are called by themselves, and what they give is copied.
+A call is a Python function that reads its arguments in place, without a copy. TensorFlow takes over the memory of the
+results if it can, so a result must not be overwritten before every operation that reads it has finished. In eager mode
+the functions are called directly, and their results are copied.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ _MOST_NAMES = 8
 _EXCHANGED, _OWN, _AVERAGED = range(3)
 _KIND, _BEGINS = Spec("kind", (), "int32"), Spec("begins", (), "bool")
 _ALIGNMENT = 64
-"""Of memory that TensorFlow takes as it is, in bytes; it copies what lies otherwise."""
+"""The alignment, in bytes, of memory that TensorFlow takes over; it copies other memory."""
 
 
 class Matching:
-    """Which of a model's ``variables`` gradients are of, and whether they are all there; in graphs and in eager mode.
+    """Matches gradients with a model's ``variables`` and detects missing ones, in graphs and in eager mode.
 
-    ``specs`` has the variables' names and shapes; ``unused`` is as for ``syncline.prepare``.
+    ``specs`` has the variables' names and shapes; ``unused`` is the option of ``syncline.prepare``.
     """
 
     def __init__(self, variables: Sequence[Any], specs: Sequence[Spec], unused: Unused) -> None:
         self.variables, self.specs, self._unused = list(variables), specs, unused
         self._numbers = {id(one): number for number, given in enumerate(variables) for one in (given, resource(given))}
         self.fault: Callable[[str], Exception] = GradientError
-        """Makes an error; in a run of several workers one that ends it for all."""
+        """Makes an error. In a run with several workers, the error ends the run for all."""
         self.check_usable: Callable[[], None] = lambda: None
-        """Raises where the run of several workers is over."""
+        """Raises if the run with several workers is over."""
 
     def number(self, variable: Any) -> int:
-        """The number of a variable in the model; raises where it is none of the model's."""
+        """The number of a variable in the model. Raises if the model does not have it."""
         found = self._numbers.get(id(variable))
         if found is None:
             raise self.fault(
-                f"a gradient is of {variable.name!r}, which was not among the variables that were prepared: prepare the"
-                " model when all is built and trainable that shall be"
+                f"a gradient belongs to {variable.name!r}, which was not prepared: call prepare() after the whole model"
+                " is built and its final layers are trainable"
             )
         return found
 
     def matched(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients in the order of the model's variables; raises where they do not fit them."""
+        """The gradients in the order of the model's variables. Raises if they do not fit."""
         self.check_usable()
         found: dict[int, Any] = {}
         for gradient, variable in zip(gradients, variables, strict=True):
@@ -87,7 +87,7 @@ class Matching:
         ]
 
     def _checked(self, number: int, gradient: Any) -> Any:
-        """A dense gradient, also of embeddings, whose gradients are rows."""
+        """A dense gradient; those of embeddings, which are rows, are converted."""
         spec, dense = self.specs[number], tf.convert_to_tensor(gradient)
         if not dense.shape.is_compatible_with(spec.shape) or dense.dtype.name != spec.dtype:
             raise self.fault(
@@ -98,10 +98,10 @@ class Matching:
 
 
 class Buffers:
-    """Variables that a step changes by itself, such as moving means: rank 0's on all ranks, after every exchange.
+    """Variables that a step changes by itself, such as moving means. After every exchange all ranks have rank 0's.
 
-    Where workers exchange weights it is the mean of those that are floating-point numbers. They travel packed, at the
-    end of the step's last call. Where nobody goes in step, each worker's stay its own.
+    If workers exchange weights, floating-point variables are averaged instead. They are packed and exchanged at the end
+    of the step's last call. If workers make no joint steps, each keeps its own.
     """
 
     def __init__(self, session: Session, variables: Sequence[Any]) -> None:
@@ -111,7 +111,7 @@ class Buffers:
         self.specs = [Spec("", tuple(one.shape), tf.as_dtype(one.dtype).name) for one in self.variables]
 
     def values(self) -> list[Any]:
-        """Their values at this point of a graph."""
+        """Their values at this point in a graph."""
         return [one.read_value() for one in self.variables]
 
     def assign(self, values: Sequence[Any]) -> None:
@@ -120,7 +120,7 @@ class Buffers:
             variable.assign(one)
 
     def of_first(self, arrays: Sequence[Array]) -> list[Array]:
-        """Rank 0's; all workers call it."""
+        """Rank 0's arrays; all workers must call it."""
         if not arrays:
             return []
         packed = np.concatenate([np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in arrays])
@@ -131,7 +131,7 @@ class Buffers:
         ]
 
     def mean(self, arrays: Sequence[Array]) -> list[Array]:
-        """The workers' mean of floating-point numbers, rank 0's of all else; all workers call it."""
+        """The workers' mean of floating-point arrays, and rank 0's values of others; all workers must call it."""
         numbers = [one for one in arrays if one.dtype.kind == "f"]
         others = iter(self.of_first([one for one in arrays if one.dtype.kind != "f"]))
         packed = np.concatenate([one.reshape(-1).astype(np.float64) for one in numbers] or [np.empty(0)])
@@ -145,10 +145,10 @@ class Buffers:
 
 
 class Run:
-    """The variables of ``matching`` are trained with the mean of gradients, here or by owners of the weights.
+    """Trains the variables of ``matching`` with the mean of gradients, here or at the owners of the weights.
 
-    All processes of the session make it at the same place, workers outside of graphs. ``buffers`` change in steps by
-    themselves.
+    All processes of the session construct it together, workers outside graphs. ``buffers`` are variables that steps
+    change by themselves.
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class Run:
         self._buffers = Buffers(session, buffers)
         self._before: list[Array] = []
         self.error: BaseException | None = None
-        """What a call has raised, of which TensorFlow hands on the text only."""
+        """The exception of a call. TensorFlow passes on only its text."""
         self.model: FlatModel
         check_schedule(session.strategy, "TensorFlow")
 
     def begin(self, build: Build, owner: object, *, keeps: bool) -> bool:
-        """Meet all processes, and have rank 0's values; False on a server that has served.
+        """Meet all processes and copy rank 0's values. Returns False on a server after its work.
 
-        ``keeps`` says whether the optimizer keeps anything of elements, ``owner`` is for ``Session.enter_model``.
+        ``keeps``: the optimizer has elementwise state. ``owner`` is the argument of ``Session.enter_model``.
         """
         check_mode(self.session.strategy, self.weights.values(), self._optimizer, keeps)
         if not self.session.is_worker:
@@ -190,7 +190,8 @@ class Run:
     # While a graph is made, or in eager mode.
 
     def exchange(self, gradients: Sequence[Any], rate: Any = None) -> list[Any]:
-        """The means of gradients, or, where owners hold them and have been told the learning rate, the new weights."""
+        """The means of the gradients. If owners hold the weights, the new weights; ``rate`` is the learning rate for
+        the owners."""
         self._check_compiler()
         with tf.control_dependencies(self._turn()):
             found = self._exchanged(gradients, [] if rate is None else [rate])
@@ -198,7 +199,8 @@ class Run:
         return found
 
     def apply(self, gradients: Sequence[Any], update: Callable[[Sequence[Any]], None], *, lent: bool) -> None:
-        """Have ``update`` use the means; they are ``lent`` where it keeps none, whose memory is the next exchange's."""
+        """Call ``update`` with the means. ``lent``: it keeps no reference to them, so the next exchange may reuse
+        their memory."""
         self._check_compiler()
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         made = 0 if graph is None else len(graph.get_operations())
@@ -208,7 +210,7 @@ class Run:
         self._pass_on([] if graph is None else _ends(graph.get_operations()[made:]))
 
     def train(self, gradients: Sequence[Any], update: Callable[[Sequence[Any]], None]) -> None:
-        """Make a step of the kind that the engine says at run time: ``update`` takes gradients, or their means."""
+        """Make a step whose kind the engine returns at run time. ``update`` receives the gradients or their means."""
         self._check_compiler()
         with tf.control_dependencies(self._turn()):
             kind, begins = self._call(self._ask, [], [_KIND, _BEGINS])
@@ -309,7 +311,7 @@ class Run:
         return [*self._shaped(found, lent), *self._buffers.of_first(rest[told:])]
 
     def _check_unwritten(self, weights: Sequence[Array]) -> None:
-        """Refuse weights that the script has written: owners would not see them, and would undo them."""
+        """Refuse weights that the script has changed: the owners would not see the change and would overwrite it."""
         assert self.model.held is not None
         for spec, mine, theirs in zip(self.specs, weights, self.model.held.flat, strict=True):
             if not np.array_equal(mine.reshape(-1).view(np.uint8), theirs.view(np.uint8)):
@@ -342,13 +344,14 @@ class Run:
 
 @cache
 def _order_of_all() -> Any:
-    """One variable for all models of a process: ranks exchange those of one graph in one order."""
+    """A variable that all models of a process share, so that all ranks make the exchanges of a graph in the same
+    order."""
     with tf.device("CPU"):
         return tf.Variable(0, trainable=False, dtype=tf.int64, name="syncline_order")
 
 
 def _ends(operations: Sequence[Any]) -> list[Any]:
-    """The operations that no other one of them waits for."""
+    """The operations on which none of the others depends."""
     before = {one.op for of in operations for one in of.inputs} | {
         one for of in operations for one in of.control_inputs
     }
@@ -360,7 +363,7 @@ def _nothing() -> Any:
 
 
 def aligned(array: Array) -> Array:
-    """A copy that TensorFlow can keep."""
+    """An aligned copy, whose memory TensorFlow can take over."""
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     found = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -369,7 +372,7 @@ def aligned(array: Array) -> Array:
 
 
 def invoke(function: Callable[..., Sequence[Array]], arguments: Sequence[Any], results: Sequence[Spec]) -> list[Any]:
-    """Put a call of a function of arrays into the graph; returns its results, or the operation where it has none."""
+    """Add a call of a function of arrays to the graph. Returns its results, or the operation if there are none."""
     if tf.executing_eagerly():
         return [tf.constant(one) for one in function(*map(np.asarray, arguments))]
     types = [tf.as_dtype(spec.dtype) for spec in results]

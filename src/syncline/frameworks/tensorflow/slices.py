@@ -1,7 +1,7 @@
-"""An optimizer of Keras on flat slices of weights, at their owners; whether that is the same, and what it keeps.
+"""A Keras optimizer on flat slices of weights, at their owners, and the test whether it supports slices.
 
-The owner makes the optimizer anew from its configuration, for variables that are its slices. The learning rate, which
-schedules and callbacks change, comes with every push; all else stays as it was.
+An owner creates the optimizer from its configuration, for variables that are its slices. The learning rate, which
+schedules and callbacks change, is sent with every push; all other settings stay as they were.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REMEDY = "or ps(update=worker), ring or another allreduce"
 class KerasSlices(OnHoldings):
     """An optimizer on the slices that this process owns.
 
-    ``beside`` a worker it updates them without a graph, in the thread that calls: a graph would wait for a thread of
-    TensorFlow's, and the only one may be that of the worker's step, which waits for this.
+    ``beside`` a worker it updates them without a graph, in the calling thread. A graph would need a thread of
+    TensorFlow, and the only one may be executing the worker's step, which waits for this update.
     """
 
     def __init__(self, optimizer: Any, holdings: Sequence[Holding], *, beside: bool) -> None:
@@ -39,7 +39,7 @@ class KerasSlices(OnHoldings):
         self._update = self._updated if beside else tf.function(self._updated, autograph=False)
 
     def apply(self, groups: Groups, scale: float) -> None:
-        """Update variables of its own, since TensorFlow's memory is not the transport's."""
+        """Updates its own variables, because TensorFlow's memory is not the transport's."""
         assign(self._optimizer.learning_rate, np.array(groups[0][RATE]))
         for held, variable in zip(self._holdings, self._variables, strict=True):
             assign(variable, held.weights)
@@ -53,19 +53,20 @@ class KerasSlices(OnHoldings):
         self._optimizer.apply(scaled, self._variables)
 
     def state(self) -> list[State]:
-        """By the names that ``Slots`` has."""
+        """By the names of ``Slots``."""
         return self._slots.read()
 
     def load(self, states: Sequence[State]) -> None:
-        """Variables that the states lack stay as they are."""
+        """Missing variables keep their present values."""
         self._slots.write(states)
 
 
 def probe(optimizer: Any, variables: Sequence[Any], specs: Sequence[Spec]) -> bool:
-    """Raise UsageError unless slices are updated as the whole is; whether anything is kept of elements.
+    """Raise UsageError unless slices are updated like whole variables. Returns whether the optimizer has elementwise
+    state.
 
-    It is tried in float64 on small variables of as many dimensions, whose halves have an optimizer each; one of the
-    gradients is large, for what limits a norm.
+    The test runs in float64 on small variables with the same numbers of dimensions. Each half of them has an optimizer
+    of its own. One of the gradients is large, to trigger limits on norms.
     """
     _check_told(optimizer, variables)
     draw = np.random.default_rng(0)
@@ -97,7 +98,7 @@ def probe(optimizer: Any, variables: Sequence[Any], specs: Sequence[Spec]) -> bo
 
 
 def _check_told(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise UsageError for what owners of the weights are not told."""
+    """Raise UsageError for settings that are not sent to the owners of the weights."""
     what = ""
     if hasattr(optimizer, "inner_optimizer"):
         what = "scales the loss (LossScaleOptimizer)"
@@ -113,13 +114,13 @@ def _check_told(optimizer: Any, variables: Sequence[Any]) -> None:
         what = "is followed by constraints of variables"
     if what:
         raise UsageError(
-            f"the optimizer {type(optimizer).__name__} {what}, which owners of the weights, who update slices of them,"
-            f" do not know: leave it out, {_REMEDY}"
+            f"the optimizer {type(optimizer).__name__} {what}, which owners of the weights do not support, because they"
+            f" update slices: leave it out, {_REMEDY}"
         )
 
 
 def _fresh(optimizer: Any, variables: Sequence[Any]) -> Any:
-    """One of the same configuration, for other variables, whose learning rate is a variable."""
+    """An optimizer of the same configuration for other variables. Its learning rate is a variable."""
     rate = float(np.asarray(optimizer.learning_rate))
     made = type(optimizer).from_config(optimizer.get_config() | {"learning_rate": rate})
     with keras.name_scope(made.name, caller=made):

@@ -1,12 +1,12 @@
-"""Variables of TensorFlow and Keras as arrays of the host: those of a model, and those that its optimizer keeps.
+"""Variables of TensorFlow and Keras as host arrays: those of a model, and those of its optimizer's state.
 
-A variable's name is its path in the model without the numbers that Keras counts through a process, so that a model
-has the same names wherever, and however often, it is made. Keras' optimizers keep lists of variables, one for each that
-they train, as attributes: ``Slots`` tells such a list under the attribute's name, tensor by tensor. What has no
-dimensions, such as a count of steps, is everyone's; all else is told with the first tensor.
+A variable's name is its path in the model without the numbers that Keras counts per process, so a model has the same
+names in every process and however often it is created. Keras optimizers keep lists of variables as attributes, with one
+entry per trained variable. ``Slots`` stores such a list under the attribute's name, tensor by tensor. A scalar, such as
+a count of steps, is stored with every tensor; other variables are stored with the first tensor.
 
-Between steps the variables are what counts. While the computation of a step waits for a call they are its own, and the
-weights are what the call was given, or hands back (``VariableWeights.within``).
+Between steps the variables have the current values. While the computation of a step waits for a call, the computation
+owns the variables, and the weights are the arguments or results of the call (``VariableWeights.within``).
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from .._weights import Array, flat_elements
 
 
 def resource(given: Any) -> Any:
-    """TensorFlow's variable that holds the value of one of Keras', or of its own."""
+    """TensorFlow's variable behind a Keras variable, or the variable itself."""
     return given.value if isinstance(given, keras.Variable) else given
 
 
 def value(given: Any) -> Array:
-    """A copy of what a variable holds, in memory of its own."""
+    """A copy of a variable's value, in memory of its own."""
     return np.array(resource(given).numpy())
 
 
 def assign(given: Any, array: Array) -> None:
-    """Let a variable hold a copy of this: TensorFlow would keep the very memory that it is given."""
+    """Assign a copy of the array to a variable, because TensorFlow may keep the memory that it receives."""
     variable = resource(given)
     variable.assign(np.array(array, copy=True).reshape(variable.shape))
 
 
 def trained(model: Any) -> list[Any]:
-    """The variables of a model that are trained, in its order; raises UsageError for what is no model, or not built."""
+    """The trained variables of a model, in its order. Raises UsageError for other objects, and for models that are
+    not built."""
     check_model(model)
     if isinstance(model, keras.Layer) and not model.built:
         raise UsageError(
@@ -56,14 +57,15 @@ def trained(model: Any) -> list[Any]:
 
 
 def untrained(model: Any) -> list[Any]:
-    """Those of its variables that a step changes by itself, such as moving means; not the state of its random seeds."""
+    """The variables of a model that steps change by themselves, such as moving means, without the states of random
+    seeds."""
     if isinstance(model, keras.Layer):
         return list(model.non_trainable_weights)
     return list(model.non_trainable_variables) if isinstance(model, tf.Module) else []
 
 
 def moving(model: Any) -> list[Any]:
-    """The variables of a model that its steps change: of layers that are trained, those that are none to train."""
+    """The variables that steps change by themselves: the non-trainable variables of trainable layers."""
     if not isinstance(model, keras.Layer):
         return list(model.non_trainable_variables) if isinstance(model, tf.Module) else []
     layers = [one for one in model._flatten_layers() if one.trainable]
@@ -72,7 +74,7 @@ def moving(model: Any) -> list[Any]:
 
 
 def check_model(model: Any) -> None:
-    """Raise UsageError for a model that another framework, or TensorFlow's own distribution, has."""
+    """Raise UsageError for a model of another Keras, or one under TensorFlow's own distribution."""
     if any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(model).__mro__):
         raise UsageError(
             f"the model is {type(model).__name__} of tf_keras, Keras 2: Syncline trains models of Keras 3; leave"
@@ -86,7 +88,7 @@ def check_model(model: Any) -> None:
 
 
 def specs_of(variables: Sequence[Any]) -> list[Spec]:
-    """The specs of the variables; raises UsageError for what Syncline does not train."""
+    """The specs of the variables. Raises UsageError for types and devices that Syncline does not train."""
     if not variables:
         raise UsageError("this model has no variables to train: give one whose layers are trainable, and built")
     found = []
@@ -114,7 +116,8 @@ def specs_of(variables: Sequence[Any]) -> list[Spec]:
 
 
 def names_of(variables: Iterable[Any], parts: int = 2) -> list[str]:
-    """A name for each, of the last parts of its path, the same in every process that makes the same model."""
+    """A name for each variable from the last parts of its path, the same in every process that creates the same
+    model."""
     found: list[str] = []
     for given in variables:
         path = given.path if isinstance(given, keras.Variable) else given.name.partition(":")[0]
@@ -128,7 +131,7 @@ def names_of(variables: Iterable[Any], parts: int = 2) -> list[str]:
 
 
 def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
-    """Set variables to worker ``root``'s values; all workers call it with those of the same model."""
+    """Set variables to worker ``root``'s values; all workers must call it with those of the same model."""
     for given in variables:
         array = value(given)
         broadcast_into(session, [array], root)
@@ -136,7 +139,7 @@ def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
 
 
 def broadcast(session: Session, given: Any, root: int) -> None:
-    """Set variables of a model, an optimizer or a list to worker ``root``'s; raises MismatchError for others."""
+    """Set variables of a model, an optimizer or a list to worker ``root``'s values. Raises MismatchError for others."""
     if not 0 <= root < session.world_size:
         raise UsageError(
             f"broadcast() from rank {root} of {session.world_size}: give one of 0 to {session.world_size - 1}"
@@ -163,14 +166,14 @@ def _variables(model: Any, attribute: str) -> list[Any]:
 
 
 class Slots:
-    """What a built optimizer keeps, for variables in the model's order."""
+    """The state of a built optimizer, for variables in the model's order."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         order = {id(resource(one)): number for number, one in enumerate(innermost(optimizer)._trainable_variables)}
         self._order = [order[id(resource(one))] for one in variables]
         self._of: list[dict[str, Any]] = [{} for _ in variables]
         self.elementwise: set[int] = set()
-        """The ids of those that have the shape of the variable that they are of."""
+        """The ids of the state variables that have the shape of their trained variable."""
         seen: set[int] = set()
         for key, listed in _lists(innermost(optimizer), len(order)).items():
             for number, place in enumerate(self._order):
@@ -186,11 +189,11 @@ class Slots:
                 state[name] = slot
 
     def read(self) -> list[State]:
-        """Copies, flat but for what has no dimensions."""
+        """Copies of the state, flat except for scalars."""
         return [{key: flat_elements(value(slot)) for key, slot in state.items()} for state in self._of]
 
     def write(self, states: Sequence[State]) -> None:
-        """Set the variables that the states have, and leave the others."""
+        """Set the variables that are in the states, and leave the others unchanged."""
         for mine, told in zip(self._of, states, strict=True):
             for key, slot in mine.items():
                 found = told.get(key)
@@ -199,12 +202,12 @@ class Slots:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that updates the variables, within one that scales the loss."""
+    """The optimizer that updates the variables, inside one that scales the loss."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _lists(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
-    """Attributes that hold a variable of the optimizer's for each that it trains."""
+    """The attributes that hold one variable of the optimizer's per trained variable."""
     mine = {id(one) for one in optimizer.variables}
     found: dict[str, Sequence[Any]] = {}
     for name, listed in vars(optimizer).items():
@@ -219,17 +222,17 @@ def _lists(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
 
 
 class VariableWeights(WeightsOfCall):
-    """The trained variables of one model; ``slots`` is what its optimizer keeps, where that is the worker's."""
+    """The trained variables of one model. ``slots`` has the optimizer's state if the worker keeps it."""
 
     def __init__(self, variables: Sequence[Any], slots: Slots | None) -> None:
         super().__init__()
         self._variables, self.slots = list(variables), slots
         self.within = False
-        """Whether a call is being made."""
+        """Whether a call is in progress."""
         self.rate = 1.0
 
     def read(self, into: Sequence[Array]) -> None:
-        """Between steps from the variables."""
+        """Between steps, from the variables."""
         if self.within:
             super().read(into)
             return
@@ -237,7 +240,7 @@ class VariableWeights(WeightsOfCall):
             np.copyto(flat, value(variable).reshape(-1))
 
     def write(self, values: Sequence[Array]) -> None:
-        """Between steps to the variables."""
+        """Between steps, to the variables."""
         if self.within:
             super().write(values)
             return
@@ -245,14 +248,13 @@ class VariableWeights(WeightsOfCall):
             assign(variable, flat)
 
     def values(self) -> Groups:
-        """The learning rate of the present step: all else of an optimizer stays as it was."""
+        """The learning rate of the present step; all other settings stay as they were."""
         return [{RATE: self.rate}]
 
     def kept(self) -> list[State]:
-        """In memory of its own."""
         return [{} for _ in self._variables] if self.slots is None else self.slots.read()
 
     def keep(self, states: Sequence[State]) -> None:
-        """Variables that the states lack stay as they are."""
+        """Missing variables keep their present values."""
         if self.slots is not None:
             self.slots.write(states)
