@@ -146,7 +146,7 @@ def test_what_is_not_torchs_own_is_refused(group: Any) -> None:
     def make(module: torch.nn.Module) -> Any:
         return lambda _: (module, torch.optim.SGD(module.parameters(), lr=0.1))
 
-    with pytest.raises(UsageError, match="Special, made from SyncBatchNorm"):
+    with pytest.raises(UsageError, match="Special, derived from SyncBatchNorm"):
         on_group(group, "ring", 2, make(torch.nn.Sequential(Special(4))), train)
     grouped = torch.nn.SyncBatchNorm(4)
     grouped.process_group = object()

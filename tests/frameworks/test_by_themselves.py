@@ -208,7 +208,7 @@ def normalised(kind: type[torch.nn.Module], index: int) -> tuple[torch.nn.Module
         (
             partial(normalised, torch.nn.SyncBatchNorm),
             {"weight": 1, "broadcast_buffers": False},
-            "SyncBatchNorm adds up over all ranks, which come to no step together under sync=asp",
+            "SyncBatchNorm sums over all ranks, which make no joint step under sync=asp",
         ),
     ],
 )

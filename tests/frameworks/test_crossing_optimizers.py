@@ -80,7 +80,7 @@ def settled(here: Here) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_an_optimizer_that_says_it_updates_parameters_alone_is_tried(group: Any, strategy: str) -> None:
-    with pytest.raises(UsageError, match=r"Sure cannot update parameters one after the other.*depends on others"):
+    with pytest.raises(UsageError, match=r"Sure cannot update parameters one by one.*depends on others"):
         on_group(group, strategy, 2, of_class(Sure), plain)
     wanted = alone(of_class(Alone), plain)
     found, other = on_group(group, strategy, 2, of_class(Alone), plain)
@@ -293,9 +293,7 @@ def test_what_crosses_iterations_needs_an_optimizer_of_one_model(group: Any) -> 
     def without(session: Any) -> None:
         prepare(session, mlp(), None, Options())
 
-    with pytest.raises(
-        UsageError, match=r"schedule=priority has weights updated when they are needed: give .* optimizer"
-    ):
+    with pytest.raises(UsageError, match=r"schedule=priority updates weights at their first use: give .* optimizer"):
         group(LAYERED[0], 2, without)
 
     def foreign(session: Any) -> None:

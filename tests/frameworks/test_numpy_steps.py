@@ -202,7 +202,7 @@ def test_nothing_else_is_called_in_the_middle_of_a_step(group: Any) -> None:
         handed.result[1].produced("bias", np.ones(7))
         handed.result[1].state_dict()
 
-    with pytest.raises(GradientError, match=r"state_dict\(\) in the middle of a step, some gradients of which"):
+    with pytest.raises(GradientError, match=r"state_dict\(\) in the middle of a step, after some of its gradients"):
         group("ring", 2, body)
 
 
@@ -229,7 +229,9 @@ def test_rules_that_are_none_are_refused(group: Any, rule: Any, says: str) -> No
 
 @pytest.mark.parametrize("schedule", ["delayed", "merged"])
 def test_schedules_that_nothing_shows_the_times_for_are_refused(group: Any, schedule: str) -> None:
-    with pytest.raises(UsageError, match=rf"schedule={schedule} .* does not do with NumPy yet: use schedule=fixed"):
+    with pytest.raises(
+        UsageError, match=rf"schedule={schedule} .* does not support with NumPy yet: use schedule=fixed"
+    ):
         group(f"ring schedule={schedule}", 2, train)
 
 

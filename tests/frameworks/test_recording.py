@@ -74,11 +74,14 @@ def test_copies_to_a_device_are_timed_while_it_records() -> None:
 
 
 def test_what_is_no_single_model_is_refused() -> None:
-    with Recording(3, 1), pytest.raises(UsageError, match=r"SGD trains belongs to Gan, Linear of the modules"):
+    with (
+        Recording(3, 1),
+        pytest.raises(UsageError, match=r"the parameters of SGD belong to Gan, Linear of the modules"),
+    ):
         train(9, Gan(), torch.nn.Linear(4, 3))
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    with Recording(3, 1), pytest.raises(UsageError, match=r"SGD trains belongs to none of the modules"):
+    with Recording(3, 1), pytest.raises(UsageError, match=r"the parameters of SGD belong to none of the modules"):
         optimizer.step()
 
 

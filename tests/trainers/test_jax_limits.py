@@ -34,7 +34,7 @@ RING = {
     ("ps(servers=1, on=workers)", "coupled"): SLICES,
     ("ring sync=local(steps=2)", "average"): "use syncline.jax.distributed(optimizer)",
     ("ring sync=gossip", "average"): "use syncline.jax.distributed(optimizer)",
-    ("ring schedule=merged", "distributed"): "does not do with JAX yet: use schedule=fixed",
+    ("ring schedule=merged", "distributed"): "does not support with JAX yet: use schedule=fixed",
     ("ring", "integers"): "the parameter ['w'] is int32: Syncline trains float16, float32, float64",
     ("ring", "bfloat16"): "the parameter ['w'] is bfloat16: Syncline trains float16, float32, float64; keep parameters",
     ("ring", "gpu"): "['w'] lies on a device of kind gpu: syncline.jax serves CPU devices; run with JAX_PLATFORMS=cpu",

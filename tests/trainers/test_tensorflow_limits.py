@@ -62,7 +62,7 @@ SLICES = "gives other weights for slices of the variables"
 RING = {
     ("ring sync=local(steps=2)", "average"): "use syncline.tensorflow.prepare(model, optimizer)",
     ("ring sync=gossip", "average"): "use syncline.tensorflow.prepare(model, optimizer)",
-    ("ring schedule=merged", "sgd"): "does not do with TensorFlow yet: use schedule=fixed",
+    ("ring schedule=merged", "sgd"): "does not support with TensorFlow yet: use schedule=fixed",
     ("ring", "not built"): "has no variables yet: give it an Input",
     ("ring", "not compiled"): "say prepare(model, optimizer), or compile() the model before",
     ("ring", "no optimizer"): "give one of Keras, as keras.optimizers.Adam(1e-3)",
