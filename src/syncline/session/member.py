@@ -1,11 +1,11 @@
-"""A process in a run: its engine, its end, and its membership in groups.
+"""One process in a run: its engine, its end, and its membership in groups of workers.
 
-``Member`` is the process, one for all groups, made and ended with the run. Without a transport it is a world of one.
-``Membership`` is the process as one of the run's processes, or of a group of them.
+``Member`` is the process, created and ended with the run and shared by all groups. Without a transport it is a run of
+one worker. ``Membership`` is the process as a member of the whole run, or of a group.
 
-``Ending`` interprets the watcher's news: a closed connection is a failure unless its peer said goodbye, a fault in the
-progress thread becomes the error that names the first culprit, and a fault of this process is told to all. Between
-threads of one process there is no watcher: goodbyes go to the neighbours.
+``Ending`` interprets the watcher's news. A closed connection is a failure unless its peer has said goodbye. A fault in
+the progress thread becomes the error that names the first culprit, and a fault of this process is reported to all.
+Sessions between threads of one process have no watcher: they say goodbye to each other directly.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..wire.reports import FAILED
 from ..wire.watch import Watcher
 
 VERDICT_S = 2.0
-"""How long a broken connection waits for the news of who really failed."""
+"""The time to wait, after a connection breaks, for the news of the process that failed first."""
 
 OWN_THREADS = "syncline-"
-"""How the names of threads begin that Syncline has started."""
+"""The prefix of the names of Syncline's own threads."""
 
 
 class Ending:
@@ -42,28 +42,28 @@ class Ending:
         self.watcher: Watcher | None = None
         self.neighbours: Sequence[Ending] = ()  # of the other sessions of a group in one process
         self.answer: Callable[[], Answer] = lambda: Answer({})
-        """For whom this process waits; asked from any thread."""
+        """Returns the processes that this one waits for. Callable from any thread."""
         self._group, self._index, self._name = group, index, name
         self.known = False
-        """Whether the user's thread has seen what went wrong, before its end began."""
+        """Whether the script has seen the fault before its end began."""
         self._begun = False
         self._left: set[int] = set()
         self._all_left = threading.Event()
 
     def begin(self) -> None:
-        """The user's thread has come to the end: what fails from here on is no error that it sees."""
+        """Note that the script has reached its end: it will not see later faults."""
         self._begun = True
 
     # News of peers.
 
     def left(self, index: int) -> None:
-        """A peer has said goodbye (called by the watcher)."""
+        """Note that a peer has said goodbye. The watcher calls it."""
         self._left.add(index)
         if all(worker in self._left for worker in range(self._group.workers) if worker != self._index):
             self._all_left.set()
 
     def has_left(self, peer: int) -> bool:
-        """Whether a peer whose connection has closed had said goodbye; waits for that news a little."""
+        """Whether a peer whose connection has closed had said goodbye. Waits briefly for that news."""
         if self.watcher is None:
             return peer in self._left
         deadline = time.monotonic() + VERDICT_S
@@ -74,15 +74,15 @@ class Ending:
         return False
 
     def left_already(self) -> frozenset[int]:
-        """The peers that have said goodbye, as far as that is known here."""
+        """The peers that are known here to have said goodbye."""
         return frozenset(self._left)
 
     def workers_left(self) -> bool:
-        """True when every worker has said goodbye."""
+        """Whether every worker has said goodbye."""
         return self._all_left.is_set()
 
     def find_culprit(self, waits: Waits) -> Found:
-        """Who seems to be to blame when nothing moves and this process waits for ``waits``: one search."""
+        """Search once for the process at fault in a stall in which this process waits for ``waits``."""
         return find_culprit(self._index, waits, self._ask)
 
     def _ask(self, peer: int) -> Answer | None:
@@ -93,7 +93,8 @@ class Ending:
         return next((other.answer() for other in self.neighbours if other._index == peer), None)
 
     def explain(self, error: Exception) -> Exception:
-        """What the user sees of a fault in the progress thread: the first culprit, if it was somebody else."""
+        """The error that the user sees for a fault in the progress thread. It names another process if that failed
+        first."""
         here = self._name(self._index)
         if self.watcher is None:
             return error
@@ -109,7 +110,7 @@ class Ending:
             return PeerLeft(f"{here}: {error}: {self._name(error.rank)} {why}", rank=error.rank, host=error.host)
         explained: Exception = error
         if isinstance(error, ProtocolError):
-            culprit = f" (that is {self._name(error.rank)})" if error.rank >= 0 else ""  # or nobody's alone
+            culprit = f" (that is {self._name(error.rank)})" if error.rank >= 0 else ""  # -1: no single process
             text = f"{here}: {error}{culprit}"
             explained = ProtocolError(text, rank=error.rank, host=error.host)
         if not isinstance(error, SynclineError):
@@ -121,7 +122,7 @@ class Ending:
     # News for peers, and the end of the connections.
 
     def tell(self, error: Exception) -> None:
-        """Tell everyone that this process ends with an error, and whose fault it is."""
+        """Report to all processes that this one ends with an error, and which process is at fault."""
         if self.watcher is not None and self.watcher.failure is None:
             blames_other = isinstance(error, PeerError) and error.rank not in (-1, self._index)
             if blames_other:
@@ -191,11 +192,11 @@ class Member:
         self.group, self.index, self.observer = group, index, observer
         self.roll, self.local_rank = roll, local_rank
         self.communicators = 1
-        """The least number that no communicator of this process has had; that of all workers is 0."""
+        """The least communicator number that this process has not used. Number 0 belongs to all workers."""
         self.given_back: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        """Numbers of groups that have ended, and how many calls were made in each where that counts.
+        """The numbers of ended groups, with the number of calls made in each if that matters, by the group's processes.
 
-        By the processes that were in them, who alone may use them again.
+        Only the same processes may use these numbers again.
         """
         self.splitting = threading.Lock()
         """Held while a group's number is agreed on."""
@@ -268,19 +269,20 @@ class Member:
         self.ending.came_back()
 
     def interrupted(self, error: BaseException) -> None:
-        """A call of several exchanges was left between two of them, by a signal's exception rather than one of ours."""
+        """Fail because an exception from a signal handler has ended a call between two of its exchanges."""
         if self.unchecked is not None and self.unchecked.error is None and not isinstance(error, SynclineError):
             self.unchecked.interrupted(error)
 
     def on_peer_failure(self, verdict: PeerError) -> None:
-        """The watcher has found the first culprit: whoever waits here learns of it, with what it was waiting for."""
+        """Fail all waits of this process with the watcher's verdict on the first culprit, and with what they were
+        waiting for."""
         engine = self.unchecked
         if engine is not None:
             doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
             engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
 
     def shutdown(self) -> Exception | None:
-        """Finish what is under way, say goodbye, free everything. May be called again.
+        """Finish the exchanges in flight, say goodbye and free everything. Callable repeatedly.
 
         Returns the failure that ended the run, if no call has raised it and this process did not cause it.
         """
@@ -302,12 +304,12 @@ class Member:
         return unseen or (None if self.ending.known else fault or self.ending.verdict)
 
     def _part(self) -> None:
-        """Say goodbye, and do what is to be done while the others can still be reached."""
+        """Say goodbye, and run the callbacks that need the connections."""
         self.ending.say_goodbye()
         self._at_end(self.unchecked is None or self.unchecked.error is None)
 
     def _take_leave(self) -> Exception | None:
-        """Call what comes before the end; what went wrong in it, which nobody has seen."""
+        """Run the callbacks before the end. Returns the error of one of them, which no call has raised."""
         while self.before_end and self.unchecked is not None and self.unchecked.error is None:
             try:
                 self.before_end.pop()()
@@ -316,24 +318,25 @@ class Member:
         return None
 
     def forget_in_child(self) -> None:
-        """In a forked child: close the parent's descriptors without a word."""
+        """In a forked child: close the parent's descriptors without a goodbye."""
         self.ending.forget_in_child()
         if self.unchecked is not None:
             self.unchecked.transport.close()
 
 
 class Membership:
-    """A process as one of the ``ranks`` of its run, which it counts from 0: all of them, or a group of that number."""
+    """A process as one of the ``ranks`` of its run, counted from 0: all of them, or the group with that number."""
 
     def __init__(self, process: Member, ranks: Sequence[int] | None = None, number: int = 0) -> None:
         self.process = process
-        """What is one for a process, whatever groups it is in: it fails, and it ends."""
+        """The process itself, which all its groups share, with its failure and its end."""
         self.ranks = tuple(range(process.group.processes) if ranks is None else ranks)
         self.index, self.group, self.title = self.ranks.index(process.index), process.group, ""
         self.unchecked = process.unchecked
-        """The engine within the scope, None for one alone; for a call that has seen that this session can be used."""
+        """The engine within the scope, or None for a single worker. Only for calls that have checked that the
+        session is usable."""
         self.before_calls: dict[int, Callable[[], None]] = {}
-        """What a model still has to do with the others before they come to another call, by its first key."""
+        """By a model's first key: work that the model must do with the other workers before their next joint call."""
         if ranks is not None:
             nodes, scope = process.group.nodes, Scope(self.ranks, self.index, number)
             self.group = Group(len(ranks), nodes=tuple(nodes[rank] for rank in ranks) if nodes else ())
@@ -342,7 +345,7 @@ class Membership:
 
     @property
     def roll(self) -> Roll | None:
-        """Who the processes are."""
+        """The list of the processes."""
         found = self.process.roll
         if found is None or not self.title:
             return found
@@ -350,12 +353,13 @@ class Membership:
 
     @property
     def alone(self) -> bool:
-        """True when there is nobody to exchange with."""
+        """Whether there is no other process to exchange with."""
         return self.unchecked is None
 
     @property
     def engine(self) -> Engine:
-        """The engine within the scope; raises ClosedError after the end, in forked children and where it is alone."""
+        """The engine within the scope. Raises ClosedError after the end, in forked children, and for a single
+        worker."""
         process = self.process
         if process._closed or os.getpid() != process._pid:
             process.check_usable()  # raises
@@ -364,14 +368,14 @@ class Membership:
         return self.unchecked
 
     def name(self, index: int) -> str:
-        """How messages call a process: by its number in the run."""
+        """The name of a process in messages, with its number in the run."""
         return self.process.name(self.ranks[index])
 
     def number(self, index: int) -> int:
-        """The number in the run of a process."""
+        """A process's number in the run."""
         return self.ranks[index] if index >= 0 else index
 
     def left_already(self) -> frozenset[int]:
-        """The processes that have said goodbye, as far as that is known here."""
+        """The processes that are known here to have said goodbye."""
         left = self.process.ending.left_already()
         return frozenset(position for position, process in enumerate(self.ranks) if process in left)

@@ -1,15 +1,15 @@
-"""Who is at fault in a stall: follows the wait-for graph by asking one process after the other for whom it waits.
+"""Finds the process at fault in a stall: follows the wait-for graph by asking one process after another.
 
-The process that one waits for may itself wait: all workers for a server, the server for the worker that has not sent
-its gradients. The search follows the edges as each process tells them (Chandy, Misra, Haas, "Distributed Deadlock
-Detection", 1983). The culprit is its end: a process that waits for nobody, or does not answer. In a cycle it is the
-last process, and the error shows the cycle.
+A process that others wait for may itself wait: all workers for a server, and the server for the worker that has not
+sent its gradients. The search follows the edges that each process reports (Chandy, Misra, Haas, "Distributed Deadlock
+Detection", 1983). The culprit is the end of the path: a process that waits for none, or does not answer. In a cycle it
+is the last process, and the error shows the cycle.
 
-The answers of one search are of different moments: a busy process may not have read yet what lies before it. A search
-therefore counts only if a second one finds the same, and each process has looked for messages in between and not moved.
-Then all answers hold at one moment (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
+The answers of one search stem from different moments: a busy process may have unread messages. A search therefore
+counts only if a second one finds the same, and if in between each process has polled and not moved. Then all answers
+hold at one moment (the double collect of Afek et al., "Atomic snapshots of shared memory", 1993).
 
-Pure: ``watch`` carries the answers, the engine's ``watchdog`` says when to search.
+This module does no I/O: ``watch`` sends the questions and answers, and the engine's ``watchdog`` starts the searches.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Waits = Mapping[int, str]
-"""Peer -> label of what is waited for."""
+"""Peer -> label of the waiting work."""
 
 ANEW = 2
-"""Of so many looks that have ended since a moment, the last has begun since."""
+"""After this many finished polls, at least one poll has begun and ended since the question."""
 
 _CIRCLE = 8
-"""So many of those that wait for each other are told."""
+"""The maximum number of edges of a cycle in an error."""
 
 _ENTRIES = 256
 _LABEL_BYTES = 100
 _ENTRY = struct.Struct("<IB")
 _COUNTS = struct.Struct("<Qq")
 ANSWER_BYTES = range(_COUNTS.size, _COUNTS.size + _ENTRIES * (_ENTRY.size + _LABEL_BYTES) + 1)
-"""How long an answer may be."""
+"""The possible lengths of an answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """For whom a process waits.
+    """The processes that a process waits for.
 
-    ``moves`` counts what has arrived, gone or begun in it, ``looks`` its looks for messages that have ended in vain, -1
-    if it has nothing to look for: they tell two answers apart.
+    ``moves`` counts arrivals, departures and begins of its messages. ``looks`` counts its polls that found nothing, or
+    is -1 if it has no reason to poll. Together they distinguish two answers.
     """
 
     waits: Waits
@@ -49,7 +49,7 @@ class Answer:
     looks: int = -1
 
     def still(self, before: Answer) -> bool:
-        """Whether nothing has moved since the answer ``before``, and a whole look was in between: two have ended."""
+        """Whether nothing has moved since the answer ``before`` although a whole poll lies in between."""
         same = (self.waits, self.moves) == (before.waits, before.moves)
         looked = before.looks >= 0 and self.looks >= before.looks + ANEW
         return same and (looked or self.looks == before.looks == -1)
@@ -65,13 +65,14 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Found:
-    """What one search has found: who is to blame, and what each said that was asked, None if nothing."""
+    """The result of one search: the culprit, and the answer of each process that was asked, or None without an
+    answer."""
 
     culprit: Culprit | None
     answers: Mapping[int, Answer | None]
 
     def confirms(self, before: Found) -> bool:
-        """Whether this search, a later one, shows that what the one before has found was true."""
+        """Whether this later search proves the result of the search ``before``."""
         if self.culprit != before.culprit or self.answers.keys() != before.answers.keys():
             return False
         pairs = [(now, before.answers[peer]) for peer, now in self.answers.items()]
@@ -79,9 +80,9 @@ class Found:
 
 
 def find_culprit(me: int, waits: Waits, ask: Callable[[int], Answer | None]) -> Found:
-    """Follow the waits from ``me``, which waits for ``waits``; no culprit if that is nobody.
+    """Follow the waits from ``me``, which waits for ``waits``. Without waits there is no culprit.
 
-    ``ask`` returns a process's answer, None if it gives none. Each is asked at most once.
+    ``ask`` returns a process's answer, or None. Each process is asked at most once.
     """
     answers: dict[int, Answer | None] = {}
     last: tuple[int, str] | None = None
@@ -105,7 +106,7 @@ def find_culprit(me: int, waits: Waits, ask: Callable[[int], Answer | None]) -> 
 
 
 def _circle(start: int, waits: Mapping[int, Waits]) -> str:
-    """Some who wait for each other, as one gets to them from ``start``; everybody waits for another."""
+    """A cycle of processes that wait for each other, reached from ``start``, as text."""
     path = [start]
     while len(set(path)) == len(path):
         path.append(min(peer for peer in waits[path[-1]] if peer != path[-1]))
@@ -115,7 +116,7 @@ def _circle(start: int, waits: Mapping[int, Waits]) -> str:
 
 
 def pack(answer: Answer) -> bytes:
-    """An answer as it travels; labels are cut, and nobody needs to know of more than a few hundred processes."""
+    """An answer as bytes. Labels are truncated, and so is the list after a few hundred processes."""
     found = [_COUNTS.pack(answer.moves, answer.looks)]
     for peer, label in sorted(answer.waits.items())[:_ENTRIES]:
         text = label.encode(errors="replace")[:_LABEL_BYTES]
@@ -124,7 +125,7 @@ def pack(answer: Answer) -> bytes:
 
 
 def unpack(data: bytes, processes: int) -> Answer:
-    """The answer of a process; raises ValueError for what ``pack`` never makes."""
+    """The answer of a process. Raises ValueError for bytes that ``pack`` cannot have made."""
     if len(data) < _COUNTS.size:
         raise ValueError("the counts are cut off")
     moves, looks = _COUNTS.unpack_from(data)

@@ -1,4 +1,4 @@
-"""Buffers for data that have no place of their own yet, used again and again, and what is added as it comes in."""
+"""Reusable buffers for data without a place of their own, and the addition of data while they arrive."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..kernels import rows
 
 
 class Scratch:
-    """A shelf of buffers by power-of-two size; ``allocated_bytes`` is what was ever made."""
+    """A pool of buffers by power-of-two size. ``allocated_bytes`` is the total size of all buffers ever allocated."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         self.allocated_bytes = 0
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least that size; raises SynclineError where there is no memory for it."""
+        """A buffer of at least that size. Raises SynclineError if there is no memory for it."""
         size = 1 << max(nbytes - 1, 4095).bit_length()
         with suppress(IndexError):  # not asked beforehand: several threads may take
             return self._free.setdefault(size, []).pop()
@@ -33,21 +33,21 @@ class Scratch:
         return buffer
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Back to the shelf."""
+        """Return a buffer to the pool."""
         self._free[buffer.nbytes].append(buffer)
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Where an array begins in memory."""
+    """The address of an array's first element."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 class Adding:
-    """Bytes to come, to be added to ``into`` (one-dimensional, contiguous, at least as long), piece by piece.
+    """Adds arriving bytes to ``into`` (one-dimensional, contiguous, at least as long), piece by piece.
 
-    Pieces may end within an element: what is left of it waits at the beginning of the scratch memory for its rest.
-    How far it has come is in the ``row`` of the link that it comes over (``kernels.rows``). Element types are those of
+    A piece may end within an element; its first part is then kept at the start of the scratch memory until the rest
+    arrives. The ``row`` of the link (``kernels.rows``) records the progress. Element types are those of
     ``kernels.passes.CODES``.
     """
 
@@ -60,23 +60,23 @@ class Adding:
         self._scratch = keep.take(rows.PIECE_BYTES)
 
     def begin(self, row: NDArray[np.int64], size: int, come_at: int, nbytes: int) -> None:
-        """``size`` bytes come, of which so many lie at an address already."""
+        """Start to receive ``size`` bytes, of which ``nbytes`` lie at the address ``come_at`` already."""
         self._row = row
         code, item = _code_of(self._into.dtype)
         into_at, scratch_at = address_of(self._into), address_of(self._scratch)
         self._streams.begin(row, code, item, into_at, size, scratch_at, come_at, nbytes)
 
     def room(self) -> memoryview:
-        """Where the next bytes may be read to."""
+        """The memory for the next bytes."""
         carried = int(self._row[rows.CARRY])
         return memoryview(self._scratch)[carried : min(carried + int(self._row[rows.LEFT]), rows.PIECE_BYTES)]
 
     def took(self, nbytes: int) -> None:
-        """So many bytes were read into ``room``."""
+        """Add the bytes that were read into ``room``."""
         self._streams.took(self._row, nbytes)
 
     def close(self) -> None:
-        """Give the scratch memory back; nothing more is coming."""
+        """Return the scratch memory; no more bytes will arrive."""
         self._keep.give(self._scratch)
 
 
@@ -88,7 +88,7 @@ def _code_of(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def can_add(dtype: np.dtype[Any]) -> bool:
-    """Whether elements of that type can be added while they come in."""
+    """Whether elements of that type can be added while they arrive."""
     from ..kernels.passes import CODES
 
     return dtype.isnative and dtype.name in CODES

@@ -31,16 +31,17 @@ from ..nouns import Rate, Seconds
 from .links import Link, Loop
 
 QUANTUM_S = 0.002
-"""How far ahead of its rate a port may be: what is sent at a wake-up."""
+"""How far ahead of its rate a port may send, in seconds: the amount per wake-up."""
 
 LATE_S = 0.02
-"""How much of a late wake-up is made up for."""
+"""The maximum delay of a wake-up that the port makes up for."""
 
 PACKET_BYTES = 1500
-"""Less than this is not worth a call: small rests wait for the next quantum."""
+"""The least number of bytes per call: smaller amounts wait for the next quantum."""
 
 WINDOW_BYTES = 256 * 1024 * 1024
-"""What one connection may have in flight: over a line that holds more (rate x delay) it is slower, as TCP is."""
+"""The maximum number of bytes in flight per connection. On a line with a larger product of rate and delay, this
+limits the throughput, as in TCP."""
 
 NO_DELAY = Seconds(0.0)
 
@@ -48,10 +49,10 @@ _LEAST_RATE, _GREATEST_RATE = 1e3, 1e12
 _GREATEST_DELAY_S = 10.0
 
 _SLICE_BYTES = 64 * 1024
-"""What a connection may pass before it is another one's turn."""
+"""The bytes that a connection may pass in one turn."""
 
 _TURN_BYTES = 4 * 1024 * 1024
-"""What is read before the loop returns to its caller."""
+"""The bytes to read before the loop returns to its caller."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,18 @@ class Pacer:
         return count if count >= PACKET_BYTES else 0
 
     def spend(self, nbytes: int) -> None:
-        """So much has passed."""
+        """Count bytes that have passed."""
         if self._rate is not None:
             self._free_at += nbytes / self._rate
 
     def rest(self, now: float) -> None:
-        """Nobody wants to pass at ``now``: the time until somebody does is not owed."""
+        """Note that no connection wants to pass at ``now``: the port does not save up unused time."""
         if self._rate is not None:
             self._free_at = max(self._free_at, now)
 
     @property
     def opens_at(self) -> float:
-        """When a whole quantum may pass again: the time to wake who waits."""
+        """The time at which a whole quantum may pass again."""
         return self._free_at
 
 
@@ -136,11 +137,12 @@ class DelayLine:
 
     @property
     def due_at(self) -> float:
-        """When the next bytes, or the end, may be taken; infinite when nothing is in flight."""
+        """The time at which the next bytes, or the end, may be taken; infinite if nothing is in flight."""
         return self._parts[0][0] if self._parts else float("inf")
 
     def take(self, into: Sequence[memoryview], now: float) -> int | None:
-        """Move what is due into the views, one after the other; its size, 0 at the end, None when nothing is due."""
+        """Move the due bytes into the views, one after the other. Returns their number, 0 at the end, None if
+        nothing is due."""
         if self.due_at > now:
             return None
         taken = 0
@@ -292,13 +294,13 @@ class ShapedLoop(Loop):
         return [line for line in self._lines.values() if line.readable and not line.incoming.full]
 
     def _deliver(self) -> None:
-        """Let the links see what has been delayed enough."""
+        """Deliver delayed bytes to the links."""
         for fd, line in list(self._lines.items()):
             while fd in self._links and line.incoming.due_at <= self._clock():
                 self._fill(fd, self._links[fd])
 
     def _push(self) -> None:
-        """Write, the most urgent first and equals in turns, what the port lets out."""
+        """Write as much as the port allows: the most urgent first, and links of equal urgency in turn."""
         while ready := self._writable():
             allowed = self._out.allowance(self._clock())
             if not allowed:
@@ -318,7 +320,7 @@ class ShapedLoop(Loop):
         return [fd for fd, link in self._links.items() if not link.idle and self._lines[fd].writable]
 
     def _set_timer(self) -> None:
-        """Wake when the port opens for who waits, or when something in flight arrives."""
+        """Set the timer to the moment when the port opens for a waiting link, or something in flight arrives."""
         wake_at = min((line.incoming.due_at for line in self._lines.values()), default=float("inf"))
         if self._readable():
             wake_at = min(wake_at, self._in.opens_at)
