@@ -71,7 +71,7 @@ STOPPED_S = LIVENESS_S + 1.0  # it is looked for once a second
 LOSSES = [
     (fault_bodies.train_until, 2, "ring transport=shm", signal.SIGKILL, "died"),
     (fault_bodies.train_until, 2, f"{SERVED} transport=tcp", signal.SIGKILL, "died"),
-    (fault_bodies.sits_elsewhere, 1, "ring transport=tcp", signal.SIGKILL, "the script did not come back to Syncline"),
+    (fault_bodies.sits_elsewhere, 1, "ring transport=tcp", signal.SIGKILL, "the script did not return to Syncline"),
     pytest.param(fault_bodies.train_until, 2, "ring", signal.SIGSTOP, "is stopped for", marks=pytest.mark.slow),
 ]
 

@@ -293,7 +293,9 @@ def test_only_the_thread_that_has_closed_a_group_calls_in_it(callers: Callers) -
     assert callers.close()
     assert not callers.close()
     assert not call(callers)
-    with pytest.raises(UsageError, match="<group>: another thread ends this group, or has: make another one"):
+    with pytest.raises(
+        UsageError, match="<group>: another thread is ending this group, or has ended it: make a new one"
+    ):
         elsewhere(lambda: call(callers))
     assert not callers.is_busy
     callers.reopen()

@@ -1,7 +1,8 @@
-"""A process in a run, and the groups it communicates in.
+"""A process in a run and the groups in which it communicates: everything between the launcher and the training loop.
 
-``member`` is the process, its end, and its place in a group; ``communicator`` a group with its collectives;
-``session`` the group of all workers, with the strategy and the models; ``groups`` are those of some of them.
-``tickets`` has what belongs to every call: tickets, keys, and the threads that call. ``layout`` says how a model's
-tensors travel, ``printing`` what is printed of the end.
+``launch`` creates sessions; ``training``, ``serving``, the adapters in ``frameworks`` and ``torch_backend`` use them.
+Start reading in ``session``: the group of all workers, with the strategy and the models. ``member`` is the process, its
+end, and its place in a group. ``communicator`` is a group with its collectives; ``groups`` are those of some workers.
+``tickets`` has the common part of all calls: tickets, keys and calling threads. ``layout`` decides how a model's
+tensors are exchanged, and ``printing`` prints the error that ends a run.
 """

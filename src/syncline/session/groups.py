@@ -1,7 +1,7 @@
-"""Groups of workers as scripts hold them: what ``syncline.new_group`` returns, on members and all other ranks.
+"""Groups of workers as scripts hold them: the results of ``syncline.new_group``, on members and on all other ranks.
 
 A group is a session (``Session.within``) with a number that all workers, or its own ranks, agree on (``tickets``). This
-file owns who may use it, and until when.
+module checks who uses a group, and that it has not ended.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .session import Session
 
 
 class WorkerGroup:
-    """Some workers of a run, by their ``ranks`` in it, ascending; the same value on all workers.
+    """Some workers of a run, by their ``ranks`` in the run, ascending; the same value on all workers.
 
-    Collectives and models that are given the group are theirs alone; a worker outside gets an error that says so.
+    Collectives and models of the group involve its members only. On other workers they raise an error that says so.
     """
 
     def __init__(self, world: Session, ranks: Sequence[int], number: int) -> None:
@@ -32,17 +32,17 @@ class WorkerGroup:
 
     @property
     def size(self) -> int:
-        """How many workers are in it."""
+        """The number of workers in the group."""
         return len(self.ranks)
 
     @property
     def rank(self) -> int:
-        """This worker's rank within it, from 0, and -1 where it is not in it."""
+        """This worker's rank within the group, from 0; -1 if it is no member."""
         return self.ranks.index(self._world.rank) if self._session is not None else -1
 
     @property
     def session(self) -> Session:
-        """What is done within it; raises UsageError for a worker that is not in it, and once it has ended."""
+        """The session of the group. Raises UsageError for a worker that is no member, and after the group's end."""
         if self._ended:
             raise UsageError(f"{self} has ended: make another one with syncline.new_group()")
         if self._session is None:

@@ -1,16 +1,17 @@
-"""What every collective of a group needs: tickets that workers show each other, keys, numbers, and calling threads.
+"""The common part of all collectives of a group: tickets that workers exchange, keys, numbers, and calling threads.
 
-A ticket has the kind of call, its number, what must agree, and the weight of the worker's batch. Workers that call
-different things at the same point get an error that names them, instead of a hang or wrong numbers. Tickets travel as a
-table, a row per worker, with room behind each for what the worker brings along.
+A ticket has the kind of the call, its number, a value that must agree, and the weight of the worker's batch. Workers
+that make different calls at the same point get an error that names the calls, instead of a hang or wrong numbers.
+Tickets are exchanged as a table with one row per worker, and with room for further data behind each.
 
-Keys tell the messages of exchanges in flight apart. The lowest are those of models' buckets, then those of messages
-among all processes and of models' weights; above them each communicator has a block for its calls. All keys of a group
-with models of its own lie in a block above these (``engine.scope``).
+Keys separate the messages of exchanges in flight. The lowest keys belong to models' buckets, the next to messages among
+all processes and to models' weights; above them each communicator has a block for its calls. A group with models of its
+own has a block above all these (``engine.scope``).
 
-Keys follow from a communicator's number, which is larger than all that its ranks have used: groups that share a process
-have different numbers, others may have the same. Either all ranks make a group together, and find out who makes another
-one, or its ranks do without the others. Threads of a process make groups one after the other.
+Keys follow from a communicator's number, which is larger than every number that its ranks have used. Groups that share
+a process thus have different numbers; other groups may share one. Either all ranks make groups together and detect a
+rank that makes another one, or the ranks of a group make it without the others. Threads of a process make groups one
+after the other.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from ..errors import PeerTimeout, UsageError
 from .member import Membership
 
 COMMUNICATORS = 1 << 10
-"""As many of a process have keys of their own."""
+"""The maximum number of communicators of a process."""
 
 BUCKET_KEYS = 1 << 20
 WEIGHT_KEYS = 2 * BUCKET_KEYS
 CALL_KEYS = 4 * BUCKET_KEYS
-"""Of the calls of all workers; those of further communicators come after them."""
+"""The first key for calls of all workers; further communicators follow."""
 CALLS_IN_FLIGHT = 1 << 12
-"""So many exchanges of one communicator's calls have keys of their own."""
+"""The number of keys for the calls of one communicator."""
 assert CALL_KEYS + COMMUNICATORS * CALLS_IN_FLIGHT <= 8 * BUCKET_KEYS
 
 
 class CallKeys:
-    """The keys of the calls of communicator ``number``, in turn; ``wait`` waits for a work that still holds one."""
+    """The keys of the calls of communicator ``number``, in turn. ``wait`` waits for a work that still holds a key."""
 
     def __init__(self, number: int, wait: Callable[[Work], None]) -> None:
         self._wait = wait
@@ -51,7 +52,7 @@ class CallKeys:
         self._holders: dict[int, Work] = {}
 
     def take(self) -> int:
-        """The next one, once nothing holds it any more."""
+        """The next key, once no work holds it any more."""
         self._next = (self._next + 1) % self._in_flight
         key = self._first + self._next
         holder = self._holders.pop(key, None)
@@ -60,12 +61,12 @@ class CallKeys:
         return key
 
     def hold(self, key: int, work: Work) -> None:
-        """Keep a key until a work that goes on behind the script is done."""
+        """Reserve a key until a work that continues in the background is done."""
         self._holders[key] = work
 
     @property
     def held(self) -> bool:
-        """Whether something goes on."""
+        """Whether any work in the background holds a key."""
         return not all(work.done for work in self._holders.values())
 
 
@@ -113,20 +114,21 @@ ELEMENT_TYPES = (
     "complex128",
     "another type",
 )
-"""Those that tickets can name."""
+"""The element types that tickets can name."""
 
 _OF_STEPS = {STEP, NORM, COMMIT, AVERAGE}
-"""What a worker without batches takes part in."""
+"""The calls in which a worker without batches takes part."""
 _WITH_TENSORS = {ALLREDUCE, BROADCAST, GATHER, *range(ALL_GATHER, REDUCE + 1)}
-"""Those whose flags say what they are for, where they say anything."""
+"""The calls whose flags may describe their tensors."""
 
 
 _NUMBER_BITS, _RANKS_AT, _NAMED_RANKS = 16, 32, 32
-"""Of the flags for making a group: the bits of each of two numbers, and where a bit for each rank begins."""
+"""Flags for making a group: the bits of each of two numbers, the position of the bits for ranks, and their number."""
 
 
 class Ticket(NamedTuple):
-    """What a worker shows at a collective call: its kind, its number, what must agree, its weight."""
+    """A worker's part of the table at a collective call: the call's kind and number, the value that must agree, its
+    weight."""
 
     kind: int
     call: int
@@ -136,7 +138,7 @@ class Ticket(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For messages."""
+        """The call, for messages."""
         if self.kind in (STEP, AVERAGE, CONSOLIDATE):
             return f"at {CALLS[self.kind]} (call {self.call}, step {step_of(self)})"
         if self.kind == SPLIT and self.flags >> _RANKS_AT:
@@ -146,14 +148,14 @@ class Ticket(NamedTuple):
 
 
 def described(kind: int, call: int, flags: int) -> str:
-    """A call for messages; ``flags`` are those of ``sized``, or 0 where nothing is known of what it is for."""
+    """A call, for messages. ``flags`` are those of ``sized``, or 0 if the tensors are unknown."""
     elements, code = divmod(flags, len(ELEMENT_TYPES) + 1)
     what = f", {elements} element{'s' * (elements != 1)} of {ELEMENT_TYPES[code - 1]}" if code else ""
     return f"{CALLS.get(kind, 'nothing known')} (call {call}{what})"
 
 
 def remedy(theirs: Ticket, ours: Ticket) -> str:
-    """What to do about workers that came with these to the same call."""
+    """The advice for workers that have made different calls with these tickets."""
     kinds = {theirs.kind, ours.kind}
     if kinds == {CONSOLIDATE} or (len(kinds) == 2 and kinds & {STEP, AVERAGE}):
         return "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
@@ -168,25 +170,25 @@ def remedy(theirs: Ticket, ours: Ticket) -> str:
 
 
 def sized(elements: int, dtype: str) -> int:
-    """The flags of a ticket that say how many elements of which type a call is for."""
+    """The flags of a ticket for a call on this number of elements of this type."""
     return elements * (len(ELEMENT_TYPES) + 1) + ELEMENT_TYPES.index(dtype) + 1
 
 
 def size_of(array: NDArray[Any]) -> int:
-    """These flags for a call of one array."""
+    """The flags of a ticket for a call on one array."""
     name = array.dtype.name
     return sized(array.size, name if name in ELEMENT_TYPES else ELEMENT_TYPES[-1])
 
 
 def fingerprint(array: NDArray[Any], extra: int) -> int:
-    """An argument that differs when arrays of different size or type meet."""
+    """A value that differs between arrays of different size or type."""
     return zlib.crc32(f"{array.size} {array.dtype} {int(extra)}".encode())
 
 
 def making(ranks: Sequence[int], number: int, free: int) -> int:
-    """The flags of a ticket for making a group: the least new number here, and one to use again, or 0.
+    """The flags of a ticket for making a group: the least unused number here, and a number to reuse, or 0.
 
-    The ranks are there for messages, if they are few.
+    They include the ranks, for messages, if these are few.
     """
     named = sum(1 << rank for rank in ranks) if max(ranks) < _NAMED_RANKS else 0
     return named << _RANKS_AT | free << _NUMBER_BITS | number
@@ -199,12 +201,12 @@ def numbers_of(ticket: Ticket) -> tuple[int, int]:
 
 
 def step_argument(first_key: int, step: int) -> int:
-    """What has to agree at a step: the model, by its first key, and the number of the step."""
+    """The value that must agree at a step: the model, by its first key, and the number of the step."""
     return first_key * (_STEPS + 1) + (step & _STEPS)
 
 
 def step_of(ticket: Ticket) -> int:
-    """The number of the step that a ticket is of."""
+    """The number of the step of a ticket."""
     return ticket.argument & _STEPS
 
 
@@ -216,14 +218,15 @@ def ticket_table(world: int, rank: int, mine: Ticket, room: int = 0) -> NDArray[
 
 
 def read_tickets(table: NDArray[np.uint8]) -> tuple[Ticket, ...]:
-    """The workers' tickets in rank order; the kind of one that has not come is 0."""
+    """The workers' tickets in rank order. The kind of a ticket that has not arrived is 0."""
     return tuple([Ticket(*_TICKET.unpack_from(row)) for row in table])
 
 
 class Meeting:
-    """A ticket exchange under way, at which this worker shows ``mine``; alone if ``work`` is None.
+    """An exchange of tickets in flight, with this worker's ticket ``mine``. If ``work`` is None, there is no other
+    worker.
 
-    ``tickets`` raises MismatchError unless all came for the same. Several threads may ask.
+    ``tickets`` raises MismatchError unless all workers have made the same call. Callable from several threads.
     """
 
     def __init__(
@@ -254,9 +257,9 @@ class Meeting:
         return found
 
     def share(self) -> float:
-        """How much this worker counts in a step, on average 1, once the work is done.
+        """This worker's weight in a step, once the work is done; the mean over the workers is 1.
 
-        A worker without batches counts nothing, except in an exchange of weights.
+        A worker without batches has weight 0, except in an exchange of weights.
         """
         if self._share is not None:
             return self._share
@@ -269,20 +272,20 @@ class Meeting:
         return share
 
     def missing(self) -> list[int]:
-        """Workers whose ticket has not come yet."""
+        """The workers whose ticket has not arrived."""
         return [rank for rank, ticket in enumerate(read_tickets(self._table)) if ticket.kind == 0]
 
     @property
     def brought(self) -> NDArray[np.uint8]:
-        """What all have brought along, a row per worker, once the work is done."""
+        """The further data of all workers, one row per worker, once the work is done."""
         return self._table[:, TICKET_BYTES:]
 
 
 class Callers:
-    """The threads in the calls of one group; ``titled`` adds the group's name to a message.
+    """The threads that are in calls of one group. ``titled`` adds the group's name to a message.
 
-    No call begins in a group that is being ended. A caller first registers and then looks; the thread that ends the
-    group first marks it and then looks: one of the two sees the other.
+    No call may begin in a group that is being ended. A caller first registers and then checks; the thread that ends the
+    group first marks it and then checks. At least one of the two therefore sees the other.
     """
 
     def __init__(self, titled: Callable[[str], str]) -> None:
@@ -298,21 +301,21 @@ class Callers:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside this thread is in a call; UsageError where another one ends the group."""
+        """Register this thread as a caller inside the block. UsageError if another thread is ending the group."""
         thread = threading.get_ident()
         begins = thread not in self._inside
         self._inside.append(thread)
         try:
             if begins and self._closed_by not in (None, thread):
                 raise UsageError(
-                    self._titled("another thread ends this group, or has: make another one, and call in it")
+                    self._titled("another thread is ending this group, or has ended it: make a new one and use that")
                 )
             yield
         finally:
             self._inside.remove(thread)
 
     def close(self) -> bool:
-        """Let no other thread begin a call. False, without effect, if one is in a call or has closed the group."""
+        """Forbid calls by other threads. False, without effect, if one is in a call or has closed the group."""
         with self._closing:
             if self._closed_by is None:
                 self._closed_by = threading.get_ident()
@@ -322,21 +325,21 @@ class Callers:
             return False
 
     def reopen(self) -> None:
-        """Let other threads begin calls again."""
+        """Allow calls by other threads again."""
         self._closed_by = None
 
 
 _FOUNDING = struct.Struct("<IIQ")
-"""The least new number here, and one that may be used again with the calls made in its group, or nothing."""
+"""The least unused number here, and a number to reuse with the calls made in its group, or zeros."""
 
 _FOUNDING_MESSAGES = 7 << 61
-"""Tags of messages by which some processes make a group; no others have all of the highest three bits."""
+"""The tag bits of messages by which some processes make a group. No other tags have all of the highest three bits."""
 
 
 class Numbers:
-    """How the workers with the process numbers ``ranks`` agree on their groups' numbers.
+    """Agrees on the numbers of groups of the workers with the process numbers ``ranks``.
 
-    ``agree`` has all of them meet for one call, ``late`` makes the error for processes that have not come in time.
+    ``agree`` makes one joint call of all of them; ``late`` makes the error for processes that do not arrive in time.
     """
 
     def __init__(
@@ -349,10 +352,10 @@ class Numbers:
         self._member, self._ranks, self._agree, self._late = member, ranks, agree, late
 
     def agree_on_group(self, chosen: tuple[int, ...], timeout: float | None = None) -> int:
-        """The number of a group of these ranks, which all ranks make at the same point of their scripts.
+        """The number for a group of these ranks, which all ranks make at the same point of their scripts.
 
-        No rank of the group has used it, except for a group of the same ranks that all of them have given back.
-        MismatchError names ranks that make another group, PeerTimeout those that do not come.
+        No rank of the group has used the number, except for an ended group of the same ranks. MismatchError names ranks
+        that make another group; PeerTimeout names ranks that do not arrive.
         """
         member = self._member
         try:
@@ -378,11 +381,11 @@ class Numbers:
         return number
 
     def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
-        """The number of a group that these ranks make without the others.
+        """The number for a group that these ranks make without the others.
 
-        They call it with the same ranks and ``name``, overlapping groups in one order. PeerTimeout names those that
-        have not come within ``timeout`` seconds. A number is reused if all have given it back after equally many calls:
-        then all messages of the old group have arrived.
+        They must pass the same ranks and ``name``, and make overlapping groups in one order. PeerTimeout names ranks
+        that have not arrived within ``timeout`` seconds. A number is reused if all have given it back after equally
+        many calls: all messages of the old group have arrived then.
         """
         member, label = self._member, f"making the group {name}"
         free = member.process.given_back.get(self._processes(chosen), [])
@@ -413,11 +416,12 @@ class Numbers:
         return number
 
     def give_back(self, ranks: Iterable[int], number: int, calls: int = 0) -> None:
-        """Nothing is under way any more in the group of these ranks; ``calls`` were made since its ranks met."""
+        """Release the number of a group without calls in flight. ``calls`` were made in it since its ranks agreed on
+        the number."""
         self._member.process.given_back.setdefault(self._processes(ranks), []).append((number, calls))
 
     def _processes(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Their numbers in the run."""
+        """The process numbers of these ranks in the run."""
         return tuple(self._member.number(self._ranks[rank]) for rank in ranks)
 
 

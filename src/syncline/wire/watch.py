@@ -1,17 +1,19 @@
-"""The failure detector: one control connection per pair of processes, and a thread that finds who failed first.
+"""The failure detector: one control connection per pair of processes, and a thread that finds the first failure.
 
 * A peer that dies closes its control connection without a goodbye: it is the culprit.
-* A stopped peer (SIGSTOP) of this machine and network namespace shows in /proc. All others send ``Heartbeats``, which
-  stay away when the peer is stopped, its machine hangs or the link is dead. A peer counts as lost after the liveness
-  limit, at the next look: once a second, or four times within the limit. A busy interpreter is never taken for dead.
-* A process that finds a culprit, or fails itself, tells everyone. The abort message carries the *first* culprit, so
-  that nobody blames a neighbour that left because of it.
-* A process in a stall asks the others for whom they wait (``culprit``). The watcher answers, whatever the script does.
+* A stopped peer (SIGSTOP) on this machine, in the same PID namespace, shows in /proc. All other peers send
+  ``Heartbeats``, which stop if the peer is stopped, its machine hangs or the link fails. After the liveness limit
+  without a sign of life a peer counts as lost. The limit is checked once a second, or four times within it. A busy
+  interpreter never counts as dead.
+* A process that finds a culprit, or fails itself, tells everyone. The abort message names the *first* culprit, so that
+  no process blames a neighbour that has ended as a consequence.
+* A process in a stall asks the others for their waits (``culprit``). The watcher answers, whatever the script does.
 
-Compiled code sends the heartbeats, without the interpreter lock: a call that holds the lock for longer than the limit
-would look like death. Keepalive probes of the kernel would not do, since it answers them for a stopped process. A
-connection has one writer at a time, so a message ends the heartbeats first. After a goodbye or an abort nobody needs
-them. After a question or an answer the watcher sends them itself until its message is out, and then starts new ones.
+Compiled code sends the heartbeats without the interpreter lock: otherwise a call that holds the lock for longer than
+the limit would look like a death. The kernel's keepalive probes are no alternative, since it answers them for a stopped
+process too. A connection has one writer at a time, so a message ends the heartbeats first. After a goodbye or an abort
+no peer expects them. After a question or an answer the watcher sends them itself until its message is out, and then
+starts new ones.
 
 The error is printed at once. If the user's thread has not returned to Syncline within ``GRACE_S``, for instance from a
 data loader that waits for a dead process, the process ends.
@@ -42,7 +44,7 @@ from .reports import FAILED, blame, first_time, in_bytes, say
 _POLLFD = struct.Struct("=ihh")
 
 START_S = 5.0
-"""How long ``start`` waits for its thread, which needs the interpreter lock until it runs compiled code."""
+"""The time to wait for the heartbeat thread, which needs the interpreter lock until it runs compiled code."""
 
 
 class Heartbeats:
@@ -71,14 +73,15 @@ class Heartbeats:
         self._ended = False
 
     def start(self) -> None:
-        """Begin: from then on no thread that holds the interpreter lock is in the way."""
+        """Start to send; from then on a thread that holds the interpreter lock cannot delay heartbeats."""
         self._thread.start()
         deadline = time.monotonic() + START_S
         while not self._running[0] and time.monotonic() < deadline:
             time.sleep(0.0001)
 
     def end(self) -> dict[int, bytes]:
-        """Send no more; by peer what is left of a frame that had begun. Called by one thread at a time."""
+        """Stop sending. Returns the rest of each frame that was sent in part, by peer. Called by one thread at a
+        time."""
         if self._ended:
             return {}
         self._ended = True
@@ -92,16 +95,16 @@ class Heartbeats:
 
 
 LIVENESS_S = 8.0
-"""Default limit after which a peer that gives no sign of life is lost."""
+"""The default time without a sign of life after which a peer counts as lost."""
 
 GRACE_S = 5.0
-"""Time the user's thread has to come back after a failure before the process ends."""
+"""The time for the user's thread to return to Syncline after a failure, before the process ends."""
 
 _STOPPED = "is stopped for {:.0f} s (SIGSTOP, or a debugger)"
 _SILENT = "has given no sign of life for {:.0f} s (SIGSTOP, its machine hangs, or the link to it is dead)"
 
 ANSWER_S = 2.0
-"""How long a process that is asked for whom it waits may take."""
+"""The time limit for the answer of a process that is asked for its waits."""
 
 _LINGER_S = 0.5
 
@@ -118,16 +121,16 @@ _SIZES = {
     _ANSWER: range(_NUMBER.size + ANSWER_BYTES.start, _NUMBER.size + ANSWER_BYTES.stop),
 }
 FAILED_STATUS = 1
-"""The exit status of a process that is ended because of another one."""
+"""The exit status of a process that ends because of another one."""
 
 
 def sees(one: Member, other: Member) -> bool:
-    """Whether /proc shows one process all that can happen to another: no link between them can fail."""
+    """Whether /proc shows one process every failure of another: no link between them can fail."""
     return (one.machine, one.pid_space) == (other.machine, other.pid_space)
 
 
 def prepare(roll: Roll) -> None:
-    """Load what watching this group needs, before connections stand and peers begin to expect heartbeats."""
+    """Load the code for watching this group, before connections stand and peers begin to expect heartbeats."""
     if not all(sees(roll.members[roll.index], member) for member in roll.members):
         importlib.import_module("syncline.kernels.streams")
 
@@ -135,8 +138,8 @@ def prepare(roll: Roll) -> None:
 class Watcher:
     """Watches all peers from its own thread until closed.
 
-    That thread calls ``on_failure`` once, with the error that names the first culprit, ``on_left`` with the index of a
-    peer that said goodbye, and ``answer`` for whom this process waits.
+    That thread calls ``on_failure`` once, with the error that names the first culprit. It calls ``on_left`` with the
+    index of a peer that has said goodbye, and ``answer`` for the waits of this process.
     """
 
     def __init__(
@@ -158,9 +161,9 @@ class Watcher:
         self._closing = False
         self._linger_until = 0.0
         self._open = set(socks)
-        self._told = self._told_own = False  # whether this process has told of a failure, and of its own
+        self._told = self._told_own = False  # this process has reported a failure; it has reported its own
         self._insisting = False
-        self._last_said = False  # whether that or the goodbye was said: nobody asks for beats any more
+        self._last_said = False  # a failure or the goodbye was sent, after which no peer expects heartbeats
         self._unsent: dict[int, bytes] = {}
         self._asked = dict.fromkeys(socks, 0)  # how often this process has asked each
         self._asked_by = dict.fromkeys(socks, 0)
@@ -177,7 +180,7 @@ class Watcher:
         self._tick_s = min(1.0, liveness_s / 4)
         far = {peer: sock for peer, sock in socks.items() if peer not in self._local}
         self._far = far
-        self._beats_here = False  # whether beats are sent by this thread instead
+        self._beats_here = False  # this thread sends the heartbeats instead of compiled code
         self._beats = self._new_beats() if far else None
         for peer, sock in self._socks.items():
             sock.setblocking(False)
@@ -187,39 +190,39 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="syncline-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch: after construction, so that ``on_failure`` finds this watcher in its place."""
+        """Start to watch; separate from the constructor, so that ``on_failure`` can already refer to this watcher."""
         if self._beats is not None:
             self._beats.start()
         self._thread.start()
 
     def verdict(self, timeout: float) -> PeerError | None:
-        """The first culprit, waiting up to ``timeout`` for the news of it; None when nobody failed."""
+        """The error that names the first culprit, after a wait of up to ``timeout``; None if no process has failed."""
         self.failed.wait(timeout)
         return self.failure
 
     def came_back(self) -> None:
-        """The user's thread has seen the failure: it may now end the process in its own way."""
+        """Note that the user's thread has seen the failure, so that it may end the process in its own way."""
         self._came_back.set()
 
     @property
     def over(self) -> bool:
-        """Whether this process knows of a failure, be it its own."""
+        """Whether this process knows of a failure, including its own."""
         return self.failure is not None or self._told
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
-        """Tell everyone, and the launcher, that this run is over because of ``culprit``, by default this process."""
+        """Tell all processes and the launcher that the run is over because of ``culprit``, by default this process."""
         index = self._roll.index if culprit is None else culprit
-        with self._lock:  # from here on nobody else becomes this process's failure, unless somebody is already
+        with self._lock:  # once this process reports its own failure, a later one of a peer must not replace it
             if culprit is None and self.failure is not None:
                 return
             self._told = True
             self._told_own = self._told_own or index == self._roll.index
         self._tell_all(_ABORT, _CULPRIT.pack(index) + in_bytes(reason)[:_REASON_BYTES])
-        # Behind the news: whoever has heard them notes the same.
+        # After the messages: every process that has received one notes the same culprit.
         blame(index, self._roll.name(index), reason, own=index == self._roll.index)
 
     def ask(self, peer: int) -> Answer | None:
-        """For whom a peer waits; None when it does not say so within ``ANSWER_S``. Asked by one thread at a time."""
+        """A peer's waits; None if it does not answer within ``ANSWER_S``. Called by one thread at a time."""
         if peer in self.left:
             return Answer({})
         number = self._asked[peer] = self._asked[peer] + 1
@@ -230,14 +233,14 @@ class Watcher:
         return answer if answered == number else None
 
     def goodbye(self) -> None:
-        """Tell everyone that this process has ended its part."""
+        """Tell all processes that this one has finished its part."""
         self._tell_all(_GOODBYE)
 
     def close(self) -> None:
         """End the thread and close the connections.
 
-        First what peers have said is read for a moment: closing would reset the connection, and a peer could lose the
-        goodbye.
+        It first reads pending messages for a moment: closing at once would reset the connection, and a peer could lose
+        the goodbye.
         """
         if self._closing:
             return
@@ -250,12 +253,12 @@ class Watcher:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
         if self._thread.ident is None:
-            self.close_descriptors()  # it was never started: nobody else does
+            self.close_descriptors()  # the thread, which would close them, was never started
         elif threading.current_thread() is not self._thread:
             self._thread.join()
 
     def close_descriptors(self) -> None:
-        """In a forked child: let go of the parent's connections without a word."""
+        """In a forked child: close the parent's connections without a goodbye."""
         for sock in self._socks.values():
             sock.close()
         for fd in (self._bell, -1 if self._beats is None else self._beats.bell):
@@ -266,7 +269,8 @@ class Watcher:
             self._selector.close()
 
     def _say(self, peer: int, kind: int, text: bytes = b"") -> None:
-        """Say something that is not the end: all still have to hear that this process lives, unless that was said."""
+        """Send a message that does not end the conversation. Heartbeats continue after it, unless the last message
+        was sent."""
         with self._lock:
             self._beats_here = not self._last_said
             self._end_beats()
@@ -280,13 +284,14 @@ class Watcher:
                 self._tell(peer, kind, text)
 
     def _end_beats(self) -> None:
-        """From now on words are written here, behind what a beat has begun."""
+        """Stop the compiled heartbeats. Messages are written here from now on, after the rest of a frame sent in
+        part."""
         with self._lock:
             if self._beats is not None:
                 self._unsent.update(self._beats.end())
 
     def _beat_again(self) -> bool:
-        """After words that were not the end, leave the beats to compiled code again, once no word is cut off."""
+        """Restart the compiled heartbeats once all messages are sent completely. Returns whether they run."""
         with self._lock:
             for peer, sock in self._far.items():
                 self._push(peer, sock)
@@ -302,7 +307,7 @@ class Watcher:
         return Heartbeats(self._far, _FRAME.pack(_HEARTBEAT, 0), self._tick_s)
 
     def _push(self, peer: int, sock: socket.socket) -> None:
-        """Send what is unsent, as much as is taken now: the rest goes before the next word."""
+        """Send as much of the unsent bytes as the socket accepts; the rest is sent before the next message."""
         # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
         rest = self._unsent.get(peer, b"")
         with contextlib.suppress(OSError):
@@ -310,7 +315,7 @@ class Watcher:
 
     def _tell(self, peer: int, kind: int, text: bytes = b"") -> None:
         sock = self._socks.get(peer)
-        # Who has left may still be reading, and would blame this process for ending without a goodbye.
+        # A peer that has left may still read, and would blame this process for ending without a goodbye.
         if sock is None or (peer in self.left and kind not in (_GOODBYE, _ABORT)):
             return
         with self._lock:
@@ -329,7 +334,7 @@ class Watcher:
                             os.eventfd_read(self._bell)
                 now = time.monotonic()
                 if now - last >= tick and not self._closing:
-                    # This process itself may have been stopped: then nobody else's silence counts.
+                    # This process itself may have been stopped: then the silence of its peers does not count.
                     if now - last > 2 * tick + 1:
                         self._heard = dict.fromkeys(self._heard, now)
                     last = now
@@ -378,16 +383,16 @@ class Watcher:
         elif kind == _ABORT:
             (culprit,) = _CULPRIT.unpack_from(text)
             reason = printable(text[_CULPRIT.size :].decode(errors="ignore"))
-            if culprit != self._roll.index or not self._told_own:  # else our own news, come back
+            if culprit != self._roll.index or not self._told_own:  # otherwise it is the echo of our own message
                 self._fail(culprit, reason)
-        elif kind == _QUESTION and not self._told:  # else it has heard who is to blame
+        elif kind == _QUESTION and not self._told:  # otherwise the peer has been told the culprit already
             said = text + pack(self._answer())
             with self._lock:
-                if not self._unsent.get(peer):  # whoever does not read gets no more than one
+                if not self._unsent.get(peer):  # a peer that does not read gets one answer at most
                     self._say(peer, _ANSWER, said)
 
     def _makes_sense(self, peer: int, kind: int, text: bytes) -> bool:
-        """Whether a process of this version says that; of an answer, keep it."""
+        """Whether this is a valid message of this version. Keeps a valid answer."""
         members = len(self._roll.members)
         if len(text) not in _SIZES.get(kind, ()):
             return False
@@ -400,7 +405,8 @@ class Watcher:
         return kind != _ANSWER or self._take_answer(peer, text)
 
     def _take_answer(self, peer: int, text: bytes) -> bool:
-        """Keep an answer; False for one to what was not asked, for a second one to a question, and for nonsense."""
+        """Keep an answer. False for an answer without a question, for a second answer to one question, and for
+        invalid bytes."""
         (number,) = _NUMBER.unpack_from(text)
         if not self._answers[peer][0] < number <= self._asked[peer]:
             return False
@@ -414,7 +420,7 @@ class Watcher:
         return True
 
     def _look(self, now: float) -> None:
-        """Look at everyone's state, and show that this process lives where nothing else does."""
+        """Check every peer for signs of life, and send heartbeats if compiled code does not."""
         if self._beats_here and not self._beat_again():
             for peer in self._far:
                 if not self._unsent.get(peer):
@@ -433,12 +439,12 @@ class Watcher:
         who = "this process, " if culprit == self._roll.index else ""
         error = PeerLost(f"{who}{self._roll.name(culprit)} {reason}", rank=culprit, host=host)
         with self._lock:
-            # Who has told of a failure hears its echo, and connections that close, until it has ended.
+            # After its own report this process sees echoes of it and closing connections until it has ended.
             if self.failure is not None or (self._closing and self._told):
                 return
             if not self._told_own:
                 self.failure = error
-        if self.failure is None:  # the others end because of this process, which is to end too
+        if self.failure is None:  # the others end because of this process, so it must end too
             self._begin_to_insist()
             return
         self.abort(reason, culprit)
@@ -447,7 +453,7 @@ class Watcher:
             self._answered.notify()
         self._on_failure(error)
         self._begin_to_insist()
-        # Printing may have to wait for whoever reads it: last, when all who have to know do.
+        # Printing may block on the reader of stderr, so it comes last, when all processes are informed.
         if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
             say(f"syncline: {self._roll.name(self._roll.index)}: {error}\n")
 
@@ -457,12 +463,12 @@ class Watcher:
             threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
 
     def _insist(self) -> None:
-        """End the process when the user's thread does not come back."""
+        """End the process if the user's thread does not return."""
         if not self._came_back.wait(GRACE_S):
             index = self._roll.index if self.failure is None else self.failure.rank
             culprit = "this process" if index == self._roll.index else self._roll.name(index)
             self._end(
-                f"syncline: {self._roll.name(self._roll.index)}: the script did not come back to Syncline within"
+                f"syncline: {self._roll.name(self._roll.index)}: the script did not return to Syncline within"
                 f" {GRACE_S:.0f} s after the failure of {culprit}, ending"
             )
 
@@ -474,7 +480,7 @@ class Watcher:
 
 
 class Stops:
-    """Finds who of this machine is stopped for longer than ``liveness_s``, where no watcher stands yet."""
+    """Finds processes on this machine that are stopped for longer than ``liveness_s``, before the watcher runs."""
 
     def __init__(self, roll: Roll, liveness_s: float) -> None:
         me = roll.members[roll.index]
@@ -484,7 +490,7 @@ class Stops:
         self._looked = time.monotonic()
 
     def check(self) -> None:
-        """Raise PeerLost for one that is; does not wait."""
+        """Raise PeerLost if there is such a process. Does not wait."""
         now = time.monotonic()
         if now - self._looked < self._tick_s:
             return
@@ -501,7 +507,7 @@ class Stops:
 
 
 def _is_stopped(pid: int) -> bool:
-    """True when a process of this machine is stopped by a signal, or gone."""
+    """Whether a process on this machine is stopped by a signal."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
