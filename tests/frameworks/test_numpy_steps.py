@@ -213,8 +213,8 @@ def wants_more(weights: Any, gradient: Any, state: Any, lr: float) -> None:
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (wants_more, "wants_more shall be update.weights, gradient, state., with defaults"),
-        (lambda *_, lr: lr, "<lambda> shall be update"),
+        (wants_more, "wants_more must have the form update.weights, gradient, state., with defaults"),
+        (lambda *_, lr: lr, "<lambda> must have the form update"),
         (partial(sgd, lr=np.ones(2)), "the optimizer's 'lr' is ndarray"),
         (3, r"needs an optimizer with update\(weights, gradient, state\), or such a function"),
     ],
@@ -343,7 +343,7 @@ def test_a_state_of_something_else_is_refused(group: Any) -> None:
     def body(session: Session) -> None:
         handed = adapt(session, model(), sgd, OPTIONS)
         assert handed is not None
-        with pytest.raises(UsageError, match="this state is of a run with 'tree"):
+        with pytest.raises(UsageError, match="this state belongs to a run with 'tree"):
             handed.result[1].load_state_dict(of_ring | {"strategy": "tree"})
         mine = of_ring | {"strategy": str(session.strategy)}
         with pytest.raises(UsageError, match="of another model: it has 'bias'"):

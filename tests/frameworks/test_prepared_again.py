@@ -98,7 +98,7 @@ def test_owners_have_them_as_they_were_prepared_first(group: Any) -> None:
     def body(session: Session) -> None:
         arrays = {"a": np.zeros(3)}
         optimizer = prepare(session, arrays)
-        with pytest.raises(UsageError, match="owners of the weights hold 'a' as it was prepared first"):
+        with pytest.raises(UsageError, match="owners of the weights hold 'a' from the first prepare"):
             prepare(session, arrays)
         optimizer.step({"a": np.ones(3)})
 

@@ -277,7 +277,7 @@ def again(here: Here) -> None:
         (loaded, r"'0.weight' were changed between the first gradient of this step and step\(\)"),
         (clipped, r"the gradient of '0.weight' was changed between backward\(\) and step\(\)"),
         (clipped_past_autograd, r"the gradient of '0.weight' was changed between backward\(\) and step\(\)"),
-        (clipped_by_owners, r"under schedule=priority owners of the weights update each bucket when it comes"),
+        (clipped_by_owners, r"under schedule=priority owners of the weights update each bucket when it arrives"),
         (lambda here: here.optimizer.state_dict(), r"optimizer.state_dict\(\) between backward\(\) and step\(\)"),
         (saved_by_syncline, r"syncline.state_dict\(\) between backward\(\) and step\(\)"),
         (loaded_by_syncline, r"syncline.load_state_dict\(\) between backward\(\) and step\(\)"),

@@ -80,7 +80,7 @@ def test_what_was_asked_for_has_to_be_the_same(group: Any, change: str) -> None:
     state = group("auto", 2, save)[0]
     with pytest.raises(UsageError, match=r"this state is of a run with '.*give syncline.init"):
         group("auto", 2, partial(go_on, state=state | {"strategy": change}, given_up=0))
-    with pytest.raises(UsageError, match="this state is of a run with 'tree"):
+    with pytest.raises(UsageError, match="this state belongs to a run with 'tree"):
         group("ring", 2, partial(go_on, state=state | {"strategy": "tree"}, given_up=0))
 
 
