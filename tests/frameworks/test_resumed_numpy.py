@@ -78,7 +78,7 @@ def test_what_was_left_open_may_be_another_thing_after(group: Any, before: int, 
 @pytest.mark.parametrize("change", ["sync=local(steps=2)", "codec=int8", "ps(servers=1)"])
 def test_what_was_asked_for_has_to_be_the_same(group: Any, change: str) -> None:
     state = group("auto", 2, save)[0]
-    with pytest.raises(UsageError, match=r"this state is of a run with '.*give syncline.init"):
+    with pytest.raises(UsageError, match=r"this state belongs to a run with '.*give syncline.init"):
         group("auto", 2, partial(go_on, state=state | {"strategy": change}, given_up=0))
     with pytest.raises(UsageError, match="this state belongs to a run with 'tree"):
         group("ring", 2, partial(go_on, state=state | {"strategy": "tree"}, given_up=0))

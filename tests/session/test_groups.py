@@ -323,7 +323,7 @@ def test_no_thread_begins_a_call_while_another_one_ends_the_group(group: Any) ->
             here.barrier = meanwhile  # type: ignore[method-assign]
             one.end()
             threads.submit(late, calls[0]).result(30)
-        ends = [text for text in heard if "ends this group, or has: make another one" in text]
+        ends = [text for text in heard if "is ending this group, or has ended it: make a new one" in text]
         assert (len(heard), len(ends)) == (5, 4)
         assert "is in a call of the <group of ranks 0-1>" in heard[3]
 
