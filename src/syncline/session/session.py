@@ -254,7 +254,7 @@ class Session(Communicator):
         return self.strategy.collective or compiled(self.bucket_plan(nbytes), self.index)
 
     def bucket_plan(self, nbytes: int) -> Plan:
-        """The strategy's plan for a bucket of gradients, through servers where it has some."""
+        """The strategy's plan for a bucket of gradients, through the servers if there are any."""
         if self.choice is not None:
             return planned(self.choice.at(nbytes), self.group)
         return self.strategy.plan(self.group)

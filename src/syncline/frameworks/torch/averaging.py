@@ -56,30 +56,25 @@ class ParameterMemory:
 
     @property
     def buckets(self) -> Values:
-        """On the device of the parameters."""
         return Values(self._storage.views, list(self._storage.resident.values()))
 
     def zeros(self) -> Values:
-        """On the device of the parameters."""
         blocks = {dtype: torch.zeros_like(flat) for dtype, flat in self._storage.resident.items()}
         tensors = [self._storage.view_in(blocks, tensor) for tensor in range(len(self._parameters))]
         return Values(tensors, list(blocks.values()))
 
     @torch.no_grad()
     def read(self, into: Values) -> None:
-        """One copy per tensor."""
         for value, parameter in zip(into.tensors, self._parameters, strict=True):
             value.copy_(parameter)
 
     @torch.no_grad()
     def write(self, values: Values) -> None:
-        """One copy per tensor."""
         for parameter, value in zip(self._parameters, values.tensors, strict=True):
             parameter.copy_(value)
 
     @torch.no_grad()
     def subtract(self, values: Values) -> None:
-        """One subtraction per tensor."""
         for parameter, value, view in zip(self._parameters, values.tensors, self._storage.views, strict=True):
             torch.sub(parameter, value, out=view)
 
@@ -123,7 +118,6 @@ class ParameterMemory:
         return [value.cpu().clone() for value in values.tensors]
 
     def load(self, values: Values, saved: Sequence[torch.Tensor]) -> None:
-        """One tensor per parameter."""
         for mine, value in zip(values.tensors, saved, strict=True):
             mine.copy_(value)
 
