@@ -6,8 +6,8 @@
     listener -> dialler    welcome    one byte
 
 Both ends prove that they hold the secret, for this run, these two ranks and this purpose; a recorded exchange proves
-nothing for another one, since both nonces enter both proofs. All messages have one size, so no length sent by a
-stranger is ever believed. HMAC is SHA-256 (RFC 2104).
+nothing for another one, since both nonces enter both proofs. All messages have one size, so neither end relies on
+a length that a stranger has sent. HMAC is SHA-256 (RFC 2104).
 """
 
 from __future__ import annotations
