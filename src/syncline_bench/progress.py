@@ -67,7 +67,7 @@ class Display:
         """Update the row's bar, or print a line at each tenth of its iterations."""
         now = self._clock()
         self._first = self._first or (iteration, now)
-        loss_text, rate_text = f"loss {units.number(loss)}", f"{units.rate(images_per_s)} img/s"
+        loss_text, rate_text = f"loss {units.number(loss)}", f"{units.significant(images_per_s)} img/s"
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=iteration, loss=loss_text, rate=rate_text)
         elif iteration * 10 // self._iterations > self._tenth:

@@ -18,7 +18,7 @@ from syncline_bench.report import units
         (units.size(0), "0 B"),
         (units.size(1023), "1023 B"),
         (units.size(1258291), "1.20 MiB"),
-        (units.rate(12345.0), "12,300"),
+        (units.significant(12345.0), "12,300"),
         (units.percent(0.98056, 2), "98.06 %"),
         (units.number(0.0712), "0.0712"),
     ],
@@ -27,7 +27,7 @@ def test_numbers_are_written_with_their_unit(text: str, expected: str) -> None:
     assert text == expected
 
 
-@pytest.mark.parametrize("write", [units.seconds, units.milliseconds, units.size, units.rate, units.percent])
+@pytest.mark.parametrize("write", [units.seconds, units.milliseconds, units.size, units.significant, units.percent])
 def test_what_was_not_measured_is_a_dash(write: object) -> None:
     assert write(None) == units.MISSING  # type: ignore[operator]
 

@@ -59,11 +59,11 @@ class AccuracyRow:
     codec: Annotated[str | None, "the codec's text; `null` where a strategy was asked for"]
     feedback: Annotated[bool | None, "whether with error feedback; `null` where a strategy was asked for"]
     accuracy: Annotated[tuple[float | None, ...], "test accuracy after the last iteration, 0 to 1, one per seed"]
-    median_accuracy: Annotated[float | None, "over the trainings that finished"]
-    lowest: Annotated[float | None, "of those"]
-    highest: Annotated[float | None, "of those"]
+    median_accuracy: Annotated[float | None, "test accuracy after the last iteration, median over the seeds"]
+    lowest: Annotated[float | None, "over the seeds"]
+    highest: Annotated[float | None, "over the seeds"]
     bytes_sent_per_step: Annotated[
-        float | None, "per worker and iteration, headers included: the median over workers and iterations"
+        float | None, "by one worker in one iteration, headers included: the median over workers and iterations"
     ]
     of_dense_bytes: Annotated[
         float | None,
@@ -206,39 +206,21 @@ def table(result: AccuracyResult, codecs: bool = True) -> Table[AccuracyRow]:
         return f"{name(row)}{' with feedback' if codecs and row.feedback else ''}, {row.error}"
 
     columns: list[Column[AccuracyRow]] = [
-        Column("codec" if codecs else "strategy", name, kind="name"),
-        Column(
-            "fb",
-            lambda row: "yes" if row.feedback else "no",
-            head="feedback",
-            means="with error feedback",
-            when=lambda _: codecs,
-        ),
-        Column(
-            "acc",
-            lambda row: units.percent(row.median_accuracy, 2, ""),
-            unit="%",
-            head="accuracy",
-            means="test accuracy after the last iteration, median over the seeds",
-            fails=True,
-        ),
-        Column("range", _range, 3, head="lowest to highest", means="from the lowest to the highest over the seeds"),
-        Column("below", _below, head=f"points below {other}", means=f"percentage points below {other}"),
+        Column("codec" if codecs else "strategy", by=name, kind="name"),
+        Column("fb", "feedback", _yes, head="feedback", means="with error feedback", when=lambda _: codecs),
+        Column("acc", "median_accuracy", units.hundredths, unit="%", head="accuracy", fails=True),
+        Column("range", rank=3, by=_range, head="lowest to highest", means="the lowest and the highest of the seeds"),
+        Column("below", "points_below_dense", _points, head=f"points below {other}", means=f"points below {other}"),
         Column(
             "within",
-            lambda row: {True: "yes", False: "no", None: units.MISSING}[row.within_scatter],
+            "within_scatter",
+            _yes,
             4,
             head="within scatter",
             means=f"no further from {other} than its seeds are from each other",
         ),
-        Column(
-            "bytes",
-            lambda row: units.size(row.bytes_sent_per_step),
-            1,
-            head="bytes per step",
-            means="sent by one worker in one iteration",
-        ),
-        Column("share", _share, 2, head=f"of {sender}", means=f"of the bytes of {sender}"),
+        Column("bytes", "bytes_sent_per_step", units.size, 1, head="bytes per step"),
+        Column("share", "of_dense_bytes", _share, 2, head=f"of {sender}", means=f"of the bytes of {sender}"),
     ]
     return Table(
         columns,
@@ -257,12 +239,16 @@ def _range(row: AccuracyRow) -> str:
     return f"{units.percent(row.lowest, 2, '')} - {units.percent(row.highest, 2, '')}"
 
 
-def _below(row: AccuracyRow) -> str:
-    return units.MISSING if row.points_below_dense is None else f"{round(row.points_below_dense, 2) + 0.0:.2f}"
+def _points(value: float | None) -> str:
+    return units.MISSING if value is None else f"{round(value, 2) + 0.0:.2f}"
 
 
-def _share(row: AccuracyRow) -> str:
-    return units.MISSING if row.of_dense_bytes is None else f"{units.significant(100 * row.of_dense_bytes)} %"
+def _share(value: float | None) -> str:
+    return units.MISSING if value is None else f"{units.significant(100 * value)} %"
+
+
+def _yes(value: bool | None) -> str:
+    return {True: "yes", False: "no", None: units.MISSING}[value]
 
 
 def markdown(result: AccuracyResult) -> str:

@@ -57,22 +57,22 @@ class Measured(_Checked):
 
     transport: Annotated[str, "the word asked for"]
     algorithm: Annotated[str, "the word asked for"]
-    ranks: int
+    ranks: Annotated[int, "how many took part"]
     bytes: Annotated[int, "of the whole array"]
-    collective: str = "allreduce"
+    collective: Annotated[str, "what they did"] = "allreduce"
     lab_bit_per_s: Annotated[float | None, "the rate of the lab's links; none on the machine itself"] = None
     per_host: Annotated[int, "ranks on each host of the lab"] = 1
     chosen: Annotated[str | None, "what ran where the words left that open, or the library and its version"] = None
-    repetitions: int = 0
-    median_s: Annotated[float | None, "over the repetitions"] = None
-    p99_s: Annotated[float | None, "over the repetitions"] = None
-    algbw_bytes_per_s: Annotated[float | None, "as in nccl-tests, from the median"] = None
-    busbw_bytes_per_s: Annotated[float | None, "as in nccl-tests, from the median"] = None
-    cpu_s_per_gb: Annotated[float | None, "processor time of all ranks, user and kernel, per 10^9 bytes"] = None
+    repetitions: Annotated[int, "each as long as its slowest rank"] = 0
+    median_s: Annotated[float | None, "of the slowest rank"] = None
+    p99_s: Annotated[float | None, "the 99th percentile"] = None
+    algbw_bytes_per_s: Annotated[float | None, "as in nccl-tests"] = None
+    busbw_bytes_per_s: Annotated[float | None, "as in nccl-tests"] = None
+    cpu_s_per_gb: Annotated[float | None, "processor seconds of all ranks, user and kernel, per 10^9 bytes"] = None
     limit: Annotated[str | None, "`memory` or `link`"] = None
     limit_s: Annotated[float | None, "the least time that the limit allows, measured in the same run"] = None
-    of_limit: Annotated[float | None, "`limit_s / median_s`"] = None
-    correct: Annotated[bool | None, "of every element on every rank, before and after the timed repetitions"] = None
+    of_limit: Annotated[float | None, "share of what plain copies (or the link) allow, `limit_s / median_s`"] = None
+    correct: Annotated[bool | None, "every element right on every rank, before and after the timed repetitions"] = None
     memory_bytes: Annotated[
         int | None,
         "the growth of a rank's proportional set size, array included, at the greatest size in processes of its own",
@@ -123,19 +123,23 @@ class GradientRow(_Checked):
     the mean is where the form has it. A repetition's time is that of its slowest rank.
     """
 
-    workload: str
-    form: str
-    ranks: int
-    tensors: int
-    parameters: int
+    workload: Annotated[str, "as asked for"]
+    form: Annotated[str, "what is done with the gradients"]
+    ranks: Annotated[int, "as asked for"]
+    tensors: Annotated[int, "of the network's gradients"]
+    parameters: Annotated[int, "of the network"]
     bytes: Annotated[int, "of the network's gradients, float32"]
     passes: Annotated[int, "how often the form reads or writes all gradients beside the exchange"]
-    repetitions: int = 0
-    median_s: Annotated[float | None, "of whole iterations"] = None
-    p99_s: Annotated[float | None, "of whole iterations"] = None
-    added_s: Annotated[float | None, "median of what the form takes beyond `bare` in the same repetition"] = None
-    share: Annotated[float | None, "`added_s / median_s`"] = None
-    limit_s: Annotated[float | None, "the passes at the speed of plain copies by all ranks, of the same run"] = None
+    repetitions: Annotated[int, "each as long as its slowest rank"] = 0
+    median_s: Annotated[float | None, "of an iteration that computes nothing, slowest rank"] = None
+    p99_s: Annotated[float | None, "the 99th percentile"] = None
+    added_s: Annotated[
+        float | None, "what the form takes beyond `bare`, in which no gradient is moved, in the same repetition"
+    ] = None
+    share: Annotated[float | None, "of the median, `added_s / median_s`"] = None
+    limit_s: Annotated[
+        float | None, "the passes at the speed of plain copies by all ranks, measured in the same run"
+    ] = None
     of_limit: Annotated[
         float | None,
         "`limit_s / added_s`; `null` where nothing is moved; above 1 the gradients lay in a cache, and it is no limit",
@@ -172,14 +176,14 @@ class CodecRow:
     codec: Annotated[str, "the codec's text, without the feedback"]
     feedback: Annotated[bool, "whether with error feedback"]
     combine: Annotated[str, "how payloads are combined"]
-    elements: Annotated[int, "low-rank codecs work on a matrix that may be some elements smaller"]
+    elements: Annotated[int, "of the array; low-rank codecs work on a matrix that may be some elements smaller"]
     encode_s: Annotated[float, "gradient (plus residual) to payload, the new residual included"]
     decode_s: Annotated[float, "payload to gradient, *added* to what is there"]
     bytes: Annotated[int, "of the payload"]
-    bits_per_element: Annotated[float, "of the payload"]
-    encode_gb_per_s: Annotated[float, "4 bytes x elements / seconds / 10^9"]
-    decode_gb_per_s: Annotated[float, "the same"]
-    np_add_gb_per_s: Annotated[float, "the same of `np.add(a, b, out=c)`"]
+    bits_per_element: Annotated[float, "of the payload, on the wire"]
+    encode_gb_per_s: Annotated[float, "GB/s of float32: 4 bytes x elements / seconds / 10^9"]
+    decode_gb_per_s: Annotated[float, "GB/s of float32, added"]
+    np_add_gb_per_s: Annotated[float, "GB/s of `np.add(a, b, out=c)`"]
     torch_s: Annotated[
         float | None,
         "the torch composition's compression with the same feedback, to be held against `encode_s`; `null` where there "
@@ -207,18 +211,18 @@ class CodecResult(ResultFile):
 class StepRow:
     """A step of one framework on so many tensors, each of which is a bucket; times are medians of the slowest rank."""
 
-    framework: str
-    tensors: int
+    framework: Annotated[str, "whose steps"]
+    tensors: Annotated[int, "each of them a bucket"]
     elements: Annotated[int, "of each tensor, float32"]
     bare_s: Annotated[float | None, "a step of the framework alone"] = None
     exchange_s: Annotated[float | None, "what a step hands to the engine, called from Python"] = None
-    step_s: Annotated[float | None, "a step of a model that Syncline exchanges the gradients of"] = None
-    beyond_s: Annotated[float | None, "what that takes beyond the two others of the same repetition"] = None
+    step_s: Annotated[float | None, "a step with Syncline"] = None
+    beyond_s: Annotated[float | None, "what that takes beyond both, in the same repetition"] = None
     quiet_beyond_s: Annotated[
-        float | None, "the difference of the fifth percentiles of the three, which other work changes less"
+        float | None, "the same of the fifth percentiles of the three, which other work changes less"
     ] = None
-    cpu_beyond_s: Annotated[float | None, "processor time of a rank, all threads, beyond that of the two others"] = None
-    correct: Annotated[bool | None, "whether the weights are those that so many steps make"] = None
+    cpu_beyond_s: Annotated[float | None, "the same of a rank's processor time, of all its threads"] = None
+    correct: Annotated[bool | None, "the weights are those that so many steps make"] = None
     error: Annotated[str | None, "why there are no figures"] = None
 
     @property
@@ -288,28 +292,16 @@ def _collective(rows: Sequence[Measured], cores: int) -> Table[Measured]:
     failed = grouped((row for row in rows if row.error is not None), lambda row: (row.contender, row.error))
     return Table(
         (
-            Column("bytes", lambda row: units.decimal_size(row.bytes), once=True),
-            Column("contender", lambda row: row.contender, kind="name"),
-            Column("median", lambda row: units.seconds(row.median_s), means="of the slowest rank", fails=True),
-            Column("p99", lambda row: units.seconds(row.p99_s), 5),
-            Column("busbw", _bandwidth, 3, means="as in nccl-tests"),
-            Column(
-                "CPU",
-                lambda row: units.rate(row.cpu_s_per_gb),
-                4,
-                head="CPU s/GB",
-                means="processor seconds of all ranks per 10^9 bytes",
-            ),
-            Column(
-                "limit",
-                lambda row: units.percent(row.of_limit),
-                2,
-                head="of limit",
-                means="share of what plain copies (or the link) allow, measured in the same run",
-            ),
+            Column("bytes", "bytes", units.decimal_size, means="", once=True),
+            Column("contender", "contender", kind="name"),
+            Column("median", "median_s", units.seconds, fails=True),
+            Column("p99", "p99_s", units.seconds, 5),
+            Column("busbw", "busbw_bytes_per_s", _gigabytes, 3),
+            Column("CPU", "cpu_s_per_gb", units.significant, 4, head="CPU s/GB"),
+            Column("limit", "of_limit", units.percent, 2, head="of limit"),
             *(_against(rows, name) for name in PEERS if name in there),
-            Column("", lambda row: "" if row.memory_bytes is None else units.size(row.memory_bytes), head="memory"),
-            Column("ok", lambda row: units.verdict(row.correct), head="right", means="every element on every rank"),
+            Column("", "memory_bytes", units.size, head="memory"),
+            Column("ok", "correct", units.verdict, head="right"),
         ),
         rows,
         title(rows, cores),
@@ -327,8 +319,8 @@ def _failure(row: Measured | GradientRow) -> str:
     return "red" if row.error is not None or row.correct is False else ""
 
 
-def _bandwidth(row: Measured) -> str:
-    return units.MISSING if row.busbw_bytes_per_s is None else f"{row.busbw_bytes_per_s / 1e9:.3g} GB/s"
+def _gigabytes(value: float | None) -> str:
+    return units.MISSING if value is None else f"{value / 1e9:.3g} GB/s"
 
 
 def _against(rows: Sequence[Measured], name: str) -> Column[Measured]:
@@ -343,17 +335,17 @@ def _against(rows: Sequence[Measured], name: str) -> Column[Measured]:
 
     library, _, algorithm = name.partition(":")
     means = "how many times faster than that peer"
-    return Column(f"x {library}\n{algorithm}", cell, head=f"x {name}", means=means)
+    return Column(f"x {library}\n{algorithm}", by=cell, head=f"x {name}", means=means)
 
 
 def goals(verdicts: Sequence[Verdict]) -> Table[Verdict]:
     """The closing table of a bench."""
     return Table(
         (
-            Column("goal", lambda verdict: verdict.goal, kind="name"),
-            Column("measured", lambda verdict: verdict.measured or units.MISSING),
-            Column("at", lambda verdict: verdict.at, kind="text"),
-            Column("reached", lambda verdict: units.verdict(verdict.reached)),
+            Column("goal", "goal", kind="name"),
+            Column("measured", "measured", lambda value: value or units.MISSING),
+            Column("at", "at", kind="text"),
+            Column("reached", "reached", units.verdict),
         ),
         verdicts,
         "goals, each by the worst of its rows",
@@ -383,30 +375,16 @@ def _gradients(rows: Sequence[GradientRow], cores: int) -> Table[GradientRow]:
     ours = next((row.added_s for row in rows if row.form == CONTIGUOUS), None)
     return Table(
         (
-            Column("form", lambda row: row.form, kind="name"),
-            Column("", lambda row: str(row.passes or units.MISSING), head="passes"),
-            Column(
-                "median",
-                lambda row: units.seconds(row.median_s),
-                means="of an iteration that computes nothing, slowest rank",
-                fails=True,
-            ),
-            Column("p99", lambda row: units.seconds(row.p99_s), 4),
-            Column(
-                "added",
-                _added,
-                means="what the form takes beyond bare, in which no gradient is moved, in the same repetition",
-            ),
-            Column("share", _share, 3, means="of the median"),
-            Column(
-                "limit",
-                lambda row: units.seconds(row.limit_s) if row.passes else "",
-                1,
-                means="the form's passes over the gradients at the speed of plain copies, measured in the same run",
-            ),
-            Column("of limit", _of_limit, 2, means="the share of it reached"),
-            Column("x", partial(_times, ours), means="added, as a multiple of what contiguous adds"),
-            Column("ok", lambda row: units.verdict(row.correct), means="every element right on every rank"),
+            Column("form", "form", kind="name"),
+            Column("", "passes", lambda value: str(value or units.MISSING), head="passes"),
+            Column("median", "median_s", units.seconds, fails=True),
+            Column("p99", "p99_s", units.seconds, 4),
+            Column("added", "added_s", by=_added),
+            Column("share", "share", rank=3, by=_share),
+            Column("limit", "limit_s", rank=1, by=lambda row: units.seconds(row.limit_s) if row.passes else ""),
+            Column("of limit", rank=2, by=_of_limit, means="the share of it reached"),
+            Column("x", by=partial(_times, ours), means="added, as a multiple of what contiguous adds"),
+            Column("ok", "correct", units.verdict),
         ),
         rows,
         f"{first.workload}, {units.decimal_size(first.bytes)} in {first.tensors} tensors, {where}",
@@ -446,36 +424,36 @@ def render_codecs(result: CodecResult) -> Sheet:
         return Sheet(())
     add = units.significant(result.rows[0].np_add_gb_per_s)
     columns: tuple[Column[CodecRow], ...] = (
-        Column("codec", lambda row: row.codec, kind="name"),
-        Column("fb", lambda row: "yes" if row.feedback else "", means="with error feedback"),
-        Column("bits", lambda row: units.significant(row.bits_per_element), means="per element on the wire"),
-        Column("encode", lambda row: units.significant(row.encode_gb_per_s), means="GB/s of float32"),
-        Column("decode", lambda row: units.significant(row.decode_gb_per_s), 2, means="GB/s of float32, added"),
+        Column("codec", "codec", kind="name", means=""),
+        Column("fb", "feedback", lambda value: "yes" if value else "", means="with error feedback"),
+        Column("bits", "bits_per_element", units.significant),
+        Column("encode", "encode_gb_per_s", units.significant),
+        Column("decode", "decode_gb_per_s", units.significant, 2),
         Column(
             "of add",
-            lambda row: units.percent(row.encode_gb_per_s / row.np_add_gb_per_s),
-            1,
+            rank=1,
+            by=lambda row: units.percent(row.encode_gb_per_s / row.np_add_gb_per_s),
             means=f"encode as a share of np.add's {add} GB/s",
         ),
         Column(
             "x torch",
-            lambda row: units.MISSING if row.torch_s is None else units.significant(row.torch_s / row.encode_s, 2),
-            3,
+            rank=3,
+            by=lambda row: units.significant(row.torch_s and row.torch_s / row.encode_s, 2),
             means="times faster than the usual composition of torch operations",
         ),
         Column(
             "verdict",
+            "pays_below_bit_per_s",
             _pays,
-            means=f"an allreduce of {result.workers} ranks is faster below that link speed",
             kind="text",
+            means=f"an allreduce of {result.workers} ranks is faster below that link speed",
         ),
     )
     return Sheet([Table(columns, result.rows, f"codecs on {result.elements:,} float32, one core")])
 
 
-def _pays(row: CodecRow) -> str:
+def _pays(rate: float | None) -> str:
     """On which links the codec makes an allreduce faster: ``pays below 3.2 Gbit/s``."""
-    rate = row.pays_below_bit_per_s
     if rate is None:
         return "never pays"
     return "pays on any link" if rate >= ANY_LINK_BIT_PER_S else f"pays below {units.link_rate(rate)}"
@@ -485,26 +463,23 @@ def render_steps(result: StepResult) -> Sheet:
     """The table of steps."""
     rows = result.rows
 
-    def figure(title: str, field: str, rank: int, means: str) -> Column[StepRow]:
-        return Column(title, lambda row: units.seconds(getattr(row, field)), rank, means=means, fails=title == "step")
-
     columns: tuple[Column[StepRow], ...] = (
-        Column("framework", lambda row: row.framework, kind="name"),
-        Column("buckets", lambda row: str(row.tensors)),
-        figure("bare", "bare_s", 3, "a step of the framework alone"),
-        figure("exchange", "exchange_s", 2, "what it hands to the engine, called from Python"),
-        figure("step", "step_s", 0, "with Syncline"),
-        figure("beyond", "beyond_s", 0, "what that takes beyond both, in the same repetition"),
-        figure("quiet", "quiet_beyond_s", 0, "the same of the fifth percentiles of the three"),
-        figure("cpu", "cpu_beyond_s", 0, "the same of processor time"),
+        Column("framework", "framework", kind="name", means=""),
+        Column("buckets", "tensors", means=""),
+        Column("bare", "bare_s", units.seconds, 3),
+        Column("exchange", "exchange_s", units.seconds, 2),
+        Column("step", "step_s", units.seconds, fails=True),
+        Column("beyond", "beyond_s", units.seconds),
+        Column("quiet", "quiet_beyond_s", units.seconds),
+        Column("cpu", "cpu_beyond_s", units.seconds),
         Column(
             "each",
-            lambda row: units.seconds(each(row, rows)),
-            1,
+            rank=1,
+            by=lambda row: units.seconds(each(row, rows)),
             means="quiet, for every bucket more than in the row above",
         ),
-        figure("goal", "goal_s", 0, "1 ms, and 20 microseconds a bucket"),
-        Column("ok", lambda row: units.verdict(row.correct), means="the weights are right"),
+        Column("goal", "goal_s", units.seconds, means="1 ms, and 20 microseconds a bucket"),
+        Column("ok", "correct", units.verdict),
     )
     failed = {row.error: row.framework for row in rows if row.error}
     table = Table(

@@ -28,15 +28,15 @@ class ConstantRow:
 
 
 _COLUMNS: tuple[Column[ConstantRow], ...] = (
-    Column("constant", lambda row: row.name, kind="name"),
-    Column("value", lambda row: amount(row.name, row.value)),
+    Column("constant", "name", kind="name"),
+    Column("value", by=lambda row: amount(row.name, row.value)),
     Column(
         "interval",
-        lambda row: f"{amount(row.name, row.low)} to {amount(row.name, row.high)}",
+        by=lambda row: f"{amount(row.name, row.low)} to {amount(row.name, row.high)}",
         means="95 %, by bootstrap",
     ),
-    Column("samples", lambda row: f"{row.samples:,}" if row.measured else "assumed", 2),
-    Column("outliers", lambda row: str(row.outliers or ""), 1, means="samples that were set aside"),
+    Column("samples", rank=2, by=lambda row: f"{row.samples:,}" if row.measured else "assumed"),
+    Column("outliers", "outliers", lambda value: str(value or ""), 1, means="samples that were set aside"),
 )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from .result_file import fields_of
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
@@ -28,26 +30,32 @@ _SMALL = re.compile(r"[^=_]*[=_]?\s?")
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """One column: its title, how a row's cell is written, and what it means.
+    """One column: its title, the field or property ``of`` a row and how it is written, or ``by`` what a row's text is.
 
     The ``unit`` stands behind the title, on a page below it. On a page the column is called ``head``, or ``title``
-    where that is None; an empty title or head leaves it out there. The greatest rank is given up first, 0 never.
-    A table in which ``when`` holds for no row does without the column. A ``name`` gets the room that is left, and is
-    broken into lines; a ``text`` is written from the left.
+    where that is None; an empty title or head leaves it out there. It means what its field does, or what ``means``
+    says. The greatest rank is given up first, 0 never. A table in which ``when`` holds for no row does without the
+    column. A ``name`` gets the room that is left, and is broken into lines; a ``text`` is written from the left.
     """
 
     title: str
-    cell: Callable[[Row], str]
+    of: str = ""
+    write: Callable[[Any], str] = str
     rank: int = 0
+    by: Callable[[Row], str] | None = None
     unit: str = ""
     head: str | None = None
-    means: str = ""
+    means: str | None = None
     when: Callable[[Row], object] = lambda _: True
     kind: Literal["name", "text", "figure"] = "figure"
     fails: bool = False
     """Says that the row failed, of a row without figures."""
     once: bool = False
     """Written in the first row of a section only."""
+
+    def cell(self, row: Row) -> str:
+        """A row's text in it."""
+        return self.by(row) if self.by is not None else self.write(getattr(row, self.of))
 
     @property
     def titled(self) -> str:
@@ -95,6 +103,12 @@ class Table(Generic[Row]):
         while (left := self._left(found, width)) < least and (rank := max(column.rank for column in found)) > 0:
             found.remove(next(column for column in reversed(found) if column.rank == rank))
         return found, max(1, min(left, max(map(len, names))))
+
+    def meaning(self, column: Column[Row]) -> str:
+        """What a column means, in plain text."""
+        if column.means is None and self.rows:
+            return dict(fields_of(type(self.rows[0]))).get(column.of, "").replace("`", "")
+        return column.means or ""
 
     def cell(self, column: Column[Row], row: Row) -> str:
         """A row's text in a column."""
@@ -182,10 +196,14 @@ class Sheet:
         if not self.tables:
             yield Text("no rows")
         wanted = [column for table in self.tables for column in table.wanted]
-        shown = [column for table in self.tables for column in table.fitting(options.max_width)[0]]
-        titles = dict.fromkeys(column.titled for column in shown)
+        fitted = [(table, column) for table in self.tables for column in table.fitting(options.max_width)[0]]
+        titles = dict.fromkeys(column.titled for _, column in fitted)
         missed = dict.fromkeys(one.titled for one in wanted if one.rank < _UNSAID and one.titled not in titles)
-        lines = [f"{legend(shown)} {self.words}".strip()] if self.tables else []
+        lines = (
+            [f"{legend((column.title, table.meaning(column)) for table, column in fitted)} {self.words}".strip()]
+            if self.tables
+            else []
+        )
         if missed:
             names = ", ".join(" ".join(name.split()) for name in missed)
             lines.append(f"No room for {names}: a wider terminal shows them, and {self.kept} has them.")
@@ -193,13 +211,12 @@ class Sheet:
         yield from map(Text, self.findings)
 
 
-def legend(columns: Iterable[Column[Any]], page: bool = False) -> str:
-    """What the columns mean, each once; those that mean the same stand together."""
+def legend(said: Iterable[tuple[str, str]]) -> str:
+    """What columns mean, by their titles, each once; those that mean the same stand together."""
     found: dict[str, dict[str, None]] = {}
-    for column in columns:
-        if column.means:
-            title = column.headed if page else " ".join(column.title.split())
-            found.setdefault(column.means, {})[title] = None
+    for title, means in said:
+        if title and means:
+            found.setdefault(means, {})[" ".join(title.split())] = None
     return " ".join(f"{', '.join(titles)}: {means}." for means, titles in found.items())
 
 

@@ -174,7 +174,7 @@ def _section(
 
 
 def _reading(tables: Iterable[Table[Any]]) -> str:
-    return legend((column for one in tables for column in one.on_page), page=True)
+    return legend((column.headed, one.meaning(column)) for one in tables for column in one.on_page)
 
 
 def _keys(names: Iterable[str]) -> list[Key]:

@@ -19,14 +19,16 @@ from .result_file import ResultFile, grouped, reader
 class CollectiveRow:
     """One collective among so many workers."""
 
-    algorithm: str
+    algorithm: Annotated[str, "how it is done"]
     bytes: Annotated[int, "of the array"]
-    workers: int
-    comm_s: Annotated[float, "the time"]
-    low_s: Annotated[float, "the time with every constant of the network at the fastest end of its range"]
-    high_s: Annotated[float, "the same at the slowest end"]
+    workers: Annotated[int, "how many take part"]
+    comm_s: Annotated[float, "the time that it takes"]
+    low_s: Annotated[float, "with every constant at the fast end of its range"]
+    high_s: Annotated[float, "the same at the slow end"]
     per_node: Annotated[int, "workers on each host"] = 1
-    model: Annotated[str, "`plan`, timed message by message, or, where that would be too large, `formula`"] = "plan"
+    model: Annotated[
+        str, "`plan`, every message of it on the clocks of all ranks; `formula`, where a plan would be too large"
+    ] = "plan"
 
     @property
     def busbw_bytes_per_s(self) -> float | None:
@@ -62,21 +64,21 @@ class CollectivePrediction(ResultFile):
 class Predicted:
     """One strategy on so many workers of a network. Seconds are those of an iteration, in the mean."""
 
-    strategy: str
-    requested: str
-    network: str
-    workers: int
-    per_node: int
-    servers: int
-    batch: int
-    iteration_s: Annotated[float, "of an iteration"]
-    low_s: Annotated[float, "the least that is expected"]
-    high_s: Annotated[float, "the most that is expected"]
+    strategy: Annotated[str, "what is simulated"]
+    requested: Annotated[str, "as it was asked for"]
+    network: Annotated[str, "whose constants it is from"]
+    workers: Annotated[int, "how many train"]
+    per_node: Annotated[int, "workers on each host"]
+    servers: Annotated[int, "processes beside them"]
+    batch: Annotated[int, "samples of an iteration, of all workers"]
+    iteration_s: Annotated[float, "of an iteration, in the mean"]
+    low_s: Annotated[float, "where the iteration is expected"]
+    high_s: Annotated[float, "where the iteration is expected"]
     images_per_s: Annotated[float, "of all workers"]
-    scaling_efficiency: Annotated[float, "against one worker of the same network times their number"]
-    comm_s: Annotated[float, "for how long exchanges use the busiest of ports, links inside and servers"]
-    exposed_comm_s: Annotated[float, "what the training thread waits for them"]
-    bottleneck: Annotated[str, "the resource that saves most, those within 5 % of it beside it"]
+    scaling_efficiency: Annotated[float, "images per second against one worker's there times their number"]
+    comm_s: Annotated[float, "how long exchanges use the busiest of ports, links inside and servers"]
+    exposed_comm_s: Annotated[float, "what the training thread waits for exchanges"]
+    bottleneck: Annotated[str, "the resource without which most is saved, those within 5 % of it beside it"]
     remedy: Annotated[str, "what would remove it"]
     would_save_s: Annotated[
         Mapping[str, float], "by resource how much shorter an iteration would be without what it costs"
@@ -87,9 +89,9 @@ class Predicted:
     backward_s: Annotated[float, "the same"]
     update_s: Annotated[float, "the same"]
     other_s: Annotated[float, "the same"]
-    bytes_sent_per_step: Annotated[float | None, "a worker's; none where not every step exchanges everything"] = None
-    chosen: str = ""
-    note: str = ""
+    bytes_sent_per_step: Annotated[float | None, "by a worker; none where not every step exchanges everything"] = None
+    chosen: Annotated[str, "what was chosen by simulation"] = ""
+    note: Annotated[str, "what is not as in the original of a preset"] = ""
     price: Annotated[float | None, "of an epoch, with `--price` of a worker for an hour"] = None
     epoch_s: Annotated[float | None, "of an epoch, with `--epoch-images`"] = None
 
@@ -135,27 +137,24 @@ class Prediction(ResultFile):
 def render_collectives(result: CollectivePrediction) -> Sheet:
     """The table, its legend, and what the network's numbers are."""
     columns: tuple[Column[CollectiveRow], ...] = (
-        Column("algorithm", lambda row: row.algorithm, kind="name"),
-        Column("bytes", lambda row: units.decimal_size(row.bytes)),
-        Column("W", lambda row: f"{row.workers:,}"),
-        Column("time", lambda row: units.seconds(row.comm_s)),
-        Column("low", lambda row: units.seconds(row.low_s), means="with every constant at the fast end of its range"),
-        Column("high", lambda row: units.seconds(row.high_s), means="the same at the slow end"),
-        Column("busbw", _bandwidth, 2, unit="GB/s", means="as in nccl-tests, for an allreduce"),
+        Column("algorithm", "algorithm", kind="name", means=""),
+        Column("bytes", "bytes", units.decimal_size, means=""),
+        Column("W", "workers", units.count, means=""),
+        Column("time", "comm_s", units.seconds, means=""),
+        Column("low", "low_s", units.seconds),
+        Column("high", "high_s", units.seconds),
         Column(
-            "model",
-            lambda row: row.model,
-            1,
-            means="plan, every message of it on the clocks of all ranks; formula, where a plan would be too large",
+            "busbw",
+            "busbw_bytes_per_s",
+            lambda value: units.significant(value and value / 1e9),
+            2,
+            unit="GB/s",
+            means="as in nccl-tests, for an allreduce",
         ),
+        Column("model", "model", rank=1),
     )
     table = Table(columns, result.rows, section=lambda row: (row.bytes, row.workers))
     return Sheet([table], remarks=remarks(result))
-
-
-def _bandwidth(row: CollectiveRow) -> str:
-    found = row.busbw_bytes_per_s
-    return units.MISSING if found is None else units.significant(found / 1e9)
 
 
 def remarks(result: CollectivePrediction) -> tuple[str, ...]:
@@ -186,53 +185,32 @@ def render(result: Prediction) -> Sheet:
 
 
 ITERATIONS: tuple[Column[Predicted], ...] = (
-    Column("strategy", lambda row: row.requested, kind="name"),
-    Column("W", lambda row: f"{row.workers:,}", head="workers"),
-    Column("iter", lambda row: units.milliseconds(row.iteration_s), unit="ms", head="iteration"),
-    Column("low", lambda row: units.milliseconds(row.low_s), means="where the iteration is expected"),
-    Column("high", lambda row: units.milliseconds(row.high_s), means="where the iteration is expected"),
-    Column("img/s", lambda row: units.rate(row.images_per_s), 5),
-    Column(
-        "eff",
-        lambda row: units.percent(row.scaling_efficiency, 0, ""),
-        1,
-        unit="%",
-        head="efficiency",
-        means="scaling efficiency, against one worker there",
-    ),
-    Column(
-        "comm",
-        lambda row: units.milliseconds(row.comm_s),
-        4,
-        unit="ms",
-        means="exchanges on the busiest of what they use",
-    ),
-    Column(
-        "exp",
-        lambda row: units.milliseconds(row.exposed_comm_s),
-        2,
-        unit="ms",
-        head="exposed",
-        means="what the training thread waits for exchanges",
-    ),
-    Column("sent", lambda row: units.size(row.bytes_sent_per_step), 6, means="by a worker in an iteration"),
-    Column(
-        "price",
-        lambda row: units.MISSING if row.price is None else units.significant(row.price),
-        7,
-        means="of an epoch",
-        when=lambda row: row.price is not None,
-    ),
-    Column("bottleneck", lambda row: row.bottleneck, kind="text"),
+    Column("strategy", "requested", kind="name", means=""),
+    Column("W", "workers", units.count, head="workers", means=""),
+    Column("iter", "iteration_s", units.milliseconds, unit="ms", head="iteration", means=""),
+    Column("low", "low_s", units.milliseconds),
+    Column("high", "high_s", units.milliseconds),
+    Column("img/s", "images_per_s", units.significant, 5, means=""),
+    Column("eff", "scaling_efficiency", units.share, 1, unit="%", head="efficiency"),
+    Column("comm", "comm_s", units.milliseconds, 4, unit="ms"),
+    Column("exp", "exposed_comm_s", units.milliseconds, 2, unit="ms", head="exposed"),
+    Column("sent", "bytes_sent_per_step", units.size, 6),
+    Column("price", "price", units.significant, 7, means="of an epoch", when=lambda row: row.price is not None),
+    Column("bottleneck", "bottleneck", kind="text", means=""),
 )
 
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s"
+
+
 CONSTANTS: tuple[Column[Stated], ...] = (
-    Column("constant", lambda one: one.name, kind="name"),
-    Column("value", lambda one: f"{one.value:.4g} s"),
-    Column("low", lambda one: f"{one.low:.4g} s"),
-    Column("high", lambda one: f"{one.high:.4g} s"),
-    Column("measured", lambda one: "yes" if one.measured else "no"),
-    Column("source", lambda one: one.source, kind="text"),
+    Column("constant", "name", kind="name"),
+    Column("value", "value", _seconds),
+    Column("low", "low", _seconds),
+    Column("high", "high", _seconds),
+    Column("measured", "measured", lambda value: "yes" if value else "no"),
+    Column("source", "source", kind="text"),
 )
 """Of the page only."""
 

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from .result_file import ResultFile, known
 
@@ -29,17 +29,13 @@ BASELINE = "single"
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a training curve: the iteration it belongs to, the training time so far, and what was seen there.
-
-    ``seconds`` counts iterations only, not evaluations. ``loss`` is the mean training loss since the point before it,
-    over all workers; ``accuracy`` and ``test_loss`` are of the test set. Each is None where it was not taken.
-    """
+    """One point of a training curve; what was not taken there is None."""
 
     iteration: int
-    seconds: float
-    loss: float | None = None
-    accuracy: float | None = None
-    test_loss: float | None = None
+    seconds: Annotated[float, "of all iterations so far, without evaluations"]
+    loss: Annotated[float | None, "mean training loss since the point before it, over all workers"] = None
+    accuracy: Annotated[float | None, "of the test set"] = None
+    test_loss: Annotated[float | None, "of the test set"] = None
 
 
 @dataclass(frozen=True)
@@ -47,91 +43,77 @@ class Row:
     """One strategy, measured. Times are seconds per iteration, bytes are per worker and iteration.
 
     A worker's value is the median over its iterations, a row's value the median over its workers (those that had a
-    batch), with two exceptions.
-    ``images_per_s`` is the sum over workers of what each did in its time, the warm-up left out, and
-    ``bytes_sent_per_step`` is the mean over the whole run, exchanges that come every so many steps included.
-    ``forward_s``, ``backward_s`` and the other stages exclude the time for which the training thread was blocked in the
-    communication library; that time is ``exposed_comm_s``, and ``compute_s`` is the rest of the iteration. Where nobody
-    counts that time, as in a peer, those two are None, and ``backward_s`` and ``update_s`` include it. ``accuracy`` and
-    ``loss`` are of the test set after the last iteration; without a test set ``loss`` is the last point of the training
-    curve.
+    batch), unless the field says otherwise. ``exposed_comm_s`` and ``compute_s`` are None where nobody counts the time
+    blocked in communication, as in a peer; ``backward_s`` and ``update_s`` include it there.
     """
 
-    strategy: str
-    workers: int
-    accuracy: float | None = None
-    loss: float | None = None
-    images_per_s: float | None = None
-    scaling_efficiency: float | None = None
-    iteration_s: float | None = None
-    loading_s: float | None = None
-    h2d_s: float | None = None
-    forward_s: float | None = None
-    backward_s: float | None = None
-    update_s: float | None = None
-    compute_s: float | None = None
-    exposed_comm_s: float | None = None
-    bytes_sent_per_step: float | None = None
-    replicas_equal: bool | None = None
-    chosen: str | None = None
-    """What really ran, every choice that was made by measuring filled in."""
-    servers: int = 0
-    """Server processes of their own, beside the workers."""
-    iterations: int = 0
-    """Iterations that the row finished."""
-    warmup: int = 0
-    """Iterations at the start that the medians leave out."""
-    batch: int | None = None
-    """The global batch: samples per iteration of all workers together."""
-    replica_sha256: str | None = None
-    """The digest of parameters and buffers at the end, when all workers have the same one."""
-    start_s: float | None = None
-    """From before the group is joined until the model is prepared: the median over workers."""
-    peak_bytes: int | None = None
-    """The most memory that a worker had: all of its process, framework, model and data included."""
-    curve: tuple[Point, ...] = ()
-    traffic: tuple[tuple[float, ...], ...] = ()
-    """Bytes per iteration that each process (row) sent to each process (column); workers first, then servers."""
-    bound_s: float | None = None
-    """What no iteration of a replayed workload can be shorter than without compression: loading and compute, or the
-    trace's gradients over the link; None for other workloads."""
-    of_bound: float | None = None
-    """``bound_s`` as a share of the iteration: 1 is perfect, and only compression gets beyond."""
-    error: str | None = None
-    """Why the row could not be finished; None when it was."""
-    requested: str | None = None
-    """The text that ``strategy`` was asked for with, as it was given."""
-    note: str | None = None
-    """What in ``strategy`` is not as in the framework that the preset is named after."""
-    preset: str | None = None
-    """The preset that ``strategy`` was asked for as; None where the strategy itself was named."""
-    steps: tuple[int, ...] = ()
-    """The iterations of each worker, which differ where each goes at its own pace; ``iterations`` is their mean."""
-    staleness: Mapping[int, int] = field(default_factory=dict)
-    """How many steps began so many clocks ahead of the slowest worker, over all workers."""
-    version_lag: Mapping[int, int] = field(default_factory=dict)
-    """How many pushes were so many updates behind the weights that they were applied to, over all workers."""
-    wait_s_per_step: float | None = None
-    """How long a worker was held up by others before a step: the mean over workers; None where nobody counts that."""
-    waits: tuple[tuple[float, ...], ...] = ()
-    """Seconds of the run that each worker (row) waited for each worker (column) before its steps."""
-    compute_by_rank_s: tuple[float, ...] = ()
-    """Each worker's mean iteration without the time blocked in communication; 0 of one that had no batch."""
-    slowest_rank: int | None = None
-    """The worker that computes longest, where that is a quarter longer than the median worker or more."""
-    step_s: float | None = None
-    """Forward, backward and update where they are one computation of which nobody sees the parts; then those are None,
-    and where they are seen this is."""
-    framework: str = "torch"
-    """What trained."""
-    framework_version: str | None = None
-    time_to_accuracy_s: float | None = None
-    """Training time after which the model was first seen to be as accurate as was asked for; None if it never was."""
-    cpu_s_per_step: float | None = None
-    """Processor time of all workers and servers, user and kernel, for an iteration: the mean over the whole run. That
-    of servers counts from when they prepare the model."""
-    launcher: str = "local"
-    """What started the processes: ``local`` is ``compare`` itself, anything else what ``--launcher`` said."""
+    strategy: Annotated[str, "what the processes were told"]
+    workers: Annotated[int, "how many trained"]
+    accuracy: Annotated[float | None, "test accuracy after the last iteration"] = None
+    loss: Annotated[
+        float | None, "of the test set after the last iteration; without one the last point of the curve"
+    ] = None
+    images_per_s: Annotated[float | None, "of all workers together, the warm-up left out"] = None
+    scaling_efficiency: Annotated[float | None, "images per second against W times the single worker's"] = None
+    iteration_s: Annotated[float | None, "median"] = None
+    loading_s: Annotated[float | None, "median of the stage, without the time blocked in communication"] = None
+    h2d_s: Annotated[float | None, "median of the copy of a batch to the device"] = None
+    forward_s: Annotated[float | None, "median of the stage, without the time blocked in communication"] = None
+    backward_s: Annotated[float | None, "median of the stage, without the time blocked in communication"] = None
+    update_s: Annotated[float | None, "median of the stage, without the time blocked in communication"] = None
+    compute_s: Annotated[float | None, "an iteration without the time blocked in communication"] = None
+    exposed_comm_s: Annotated[float | None, "time that the training thread was blocked in communication"] = None
+    bytes_sent_per_step: Annotated[float | None, "by one worker in one iteration, the mean over the whole run"] = None
+    replicas_equal: Annotated[bool | None, "replicas agree bit for bit"] = None
+    chosen: Annotated[str | None, "what really ran, every choice that was made by measuring filled in"] = None
+    servers: Annotated[int, "processes beside the workers"] = 0
+    iterations: Annotated[int, "how many the row finished"] = 0
+    warmup: Annotated[int, "iterations at the start that the medians leave out"] = 0
+    batch: Annotated[int | None, "samples per iteration of all workers together"] = None
+    replica_sha256: Annotated[
+        str | None, "digest of parameters and buffers at the end, when all workers have the same"
+    ] = None
+    start_s: Annotated[float | None, "joining the group and preparing the model"] = None
+    peak_bytes: Annotated[int | None, "the most that a worker's process had, framework, model and data included"] = None
+    curve: Annotated[tuple[Point, ...], "how the training went"] = ()
+    traffic: Annotated[tuple[tuple[float, ...], ...], "bytes per iteration from process to process, workers first"] = ()
+    bound_s: Annotated[
+        float | None, "what no iteration of a replayed workload can be shorter than without compression"
+    ] = None
+    of_bound: Annotated[
+        float | None, "the bound, what no iteration can be shorter than without compression, against the iteration"
+    ] = None
+    error: Annotated[str | None, "why the row could not be finished"] = None
+    requested: Annotated[str | None, "the text that the strategy was asked for with"] = None
+    note: Annotated[str | None, "what is not as in the framework that the preset is named after"] = None
+    preset: Annotated[str | None, "the preset that the strategy was asked for as"] = None
+    steps: Annotated[tuple[int, ...], "iterations of each worker, with their mean in `iterations`"] = ()
+    staleness: Annotated[Mapping[int, int], "steps ahead of the slowest worker when a step begins, mean (most)"] = (
+        field(default_factory=dict)
+    )
+    version_lag: Annotated[Mapping[int, int], "pushes by how many updates they were behind the weights"] = field(
+        default_factory=dict
+    )
+    wait_s_per_step: Annotated[float | None, "time per step that a worker was held up by others"] = None
+    waits: Annotated[
+        tuple[tuple[float, ...], ...], "seconds of the run that worker waited for worker before its steps"
+    ] = ()
+    compute_by_rank_s: Annotated[tuple[float, ...], "each worker's mean `compute_s`, 0 of one that had no batch"] = ()
+    slowest_rank: Annotated[
+        int | None, "the worker that computes longest, by a quarter of the median worker's or more"
+    ] = None
+    step_s: Annotated[float | None, "forward, backward and update where a framework makes one computation of them"] = (
+        None
+    )
+    framework: Annotated[str, "what trained"] = "torch"
+    framework_version: Annotated[str | None, "its version"] = None
+    time_to_accuracy_s: Annotated[
+        float | None, "training time until the model was first seen to be as accurate as was asked for"
+    ] = None
+    cpu_s_per_step: Annotated[
+        float | None, "processor time of all processes per iteration, the mean over the whole run"
+    ] = None
+    launcher: Annotated[str, "what started the processes: `compare` itself, or what `--launcher` said"] = "local"
 
     @property
     def name(self) -> str:

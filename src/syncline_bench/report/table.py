@@ -7,8 +7,6 @@ of an iteration into stages is on the page. A row that failed keeps its place, a
 
 from __future__ import annotations
 
-import dataclasses
-
 from . import units
 from .columns import Column, Sheet, Table
 from .result_file import grouped
@@ -32,103 +30,56 @@ def table(result: Result) -> Table[Row]:
 
 def _columns(result: Result) -> list[Column[Row]]:
     """Those of merit first, on a page they are seen without scrolling; the others say why a row is as it is."""
-    merit: list[Column[Row]] = [
-        Column("strategy", lambda row: row.name, kind="name"),
-        Column("framework", _framework, kind="text", when=lambda row: row.framework != "torch"),
-        Column("W", lambda row: str(row.workers), 1, head="", means="workers"),
-        _BOUND if result.replayed else _ACCURACY,
-        Column("", lambda row: units.number(row.loss), head="loss", means="of the test set after the last iteration"),
-        Column("img/s", lambda row: units.rate(row.images_per_s), head="images/s", means="of all workers together"),
+    score = ("bnd", "of_bound", "of bound") if result.replayed else ("acc", "accuracy", "accuracy")
+    ms = units.milliseconds
+    return [
+        Column("strategy", "name", kind="name"),
+        Column("framework", by=_framework, kind="text", when=lambda row: row.framework != "torch"),
+        Column("W", "workers", rank=1, head="", means="workers"),
+        Column(score[0], score[1], units.hundredths, unit="%", head=score[2], fails=True),
+        Column("", "loss", units.number, head="loss"),
+        Column("img/s", "images_per_s", units.significant, head="images/s"),
+        Column("eff", "scaling_efficiency", units.share, 5, unit="%", head="scaling"),
+        Column("stale", "staleness", rank=6, by=staleness, head="staleness", when=lambda row: any(row.staleness)),
+        Column("wait", "wait_s_per_step", _waited, 7, unit="ms", head="waited", when=lambda row: row.wait_s_per_step),
         Column(
-            "eff",
-            lambda row: units.percent(row.scaling_efficiency, 0, ""),
-            5,
-            unit="%",
-            head="scaling",
-            means="images per second against W times the single worker's",
+            "to acc",
+            "time_to_accuracy_s",
+            units.significant,
+            unit="s",
+            means="",
+            when=lambda row: row.time_to_accuracy_s is not None,
         ),
+        Column("iter", "iteration_s", ms, 4, unit="ms", head="iteration"),
+        Column("", "loading_s", ms, unit="ms", head="loading"),
+        Column("", "h2d_s", ms, unit="ms", head="copy"),
+        Column("", "forward_s", ms, unit="ms", head="forward"),
+        Column("", "backward_s", ms, unit="ms", head="backward"),
+        Column("", "update_s", ms, unit="ms", head="update"),
+        Column("", "step_s", ms, unit="ms", head="step", when=lambda row: row.step_s is not None),
+        Column("", "compute_s", ms, unit="ms", head="compute"),
+        Column("comm", "exposed_comm_s", ms, 2, unit="ms", head="exposed"),
+        Column("sent", "bytes_sent_per_step", units.size, 3),
+        Column("cpu", "cpu_s_per_step", ms, 8, unit="ms", head=""),
+        Column("", "start_s", units.seconds, head="start"),
+        Column("", "peak_bytes", units.size, head="memory"),
+        Column("equal", "replicas_equal", units.verdict),
     ]
-    return [*merit, *_COORDINATION, *_TIMES, *_COSTS]
-
-
-def _times(field: str, head: str, means: str, title: str = "", rank: int = 0) -> Column[Row]:
-    """A time of an iteration, which most rows have in milliseconds."""
-    return Column(title, lambda row: units.milliseconds(getattr(row, field)), rank, unit="ms", head=head, means=means)
-
-
-_ACCURACY: Column[Row] = Column(
-    "acc",
-    lambda row: units.percent(row.accuracy, 2, ""),
-    unit="%",
-    head="accuracy",
-    means="test accuracy after the last iteration",
-    fails=True,
-)
-_BOUND: Column[Row] = Column(
-    "bnd",
-    lambda row: units.percent(row.of_bound, 2, ""),
-    unit="%",
-    head="of bound",
-    means="the share of an iteration that no communication can make shorter without compression: the trace's compute, "
-    "or its gradients over the link if that takes longer",
-    fails=True,
-)
-_COORDINATION: tuple[Column[Row], ...] = (
-    Column(
-        "stale",
-        lambda row: staleness(row) if any(row.staleness) else units.MISSING,
-        6,
-        head="staleness",
-        means="steps ahead of the slowest worker when a step begins, mean (most)",
-        when=lambda row: any(row.staleness),
-    ),
-    Column(
-        "wait",
-        lambda row: units.milliseconds(row.wait_s_per_step or None),
-        7,
-        unit="ms",
-        head="waited",
-        means="time per step that a worker was held up by others",
-        when=lambda row: row.wait_s_per_step,
-    ),
-    Column(
-        "to acc",
-        lambda row: units.MISSING if row.time_to_accuracy_s is None else units.significant(row.time_to_accuracy_s),
-        unit="s",
-        when=lambda row: row.time_to_accuracy_s is not None,
-    ),
-)
-_TIMES = (
-    _times("iteration_s", "iteration", "median", "iter", 4),
-    _times("loading_s", "loading", "median of the stage"),
-    _times("h2d_s", "copy", "median of the copy of a batch to the device"),
-    _times("forward_s", "forward", "median of the stage"),
-    _times("backward_s", "backward", "median of the stage"),
-    _times("update_s", "update", "median of the stage"),
-    dataclasses.replace(
-        _times("step_s", "step", "forward, backward and update where a framework makes one computation of them"),
-        when=lambda row: row.step_s is not None,
-    ),
-    _times("compute_s", "compute", "an iteration without the time blocked in communication"),
-    _times("exposed_comm_s", "exposed", "time that the training thread was blocked in communication", "comm", 2),
-)
-_COSTS: tuple[Column[Row], ...] = (
-    Column("sent", lambda row: units.size(row.bytes_sent_per_step), 3, means="by one worker in one iteration"),
-    _times("cpu_s_per_step", "", "processor time of all processes per iteration", "cpu", 8),
-    Column("", lambda row: units.seconds(row.start_s), head="start", means="joining the group, preparing the model"),
-    Column("", lambda row: units.size(row.peak_bytes), head="memory", means="the most that a worker's process had"),
-    Column("equal", lambda row: units.verdict(row.replicas_equal), means="replicas agree bit for bit"),
-)
 
 
 def _framework(row: Row) -> str:
     return " ".join(filter(None, (row.framework, row.framework_version)))
 
 
+def _waited(value: float | None) -> str:
+    return units.milliseconds(value or None)
+
+
 def staleness(row: Row) -> str:
     """By how many steps workers were ahead of the slowest: the mean, and the most."""
-    mean = row.mean_staleness
-    return units.MISSING if mean is None else f"{units.significant(mean, 2)} ({max(row.staleness)})"
+    if not any(row.staleness):
+        return units.MISSING  # all in step
+    return f"{units.significant(row.mean_staleness, 2)} ({max(row.staleness)})"
 
 
 def remarks(result: Result) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from .result_file import ResultFile, reader
 class Tried:
     """One candidate."""
 
-    strategy: str
+    strategy: Annotated[str, "the candidate"]
     predicted_s: Annotated[float | None, "of an iteration; `null` where nothing was predicted"] = None
     measured_s: Annotated[
         float | None, "the median of `times_s`; `null` where it was not measured, failed or was refused"
@@ -68,24 +68,12 @@ class Tuned(ResultFile):
 
 
 _COLUMNS: tuple[Column[Tried], ...] = (
-    Column("strategy", lambda row: row.strategy, kind="name"),
-    Column("iter", lambda row: units.milliseconds(row.measured_s), unit="ms", means="median of an iteration"),
-    Column(
-        "predicted",
-        lambda row: units.milliseconds(row.predicted_s),
-        2,
-        means="the same by simulation, before it was measured",
-    ),
-    Column("runs", lambda row: str(len(row.times_s)), 3, means="how often it was measured, in turn with the others"),
-    Column(
-        "step",
-        lambda row: units.percent(row.efficiency, 0, ""),
-        4,
-        unit="%",
-        means="what a step brings against one of exact training",
-        when=lambda row: row.efficiency is not None,
-    ),
-    Column("what became of it", lambda row: row.why, 1, kind="text"),
+    Column("strategy", "strategy", kind="name", means=""),
+    Column("iter", "measured_s", units.milliseconds, unit="ms", means="median of an iteration"),
+    Column("predicted", "predicted_s", units.milliseconds, 2, means="the same by simulation, before it was measured"),
+    Column("runs", "times_s", lambda times: str(len(times)), 3, means="how often it was measured, in turn with others"),
+    Column("step", "efficiency", units.share, 4, unit="%", when=lambda row: row.efficiency is not None),
+    Column("what became of it", "why", rank=1, kind="text", means=""),
 )
 
 

@@ -14,8 +14,10 @@ _LEAST, _MOST = 1e-9, 1e15
 """What is written out lies between: no measurement is beyond, but a value that has gone wrong may be."""
 
 
-def significant(value: float, digits: int = 3) -> str:
+def significant(value: float | None, digits: int = 3) -> str:
     """``value`` with that many significant digits, thousands separated; in scientific notation only far out."""
+    if value is None:
+        return MISSING
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     if not _LEAST <= abs(value) < _MOST:
@@ -66,11 +68,6 @@ def size_unit(value: float) -> tuple[int, str]:
     return 1, "B"
 
 
-def rate(value: float | None) -> str:
-    """A number of things per second, as a bare number: ``12,300``."""
-    return MISSING if value is None else significant(value)
-
-
 def link_rate(bit_per_s: float) -> str:
     """The speed of a link: ``1 Gbit/s``, ``44.6 Gbit/s``, ``100 Mbit/s``."""
     scale, unit = (1e9, "Gbit/s") if bit_per_s >= 1e9 else (1e6, "Mbit/s")
@@ -80,6 +77,21 @@ def link_rate(bit_per_s: float) -> str:
 def percent(value: float | None, decimals: int = 0, sign: str = " %") -> str:
     """A share of 1 as per cent: ``98.06 %``."""
     return MISSING if value is None else f"{_fixed(value * 100, decimals)}{sign}"
+
+
+def share(value: float | None) -> str:
+    """A share of 1 as a bare number of whole per cents, for columns that name the unit in their head."""
+    return percent(value, 0, "")
+
+
+def hundredths(value: float | None) -> str:
+    """The same with two decimals, as accuracies are written."""
+    return percent(value, 2, "")
+
+
+def count(value: int) -> str:
+    """A whole number, thousands separated."""
+    return f"{value:,}"
 
 
 def number(value: float | None, decimals: int = 4) -> str:
