@@ -148,7 +148,7 @@ def _warn_of_steps(session: Session) -> None:
 
 
 def _go_on_alone(session: Session, state: Mapping[str, Any]) -> None:
-    """Resume with a single worker, which needs nothing of the states of several."""
+    """Resume with a single worker, which does not need the states that several workers keep."""
     _check_strategy(session, state)
     if any("codec" in one or "averaging" in one for one in (state, *(state.get("groups") or []))):
         warnings.warn(

@@ -67,7 +67,9 @@ class Process:
             return here
         if isinstance(group, WorkerGroup):
             if not group.is_of(here):
-                raise UsageError(f"the {group!r} is of a run that has ended: make it anew after syncline.init()")
+                raise UsageError(
+                    f"the {group!r} belongs to a run that has ended: create it again after syncline.init()"
+                )
             return group.session
         if all(kind.__module__.partition(".")[0] != "torch" for kind in type(group).__mro__):
             raise UsageError(

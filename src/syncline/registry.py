@@ -47,7 +47,7 @@ KINDS = (
     "workloads",
 )
 _LABORATORY = ("frameworks", "peers", "searchers", "workloads")
-"""Kinds of the laboratory: what trains in a comparison, what is measured beside Syncline, what searches, and models."""
+"""The kinds whose folders are in the laboratory (``syncline_bench``); the folders of the others are in this package."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -82,7 +82,7 @@ class Entry:
 
     @property
     def own(self) -> bool:
-        """True for what comes with Syncline, False for what another package brings."""
+        """True for a part of Syncline, False for a part of another package."""
         return self.target.__module__.partition(".")[0] in (__package__, "syncline_bench")
 
     @property

@@ -85,8 +85,8 @@ def test_listings_show_the_wrapped_codec_that_is_meant() -> None:
     [
         ("codec=adaptive(adaptive)", "would choose twice"),
         ("codec=feedback(adaptive)", r"write adaptive\(...\)"),
-        ("codec=adaptive feedback=off", "brings its own; leave one of them away"),
-        ("codec=feedback(int8) feedback=off", "brings its own; leave one of them away"),
+        ("codec=adaptive feedback=off", "has its own error feedback; leave one of them out"),
+        ("codec=feedback(int8) feedback=off", "has its own error feedback; leave one of them out"),
         ("codec=adaptive(topk)", "topk needs ratio"),
     ],
 )

@@ -275,7 +275,7 @@ def test_altered_pairs_are_refused_before_anything_is_written(place: int, word: 
 def test_what_needs_the_host_says_so() -> None:
     x, state = tensor(np.ones(9, np.float32)), State(Spec("a", (9,)), 0)
     payload = tensor(np.zeros(99, np.uint32))
-    with pytest.raises(UsageError, match="leave clip= away"):
+    with pytest.raises(UsageError, match="leave clip= out"):
         built("threshold(ratio=0.5, clip=1)").encode(x, payload, state)
     gtopk: Any = built("gtopk(ratio=0.5)")
     with pytest.raises(UsageError, match="on the host"):

@@ -268,7 +268,7 @@ def test_a_residual_that_decays_stays_below_some_gradients() -> None:
 
 @pytest.mark.parametrize("decay", ["0", "-0.5", "1.01"])
 def test_a_decay_is_a_share(decay: str) -> None:
-    with pytest.raises(UsageError, match="choose what is left of a residual"):
+    with pytest.raises(UsageError, match="choose the share of the residual"):
         Strategy.parse(f"codec=randomk(ratio=0.01, decay={decay})")
 
 

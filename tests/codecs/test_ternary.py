@@ -102,7 +102,7 @@ def test_a_clip_out_of_range_says_what_to_choose(clip: str) -> None:
 
 
 def test_clipping_is_for_rounding_at_random() -> None:
-    with pytest.raises(UsageError, match="leave clip= away"):
+    with pytest.raises(UsageError, match="leave clip= out"):
         Strategy.parse("codec=ternary(rounding=nearest, clip=3)")
     for text in ("ternary(clip=0.0)", "ternary(clip=1.0)", "ternary(clip=100.0)"):
         assert str(Strategy.parse(f"ps(servers=2) codec={text}")) == f"ps(servers=2) codec={text}"

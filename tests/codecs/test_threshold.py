@@ -153,5 +153,5 @@ def test_arguments_out_of_range_say_what_to_choose(arguments: dict[str, Any], sa
 
 
 def test_momentum_correction_without_feedback_is_refused() -> None:
-    with pytest.raises(UsageError, match="leave feedback=off or momentum= away"):
+    with pytest.raises(UsageError, match="leave out feedback=off or momentum="):
         Threshold(ratio=0.01, momentum=0.9).init(SOME, 0)

@@ -57,7 +57,7 @@ def test_every_call_takes_a_group(pool: Pool, address: str) -> None:
     outside, *inside = (said[0] for said in results)
     name = "<group of ranks 1-3>"
     assert {said[1] for said in results} == {
-        f"the {name} is of a run that has ended: make it anew after syncline.init()"
+        f"the {name} belongs to a run that has ended: create it again after syncline.init()"
     }
     for call in ("allreduce", "prepare", "stats"):
         assert outside[call].startswith("rank 0 (")

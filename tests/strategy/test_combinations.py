@@ -87,7 +87,10 @@ class TestCombinations:
                 r"owners take .*'ps\(servers=1\) sync=bsp\(backup=1\)'",
             ),
             ("ps sync=bsp(backup=-1)", r"backup=-1: it is a number of workers that updates do not wait for, 0 or more"),
-            ("ps sync=ssp(staleness=-1)", r"staleness=-1: it is a number of steps, 0 or more; ssp\(staleness=0\) goes"),
+            (
+                "ps sync=ssp(staleness=-1)",
+                r"staleness=-1: it is a number of steps, 0 or more; ssp\(staleness=0\) keeps",
+            ),
             ("ps sync=ssp", r"ssp needs staleness, as in ssp\(staleness=..."),
             (
                 "ps sync=asp(compensate=-0.5)",

@@ -39,7 +39,7 @@ def test_a_workload_that_computes_takes_them_and_a_replayed_one_does_not() -> No
 
 
 def test_autotuning_without_a_gpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="write device=cuda beside it"):
+    with pytest.raises(UsageError, match="add device=cuda"):
         Computing(autotune="on")
 
 

@@ -40,7 +40,7 @@ class Feedback:
         if self.warmup and (relay_of(self.codec) != self.codec or getattr(self.codec, "warmup", 0)):
             raise UsageError(
                 f"feedback({self.codec}, warmup={self.warmup}): momentum correction, clipping and a warm-up of the"
-                " codec itself would only begin afterwards; leave one of both away"
+                " codec itself would only begin afterwards; use one of the two"
             )
         if isinstance(self.codec, Feedback):
             raise UsageError("feedback(feedback(...)): error feedback around itself changes nothing; write it once")

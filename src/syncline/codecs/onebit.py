@@ -81,11 +81,13 @@ class Sign:
 
     def __post_init__(self) -> None:
         if not _LEAST_SCALE <= self.scale <= _MOST_SCALE:
-            raise UsageError(f"scale={self.scale}: choose what gradient a vote is, as 0.001, or 1 for the bare sign")
+            raise UsageError(
+                f"scale={self.scale}: choose the gradient that a vote counts as, such as 0.001, or 1 for the bare sign"
+            )
         if not 0 <= self.momentum < 1:
             raise UsageError(f"momentum={self.momentum}: choose 0 for none, or below 1, as 0.9")
         if self.vote == "off" and (self.scale != _SCALE or self.momentum):
-            raise UsageError("scale= and momentum= of sign are those of a vote: write vote=on, or leave them away")
+            raise UsageError("scale= and momentum= of sign only apply to a vote: write vote=on, or leave them out")
 
     @property
     def contraction(self) -> bool:

@@ -134,7 +134,7 @@ class RandomK:
         check_ratio(self.ratio)
         if not 0 < self.decay <= 1:
             raise UsageError(
-                f"decay={self.decay}: choose what is left of a residual in the next step, as 0.8, or 1 for all of it;"
+                f"decay={self.decay}: choose the share of the residual that a step keeps, such as 0.8, or 1 for all;"
                 " feedback=off keeps none"
             )
 

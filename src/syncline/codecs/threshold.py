@@ -91,7 +91,9 @@ class Threshold:
         if not self.momentum:
             return fresh_state(spec, rank, feedback)
         if not feedback:
-            raise UsageError("momentum correction accumulates what is not sent: leave feedback=off or momentum= away")
+            raise UsageError(
+                "momentum correction accumulates the elements that are not sent: leave out feedback=off or momentum="
+            )
         return fresh_state(spec, rank, feedback, **{_VELOCITY: np.zeros(spec.elements, np.float32)})
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
@@ -116,7 +118,7 @@ class Threshold:
         if not self.clip:
             return 1.0
         if on_device(x):
-            raise UsageError(f"clip={self.clip}: norms are taken on the host; leave clip= away for tensors on a GPU")
+            raise UsageError(f"clip={self.clip}: norms are taken on the host; leave clip= out for tensors on a GPU")
         from ..kernels.selection import norm
 
         length = norm(x)

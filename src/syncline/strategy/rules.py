@@ -322,7 +322,7 @@ def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
 
 
 def _apart(given: Combination) -> str:
-    """The clause that says what each worker does by itself."""
+    """The clause of an error that says how pushes are applied without the other workers."""
     if alone(build("sync", given.sync)):
         return f"under sync={given.sync.name} every worker's push is an update by itself"
     return f"under sync={write('sync', given.sync)} owners take every worker's push by itself"

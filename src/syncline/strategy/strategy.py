@@ -100,7 +100,9 @@ class Strategy(Combination):
         if "feedback" in parts:
             feedback = _on_or_off(parts.pop("feedback"))
         if feedback == "off" and "codec" in parts and _brings_feedback(parts["codec"]):
-            raise StrategyError(f"feedback=off: codec={parts['codec'].name} brings its own; leave one of them away")
+            raise StrategyError(
+                f"feedback=off: codec={parts['codec'].name} has its own error feedback; leave one of them out"
+            )
         told = feedback == "on" and "codec" in parts and not _brings_feedback(parts["codec"])
         if told or (feedback != "off" and "codec" in parts and _needs_feedback(parts["codec"])):
             parts["codec"] = Part("feedback", (("", parts["codec"]),))
@@ -334,7 +336,9 @@ def budget_of(part: Part) -> float:
     value = part.args[0][1]
     seconds = float(read_value(value, Seconds, "budget of auto")) if isinstance(value, str) else float(value)
     if not seconds > 0:
-        raise StrategyError("budget of auto has to be more than 0 seconds, such as 60s: leave it out to try nothing")
+        raise StrategyError(
+            "the budget of auto must be more than 0 seconds, such as 60s; leave it out to try no schedules"
+        )
     return seconds
 
 

@@ -114,7 +114,7 @@ def momentum_of(mode: SyncMode) -> Momentum:
 def wrong_application(mode: SyncMode) -> str:
     """The fault in a mode's rules for applying pushes, if any."""
     if backup_of(mode) and isinstance(mode, Applies):
-        return "has backup workers, whose pushes are summed, and says how one is applied by itself (rate, compensate)"
+        return "has backup workers, whose pushes are summed: rate and compensate of single pushes do not apply"
     rate: object = application_of(mode).rate
     factor: object = application_of(mode).compensate
     momentum: object = momentum_of(mode)

@@ -33,7 +33,7 @@ def check_schedule(schedule: str | Schedule, *, seed: int = 0, examples: int = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule and the layers of a model, with measured costs or None, and the seed of what is drawn."""
+    """A schedule and the layers of a model, with measured costs or None, and the seed of further draws."""
 
     schedule: Schedule
     layers: tuple[Layer, ...]

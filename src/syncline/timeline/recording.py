@@ -161,7 +161,7 @@ class SessionSpans:
 
     def _leave(self, text: str) -> None:
         if first_time(text):
-            say(f"syncline: {text}; `syncline timeline {self._folder}` puts together what is there\n")
+            say(f"syncline: {text}; `syncline timeline {self._folder}` merges the parts that exist\n")
 
     def _hand_over(self, post: _Post, process: int) -> None:
         post.receive(0, PATIENCE_S, 1)

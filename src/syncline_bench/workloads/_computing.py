@@ -31,8 +31,7 @@ class Computing:
     def __post_init__(self) -> None:
         if self.autotune == "on" and self.device != "cuda":
             raise UsageError(
-                "autotune=on chooses among cuDNN's algorithms, which run on GPUs only: write device=cuda beside it, or"
-                " leave it out"
+                "autotune=on chooses among cuDNN's algorithms, which run on GPUs only: add device=cuda, or leave it out"
             )
         if self.device == "cuda":
             import torch

@@ -74,11 +74,11 @@ class Speed:
             raise UsageError(f"jitter must be a number of steps from 0 (none) to {_MOST:g}, got {self.jitter:g}")
         if self.slow_rank is None:
             if self.slowdown != 1:
-                raise UsageError(f"slowdown={self.slowdown:g} slows down one worker: write slow_rank=0 beside it")
+                raise UsageError(f"slowdown={self.slowdown:g} slows down one worker: add slow_rank=0 to choose it")
         elif self.slow_rank < 0:
             raise UsageError(f"slow_rank must be a rank from 0 up, got {self.slow_rank}")
         elif self.slowdown == 1:
-            raise UsageError(f"slow_rank={self.slow_rank} is to be slower: write slowdown=3 beside it")
+            raise UsageError(f"slow_rank={self.slow_rank} needs a slowdown: add slowdown=3")
 
     @property
     def even(self) -> bool:
