@@ -24,11 +24,11 @@ from syncline.timeline.window import middle
 from .batches import in_step
 from .bound import bounded, link_bytes_per_s
 from .cases import Case, Comparison, comparison_of, console_beside
+from .display import RowDisplay
 from .frameworks import DEFAULT
 from .machine import provenance
 from .measure import scaled, timed
 from .processes import measure
-from .progress import Display
 from .report import table
 from .report.files import STANDARD_OUTPUT, keep_text, replace_text
 from .report.rows import BASELINE, Result, Row
@@ -97,7 +97,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
     assembly = None if comparison.timeline_path is None else Assembly(comparison.timeline_path)
     interrupted = False
     try:
-        with Display(progress) as display, _site(comparison, display) as site:
+        with RowDisplay(progress) as display, _site(comparison, display) as site:
             result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
             for case in comparison.cases:
                 env = {} if assembly is None else assembly.environ(_title(case, comparison))
@@ -121,7 +121,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
     return 0 if all(row.finished for row in result.rows) else 1
 
 
-def _site(comparison: Comparison, display: Display) -> AbstractContextManager[Site]:
+def _site(comparison: Comparison, display: RowDisplay) -> AbstractContextManager[Site]:
     return site_of(comparison.processes, comparison.lab, display.say, comparison.launcher)
 
 

@@ -1,17 +1,24 @@
-"""How a bench shows that it advances: a bar with the remaining time on a terminal, plain lines elsewhere.
+"""Progress of long commands: bars with the remaining time on a terminal, plain lines elsewhere.
 
-The bar counts expected seconds, so that a size of 256 MB weighs more than one of 1 KB. It is drawn once a second at
-most: on a machine whose cores all belong to the ranks, drawing takes time from them.
+``Display`` shows the parts of a benchmark. Its bars count expected seconds, so a size of 256 MB weighs more than one of
+1 KB. They are drawn at most once a second, because drawing takes time from ranks that use all cores.
+
+``RowDisplay`` shows the rows of a comparison with their loss and rate; the remaining time is that of the current row. A
+narrow terminal drops the elapsed time first, then the rate, the loss and the bar. Without a terminal, a line appears at
+each tenth of a row, which keeps logs short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     TaskID,
@@ -20,6 +27,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from .report import units
 
 
 class Task:
@@ -77,4 +86,92 @@ def _columns(width: int) -> list[ProgressColumn]:
     if width >= 70:
         columns.append(TimeElapsedColumn())
     columns += [TextColumn("left"), TimeRemainingColumn()] if width >= 50 else [TimeRemainingColumn(compact=True)]
+    return columns
+
+
+_NAME_LEAST = 8
+
+
+class RowDisplay:
+    """The display of one row after the other. A context manager, during which the terminal shows the bars."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console
+        self._clock = clock
+        self._first: tuple[int, float] | None = None  # the first iteration that was reported, and when
+        self._bars = Progress(*_row_columns(console.width), console=console) if console.is_terminal else None
+        self._task: TaskID | None = None
+        self._strategy = ""
+        self._iterations = 1
+        self._tenth = 0
+
+    def __enter__(self) -> RowDisplay:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def begin(self, strategy: str, processes: int, iterations: int) -> None:
+        """Add a bar for the row that starts, or print a line."""
+        self._strategy, self._iterations, self._tenth, self._first = strategy, iterations, 0, None
+        text = f"starting {processes} process" + ("es" if processes > 1 else "")
+        if self._bars is not None:
+            most = max(_NAME_LEAST, self.console.width // 3)
+            name = strategy if len(strategy) <= most else f"{strategy[: most - 3]}..."
+            self._task = self._bars.add_task(name, total=iterations, loss=text, rate="")
+        else:
+            self.say(f"{strategy}: {text}")
+
+    def advance(self, iteration: int, loss: float | None, images_per_s: float | None) -> None:
+        """Update the row's bar, or print a line at each tenth of its iterations."""
+        now = self._clock()
+        self._first = self._first or (iteration, now)
+        loss_text, rate_text = f"loss {units.number(loss)}", f"{units.significant(images_per_s)} img/s"
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=iteration, loss=loss_text, rate=rate_text)
+        elif iteration * 10 // self._iterations > self._tenth:
+            self._tenth = iteration * 10 // self._iterations
+            left = self._left(iteration, now)
+            self.say(f"{self._strategy}: iteration {iteration}/{self._iterations}, {loss_text}, {rate_text}{left}")
+
+    def _left(self, iteration: int, now: float) -> str:
+        """The remaining time of the row as text, at the pace since its first report; empty if unknown."""
+        assert self._first is not None
+        done = iteration - self._first[0]
+        if done <= 0 or iteration >= self._iterations:
+            return ""
+        minutes, seconds = divmod(round((now - self._first[1]) / done * (self._iterations - iteration)), 60)
+        return f", {minutes}:{seconds:02} left"
+
+    def end(self, outcome: str) -> None:
+        """Stop the row's bar and show ``outcome``, a few words on the end."""
+        if self._bars is not None and self._task is not None:
+            self._bars.stop_task(self._task)
+            self._bars.update(self._task, loss=outcome, rate="")
+        else:
+            self.say(f"{self._strategy}: {outcome}")
+
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        self.console.print(Text(line), soft_wrap=True)
+
+
+def _row_columns(width: int) -> list[ProgressColumn]:
+    columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+    if width >= 60:
+        columns.append(BarColumn(bar_width=max(8, min(30, width - 82))))
+    columns.append(MofNCompleteColumn())
+    if width >= 40:
+        columns.append(TextColumn("{task.fields[loss]}", markup=False))
+    if width >= 80:
+        columns.append(TextColumn("{task.fields[rate]}", markup=False))
+    if width >= 90:
+        columns.append(TimeElapsedColumn())
+    if width >= 30:
+        columns += [TimeRemainingColumn(compact=True), TextColumn("left")]
     return columns

@@ -34,7 +34,7 @@ _LAST_WORDS_S = 2.0
 
 
 class Progress(Protocol):
-    """Receives the progress of a row: ``progress.Display``, or the display of a larger task."""
+    """Receives the progress of a row: ``display.RowDisplay``, or the display of a larger task."""
 
     def begin(self, strategy: str, processes: int, iterations: int) -> None:
         """A row starts."""

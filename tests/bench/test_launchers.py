@@ -25,10 +25,10 @@ from syncline.wire.handshake import HELLO_BYTES, run_id
 from syncline.wire.listener import CALLERS, dial
 from syncline_bench import launchers, processes
 from syncline_bench.cases import Case
+from syncline_bench.display import RowDisplay
 from syncline_bench.launchers import AUTO, LOCAL, Launcher, mpi_launcher, read_launcher
 from syncline_bench.messages import Mailbox, RemoteMailbox
 from syncline_bench.processes import measure
-from syncline_bench.progress import Display
 from syncline_bench.report.rows import Row
 from syncline_bench.site import Site, check_site
 
@@ -107,7 +107,7 @@ def row_of(launcher: str, folder: Path, script: str, workers: int = 3, servers: 
     case = Case("ring", workers, servers, 64, 10)
     site = Site(launcher=read_launcher(launcher))
     text = f"folder = {str(folder)!r}\n{PROLOGUE}{script}"
-    display = more.pop("display", None) or Display(Console(file=io.StringIO(), force_terminal=False, width=200))
+    display = more.pop("display", None) or RowDisplay(Console(file=io.StringIO(), force_terminal=False, width=200))
     return measure(case, "digits", 0, more.pop("limit_s", 60.0), display, site, script=("-c", text), **more)
 
 
@@ -310,7 +310,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_all(
     assert all_gone(folder)
 
 
-class Interrupted(Display):
+class Interrupted(RowDisplay):
     def advance(self, *_: Any) -> None:
         raise KeyboardInterrupt
 

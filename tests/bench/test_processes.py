@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from syncline_bench.cases import Case
+from syncline_bench.display import RowDisplay
 from syncline_bench.processes import measure
-from syncline_bench.progress import Display
 from syncline_bench.report.rows import Row
 
 PROLOGUE = """
@@ -43,7 +43,7 @@ def open_files() -> set[Path]:
 def row_of(script: str, workers: int = 2, servers: int = 0, limit_s: float = 60.0) -> tuple[Row, str]:
     case = Case("ring", workers, servers, 64, 10)
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
-    with Display(console) as display:
+    with RowDisplay(console) as display:
         row = measure(case, "digits", 0, limit_s, display, script=("-c", PROLOGUE + script))
     assert isinstance(console.file, io.StringIO)
     return row, console.file.getvalue()

@@ -15,8 +15,8 @@ from typing import Any
 
 from syncline.registry import register
 
-from ..addresses import all_addresses
 from ..sides import NoCounts, Placed
+from ._addresses import all_addresses
 
 _TIMEOUT_S = 120.0
 

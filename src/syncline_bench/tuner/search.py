@@ -31,11 +31,11 @@ from syncline.strategy.words import AUTO, NONE
 
 from ..calibration.request import request_of
 from ..cases import Case, Comparison, comparison_of, console_beside
+from ..display import RowDisplay
 from ..frameworks import DEFAULT, framework_of
 from ..machine import provenance
 from ..predict import settings
 from ..predict.networks import load_network, parse_network, to_json
-from ..progress import Display
 from ..report import tuning, units
 from ..report.files import keep_text
 from ..report.tuning import Tried, Tuned
@@ -130,7 +130,7 @@ def run(
     output = console or console_beside(target)
     interrupted = False
     try:
-        with Display(Console(stderr=True) if console is None else console) as display:
+        with RowDisplay(Console(stderr=True) if console is None else console) as display:
             course.run(display)
     except KeyboardInterrupt:
         interrupted = True
@@ -289,7 +289,7 @@ class Course:
     def _left_s(self) -> float:
         return self._request.budget_s - (self._clock() - self._begun)
 
-    def run(self, display: Display) -> None:
+    def run(self, display: RowDisplay) -> None:
         """Start the ranks and tune. Raises UsageError if the budget is too small."""
         comparison, workers = self._request.comparison, self._request.case.workers
         with site_of(workers, comparison.lab, display.say) as site:
@@ -301,7 +301,7 @@ class Course:
                     ranks.end_at_once()  # without waiting for the current measurement
                     raise
 
-    def search(self, ranks: WarmRanks, display: Display) -> None:
+    def search(self, ranks: WarmRanks, display: RowDisplay) -> None:
         """Tune with these ranks."""
         layers = self._first(ranks)
         self._calibrate(ranks, display)
@@ -349,7 +349,7 @@ class Course:
             )
         return trained.layers
 
-    def _calibrate(self, ranks: WarmRanks, display: Display) -> None:
+    def _calibrate(self, ranks: WarmRanks, display: RowDisplay) -> None:
         """Measure the network under each transport of the space while time remains, and always under the first."""
         limit_s = CALIBRATING_SHARE * self._request.budget_s
         begun, longest_s = self._clock(), 0.0

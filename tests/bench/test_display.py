@@ -1,3 +1,5 @@
+"""Progress of benchmarks and of the rows of comparisons: bars on terminals of any width, lines elsewhere."""
+
 from __future__ import annotations
 
 import io
@@ -7,12 +9,35 @@ import re
 import pytest
 from rich.console import Console
 
-from syncline_bench.progress import Display
+from syncline_bench.display import Display, RowDisplay
 
 
-def show(console: Console, name: str = "ring [bold]x[/bold]") -> str:
+def show(console: Console) -> str:
+    with Display(console) as display:
+        with display.task("2 ranks [bold]", 10.0) as task:
+            for done in range(10):
+                task.at(done, "1 KB" if done < 5 else "" if done == 5 else "1 MB")
+        display.say("starting [again]")
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_without_a_terminal_every_size_is_a_line() -> None:
+    lines = show(Console(file=io.StringIO(), width=80)).splitlines()
+    assert lines == ["2 ranks [bold]: 1 KB", "2 ranks [bold]: 1 MB", "starting [again]"]
+
+
+@pytest.mark.parametrize("width", [30, 60, 100])
+def test_on_a_terminal_there_is_a_bar_with_the_time_left(width: int) -> None:
+    text = show(Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False))
+    assert "2 ranks [bold]" in text
+    assert "0:00:00" in text or "00:00" in text
+
+
+def show_rows(console: Console, name: str = "ring [bold]x[/bold]") -> str:
     clock = itertools.count(100.0, 2.0).__next__  # an iteration takes two seconds
-    with Display(console, clock) as display:
+    with RowDisplay(console, clock) as display:
         display.begin(name, 4, 100)
         for iteration in range(1, 101):
             display.advance(iteration, 0.5, 1234.0)
@@ -24,7 +49,7 @@ def show(console: Console, name: str = "ring [bold]x[/bold]") -> str:
 
 
 def test_without_a_terminal_there_are_a_few_plain_lines() -> None:
-    lines = show(Console(file=io.StringIO(), force_terminal=False, width=80)).splitlines()
+    lines = show_rows(Console(file=io.StringIO(), force_terminal=False, width=80)).splitlines()
     assert lines[0] == "ring [bold]x[/bold]: starting 4 processes"
     assert lines[-1] == "ring [bold]x[/bold]: done"
     assert len(lines) == 12
@@ -37,7 +62,7 @@ def test_without_a_terminal_there_are_a_few_plain_lines() -> None:
 @pytest.mark.parametrize("name", ["ring [bold]x[/bold]", "ring codec=feedback(topk(ratio=0.01)) transport=tcp " * 2])
 def test_on_a_terminal_the_bar_ends_full_whatever_the_width(width: int, name: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False)
-    text = show(console, name)
+    text = show_rows(console, name)
     assert "ring" in text
     assert ("left" in text) == (width >= 30)
     assert all(len(line) <= width for line in re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", text).splitlines())
