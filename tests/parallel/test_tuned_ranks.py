@@ -225,4 +225,4 @@ def test_what_not_all_ranks_have_alike_is_left_out(
         assert tables[0] == tables[1] == tables[2]
         assert "theirs" not in str(tables)
         assert "architecture=auto leaves out theirs: " in said
-        assert {"lacks": "rank 1 ", "another": "another algorithm", "wrong": "plan is wrong"}[how] in said
+        assert {"lacks": "rank 1 ", "another": "a different algorithm", "wrong": "plan is wrong"}[how] in said
