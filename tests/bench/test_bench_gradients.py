@@ -23,11 +23,19 @@ from syncline.session.session import Session  # noqa: E402
 from syncline.strategy.strategy import Strategy  # noqa: E402
 from syncline.wire.listener import bind_here  # noqa: E402
 from syncline_bench.cli import cli  # noqa: E402
-from syncline_bench.gradients import gradient_bench, iterations, request  # noqa: E402
-from syncline_bench.gradients.forms import FORMS, exchanges_only, forms_of  # noqa: E402
+from syncline_bench.gradients import gradient_bench, gradient_cases, iterations  # noqa: E402
+from syncline_bench.gradients.gradient_cases import (  # noqa: E402
+    DEFAULT_WORKLOADS,
+    FORMS,
+    Model,
+    Request,
+    Work,
+    exchanges_only,
+    forms_of,
+    model_of,
+)
 from syncline_bench.gradients.gradient_ranks import STRATEGY, _Measurement, order_of  # noqa: E402
 from syncline_bench.gradients.iterations import Ground, iteration_of  # noqa: E402
-from syncline_bench.gradients.request import DEFAULT_WORKLOADS, Model, Request, Work, model_of  # noqa: E402
 from syncline_bench.ranks import RanksFailed  # noqa: E402
 from syncline_bench.report.bench import BARE, CONTIGUOUS, GradientResult, GradientRow  # noqa: E402
 from syncline_bench.report.units import decimal_size  # noqa: E402
@@ -79,7 +87,7 @@ def test_mistakes_are_named_before_anything_is_measured(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradient_bench, "measure", lambda *_: pytest.fail("was measured"))
-    monkeypatch.setattr(request, "available_memory_bytes", lambda: 20 << 30)
+    monkeypatch.setattr(gradient_cases, "available_memory_bytes", lambda: 20 << 30)
     done = CliRunner().invoke(cli, ["bench", "gradients", *arguments])
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
@@ -90,13 +98,13 @@ def test_mistakes_are_named_before_anything_is_measured(
 def test_a_form_that_is_left_out_is_named(
     ranks: list[int], left_out: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = request.request_of(workloads=["digits"], ranks=ranks, forms=[CONTIGUOUS, "layerwise:one"])
+    asked = gradient_cases.request_of(workloads=["digits"], ranks=ranks, forms=[CONTIGUOUS, "layerwise:one"])
     assert asked.left_out == left_out
     monkeypatch.setattr(gradient_bench, "measure", lambda *_: GradientResult("here", 2))
     out = io.StringIO()
     gradient_bench.run(asked, console=Console(file=out, width=100))
     assert ("not measured with 1 rank, which exchanges nothing: layerwise:one" in out.getvalue()) is bool(left_out)
-    assert request.request_of(workloads=["digits"], ranks=ranks).left_out == ()
+    assert gradient_cases.request_of(workloads=["digits"], ranks=ranks).left_out == ()
 
 
 def test_forms_take_turns_in_orders_in_which_none_always_follows_the_same() -> None:

@@ -149,9 +149,9 @@ def gradients(
     """Measure the cost of copying gradients into buckets and back, next to gradients that lie in buckets."""
     from syncline.strategy.grammar import read_list, read_value
 
-    from ..gradients import gradient_bench, request
+    from ..gradients import gradient_bench, gradient_cases
 
-    asked = request.request_of(
+    asked = gradient_cases.request_of(
         workloads=read_list(workloads),
         ranks=[read_value(count, int, "--ranks") for count in read_list(ranks)],
         forms=read_list(forms),

@@ -1,6 +1,6 @@
 """``syncline bench gradients``: gradients that lie in their bucket's memory, beside copying them there and back.
 
-``forms`` names the ways that are compared and what each has to move; ``iterations`` has their code, on the gradients of
-``scattered``. ``request`` checks the request, ``gradient_ranks`` is what every process runs, and ``gradient_bench``
-starts the processes and makes rows.
+``gradient_cases`` has the forms that are compared, what each has to move, and the checked request; ``iterations`` has
+the code of every form. ``gradient_ranks`` is what every process runs, and ``gradient_bench`` starts the processes and
+makes rows.
 """

@@ -18,8 +18,7 @@ from ..ranks import Here, Ranks, RanksFailed
 from ..report.bench import GradientResult, GradientRow, render_gradients
 from ..report.files import replace_text, result_paths
 from ..report.units import decimal_size as size_text
-from .forms import Form
-from .request import Model, Request, Work
+from .gradient_cases import Form, Model, Request, Work
 
 RANK = ("-m", "syncline_bench.gradients.gradient_ranks")
 

@@ -23,7 +23,7 @@ from syncline.strategy.strategy import Strategy
 from ..collectives.probes import MemoryProbe
 from ..ranks import Line, Table
 from ..report.bench import BARE
-from .request import WARM_UP, Model, Work
+from .gradient_cases import WARM_UP, Model, Work
 
 STRATEGY = "auto transport=shm schedule=fifo"
 """One exchange of all gradients after backward, as in the source, by the fastest algorithm."""

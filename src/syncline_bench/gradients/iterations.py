@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # what frameworks on torch call
 
 from syncline.engine.order import Order
@@ -21,9 +21,44 @@ from syncline.session.session import Session
 
 from ..collectives.kinds import Collective, collective
 from ..report.bench import BARE, CONTIGUOUS
-from .scattered import Scattered
 
 Shapes = Sequence[Sequence[int]]
+
+
+class Scattered(nn.Module):
+    """A network whose backward pass returns finished gradients, so that moves are measured without any computation.
+
+    It has a parameter for each of ``gradients``, with the memory of ``weights``; ``forward`` has no arguments. Autograd
+    treats the gradients as in any network. Nothing else holds such a tensor, so a parameter without a gradient takes it
+    over, and a parameter with a gradient adds it. Its memory is the same in every pass, as under a caching allocator.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._gradients = tuple(gradients)
+        for number, weight in enumerate(weights):
+            self.register_parameter(f"tensor{number}", nn.Parameter(weight))
+
+    def forward(self) -> Tensor:
+        """A scalar. Its backward pass gives every parameter its gradient, from the last parameter to the first."""
+        signal = torch.zeros((), requires_grad=True)
+        for gradient, parameter in zip(self._gradients, self.parameters(), strict=True):
+            signal = _Layer.apply(gradient, signal, parameter)  # type: ignore[no-untyped-call]
+        return signal
+
+
+class _Layer(torch.autograd.Function):
+    """The identity on the signal; the parameter is an argument so that it gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, signal: Tensor, parameter: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.gradient = gradient
+        return signal.view_as(signal)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (signal,) = gradients
+        return None, signal, ctx.gradient.detach()
 
 
 class Iteration(Protocol):

@@ -171,7 +171,7 @@ class TorchSteps:
 def _scattered(tensors: int, elements: int) -> tuple[Any, Any]:
     import torch
 
-    from ..gradients.scattered import Scattered
+    from ..gradients.iterations import Scattered
 
     gradients, weights = ([torch.ones(elements) for _ in range(tensors)] for _ in range(2))
     model = Scattered(gradients, weights)
