@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ from frames import header
 from syncline import registry
 from syncline.engine.engine import Engine
 from syncline.engine.order import Order
-from syncline.errors import ProtocolError
+from syncline.errors import ProtocolError, UsageError
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
 from syncline.session.member import Ending
+from syncline.session.printing import watch_exceptions
 from syncline.transports.tcp import Tcp
 
 LIMIT_S = 30.0
@@ -48,3 +50,24 @@ def test_a_fault_of_nobody_alone_names_nobody() -> None:
     ending.watcher = watcher
     error = ending.explain(ProtocolError("the update fails", rank=-1))
     assert str(error) == "rank 0 (host0): the update fails"
+
+
+def test_an_error_is_printed_in_full_where_both_kinds_of_sessions_watch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process may have a session of its own and one of the torch backend, and so two hooks for its last error."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    text = f"of {capfd}"  # what an earlier test has printed is not printed again
+
+    def session() -> Any:
+        return SimpleNamespace(alone=True, forked=False, fail=lambda _: None, index=0, name=lambda _: "rank 0")
+
+    for _ in range(2):
+        watch_exceptions(session)
+    error = UsageError(text)
+    sys.excepthook(UsageError, error, None)
+    printed = capfd.readouterr().err
+    assert f"UsageError: {text}" in printed
+    assert "see above" not in printed
+    sys.excepthook(UsageError, UsageError(text), None)
+    assert capfd.readouterr().err == "syncline: ended: rank 0: the same UsageError, see above\n"

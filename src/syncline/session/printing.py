@@ -75,18 +75,41 @@ def _print(
     if isinstance(error, PeerError):
         # Another process failed: its own message says why, and every rank's stack would bury it.
         say(f"syncline: ended: {_shortened(error)}\n")
-    elif isinstance(error, SynclineError) and not first_time(f"traceback of {kind.__name__}: {error}"):
+    elif (
+        isinstance(error, SynclineError)
+        and error is not _passed_on
+        and not first_time(f"traceback of {kind.__name__}: {error}")
+    ):
         me = f"process {os.getpid()}" if session is None else session.name(session.index)
         say(f"syncline: ended: {me}: the same {kind.__name__}, see above\n")
     elif session is None or session.forked:
-        previous(kind, error, trace)
+        _pass_on(previous, kind, error, trace)
     elif isinstance(error, KeyboardInterrupt):
         say(f"syncline: {session.name(session.index)}: interrupted\n")
     elif previous is sys.__excepthook__:
         first_time(f"{kind.__name__}: {error}")  # nobody needs to repeat what stands at the end of this
         say("".join(traceback.format_exception(kind, error, trace)))
     else:
+        _pass_on(previous, kind, error, trace)
+
+
+_passed_on: BaseException | None = None
+
+
+def _pass_on(
+    previous: Callable[..., object], kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    """Call the hook that was there before.
+
+    It may be a second hook of Syncline: a process can have a session and a torch.distributed backend. The second hook
+    must not take the error for one that another process has printed.
+    """
+    global _passed_on
+    _passed_on = error
+    try:
         previous(kind, error, trace)
+    finally:
+        _passed_on = None
 
 
 def _shortened(error: PeerError) -> str:
