@@ -211,9 +211,9 @@ def _count(value: Any) -> int:
 
 
 def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
-    """A layout of these layers from what ``plain`` returned, with its times.
+    """The layout, with its measured times, from the result of ``plain``.
 
-    Raises UsageError for one of other layers; ValueError, TypeError, KeyError or OverflowError for anything else.
+    Raises UsageError for a layout of other layers; ValueError, TypeError, KeyError or OverflowError for other values.
     """
     buckets = tuple(
         Bucket(tuple(Slice(*map(_count, part)) for part in slices), str(dtype)) for dtype, slices in told["buckets"]

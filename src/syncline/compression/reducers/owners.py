@@ -5,9 +5,9 @@ The owner decodes and adds them in rank order, encodes the sum (with its own res
 sends it to all. Its own contribution also passes through the codec, so the result does not depend on ownership. This is
 ``direct``, or a parameter server, with codes instead of numbers.
 
-Cost per rank with N owners among N workers: 2(N-1)/N of the payload sent and received; every rank encodes and decodes
-everything once, and as an owner decodes N payloads of its part and encodes 1/N. Tang et al., "DoubleSqueeze", ICML
-2019, have both residuals.
+Cost per rank if all N workers are owners: it sends and receives 2(N-1)/N of the payload, and encodes and decodes the
+whole array once. As an owner it also decodes N payloads of its part, and encodes the sum of that part. Tang et al.,
+"DoubleSqueeze", ICML 2019, have both residuals.
 
 The first half, ``collect``, leaves the sums with their owners; the second half, ``answer``, encodes an owner's values
 for all. Servers that hold the weights send updates of weights in the second half (``updates``).
