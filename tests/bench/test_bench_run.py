@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -294,7 +295,7 @@ class FakeLab:
 
 def test_in_a_lab_the_limit_is_its_goodput(ranks: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     module = type("Module", (), {"Lab": FakeLab})
-    monkeypatch.setattr(collective_bench.importlib, "import_module", lambda _: module)
+    monkeypatch.setitem(sys.modules, "syncline_bench.lab", module)
     row, *_ = measured(asked("tcp:auto", "mpi:native", lab_rate=Rate(1e9), ranks=(4,)))
     assert FakeLab.made[-1] == (4, 1e9)
     assert (row.limit, row.limit_s, row.lab_bit_per_s) == ("link", pytest.approx(1.5 * 1000 / 1e8), 1e9)
@@ -305,7 +306,7 @@ def test_in_a_lab_the_limit_is_its_goodput(ranks: Sets, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("ranks")
 def test_several_ranks_share_a_host_of_the_lab_and_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type("Module", (), {"Lab": FakeLab})
-    monkeypatch.setattr(collective_bench.importlib, "import_module", lambda _: module)
+    monkeypatch.setitem(sys.modules, "syncline_bench.lab", module)
     text = "auto:hierarchical codec=int8"
     row, *_ = measured(asked(text, lab_rate=Rate(1e9), ranks=(4,), per_host=2))
     assert FakeLab.made[-1] == (2, 1e9)
