@@ -1,4 +1,4 @@
-"""Loads networks by name, from a file or from constants in a text, and the known error of predictions on them.
+"""Loads networks by name, from a file or from a text with constants. Also loads the error of predictions on a network.
 
 Owns the ready-made files in ``networks/``, the file format, the short form ``alpha=45us,beta=1.2ns``, LogGP's constants
 (an alternative to a link's constants everywhere), and the files in ``measured/``. ``costs.cluster`` defines the names

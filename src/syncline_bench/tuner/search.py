@@ -470,7 +470,7 @@ class Course:
         return trained
 
     def _guard(self, ranks: WarmRanks, text: str) -> None:
-        """Judge a candidate that changes the mathematics and is faster than the default, by a paired run."""
+        """Make a paired run of a lossy candidate that is faster than the default, and accept or refuse it."""
         request, book = self._request, self._book
         if request.loss is None or not changes_mathematics(Strategy.parse(text)) or text in book.efficiency:
             return
