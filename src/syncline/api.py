@@ -80,7 +80,7 @@ def session() -> Session:
 
 
 def new_group(ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup:
-    """A group of some workers, for ``group=``. Collective: all workers call it, including those outside the group.
+    """Create a group of workers, to pass as ``group=``. Collective: workers outside the group call it too.
 
     All pass the same ranks, in any order, and create several groups in one order, as with ``torch.distributed``. If a
     worker passes other ranks, calls something else, or does not join within ``timeout`` seconds, all workers get an

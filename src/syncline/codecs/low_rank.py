@@ -73,7 +73,7 @@ class PowerSGD:
         """Yield P and then Q to be summed, or once x itself; see ``Rounds``.
 
         If the sum is not finite, x becomes NaN on all ranks, the residual is unchanged, and Q is drawn again. Reads x
-        four times and writes it twice, besides 6 * rank multiplications and additions per element.
+        four times, writes it twice, and makes 6 * rank multiplications and additions per element.
         """
         from ..kernels.low_rank import expand, orthonormalise, times, transposed_times
         from ..kernels.selection import largest_magnitude

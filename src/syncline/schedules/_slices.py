@@ -52,7 +52,7 @@ class Sliced:
         return sliced(layers, self.slice)
 
     def priority(self, bucket: Bucket) -> float:
-        """The first layer in the bucket: the next forward pass starts there."""
+        """The index of the bucket's first layer: the next forward pass needs the first layers first."""
         return float(min(part.tensor for part in bucket.slices))
 
 

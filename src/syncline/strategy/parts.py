@@ -104,7 +104,7 @@ def signature(entry: registry.Entry) -> str:
 
 
 def part_of(kind: str, built: Any) -> Part:
-    """The bound part of an object of a registered frozen dataclass: the inverse of ``build``."""
+    """The bound part that ``build`` turns into an equal object. The object's class is a registered frozen dataclass."""
     entry = next(entry for entry in registry.entries(kind) if entry.target is type(built))
     wraps = entry.capabilities.get("wraps")
     values = {parameter.name: getattr(built, parameter.name) for parameter in entry.parameters}

@@ -176,7 +176,7 @@ def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int
 
 
 def clocks_only_grow(log: Log) -> None:
-    """A worker's clock grows by one with every step, or to the others' clock at a meeting."""
+    """Each push of a bucket has a larger clock than the worker's previous push of it, also after a meeting."""
     clocks: dict[tuple[int, int], int] = defaultdict(int)
     for entry in log:
         if isinstance(entry, Request) and entry.kind == "push":

@@ -6,9 +6,8 @@ Environment variables pass the paths to processes: ``SYNCLINE_TRACE``, which use
 The file may be in a folder that others can write to, such as /tmp. The folder of parts belongs to this user alone or is
 not used: no other user can plant links there that would be followed, or read the names of scripts there.
 
-``Assembly`` merges the parts. The parts of one run are in one folder. Several runs, for example of a comparison, have
-one folder each, which also contains the run's title, inside the folder beside the timeline. Unreadable parts are
-skipped and reported.
+``Assembly`` merges the parts. Each run that its process starts has a subfolder, which also contains the run's title.
+Other runs have their parts directly in the folder. Unreadable parts are skipped and reported.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """``replay:NETWORK`` and ``trace:FILE.csv``: layers that take recorded times, with real parameters and gradients.
 
 How a network communicates can be measured without the accelerator that it was made for: gradients of the real sizes
-become ready at the real times, and everything between is sleep. Every worker has the batch that the times are for
-(weak scaling), whatever the number of workers.
+become ready at the real times, and everything between is sleep. The times are those of one batch, so each worker has
+a batch of that size, whatever the number of workers (weak scaling).
 
 The networks' times are published totals of whole passes, shared out among the layers by operations (``models.flops``):
 
-* AlexNet and ResNet-50: ``fw_time`` and ``bw_time`` of the job files of github.com/HKBU-HPML/dl-scheduling
-  (``job_configs``), which belong to Wang, Shi, Wang and Chu, "Communication contention aware scheduling of multiple
-  deep learning training jobs" (arXiv 2002.10105): one GPU, 256 and 32 images.
+* AlexNet with 256 images and ResNet-50 with 32, on one GPU: ``fw_time`` and ``bw_time`` of the job files
+  (``job_configs``) in github.com/HKBU-HPML/dl-scheduling. This is the code of Wang, Shi, Wang and Chu, "Communication
+  contention aware scheduling of multiple deep learning training jobs" (arXiv 2002.10105).
 * GoogLeNet with its auxiliary classifiers: github.com/hclhkbu/B-Caffe, the code of Shi, Chu and Li, "MG-WFBP:
   efficient data communication for distributed synchronous SGD algorithms" (INFOCOM 2019): on one K80 and 64 images an
   iteration takes 391.8 ms (163.36 images/s in ``scripts/gmwfbp.py``), of which 205.3 ms are the logged backward times;
