@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -201,6 +201,8 @@ class Ranks:
         while busy:
             outcome = self._run.poll()
             messages = self._mailbox.receive(_POLL_S if outcome is None else 0.0)
+            if outcome is not None:  # over TCP, reports may come after the end of the launcher
+                messages += [one for some in self._mailbox.rest() for one in some]
             for rank, message in messages:
                 match message["kind"]:
                     case "done":
@@ -267,7 +269,8 @@ class Line:
         try:
             yield
         except Exception as error:
-            self._connection.fail(error)
+            with suppress(OSError):  # the starter may be gone
+                self._connection.fail(error)
             traceback.print_exc()
             # At once: MPI would wait for all ranks at this one's exit.
             os._exit(1)
@@ -287,7 +290,7 @@ class Line:
         """Report something."""
         try:
             self._connection.send(kind, **content)
-        except BrokenPipeError:
+        except OSError:
             os._exit(1)  # nobody listens any more
 
     def wait(self) -> None:

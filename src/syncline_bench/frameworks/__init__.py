@@ -4,7 +4,7 @@ Each file implements ``Training`` for a workload: the model, its optimizer and o
 ``syncline_bench.train``. It is registered under the framework's name and declares
 
 * ``needs``: the packages that have to be installed, and ``install``: what installs them,
-* ``environ``: variables of its processes, with which each computes with one thread and keeps freed memory.
+* ``environ``: variables of its processes, such as those that limit it to one thread or keep freed memory.
 
 A file imports its framework only when ``loaded`` is called or an object is made. So a run imports one framework, and
 the process that starts a comparison none. Most files build their model from the workload's blueprint: the same network

@@ -102,7 +102,7 @@ class Table(Generic[Row]):
         least = max(min(self.spare, widest_piece(name)) for name in names)
         while (left := self._left(found, width)) < least and (rank := max(column.rank for column in found)) > 0:
             found.remove(next(column for column in reversed(found) if column.rank == rank))
-        return found, max(1, min(left, max(map(len, names))))
+        return found, max(1, least, min(left, max(map(len, names))))
 
     def meaning(self, column: Column[Row]) -> str:
         """What a column means, in plain text."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.strategy.strategy import Strategy
 from syncline.sync import Averages
 
@@ -23,7 +23,7 @@ from ..display import Display
 from ..launchers import LOCAL, Launcher, read_launcher
 from ..machine import provenance
 from ..messages import Message
-from ..ranks import Launched, Ranks, RanksFailed
+from ..ranks import Launched, Ranks
 from ..report.bench import StepResult, StepRow, render_steps
 from ..report.files import result_paths
 from ..site import Site
@@ -128,7 +128,7 @@ def _measured(request: Request, framework: str, display: Display) -> list[StepRo
                     task.at(number, f"{tensors} tensors")
                     ranks.order(partial(heard, tensors), tensors=tensors)
                 ranks.end()
-        except RanksFailed as failure:
+        except SynclineError as failure:
             error = str(failure)
     missing = request.tensors[len(rows) :]
     return rows + [StepRow(framework, tensors, request.elements, error=error) for tensors in missing]
