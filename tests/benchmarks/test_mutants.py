@@ -58,7 +58,12 @@ def test_a_fault_that_a_weaker_test_misses_is_named(tmp_path: Path) -> None:
     status, said = run("add(1, 2)", "--again", "mutants.json")
     assert status == 1
     assert "was caught, survives: syncline/toy/sum.py add: one + two -> (one - two)" in said
-    verdicts = {
-        one["fault"][3]: one["verdict"] for one in json.loads((tmp_path / "mutants.json").read_text())["faults"]
-    }
-    assert verdicts == {"return None": "caught", "(one - two)": "survived"}
+
+    def verdicts(result: str) -> dict[str, str]:
+        return {one["fault"][3]: one["verdict"] for one in json.loads((tmp_path / result).read_text())["faults"]}
+
+    assert verdicts("mutants.json") == {"return None": "caught", "(one - two)": "caught"}
+    assert verdicts("mutants-again.json") == {"return None": "caught", "(one - two)": "survived"}
+    status, said = run("add(1, 2)", "--again", "mutants.json", "--json", "mutants.json")
+    assert status == 2
+    assert "choose another file" in said
