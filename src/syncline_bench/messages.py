@@ -102,7 +102,6 @@ class Connection:
 
     def __init__(self, address: str, place: Environment | None = None, processes: int = 1) -> None:
         self._kept: socket.socket | None = None
-        self._watched = False
         if address.startswith("/"):
             up, down = address.split()
             self._up = os.open(up, os.O_WRONLY)
@@ -136,22 +135,16 @@ class Connection:
         return None
 
     def end_with_starter(self) -> None:
-        """End this process as soon as the starter closes the connection. Call it once, and never ``hear`` after it."""
-        self._watched = True
-        threading.Thread(target=self._wait_for_end, name="bench-starter", daemon=True).start()
+        """End this process when the starter closes the connection, even while it waits elsewhere. Call it once."""
+        watched = os.dup(self._up)  # ``close`` leaves it open: the thread watches until the process ends
+        threading.Thread(target=_end_at_hangup, args=(watched,), name="bench-starter", daemon=True).start()
 
     def close(self) -> None:
-        """Close this end. A thread of ``end_with_starter`` keeps its own descriptor until the process ends."""
+        """Close this end."""
         os.close(self._up)
-        if not self._watched:
-            self._orders.close()
+        self._orders.close()
         if self._kept is not None:
             self._kept.close()
-
-    def _wait_for_end(self) -> None:
-        while self.hear() is not None:
-            pass
-        os._exit(1)
 
     def _arrive(self, place: Environment, processes: int, own: str) -> None:
         """Report this process's network and address, and receive the meeting point of the run."""
@@ -173,6 +166,14 @@ class Connection:
             why = "is gone" if came else f"has not sent the address of rank 0 within {_TOLD_S:.0f} s"
             raise GroupError(f"rank {place.rank} of {processes}: the process that started this one {why}")
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = told["address"], str(told["port"])
+
+
+def _end_at_hangup(fd: int) -> None:
+    """Wait until the other end is closed, without reading from it, and end the process."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)  # POLLHUP and POLLERR, the latter of a pipe without readers, always count
+    poll.poll()
+    os._exit(1)
 
 
 def connect(reports: Sequence[str]) -> Connection:

@@ -261,7 +261,10 @@ class Line:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing here is worth waiting for a tidy end
         self.rank, self.world = place.rank, place.world
         addresses = json.loads(lines)
-        self._connection = Connection(addresses[min(place.rank, len(addresses) - 1)], place, len(addresses))
+        address = addresses[min(place.rank, len(addresses) - 1)]
+        self._connection = Connection(address, place, len(addresses))
+        if not address.startswith("/"):  # over TCP: the starter cannot end ranks on other hosts
+            self._connection.end_with_starter()
 
     @contextmanager
     def telling(self) -> Iterator[None]:

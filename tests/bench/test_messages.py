@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -111,3 +115,34 @@ def test_the_end_of_a_line_is_that_of_its_process_and_orders_come_down_it() -> N
         connections[0].close()
         mailbox.receive(5.0)
         assert (mailbox.ended, mailbox.open) == ([1, 0], False)
+
+
+def test_a_process_ends_with_its_starter_and_hears_orders_until_then(tmp_path: Path) -> None:
+    """Even while it waits for something else; what the starter has said is not read away."""
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import signal, sys\n"
+        "from syncline_bench.messages import Connection\n"
+        "line = Connection(sys.argv[1])\n"
+        "line.end_with_starter()\n"
+        "line.send('ready')\n"
+        "line.send('heard', order=line.hear())\n"
+        "signal.pause()\n"
+    )
+    with contextlib.ExitStack() as ending:
+        with Mailbox(1) as mailbox:
+            process = ending.enter_context(subprocess.Popen([sys.executable, str(program), mailbox.addresses[0]]))
+            ending.callback(process.kill)
+            due = time.monotonic() + 30
+
+            def heard() -> list[tuple[int, Message]]:
+                found: list[tuple[int, Message]] = []
+                while not found and time.monotonic() < due:
+                    found = mailbox.receive(0.1)
+                return found
+
+            assert heard() == [(0, {"kind": "ready"})]
+            mailbox.tell({"number": 7})
+            assert heard() == [(0, {"kind": "heard", "order": {"number": 7}})]
+            assert process.poll() is None
+        assert process.wait(30) == 1

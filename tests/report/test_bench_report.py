@@ -103,6 +103,12 @@ def test_the_page_is_self_contained_and_escaped(result: BenchResult, plain: str)
     assert "<h2>Goals</h2>" not in plain
 
 
+def test_a_failed_row_of_the_page_says_its_size(result: BenchResult) -> None:
+    failed = tuple(replace(Measured("shm", "ring", 2, nbytes), error="boom") for nbytes in (1_000, 64_000))
+    text = bench_page(replace(result, rows=failed))
+    assert [text.count(f"<small>{size}</small>") for size in ("1 KB", "64 KB")] == [1, 1]
+
+
 def test_goals_say_yes_no_or_nothing() -> None:
     out = io.StringIO()
     verdicts = [Verdict("a", "1 x", "here", True), Verdict("b", "2 x", "there", False), Verdict("c")]

@@ -195,10 +195,12 @@ class Sheet:
         yield from self.tables
         if not self.tables:
             yield Text("no rows")
-        wanted = [column for table in self.tables for column in table.wanted]
-        fitted = [(table, column) for table in self.tables for column in table.fitting(options.max_width)[0]]
-        titles = dict.fromkeys(column.titled for _, column in fitted)
-        missed = dict.fromkeys(one.titled for one in wanted if one.rank < _UNSAID and one.titled not in titles)
+        fitted, missed = [], dict[str, None]()
+        for table in self.tables:
+            columns = table.fitting(options.max_width)[0]
+            fitted += [(table, column) for column in columns]
+            titles = {column.titled for column in columns}
+            missed |= {one.titled: None for one in table.wanted if one.rank < _UNSAID and one.titled not in titles}
         lines = (
             [f"{legend((column.title, table.meaning(column)) for table, column in fitted)} {self.words}".strip()]
             if self.tables

@@ -192,7 +192,8 @@ def _ran(row: Row | AccuracyRow) -> tuple[str, ...]:
 
 
 def _chosen(row: Measured) -> tuple[str, ...]:
-    return (row.chosen or "",)
+    """The size too where the row failed, because it then has no cells."""
+    return (row.chosen or "", "" if row.median_s is not None else units.decimal_size(row.bytes))
 
 
 def _place(row: Row) -> tuple[str, ...]:
