@@ -260,7 +260,7 @@ def test_a_roll_that_is_none_is_refused(body: bytes) -> None:
         read_roll(body, 2)
 
 
-ONE = Member(1, 4, "host", "machine", 77, "pids", "127.0.0.1", 5000, "syncline-abc", {"strategy": "ring"}, 2)
+ONE = Member(1, 4, "host", "machine", 77, "pids", "127.0.0.1", 5000, "syncline-abc", {"strategy": "ring"}, "3")
 
 
 def member_on(index: int, machine: str) -> Member:
@@ -284,6 +284,10 @@ def test_a_record_is_read_as_it_was_written() -> None:
         {"host": None},
         {"terms": {"strategy": 1}},
         {"terms": ["strategy"]},
+        {"mask": ""},
+        {"mask": "0x1"},
+        {"mask": "-1"},
+        {"mask": "f" * 2049},
         {"more": 1},
     ],
     ids=str,
@@ -320,11 +324,22 @@ def test_nodes_are_numbered_as_they_appear() -> None:
     assert replace(roll, index=1).near == {2}
 
 
-@pytest.mark.parametrize(("cores", "crowded"), [((2, 1, 1, 2), False), ((1, 1, 1, 2), True), ((2, 1, 1, 1), True)])
-def test_a_host_is_crowded_when_its_processes_outnumber_the_cores_of_one(cores: tuple[int, ...], crowded: bool) -> None:
-    placed = zip("abca", cores, strict=True)
-    members = tuple(replace(member_on(index, machine), cores=count) for index, (machine, count) in enumerate(placed))
-    assert Roll(0, members, "a run", b"").crowded is crowded
+@pytest.mark.parametrize(
+    ("masks", "crowded"),
+    [
+        (("3", "1", "1", "3"), False),  # a host of two processes with the same two cores
+        (("1", "1", "1", "1"), True),
+        (("1", "1", "1", "2"), False),  # bound to a core each
+        (("3", "0", "1", "3"), True),
+        (("f" * 2048, "1", "1", "f" * 2048), False),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_host_is_crowded_when_its_processes_outnumber_its_cores(masks: tuple[str, ...], crowded: bool) -> None:
+    placed = zip("abca", masks, strict=True)
+    members = [replace(member_on(index, machine), mask=mask) for index, (machine, mask) in enumerate(placed)]
+    read = tuple(read_member(one.to_text()) for one in members)
+    assert Roll(0, read, "a run", b"").crowded is crowded
 
 
 def test_notes_are_kept_and_counted() -> None:

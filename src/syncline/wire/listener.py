@@ -319,6 +319,7 @@ class Listener:
     def describe(self, terms: dict[str, str]) -> Member:
         """This process's own record, for the meeting."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        cores = os.sched_getaffinity(0)
         network, pids = (Path(f"/proc/self/ns/{kind}").readlink() for kind in ("net", "pid"))
         return Member(
             self._index,
@@ -331,7 +332,7 @@ class Listener:
             self.port,
             self.unix,
             terms,
-            len(os.sched_getaffinity(0)),
+            f"{sum(1 << core for core in cores):x}",
         )
 
     def take(self, peers: Collection[int], purpose: str, timeout: float) -> dict[int, socket.socket]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,7 @@ class Member:
 
     ``index`` counts workers, then servers; ``world`` is the number of processes it believes in. ``machine`` is equal
     for processes that can share memory, ``pid_space`` for those that see each other's pids. All must agree on ``terms``
-    (version, strategy). ``cores`` is how many the process may use.
+    (version, strategy). ``mask`` has a bit for each core that the process may use, in hexadecimal.
     """
 
     index: int
@@ -51,7 +52,12 @@ class Member:
     port: int
     unix: str
     terms: dict[str, str]
-    cores: int = 1
+    mask: str = "1"
+
+    @property
+    def cores(self) -> int:
+        """How many cores the process may use."""
+        return int(self.mask, 16).bit_count()
 
     @property
     def where(self) -> str:
@@ -79,9 +85,15 @@ class Roll:
 
     @property
     def crowded(self) -> bool:
-        """Whether a host runs more processes than a process on it may use cores."""
+        """Whether a host runs more processes than its processes together may use cores.
+
+        Ranks that are bound to cores of their own are no crowd.
+        """
         processes = Counter(member.machine for member in self.members)
-        return any(processes[member.machine] > member.cores for member in self.members)
+        masks = dict.fromkeys(processes, 0)
+        for member in self.members:
+            masks[member.machine] |= int(member.mask, 16)
+        return any(count > masks[machine].bit_count() for machine, count in processes.items())
 
     @property
     def near(self) -> frozenset[int]:
@@ -100,6 +112,8 @@ class Roll:
         return f"rank {index} ({self.members[index].where})"
 
 
+_MASK = re.compile("[0-9a-f]{1,2048}")
+"""Of 8192 cores, as many as Linux can have."""
 _KINDS: Mapping[str, type] = {"int": int, "str": str, "dict[str, str]": dict}
 
 
@@ -119,10 +133,10 @@ def check_member(found: Any) -> Member:
     if not right or any(type(found[name]) is not kind for name, kind in names.items()):
         raise _unknown()
     terms: dict[Any, Any] = found["terms"]
-    numbers = (found["index"], found["world"], found["pid"], found["port"], found["cores"])
+    numbers = (found["index"], found["world"], found["pid"], found["port"])
     if not all(0 <= number < 1 << 32 for number in numbers) or found["port"] >= 1 << 16:
         raise _unknown()
-    if not all(isinstance(value, str) for value in terms.values()):
+    if not all(isinstance(value, str) for value in terms.values()) or not _MASK.fullmatch(found["mask"]):
         raise _unknown()
     # Other processes' messages show these: nothing in them moves a terminal's cursor, or begins a line.
     shown = {name: printable(found[name]).replace("\n", "\N{REPLACEMENT CHARACTER}") for name in ("host", "address")}
