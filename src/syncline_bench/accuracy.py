@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from syncline.codecs import Chooses, Wraps
-from syncline.errors import DataError, UsageError
+from syncline.errors import UsageError
 from syncline.strategy.grammar import Part, read_part
 from syncline.strategy.parts import build
 from syncline.strategy.strategy import Strategy
@@ -229,12 +229,7 @@ def run_of(training: Training, row: Row) -> AccuracyRun:
 
 def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
     """``fresh`` with the finished trainings of the file. Raises UsageError if it is not of the same work."""
-    try:
-        before = AccuracyResult.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
-    except DataError as error:
-        raise UsageError(f"{path}: {error}; choose another file") from None
+    before = AccuracyResult.earlier(path)
     if not before.same_work(fresh):
         raise UsageError(
             f"{path} is of another workload, number of workers, length, machine, or version of the code or its"

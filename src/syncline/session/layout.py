@@ -325,7 +325,7 @@ def _check_tensor(spec: Spec, slices: Sequence[Slice]) -> None:
 REPLACING = CALLS[LAYOUT]
 
 Choose = Callable[[bool, Lay], Layout]
-"""Makes one of the layouts that it is offered, given whether a worker objects to crossing iterations."""
+"""Makes one of the layouts that it is offered, given whether a worker objects to overlap with the next iteration."""
 
 
 def agree_on_layout(
@@ -343,7 +343,7 @@ def agree_on_layout(
 ) -> Layout:
     """The workers' part until all processes know the layout; arguments as for ``decide_layout``.
 
-    ``choose`` is also told whether any worker ``objects`` to schedules that cross iterations.
+    ``choose`` is also told whether any worker ``objects`` to schedules that overlap with the next iteration.
     """
     text = "" if chosen is None else json.dumps(chosen.plain(), sort_keys=True)
     tickets = session.agree(LAYOUT, zlib.crc32(f"{first_key} {text}".encode()), flags=int(objects))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from syncline.errors import DataError, SynclineError, UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Rate
 
 from ..cases import console_beside
@@ -46,14 +46,7 @@ def origin() -> BenchResult:
 
 def resumed(fresh: BenchResult, path: Path) -> BenchResult:
     """``fresh`` with the finished rows of a result file. Raises UsageError if machine or code are not the same."""
-    try:
-        before = BenchResult.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text: choose another file") from None
-    except DataError as error:
-        raise UsageError(f"{path}: {error}; choose another file") from None
+    before = BenchResult.earlier(path)
     if not before.same_origin(fresh):
         raise UsageError(
             f"{path} was measured on another machine or with another version of the code or its libraries, so that its"

@@ -22,6 +22,7 @@ from ..messages import Job
 from ..sides import Side
 from ..workloads import Workload
 from ..workloads import _blueprint as plain
+from . import KEEPS_FREED_MEMORY
 from ._from_blueprint import FromBlueprint, InOneStep, filled, scores
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ Params = dict[str, dict[str, Any]]
 Layer = Callable[[Params, Any], Any]
 
 _ENVIRON = {
+    **KEEPS_FREED_MEMORY,
     "JAX_PLATFORMS": "cpu",
     # Of the threads that XLA would make for one computation, none; those that run several at once stay.
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",

@@ -22,9 +22,11 @@ from ..messages import Job
 from ..sides import Side
 from ..workloads import Workload
 from ..workloads import _blueprint as plain
+from . import KEEPS_FREED_MEMORY
 from ._from_blueprint import FromBlueprint, InOneStep, filled, scores
 
 _ENVIRON = {
+    **KEEPS_FREED_MEMORY,
     "KERAS_BACKEND": "tensorflow",
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "2",

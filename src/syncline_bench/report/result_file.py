@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from syncline.errors import DataError
+from syncline.errors import DataError, UsageError
 
 from .files import replace_text
 
@@ -63,6 +63,18 @@ class ResultFile:
             return cls(**{**known(cls, data), **lists})
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"this is not a result file of syncline {cls.verb}: {error!r}") from None
+
+    @classmethod
+    def earlier(cls: type[_R], path: Path) -> _R:
+        """The result file of an earlier run, to be continued. Raises UsageError if it cannot be read."""
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{path} is no text: choose another file") from None
+        except DataError as error:
+            raise UsageError(f"{path}: {error}; choose another file") from None
 
     def same(self: _R, other: _R, *names: str) -> bool:
         """Whether both say the same in these fields."""

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from syncline import registry
 from syncline.costs.cluster import Cluster
-from syncline.errors import DataError, SynclineError, UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Layer
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO, NONE
@@ -191,12 +191,7 @@ def request_of_tuning(
 
 def _resumed(request: Request, path: Path) -> Tuned:
     """Read an earlier tuning. Raises UsageError if it is not of the same work."""
-    try:
-        before = Tuned.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
-    except DataError as error:
-        raise UsageError(f"{path}: {error}; choose another file") from None
+    before = Tuned.earlier(path)
     if not before.same_work(_empty(request)):
         raise UsageError(
             f"{path} is of another workload, number of workers, lab, strategy, machine, or version of the code, so its"

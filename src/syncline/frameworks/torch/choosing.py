@@ -231,13 +231,13 @@ class Choosing:
 
     def _watch(self) -> None:
         """Watch from now on whether the script reads values that could be in flight."""
-        crossed = self._overlapping
-        if crossed is None or self._optimizer is None or self._replica.overlap is not None:
+        strategy = self._overlapping
+        if strategy is None or self._optimizer is None or self._replica.overlap is not None:
             return
         self._refused = not updates_alone(self._optimizer) or is_compiled(self._replica.model)
         if not self._refused:
             try:
-                check_overlap(crossed, self._optimizer, self._replica.selection)
+                check_overlap(strategy, self._optimizer, self._replica.selection)
                 defer_steps(self._replica, self._optimizer, gives_way=True)
             except UsageError:
                 self._refused = True
