@@ -279,18 +279,18 @@ class Line:
             os._exit(1)
 
     def orders(self) -> Iterator[dict[str, Any]]:
-        """What the starter wants done, one thing after the other, until it wants the end."""
+        """The starter's orders, one after the other, until it orders the end."""
         self.send("done")  # with what comes before the first one
         while order := self._hear():
             yield order
             self.send("done")
 
     def finish(self) -> None:
-        """The last word."""
+        """Tell the starter that this rank has finished."""
         self.send("done")
 
     def send(self, kind: str, **content: Any) -> None:
-        """Report something."""
+        """Send the starter a report. If the starter is gone, end this process."""
         try:
             self._connection.send(kind, **content)
         except OSError:

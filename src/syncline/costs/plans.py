@@ -1,4 +1,4 @@
-"""What a plan costs on a network, at two fidelities.
+"""The cost of a plan on a network, at two fidelities.
 
 ``plan_load`` is the quick model: the load that a plan's messages put on the busiest places. It assumes that a step
 begins when the one before it has ended everywhere, which holds if all ranks have equal work. Choices at run time and

@@ -295,7 +295,7 @@ class OneSided:
         return absent or [int(run.state[self._kernel.WAITS_FOR])]
 
     def absent(self, key: int, processes: Iterable[int]) -> set[int]:
-        """Those of ``processes`` that have not joined a run in flight here. Callable from any thread."""
+        """The members of ``processes`` that have not joined a run in flight here. Callable from any thread."""
         wanted = next((int(run.state[self._kernel.ID]) for run in tuple(self._runs) if run.key == key), None)
         if wanted is None:
             return set()

@@ -1,4 +1,4 @@
-"""What kernels of block codecs share: reading a block, and sums in one fixed order.
+"""Parts of all block codecs: reading a block, and sums in one fixed order.
 
 A block of n elements with p codes to the 32-bit word has W = ceil(n/p) words of codes: element k*W + j is field k of
 word j. Fields of one k are adjacent in memory on both sides, so packing is the same plain loop over lanes on any

@@ -153,7 +153,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _variables_of(pid: int) -> list[bytes]:
-    """What a process was started with; nothing where that may not be read."""
+    """The environment that a process was started with; empty if it may not be read."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

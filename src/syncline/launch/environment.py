@@ -311,7 +311,7 @@ def _ranked(
 
 
 def _told(environ: Environ) -> dict[str, Any]:
-    """What Syncline's own variables say, whoever set them."""
+    """The values of Syncline's own variables, whoever has set them."""
     secret = environ.get("SYNCLINE_SECRET") or None
     return {
         "servers": _number(environ, "SYNCLINE_SERVERS") if environ.get("SYNCLINE_SERVERS") else None,

@@ -445,7 +445,7 @@ def _inherited(stale: tuple[str, ...] = _STALE) -> dict[str, str]:
 
 
 def _environ(processes: int, servers: int, address: str, port: int) -> dict[str, str]:
-    """What all processes of a run find in their environment, ranks apart."""
+    """The environment of all processes of a run, without their ranks."""
     return {
         **_inherited(),
         "MASTER_ADDR": address,

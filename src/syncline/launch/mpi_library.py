@@ -69,7 +69,7 @@ class MpiLibrary:
         return {"MPI4PY_LIBMPI": self.shared_object, **own}
 
     def command(self, ranks: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """What starts ``command`` as ``ranks`` ranks of this machine: arguments, and additions to the environment."""
+        """The launch of ``command`` as ``ranks`` ranks of this machine: arguments, and additions to the environment."""
         crowded = ranks > len(os.sched_getaffinity(0))
         return [*self.launcher, "-n", str(ranks), *command], self.settings(crowded)
 

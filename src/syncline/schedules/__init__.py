@@ -56,7 +56,7 @@ class Schedule(Protocol):
 
     @property
     def apply(self) -> Application:
-        """What waits for the result: the optimizer's step, the layer's next forward, or the step after."""
+        """The point that waits for the result: the optimizer's step, the layer's next forward, or the step after."""
         ...
 
     @property

@@ -180,7 +180,7 @@ def _by_bucket(session: Session) -> bool:
 
 
 class Shares:
-    """What one owner knows of the weights of all workers."""
+    """One owner's state of the weights of all workers."""
 
     def __init__(self, workers: int) -> None:
         self._weights: list[float | None] = [None] * workers

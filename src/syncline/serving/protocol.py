@@ -55,7 +55,7 @@ _NO_SHADOWS = "which this sync mode does not allow, since every push is an updat
 
 
 class Rule(Protocol):
-    """What the ledger asks of a sync mode. It must always let the slowest worker go on."""
+    """The ledger's view of a sync mode. It must always let the slowest worker go on."""
 
     @property
     def merges(self) -> bool:

@@ -97,7 +97,7 @@ class Optimizer(Protocol):
 
 
 Told = Literal["advanced", "state", "weights"]
-"""What workers ask owners for: values of groups that the optimizer has changed, its state, or the weights."""
+"""The requests of workers to owners: values of groups that the optimizer has changed, its state, or the weights."""
 
 Build = Callable[[Sequence[Holding]], Optimizer]
 """Makes a framework's optimizer for some holdings."""

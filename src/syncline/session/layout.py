@@ -182,7 +182,7 @@ LABEL = "telling the buckets"
 
 
 def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layout, Passed]:
-    """What rank 0 has told."""
+    """The layout that rank 0 has told."""
     fault = ""
     try:
         told = json.loads(data)

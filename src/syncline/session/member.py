@@ -157,7 +157,7 @@ class Ending:
 
     @property
     def verdict(self) -> Exception | None:
-        """Who failed first, as far as is known here."""
+        """The process that failed first, as far as this process knows."""
         failure = None if self.watcher is None else self.watcher.failure
         if failure is None:
             return None
@@ -201,7 +201,7 @@ class Member:
         self.splitting = threading.Lock()
         """Held while a group's number is agreed on."""
         self.before_end: list[Callable[[], None]] = []
-        """What this process does for the others before it leaves a run in which nothing went wrong."""
+        """The calls that this process makes for others before it leaves a run without a failure."""
         self._at_end: Callable[[bool], None] = lambda _: None
         ending = self.ending = Ending(group, index, self.name)
         self._pid = os.getpid()

@@ -183,7 +183,7 @@ class Session(Communicator):
 
     @property
     def roll(self) -> Roll | None:
-        """Who the processes of the run are; None where they are threads of one."""
+        """The processes of the run; None if ranks are threads of one process."""
         return self.member.roll
 
     @property
@@ -198,7 +198,7 @@ class Session(Communicator):
 
     @property
     def observer(self) -> Observer | None:
-        """Who is told all that begins and ends here, if anybody is."""
+        """The observer of this session's operations, if there is one."""
         return self.member.process.observer
 
     @property
@@ -433,7 +433,7 @@ class Session(Communicator):
         return [model for one in known if (model := one()) is not None]
 
     def _entered(self) -> list[weakref.ref[Any]]:
-        """Those that have not been left."""
+        """The models that have not been left."""
         return [one for i, one in enumerate(self._models) if one is not None and i not in self._left]
 
     @property

@@ -95,7 +95,7 @@ class Link:
         self.sock = sock
         self.peer = peer
         self.row = np.zeros(rows.WORDS, np.int64)
-        """What compiled code is to move."""
+        """The record from which compiled code moves bytes (``kernels.rows``)."""
         self.row[rows.FD] = sock.fileno()
         self.compiled = type(sock) is socket.socket and not self.is_unix
         """Whether compiled code may read and write the socket."""
@@ -123,12 +123,12 @@ class Link:
 
     @property
     def sent_bytes(self) -> int:
-        """What the kernel has taken."""
+        """The number of bytes that the kernel has taken."""
         return self._sent_bytes - int(self.row[rows.OUT_LEFT])
 
     @property
     def received_bytes(self) -> int:
-        """What the kernel has given."""
+        """The number of bytes that the kernel has given."""
         return self._received_bytes + int(self.row[rows.RECEIVED])
 
     @property

@@ -153,7 +153,7 @@ def _unknown() -> RollCallError:
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     RECORD = 1
     THROUGH = 2

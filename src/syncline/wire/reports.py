@@ -1,4 +1,4 @@
-"""What ranks report: to their launcher who is present and who failed first, to the user each sentence once.
+"""Reports of ranks: to their launcher, who is present and who failed first; to the user, each sentence once.
 
 Every rank finds a user's mistake at once, and hears of it from the others. Ranks of one local launcher share memory,
 which they inherit as a descriptor. It has
@@ -55,7 +55,7 @@ class Reports:
         os.ftruncate(self.fd, _PRESENT_AT + ranks)
 
     def environ(self, rank: int) -> dict[str, str]:
-        """What that rank needs in its environment."""
+        """The variables for that rank's environment."""
         return {VARIABLE: f"{self.fd}:{rank}"}
 
     def present(self, rank: int) -> bool:

@@ -89,7 +89,7 @@ class Pacer:
 
     @property
     def burst_bytes(self) -> float:
-        """What may pass beyond rate x time in any interval."""
+        """The bytes that may pass beyond rate x time in any interval."""
         return float("inf") if self._rate is None else self._rate * (self._ahead_s + LATE_S)
 
     def allowance(self, now: float) -> int:

@@ -42,7 +42,7 @@ class Composition:
 
 
 MAKERS: dict[str, Callable[..., Composition | None]] = {}
-"""What makes a codec's composition, by the codec's name; its parameters are those arguments that it knows."""
+"""The builder of each codec's composition, by name. Its parameters are the codec's arguments that it supports."""
 
 
 def composes(*codecs: str) -> Callable[[Callable[..., Composition | None]], Callable[..., Composition | None]]:

@@ -62,7 +62,7 @@ class _Layer(torch.autograd.Function):
 
 
 class Iteration(Protocol):
-    """What is timed of a form: ``run``, after ``ready``, on all ranks together."""
+    """One form's iteration: ``run`` is timed, after ``ready``, on all ranks together."""
 
     def ready(self) -> None:
         """Bring into place what the form takes as given; not timed."""
@@ -86,7 +86,7 @@ class Iteration(Protocol):
 
 
 class Ground:
-    """What the forms of one rank share: session, gradients as backward leaves them, and the block to copy into."""
+    """The state that a rank's forms share: session, gradients as backward leaves them, and the block for copies."""
 
     def __init__(self, session: Session, shapes: Shapes) -> None:
         self.session = session

@@ -61,11 +61,11 @@ class Contender(Protocol):
         ...
 
     def result(self) -> Array:
-        """What this rank has to hold afterwards: the whole array, or after a reduce-scatter its own part."""
+        """This rank's result: the whole array, or its own part after a reduce-scatter."""
         ...
 
     def chosen(self) -> str | None:
-        """What really runs at the selected size where the contender's name leaves that open, else None."""
+        """The algorithm that runs at the selected size, if the contender's name leaves it open; else None."""
         ...
 
     def close(self) -> None:

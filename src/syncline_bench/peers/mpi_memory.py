@@ -1,4 +1,4 @@
-"""What the peers on MPI share: the communicator, the array, and this rank's part of it.
+"""Parts of all peers on MPI: the communicator, the array, and this rank's part of it.
 
 As a script has it that begins with ``from mpi4py import MPI``, which initialises MPI with the thread level that mpi4py
 asks for: the communicator is MPI_COMM_WORLD. MPI ends with the process.

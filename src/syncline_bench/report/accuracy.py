@@ -43,7 +43,7 @@ class AccuracyRun:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What makes two trainings of a table the same."""
+        """The identity of a training within a table."""
         return self.strategy, self.seed
 
     @property
@@ -188,7 +188,7 @@ def _run(data: Mapping[str, Any]) -> AccuracyRun:
 
 
 def render(result: AccuracyResult) -> Sheet:
-    """What a terminal shows."""
+    """The results as a terminal shows them."""
     return Sheet([table(result)] if result.runs else ())
 
 
@@ -269,7 +269,7 @@ def _one_line(text: str) -> str:
 
 
 def title_of(result: AccuracyResult) -> str:
-    """What was trained, by how many and from which seeds: ``digits, 4 workers, seeds 0, 1, 2``."""
+    """Workload, workers and seeds: ``digits, 4 workers, seeds 0, 1, 2``."""
     # The path of a data set on this machine is nobody's business.
     workload = result.workload.partition(":")[0]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in result.runs))

@@ -39,7 +39,7 @@ PER_BUCKET_S = 20e-6
 
 
 class _Checked:
-    """What all measured rows have."""
+    """The fields and properties of all measured rows."""
 
     median_s: float | None
     correct: bool | None
@@ -92,7 +92,7 @@ class Measured(_Checked):
 
     @property
     def key(self) -> tuple[str, float | None, int, int, int, str]:
-        """What makes two rows the same measurement."""
+        """The identity of the measurement."""
         return (*self.place, self.bytes, self.contender)
 
 
@@ -227,7 +227,7 @@ class StepRow:
 
     @property
     def goal_s(self) -> float:
-        """What it may take beyond both."""
+        """The time that a step may take beyond both."""
         return PER_STEP_S + PER_BUCKET_S * self.tensors
 
     @property
@@ -273,12 +273,12 @@ def collectives(result: BenchResult) -> list[Table[Measured]]:
 
 
 def render(result: BenchResult) -> Sheet:
-    """What a terminal shows of a bench."""
+    """The result of a bench as a terminal shows it."""
     return Sheet(collectives(result))
 
 
 def title(rows: Sequence[Measured], cores: int) -> str:
-    """What the rows of one place have in common."""
+    """The title of the rows of one place: collective, ranks and where they ran."""
     first = rows[0]
     where = (
         f"{cores} cores" if first.lab_bit_per_s is None else f"a lab of {units.link_rate(first.lab_bit_per_s)} links"
@@ -358,7 +358,7 @@ def gradients(result: GradientResult) -> list[Table[GradientRow]]:
 
 
 def render_gradients(result: GradientResult) -> Sheet:
-    """What a terminal shows of a bench of gradients."""
+    """The result of a bench of gradients as a terminal shows it."""
     return Sheet(gradients(result), GRADIENT_WORDS)
 
 
@@ -494,7 +494,7 @@ def render_steps(result: StepResult) -> Sheet:
 
 
 def each(row: StepRow, rows: Sequence[StepRow]) -> float | None:
-    """What a bucket more takes, from the row before of the same framework on."""
+    """The time of an additional bucket, relative to the framework's previous row."""
     less = [one for one in rows if one.framework == row.framework and one.tensors < row.tensors]
     if not less or row.quiet_beyond_s is None:
         return None

@@ -66,7 +66,7 @@ BARE_COLOR, ADDED_COLOR = PALETTE[0], PALETTE[4]
 SINGLE, SMALL = 12, 4
 """Up to the first all numbers have a bin of their own, beyond it those up to the second."""
 _GROUP = 0.8
-"""What the bars of a bin take of its width."""
+"""The share of a bin's width that its bars take."""
 _TICKS_BYTES = tuple(10**power for power in range(1, 12))
 _OVER_SEEDS = " A line is the median over the seeds, its band reaches from the lowest to the highest."
 
@@ -334,7 +334,7 @@ def bins(counts: Sequence[Mapping[int, int]]) -> list[range]:
 
 
 def shares(counts: Mapping[int, int], parts: Sequence[range]) -> list[float]:
-    """What part of all lies in each of the bins."""
+    """The share of all values in each bin."""
     total = sum(counts.values())
     return [sum(count for number, count in counts.items() if number in part) / total for part in parts]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 
 _GAP = 2
-"""What stands between two columns."""
+"""The characters between two columns."""
 _UNSAID = 8
 """Columns of this rank are shown where there is room, and not mentioned where there is none."""
 _STYLES = {"failed": "red", "NO": "bold red"}
@@ -105,7 +105,7 @@ class Table(Generic[Row]):
         return found, max(1, least, min(left, max(map(len, names))))
 
     def meaning(self, column: Column[Row]) -> str:
-        """What a column means, in plain text."""
+        """The meaning of a column, in plain text."""
         if column.means is None and self.rows:
             return dict(fields_of(type(self.rows[0]))).get(column.of, "").replace("`", "")
         return column.means or ""
@@ -177,7 +177,7 @@ class Table(Generic[Row]):
 
 @dataclass(frozen=True)
 class Sheet:
-    """What a command prints of its results: tables, what their columns mean, remarks, and findings.
+    """The printed results of a command: tables, what their columns mean, remarks, and findings.
 
     ``words`` are what the legend says beyond the meanings of columns. ``kept`` is the option that keeps all figures.
     """
@@ -214,7 +214,7 @@ class Sheet:
 
 
 def legend(said: Iterable[tuple[str, str]]) -> str:
-    """What columns mean, by their titles, each once; those that mean the same stand together."""
+    """The meanings of columns by their titles, each once; those that mean the same stand together."""
     found: dict[str, dict[str, None]] = {}
     for title, means in said:
         if title and means:

@@ -1,4 +1,4 @@
-"""What all charts are drawn with: styles, lines, stacked bars, matrices, and the SVG that stands in a page.
+"""The parts of all charts: styles, lines, stacked bars, matrices, and the SVG that stands in a page.
 
 Owns how a line is told from another: one strategy has one colour everywhere. Colours are those of Okabe and Ito ("Color
 universal design", 2008), which readers with any common colour vision can tell apart, and a grey; lines differ by dash
@@ -135,7 +135,7 @@ class Chart:
 
 
 def styled() -> ContextDecorator:
-    """What functions that draw are decorated with."""
+    """The decorator of functions that draw."""
     context: AbstractContextManager[None] = mpl.rc_context(RC)  # type: ignore[arg-type]
     assert isinstance(context, ContextDecorator)
     return context

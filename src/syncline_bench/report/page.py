@@ -178,7 +178,7 @@ def _reading(tables: Iterable[Table[Any]]) -> str:
 
 
 def _keys(names: Iterable[str]) -> list[Key]:
-    """What tells strategies apart, the same one for the same strategy."""
+    """A key for each strategy, equal for equal strategies."""
     texts = list(names)
     return [_key(text, style) for text, style in zip(texts, strategy_styles(texts), strict=True)]
 

@@ -1,4 +1,4 @@
-"""What all result files have in common: their JSON, how it is read back, and how it is written.
+"""The common part of all result files: their JSON, how it is read, and how it is written.
 
 The keys are the field names; fields are only ever added, so that older files stay readable, and keys that are not known
 here are ignored. A number that could not be measured is ``null``, never 0.
@@ -46,7 +46,7 @@ class ResultFile:
     started: str = ""
 
     def content(self) -> dict[str, Any]:
-        """What the file has: all fields."""
+        """All fields, as the file has them."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
@@ -100,7 +100,7 @@ def fields_of(cls: type) -> list[tuple[str, str]]:
 
 
 def reader(cls: type) -> Callable[[Mapping[str, Any]], Any]:
-    """What reads one of a list of plain dataclasses."""
+    """A reader for the items of a list of plain dataclasses."""
     return lambda data: cls(**known(cls, data))
 
 

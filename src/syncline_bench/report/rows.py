@@ -117,7 +117,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the row is called where people read: the strategy, behind its preset where there is one."""
+        """The row's name for readers: the strategy, behind its preset where there is one."""
         return self.strategy if self.preset is None else f"{self.preset}: {self.strategy}"
 
     @property
@@ -159,13 +159,13 @@ class Result(ResultFile):
     lab: str | None = None
     """The rate of each link when every process had a host of its own in a lab."""
     goodput_bytes_per_s: float | None = None
-    """What one stream got from one host to another before the rows were measured."""
+    """The goodput of one stream between two hosts, measured before the rows."""
     target: float | None = None
     """The accuracy that ``time_to_accuracy_s`` is about."""
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """What trained, in the order of the rows."""
+        """The frameworks, in the order of the rows."""
         return tuple(dict.fromkeys(row.framework for row in self.rows))
 
     def baseline(self, framework: str) -> Row | None:

@@ -83,7 +83,7 @@ def staleness(row: Row) -> str:
 
 
 def remarks(result: Result) -> tuple[str, ...]:
-    """What a reader has to know to judge the numbers of this machine."""
+    """Remarks that a reader needs to judge the numbers of this machine."""
     lines = []
     if result.lab is not None:
         goodput = result.goodput_bytes_per_s
@@ -144,5 +144,5 @@ def _slowest(result: Result) -> list[str]:
 
 
 def _noted(result: Result) -> dict[str, str]:
-    """What is not as in the original, by preset."""
+    """The differences from the original, by preset."""
     return {row.preset: row.note for row in result.rows if row.preset is not None and row.note is not None}

@@ -84,7 +84,7 @@ def render(result: Tuned) -> Sheet:
 
 
 def summary(result: Tuned) -> list[str]:
-    """What was found, and why; how much was looked at."""
+    """Sentences on the search: candidates that ran or were predicted, the best strategy, and its reason."""
     predicted = sum(row.predicted_s is not None for row in result.tried)
     ran = sum(bool(row.times_s) for row in result.tried)
     found = [f"{ran} of {len(result.tried)} candidates ran, {predicted} were predicted, in {result.spent_s:.0f} s."]

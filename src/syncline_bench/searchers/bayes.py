@@ -168,7 +168,7 @@ def _product(one: Floats, other: Floats) -> Floats:
 
 
 def _features(axis: Axis, column: Indices) -> Floats:
-    """What makes choices on an axis similar: a flag for each choice, or for each step of sizes that is below it.
+    """Features of choices on an axis: a flag for each choice, or for each step of sizes below the choice.
 
     Inner products of steps are the covariance of a random walk. (candidates, choices)
     """

@@ -29,7 +29,7 @@ _C_TYPES: Final[dict[str, Any]] = {"bool": ctypes.c_bool, "float32": ctypes.c_do
 
 
 class Compiler(Protocol):
-    """What receives marked functions in the process that compiles."""
+    """Receives the marked functions in the process that compiles."""
 
     def inner(self, function: Callable[..., Any], inline: bool) -> Any: ...  # noqa: D102
     def compiled(self, function: Callable[..., Any], signature: Signature) -> Any: ...  # noqa: D102
@@ -70,7 +70,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a kernel takes and returns, such as ``(float32[], int64) -> int64``."""
+    """The parameters and the result of a kernel, such as ``(float32[], int64) -> int64``."""
 
     parameters: tuple[Parameter, ...]
     results: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What kernels of block codecs share on a GPU; ``kernels.blocks`` describes the layout.
+"""Parts of all block codecs on a GPU; ``kernels.blocks`` describes the layout.
 
 ``encode_blocks`` and ``decode_blocks`` start a program for every block. The program calls a codec's function with
 pointers to the block, its residual and its part of the payload:
