@@ -21,7 +21,7 @@ from syncline.errors import PeerLost, ProtocolError, SynclineError
 from syncline.kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from syncline.testing.network import connected
 from syncline.transports import INLINE_BYTES, Bytes, Handle, Transport, shm, tcp
-from syncline.transports._envelope import Enveloped
+from syncline.transports._envelope import Body, Enveloped
 from syncline.transports._frames import FRAME_BYTES, HEADER_BYTES, SLOTS
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
@@ -190,10 +190,10 @@ class Scripted(Enveloped):
     def _put(self, peer: int, frame: Bytes, done: Callable[[], None]) -> None:  # noqa: ARG002
         done()
 
-    def _push(self, peer: int, slot: int, body: Bytes, done: Callable[[], None]) -> None:  # noqa: ARG002
-        done()
+    def _push(self, peer: int, body: Body) -> None:  # noqa: ARG002
+        body.done()
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:
+    def _pull(self, peer: int, body: Body) -> None:
         pass
 
     def _reduce(self, array: Any, handle: Handle) -> None:

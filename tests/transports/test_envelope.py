@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.transports import Bytes, Handle
-from syncline.transports._envelope import Enveloped
+from syncline.transports._envelope import Body, Enveloped
 from syncline.transports._frames import AHEAD_BYTES, Outbox
 
 LARGE = AHEAD_BYTES // 4
@@ -59,11 +59,11 @@ class Library(Enveloped):
 
         self.wire.frames[peer].append(arrive)
 
-    def _push(self, peer: int, slot: int, body: Bytes, done: Callable[[], None]) -> None:
-        self.wire.pushed[peer, slot] = body, done
+    def _push(self, peer: int, body: Body) -> None:
+        self.wire.pushed[peer, body.slot] = body.data, body.done
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Callable[[], None]) -> None:  # noqa: ARG002
-        self.wire.pulled[self.rank, slot] = into, done
+    def _pull(self, peer: int, body: Body) -> None:  # noqa: ARG002
+        self.wire.pulled[self.rank, body.slot] = body.data, body.done
 
     def _reduce(self, array: Any, handle: Handle) -> None:
         raise NotImplementedError

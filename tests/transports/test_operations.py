@@ -59,7 +59,7 @@ def test_a_message_that_is_there_is_had_from_a_peer_that_is_gone(operations: Ope
 def test_strangers_and_work_after_the_end_are_refused(operations: Operations) -> None:
     with pytest.raises(UsageError, match="rank 0 cannot exchange messages with 3 in a world of 3"):
         operations.admit(receive(3).handle)
-    operations.refuse(receive(2).handle, 90)
+    assert not operations.fits(receive(2), 90)
     assert "a message of 90 bytes from rank 2 does not fit a receive of 8" in str(operations.take()[0].error)
     operations.closed = True
     with pytest.raises(ClosedError):

@@ -232,11 +232,13 @@ def test_one_that_was_let_in_before_all_were_through_is_not_waited_for(
 def test_an_end_that_is_asked_for_again_writes_to_no_other_file(serve: Serve) -> None:
     """The bell's descriptor is free when the thread has ended."""
     served = serve(1)
+    bell = served.server._bell.fileno()
     served.server.close()
     served.server.join()
-    other = os.eventfd(0, os.EFD_NONBLOCK)
+    spare = os.eventfd(0, os.EFD_NONBLOCK)
+    other = os.dup2(spare, bell)
+    os.close(spare)
     try:
-        served.server._bell = other
         served.server.close()
         with pytest.raises(BlockingIOError):
             os.eventfd_read(other)

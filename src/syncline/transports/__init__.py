@@ -14,12 +14,15 @@ receives can deadlock.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..errors import GroupError
 
 Bytes = NDArray[np.uint8]
 """The type of data passed to a transport: a one-dimensional contiguous uint8 array."""
@@ -29,6 +32,8 @@ Words = NDArray[np.int64]
 
 INLINE_BYTES = 64 * 1024
 """Messages up to this size are sent without waiting for a receive."""
+
+_POLL_S = 0.005
 
 
 class Handle:
@@ -217,3 +222,12 @@ class Place:
     check: Callable[[], None] = lambda: None
     secret: bytes = field(default=b"", repr=False)
     near: frozenset[int] = frozenset()
+
+    def read(self, key: str, deadline: float, late: str) -> bytes:
+        """A value of the store, once it is there. Raises GroupError ``late`` after ``deadline`` (time.monotonic)."""
+        while (found := self.store.get(f"{self.key}/{key}")) is None:
+            self.check()
+            if time.monotonic() > deadline:
+                raise GroupError(late)
+            time.sleep(_POLL_S)
+        return found

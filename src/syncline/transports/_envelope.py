@@ -1,7 +1,9 @@
 """The common part of transports over message libraries, whose tags are smaller than 64 bits or missing.
 
-This module owns matching, buffers, the end of peers and the order of collectives. It does no I/O. A library implements
-five methods that move *frames* and *bodies*, and a sixth if it has its own allreduce.
+This module owns matching, buffers, the end of peers and the order of collectives. It does no I/O. A library moves
+*frames* and *bodies*. If its messages have tags it implements ``_send`` and ``_receive``, otherwise ``_put``, ``_push``
+and ``_pull``. It also implements ``_leave``, ``_move`` unless its own threads report events, and ``_reduce`` if it has
+its own allreduce.
 
 * A frame is one small message: a header of 24 bytes and up to ``INLINE_BYTES`` of data. Frames between two ranks arrive
   in the order in which they were sent, which keeps messages of one tag in order. A message of up to ``INLINE_BYTES`` is
@@ -29,12 +31,15 @@ they are offered.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,10 +47,10 @@ from numpy.typing import NDArray
 
 from ..errors import ProtocolError, UsageError
 from ..kernels.cpu import add_all_into
+from ..wire.bell import Bell
 from ..wire.links import CONTROL, broken
 from ..wire.scratch import Scratch, can_add
 from . import INLINE_BYTES, Bytes, Handle, HasAllreduce
-from ._bell import Bell
 from ._frames import (
     ANNOUNCED,
     ASKED,
@@ -58,6 +63,7 @@ from ._frames import (
     WHOLE,
     Event,
     Outbox,
+    frame_bytes,
     read,
     written,
 )
@@ -65,6 +71,9 @@ from ._operations import UNCLAIMED_BYTES, Matcher, Operations, Receive
 
 _MOST_TURNS = 1 << 16
 """The most collectives that rank 0 may be ahead."""
+
+_SMALL_BYTES = 4096
+"""Received frames up to this size are kept in memory of their own size."""
 
 
 class Turns:
@@ -124,6 +133,30 @@ class Turns:
 
 
 @dataclass
+class Body:
+    """A body to send or receive on a slot. ``at`` counts the bytes that have left or arrived.
+
+    With ``adds`` the elements of that type are added to ``data``. Call ``done()`` when a sent body's memory is free
+    again, or when a received one is complete.
+    """
+
+    slot: int
+    data: Bytes
+    done: Event
+    adds: np.dtype[Any] | None = None
+    at: int = 0
+
+    def put(self, at: int, data: Bytes) -> None:
+        """Store or add received bytes."""
+        into = self.data[at : at + data.nbytes]
+        if self.adds is None:
+            into[:] = data
+        else:
+            part = data.view(self.adds)
+            add_all_into(into.view(self.adds), [part if part.flags.aligned else part.copy()])
+
+
+@dataclass
 class _Message:
     """A received message: its frame in scratch memory, or the slot of its announced or offered body."""
 
@@ -142,13 +175,16 @@ class Enveloped(ABC):
     answers: ClassVar[bool]
     """Whether a peer that has ended still waits for this rank's end."""
     adds: ClassVar[bool] = False
-    """Whether a body can be added while it arrives (``_pull_sum``)."""
+    """Whether a body can be added while it arrives."""
+    piece_bytes: ClassVar[int] = 1 << 62
+    """The size of the messages in which ``_send`` and ``_receive`` move a body."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, bell: Bell | None = None) -> None:
         self.rank = rank
         self.world = world
         self.scratch = Scratch()
-        self.bell = Bell()
+        self.bell = bell or Bell()
+        self._events: deque[Event] = deque()  # reported by other threads
         self._peers = [peer for peer in range(world) if peer != rank]
         self._operations = Operations(rank, self._peers, "rank {} has ended its part")
         self._matcher: Matcher[Receive, _Message] = Matcher()
@@ -165,32 +201,42 @@ class Enveloped(ABC):
 
     # Implemented by the library; called from the progress thread
 
-    @abstractmethod
+    def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
+        """Send a message with a tag. Call ``done()`` when the caller may use its memory again."""
+        raise NotImplementedError
+
+    def _receive(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
+        """Receive a message with that tag and exactly the size of ``into``. Call ``done()`` when it has arrived."""
+        raise NotImplementedError
+
     def _put(self, peer: int, frame: Bytes, done: Event) -> None:
         """Send a frame, whose memory then belongs to the library. Frames to one peer keep their order."""
+        self._send(peer, 0, frame, done)
 
-    @abstractmethod
-    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
-        """Send a body. Call ``done()`` when the caller may use its buffer again."""
+    def _push(self, peer: int, body: Body) -> None:
+        """Send a body."""
+        starts = range(0, body.data.nbytes, self.piece_bytes)
+        ended = countdown(len(starts), body.done)
+        for at in starts:
+            self._send(peer, body.slot, body.data[at : at + self.piece_bytes], ended)
 
-    @abstractmethod
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
-        """Receive a body of exactly the size of ``into``. Call ``done()`` when it has arrived."""
+    def _pull(self, peer: int, body: Body) -> None:
+        """Receive a body of exactly the size of its memory. Only libraries that declare ``adds`` get sums."""
+        self._pull_pieces(body, self.piece_bytes, lambda _, into, done: self._receive(peer, body.slot, into, done))
 
-    @abstractmethod
     def _move(self, timeout: float) -> None:
         """Let the library move data. Return when something completes, the bell rings, or the time is up.
 
         Pass received frames to ``_came``.
         """
+        if not self._events:
+            self.bell.wait(timeout)
+        while self._events:
+            self._events.popleft()()
 
     @abstractmethod
     def _leave(self) -> None:
         """Free the library's resources. In a forked child (``_forked``), drop them without any communication."""
-
-    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
-        """Receive a body of exactly the size of ``into`` and add it there. Only for libraries that declare ``adds``."""
-        raise NotImplementedError
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
         """Start the library's allreduce (sum, in place), and call ``_finish(handle)`` at its end.
@@ -227,7 +273,7 @@ class Enveloped(ABC):
             return handle
         self._bodies.add((dst, slot))
         handle.note = slot
-        offers, push = self._outbox.ranked, partial(self._push, dst, slot, data, partial(self._pushed, handle))
+        offers, push = self._outbox.ranked, partial(self._push, dst, Body(slot, data, partial(self._pushed, handle)))
         self._tell(dst, OFFERED if offers else ANNOUNCED, tag, slot=slot, size=data.nbytes, priority=priority)
         if offers:
             self._unasked[dst, slot] = partial(self._queue, handle, data, priority)
@@ -243,7 +289,7 @@ class Enveloped(ABC):
 
         def begin(done: Event) -> None:
             self._put(peer, self._frame(peer, COMING, slot=slot), _nothing)
-            self._push(peer, slot, data, done)
+            self._push(peer, Body(slot, data, done))
 
         self._outbox.put(peer, priority, data.nbytes, begin, partial(self._pushed, handle))
 
@@ -397,35 +443,77 @@ class Enveloped(ABC):
             self._finish(handle, self._operations.lost(peer))
         self._operations.lose(peer)
 
-    def _add_in_pieces(
-        self, into: NDArray[Any], piece_bytes: int, fetch: Callable[[int, Bytes, Event], None], done: Event
-    ) -> None:
-        """Receive a body in pieces and add each from memory that fits the cache, with two pieces in flight.
+    def _pull_pieces(self, body: Body, piece_bytes: int, fetch: Callable[[int, Bytes, Event], None]) -> None:
+        """Receive a body in pieces. ``fetch(at, memory, event)`` starts to receive the bytes from ``at`` on.
 
-        ``fetch(at, memory, event)`` starts to receive the bytes from ``at`` on.
+        Pieces of a sum are added from memory that fits the cache, with two of them in flight.
         """
-        step = piece_bytes // into.itemsize
-        starts = deque(range(0, into.size, step))
-        left = len(starts)
+        starts = deque(range(0, body.data.nbytes, piece_bytes))
+        done = countdown(len(starts), body.done)
 
         def begin() -> None:
-            start = starts.popleft()
-            part = into[start : start + step]
-            memory = self.scratch.take(part.nbytes)
-            fetch(start * into.itemsize, memory[: part.nbytes], partial(add, part, memory))
+            at = starts.popleft()
+            nbytes = min(piece_bytes, body.data.nbytes - at)
+            memory = self.scratch.take(nbytes)
+            fetch(at, memory[:nbytes], partial(add, at, memory, nbytes))
 
-        def add(part: NDArray[Any], memory: Bytes) -> None:
-            nonlocal left
-            add_all_into(part, [memory[: part.nbytes].view(part.dtype)])
+        def add(at: int, memory: Bytes, nbytes: int) -> None:
+            body.put(at, memory[:nbytes])
             self.scratch.give(memory)
-            left -= 1
             if starts:
                 begin()
-            elif left == 0:
-                done()
+            done()
 
-        for _ in range(min(2, left)):
+        if body.adds is None:
+            for at in starts:
+                fetch(at, body.data[at : at + piece_bytes], done)
+            return
+        for _ in range(min(2, len(starts))):
             begin()
+
+    def _tell_progress(self, event: Event) -> None:
+        """Call an event in the progress thread. From any thread."""
+        self._events.append(event)
+        self.bell.ring()
+
+    def _read_frame(self, peer: int, frame: Bytes) -> None:
+        """Handle a frame in memory for the largest one, and let the library receive the next (``_await_frame``)."""
+        nbytes = frame_bytes(frame)
+        if nbytes <= _SMALL_BYTES:
+            small = self.scratch.take(nbytes)
+            small[:nbytes] = frame[:nbytes]
+            self.scratch.give(frame)
+            frame = small
+        self._await_frame(peer)
+        self._came(peer, frame, nbytes)
+
+    def _await_frame(self, peer: int) -> None:
+        """Let the library receive one more frame from a peer. Only for users of ``_read_frame``."""
+        raise NotImplementedError
+
+    def _spin(
+        self, timeout: float, eager_s: float, turn: Callable[[], bool], sleep: Callable[[float, float], bool]
+    ) -> None:
+        """The ``_move`` of a library that must be polled: often at first, then after sleeps.
+
+        ``turn()`` polls and returns whether anything happened. ``sleep(waited, left)`` sleeps for at most ``left``
+        seconds after a wait of ``waited`` and returns whether the bell rang.
+        """
+        begun = now = time.monotonic()
+        deadline = begun + timeout
+        while True:
+            acted = turn()
+            if self._operations.completed or self.bell.rang():
+                return
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if acted:
+                begun = now
+            elif now - begun < eager_s:
+                os.sched_yield()
+            elif sleep(now - begun, deadline - now):
+                return
 
     # Messages
 
@@ -464,30 +552,14 @@ class Enveloped(ABC):
 
     def _deliver(self, receive: Receive, message: _Message) -> None:
         """Complete a receive with its message, or receive the message's body."""
-        handle = receive.handle
-        fits = message.size <= handle.nbytes
-        if not fits:
-            self._operations.refuse(handle, message.size)
-        else:
-            handle.nbytes = message.size
-            if receive.adds is not None and message.size % receive.adds.itemsize:
-                text = f"{message.size} bytes came to be added to elements of {receive.adds.itemsize}"
-                raise broken(handle.peer, text)
         if message.frame is None:
+            fits = self._operations.fits(receive, message.size)
             if fits or message.size <= UNCLAIMED_BYTES:
                 self._fetch(receive, message, fits)
             return
         data = message.frame[HEADER_BYTES : HEADER_BYTES + message.size]
-        if fits and receive.into is None and receive.adds is None:
-            handle.payload, handle.note = data, message.frame
-        else:
-            if fits and receive.adds is not None:
-                part = data.view(receive.adds.dtype)
-                add_all_into(receive.adds[: part.size], [part])
-            elif fits and receive.into is not None:
-                receive.into[: message.size] = data
+        if self._operations.deliver(receive, data, message.frame):
             self.scratch.give(message.frame)
-        self._finish(handle)
 
     def _fetch(self, receive: Receive, message: _Message, fits: bool) -> None:
         """Receive a body, after a request if necessary. A peer that has ended no longer answers requests."""
@@ -505,9 +577,10 @@ class Enveloped(ABC):
     def _take(self, receive: Receive, message: _Message, fits: bool) -> None:
         """Receive a body. One that does not fit goes to scratch memory and is discarded."""
         handle, size = receive.handle, message.size
-        in_place = receive.into if fits else None
-        summed = receive.adds if fits else None
-        buffer = self.scratch.take(size) if in_place is None and summed is None else None
+        into: Bytes | None = None
+        if fits:
+            into = receive.into if receive.adds is None else receive.adds.view(np.uint8)
+        buffer = self.scratch.take(size) if into is None else None
 
         def done() -> None:
             self._received[handle.peer] += size
@@ -517,12 +590,10 @@ class Enveloped(ABC):
                 handle.payload, handle.note = buffer[:size], buffer
             self._finish(handle)
 
-        if summed is not None:
-            self._pull_sum(handle.peer, message.slot, summed[: size // summed.itemsize], done)
-            return
-        into = in_place if buffer is None else buffer
-        assert into is not None
-        self._pull(handle.peer, message.slot, into[:size], done)
+        memory = buffer if into is None else into
+        assert memory is not None
+        adds = None if receive.adds is None or not fits else receive.adds.dtype
+        self._pull(handle.peer, Body(message.slot, memory[:size], done, adds))
 
     def _take_turns(self) -> None:
         """Start the collectives that both rank 0 and this rank have reached, in rank 0's order."""
@@ -533,3 +604,14 @@ class Enveloped(ABC):
 
 def _nothing() -> None:
     """Do nothing after a frame was sent, since its memory is a copy."""
+
+
+def countdown(number: int, done: Event) -> Event:
+    """A function that calls ``done`` on its ``number``-th call."""
+    left = count(number - 1, -1)
+    return lambda: done() if next(left) == 0 else None
+
+
+def immortal(value: Any) -> None:
+    """Keep an object from ever being destroyed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

@@ -20,7 +20,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, ProtocolError, UsageError
-from ..wire.links import Link, Loop, moved_bytes
+from ..kernels.cpu import add_all_into
+from ..wire.links import Link, Loop, broken, moved_bytes
 from . import Bytes, Handle
 
 UNCLAIMED_BYTES = 1 << 30
@@ -166,10 +167,35 @@ class Operations:
         handle.done, handle.error = True, error
         self.completed.append(handle)
 
-    def refuse(self, handle: Handle, nbytes: int) -> None:
-        """Fail a receive whose message is too long."""
-        text = f"a message of {nbytes} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
-        self.finish(handle, UsageError(text))
+    def fits(self, receive: Receive, nbytes: int) -> bool:
+        """Whether a message of ``nbytes`` fits its receive, which fails otherwise.
+
+        Raises ProtocolError for a sum that ends within an element.
+        """
+        handle = receive.handle
+        if nbytes > handle.nbytes:
+            text = f"a message of {nbytes} bytes from rank {handle.peer} does not fit a receive of {handle.nbytes}"
+            self.finish(handle, UsageError(text))
+            return False
+        if receive.adds is not None and nbytes % receive.adds.itemsize:
+            raise broken(handle.peer, f"{nbytes} bytes came to be added to elements of {receive.adds.itemsize}")
+        handle.nbytes = nbytes
+        return True
+
+    def deliver(self, receive: Receive, data: Bytes, memory: Any) -> bool:
+        """Complete a receive with its message, which is in ``memory``. Returns whether that memory is free again."""
+        if not self.fits(receive, data.nbytes):
+            return True
+        handle = receive.handle
+        if receive.adds is not None:
+            part = data.view(receive.adds.dtype)
+            add_all_into(receive.adds[: part.size], [part])
+        elif receive.into is None:
+            handle.payload, handle.note = data, memory
+        elif receive.into is not memory:
+            receive.into[: data.nbytes] = data
+        self.finish(handle)
+        return handle.payload is None and receive.into is not memory
 
     def lose(self, peer: int) -> None:
         """Record that a peer is gone and fail what waits for it."""

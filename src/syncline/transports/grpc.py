@@ -35,7 +35,6 @@ stream. Nothing in transit is cancelled, unless a peer does not react for a seco
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -54,17 +53,15 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
-from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..wire import handshake
+from ..wire.bell import Bell
 from ..wire.links import broken
 from ..wire.listener import Refusals
 from . import Bytes, Place
-from ._bell import Bell
-from ._envelope import Enveloped
+from ._envelope import Body, Enveloped, immortal
 from ._frames import END, Event
 
 log = logging.getLogger("syncline.wire")
@@ -132,27 +129,6 @@ def load() -> Any:
     return grpc
 
 
-@dataclass
-class _Body:
-    """A body in flight and its progress; a received one may be added to its destination."""
-
-    slot: int
-    data: Bytes
-    done: Event
-    at: int = 0
-    adds: np.dtype[Any] | None = None
-
-    def take(self, message: bytes) -> None:
-        """Store or add the next slice."""
-        data = np.frombuffer(message, np.uint8, offset=_SLICE.size)
-        into = self.data[self.at : self.at + data.size]
-        if self.adds is None:
-            into[:] = data
-        else:
-            add_all_into(into.view(self.adds), [data.view(self.adds)])
-        self.at += data.size
-
-
 @dataclass(eq=False)
 class _Stream:
     """One end of a stream: the queue of messages to send, and the destinations of received ones.
@@ -170,13 +146,13 @@ class _Stream:
     sent: int = 0  # those of them that gRPC has sent
     over: threading.Event = field(default_factory=threading.Event)
     _frames: deque[tuple[bytes, Event | None]] = field(default_factory=deque)
-    _bodies: deque[_Body] = field(default_factory=deque)
+    _bodies: deque[Body] = field(default_factory=deque)
     _last: bytes | None = None
     _stopped: bool = False
     _bell: Bell = field(default_factory=Bell)
     _leaving: threading.Lock = field(default_factory=threading.Lock)  # held while bodies are read
     _coming: threading.Lock = field(default_factory=threading.Lock)  # held while received data are written
-    _into: dict[int, _Body] = field(default_factory=dict)
+    _into: dict[int, Body] = field(default_factory=dict)
 
     # Sending
 
@@ -186,7 +162,7 @@ class _Stream:
         self._frames.append((frame, done))
         self._bell.ring()
 
-    def push(self, body: _Body) -> None:
+    def push(self, body: Body) -> None:
         """Send a body."""
         self.given += 1
         self._bodies.append(body)
@@ -254,7 +230,7 @@ class _Stream:
 
     # Receiving
 
-    def pull(self, body: _Body) -> None:
+    def pull(self, body: Body) -> None:
         """Register the destination of a body that is about to arrive."""
         with self._coming:
             self._into[body.slot] = body
@@ -302,7 +278,8 @@ class _Stream:
             wanted = body is not None and at == body.at and end in (body.data.nbytes, at + _SLICE_BYTES)
             if body is None or not wanted or end > body.data.nbytes:
                 raise broken(self.peer, f"bytes {at} to {end} of a body came that nobody has asked for (slot {slot})")
-            body.take(message)
+            body.put(at, np.frombuffer(message, np.uint8, offset=_SLICE.size))
+            body.at = end
             if end == body.data.nbytes:
                 del self._into[slot]
                 self.tell(body.done)
@@ -359,7 +336,6 @@ class Grpc(Enveloped):
         super().__init__(place.rank, place.world)
         self._grpc = load()
         self._place = place
-        self._events: deque[Event] = deque()
         self._streams: dict[int, _Stream] = {}
         self._calls: dict[int, _Call] = {}
         self._server: Any = None
@@ -381,27 +357,17 @@ class Grpc(Enveloped):
         else:
             self._streams[peer].put(frame.tobytes(), done if self._outbox.ranked else None)
 
-    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
-        self._streams[peer].push(_Body(slot, body, done))
+    def _push(self, peer: int, body: Body) -> None:
+        self._streams[peer].push(body)
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
-        self._streams[peer].pull(_Body(slot, into, done))
-
-    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
-        self._streams[peer].pull(_Body(slot, into.view(np.uint8), done, adds=into.dtype))
-
-    def _move(self, timeout: float) -> None:
-        if not self._events:
-            self.bell.wait(timeout)
-        while self._events:
-            self._events.popleft()()
+    def _pull(self, peer: int, body: Body) -> None:
+        self._streams[peer].pull(body)
 
     def _leave(self) -> None:
         """Let the streams end by themselves, and cancel those that do not."""
         if self._forked:
-            _immortal(self._server)  # its destructor would wait for threads that only the parent has
-            _immortal(self._calls)
-            _immortal(self._streams)
+            # Its destructor would wait for threads that only the parent has.
+            immortal([self._server, self._calls, self._streams])
             return
         deadline = time.monotonic() + _END_S
         for stream in self._streams.values():
@@ -429,15 +395,10 @@ class Grpc(Enveloped):
         super()._lose(peer)
         self._streams[peer].stop()
 
-    def _tell_progress(self, event: Event) -> None:
-        """Call an event in the progress thread. From any thread."""
-        self._events.append(event)
-        self.bell.ring()
-
     def _frame_came(self, peer: int, message: bytes) -> None:
-        self._tell_progress(partial(self._read_frame, peer, message))
+        self._tell_progress(partial(self._take_message, peer, message))
 
-    def _read_frame(self, peer: int, message: bytes) -> None:
+    def _take_message(self, peer: int, message: bytes) -> None:
         frame = self.scratch.take(len(message))
         frame[: len(message)] = np.frombuffer(message, np.uint8)
         self._came(peer, frame, len(message))
@@ -627,8 +588,3 @@ class Grpc(Enveloped):
                 raise HandshakeError(f"{where} has refused rank {self.rank}: {error.details()}")
             call.error = GroupError(f"{found.name}: {error.details()}")
         return time.monotonic() + _AGAIN_S
-
-
-def _immortal(value: Any) -> None:
-    """Keep an object from ever being destroyed."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

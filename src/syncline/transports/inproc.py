@@ -195,20 +195,10 @@ class InProc:
             self._operations.lose(message.src)
 
     def _deliver(self, receive: Receive, message: _Message) -> None:
-        handle, into, data = receive.handle, receive.into, message.data
-        assert data is not None
-        if data.nbytes > handle.nbytes:
+        assert message.data is not None
+        self._received[message.src] += message.data.nbytes
+        if self._operations.deliver(receive, message.data, message):
             self._consume(message)
-            self._operations.refuse(handle, data.nbytes)
-            return
-        handle.nbytes = data.nbytes
-        self._received[message.src] += data.nbytes
-        if into is None:
-            handle.payload, handle.note = data, message
-        else:
-            into[: data.nbytes] = data
-            self._consume(message)
-        self._operations.finish(handle)
 
     def _consume(self, message: _Message) -> None:
         self._hub.inboxes[message.src].put(_Message("consumed", self.rank, handle=message.handle))

@@ -31,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,13 +39,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GroupError, UsageError
-from ..kernels.cpu import add_all_into
 from ..nouns import Size
 from ..registry import register
 from ..wire.links import broken
 from ..wire.scratch import can_add
 from . import INLINE_BYTES, Bytes, Handle, Place
-from ._envelope import Enveloped
+from ._envelope import Body, Enveloped
 from ._frames import FRAME_BYTES, SLOTS, Event
 from ._mpi_window import NOWHERE, Window, check_room
 
@@ -244,6 +243,7 @@ class Mpi(Enveloped):
     name = "mpi"
     asks = False
     answers = False
+    piece_bytes = _PIECE_BYTES
     allreduce = Enveloped._allreduce
 
     def __init__(self, place: Place, *, onesided: Literal["off", "on"] = "off", window: Size = _WINDOW_BYTES) -> None:
@@ -265,9 +265,6 @@ class Mpi(Enveloped):
         self._status = self._mpi.Status()
         self._acted = False
 
-    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
-        self._isend(peer, 0, frame, done)
-
     def adds_from(self, src: int, dtype: np.dtype[Any]) -> bool:  # noqa: ARG002
         return self._window is not None and can_add(dtype)
 
@@ -278,95 +275,51 @@ class Mpi(Enveloped):
         memory = self._window.take(nbytes)
         return super().allocate(nbytes) if memory is None else memory
 
-    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
+    def _push(self, peer: int, body: Body) -> None:
+        """With a window the first message of a body is its place there."""
         if self._window is None:
-            self._push_message(peer, slot, body, done)
+            super()._push(peer, body)
             return
-        place = self._window.place_of(body)
+        place = self._window.place_of(body.data)
         if place != NOWHERE:
             self._window.show()
-            told = self._reads.Irecv([np.zeros(1, np.uint8), self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
-            self._await(told, partial(_was_read, body, done))
-        self._isend(peer, slot, np.array([place], np.int64).view(np.uint8), lambda: None)
+            self._receive(peer, body.slot, np.zeros(1, np.uint8), partial(_was_read, body), self._reads)
+        self._send(peer, body.slot, np.array([place], np.int64).view(np.uint8), _nothing)
         if place == NOWHERE:
-            self._push_message(peer, slot, body, done)
+            super()._push(peer, body)
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
-        if self._window is None:
-            self._pull_message(peer, slot, into, done)
+    def _pull(self, peer: int, body: Body) -> None:
+        """With a window a body is read at its place there, or received as a message."""
+        window, place = self._window, np.zeros(1, np.int64)
+        if window is None:
+            super()._pull(peer, body)
             return
 
-        def read(place: int) -> None:
-            starts = range(0, into.nbytes, _READ_BYTES)
-            ended = _countdown(len(starts), partial(self._tell_read, peer, slot, done))
-            for at in starts:
-                self._fetch_piece(peer, place, at, into[at : at + _READ_BYTES], ended)
+        def fetch(at: int, memory: Bytes, done: Event) -> None:
+            self._await(window.read(memory, self._mpi_ranks[peer], int(place[0]) + at), done)
 
-        self._locate(peer, slot, read, lambda: self._pull_message(peer, slot, into, done))
+        def ended() -> None:
+            self._send(peer, body.slot, np.zeros(1, np.uint8), _nothing, self._reads)
+            body.done()
 
-    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
-        def read(place: int) -> None:
-            ended = partial(self._tell_read, peer, slot, done)
-            self._add_in_pieces(into, _READ_BYTES, partial(self._fetch_piece, peer, place), ended)
+        def located() -> None:
+            if place[0] == NOWHERE:
+                Enveloped._pull(self, peer, body)
+            else:
+                self._pull_pieces(replace(body, done=ended), _READ_BYTES, fetch)
 
-        def receive() -> None:
-            memory = self.scratch.take(into.nbytes)
-
-            def add() -> None:
-                add_all_into(into, [memory[: into.nbytes].view(into.dtype)])
-                self.scratch.give(memory)
-                done()
-
-            self._pull_message(peer, slot, memory[: into.nbytes], add)
-
-        self._locate(peer, slot, read, receive)
-
-    def _locate(self, peer: int, slot: int, read: Callable[[int], None], receive: Callable[[], None]) -> None:
-        """Receive the place of a body, then read it there, or receive it as a message."""
-        place = np.zeros(1, np.int64)
-        told = self._comm.Irecv([place.view(np.uint8), self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
-        self._await(told, lambda: receive() if place[0] == NOWHERE else read(int(place[0])))
-
-    def _fetch_piece(self, peer: int, place: int, at: int, memory: Bytes, done: Event) -> None:
-        assert self._window is not None
-        self._await(self._window.read(memory, self._mpi_ranks[peer], place + at), done)
-
-    def _tell_read(self, peer: int, slot: int, done: Event) -> None:
-        self._isend(peer, slot, np.zeros(1, np.uint8), lambda: None, self._reads)
-        done()
-
-    def _push_message(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
-        pieces = _pieces(body)
-        ended = _countdown(len(pieces), done)
-        for piece in pieces:
-            self._isend(peer, slot, piece, ended)
-
-    def _pull_message(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
-        pieces = _pieces(into)
-        ended = _countdown(len(pieces), done)
-        for piece in pieces:
-            self._await(self._comm.Irecv([piece, self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot)), ended)
+        self._receive(peer, body.slot, place.view(np.uint8), located)
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
         self._meetings.append(_Meeting(array, handle))
         self._meet()
 
     def _move(self, timeout: float) -> None:
-        begun = now = time.monotonic()
-        deadline = begun + timeout
-        while True:
-            acted = self._turn()
-            if self._operations.completed or self.bell.wait(0.0):
-                return
-            now = time.monotonic()
-            if now >= deadline:
-                return
-            if acted:
-                begun = now
-            elif now - begun < _EAGER_S:
-                os.sched_yield()
-            elif self.bell.wait(min(self._pause(now - begun), deadline - now)):
-                return
+        self._spin(timeout, _EAGER_S, self._turn, self._sleep)
+
+    def _sleep(self, waited: float, left: float) -> bool:
+        longest = _LONGEST_S if self._operations.under_way or self._requests else _RESTING_S
+        return self.bell.wait(min(longest, max(_SHORTEST_S, waited / 4), left))
 
     def _turn(self) -> bool:
         """Let MPI make progress once. Returns whether anything happened."""
@@ -375,10 +328,6 @@ class Mpi(Enveloped):
         self._complete()
         self._meet()
         return self._acted
-
-    def _pause(self, waited: float) -> float:
-        longest = _LONGEST_S if self._operations.under_way or self._requests else _RESTING_S
-        return min(longest, max(_SHORTEST_S, waited / 4))
 
     def _leave(self) -> None:
         """Drop what is in flight. MPI may still use its memory, which is therefore kept."""
@@ -394,15 +343,17 @@ class Mpi(Enveloped):
         self._complete()  # first complete what the peer sent and received before its end
         super()._ended(peer, begun)
 
-    def _tag(self, slot: int) -> int:
-        return self._first_tag + slot
-
     def _await(self, request: Any, done: Event) -> None:
         self._requests.append(request)
         self._endings.append(done)
 
-    def _isend(self, peer: int, slot: int, data: Bytes, done: Event, comm: MPI.Comm | None = None) -> None:
-        request = (comm or self._comm).Isend([data, self._mpi.BYTE], self._mpi_ranks[peer], self._tag(slot))
+    def _receive(self, peer: int, slot: int, into: Bytes, done: Event, comm: MPI.Comm | None = None) -> None:
+        message = [into, self._mpi.BYTE]
+        self._await((comm or self._comm).Irecv(message, self._mpi_ranks[peer], self._first_tag + slot), done)
+
+    def _send(self, peer: int, slot: int, data: Bytes, done: Event, comm: MPI.Comm | None = None) -> None:
+        message = [data, self._mpi.BYTE]
+        request = (comm or self._comm).Isend(message, self._mpi_ranks[peer], self._first_tag + slot)
         self._sending[peer] += 1
 
         def sent(_data: Bytes = data) -> None:  # the default argument keeps the memory alive while MPI reads it
@@ -474,27 +425,13 @@ class Mpi(Enveloped):
             raise UsageError(f"MPI cannot add elements of type {array.dtype}: use ring transport=mpi")
 
 
-def _pieces(body: Bytes) -> list[Bytes]:
-    """A body in pieces that every MPI can count. Pieces of one tag keep their order."""
-    return [body[at : at + _PIECE_BYTES] for at in range(0, body.nbytes, _PIECE_BYTES)]
-
-
-def _countdown(number: int, done: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls ``done`` on its ``number``-th call."""
-    left = number
-
-    def ended() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            done()
-
-    return ended
-
-
-def _was_read(_body: Bytes, done: Event) -> None:
+def _was_read(body: Body) -> None:
     """Bound to the body, which must stay alive until the receiver has read it."""
-    done()
+    body.done()
+
+
+def _nothing() -> None:
+    """Do nothing at the end of an operation."""
 
 
 _left_behind: list[tuple[list[Any], list[Any]]] = []

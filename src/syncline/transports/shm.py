@@ -283,18 +283,8 @@ class Shm(LoopTransport):
         return link.fds.popleft()
 
     def _deliver(self, receive: Receive, message: _Message) -> None:
-        handle, size = receive.handle, message.data.nbytes
-        if size > handle.nbytes:
+        if self._operations.deliver(receive, message.data, message):
             self._consumed(message)
-            self._operations.refuse(handle, size)
-            return
-        handle.nbytes = size
-        if receive.into is None:
-            handle.payload, handle.note = message.data, message
-        else:
-            np.copyto(receive.into[:size], message.data)
-            self._consumed(message)
-        self._operations.finish(handle)
 
     def _consumed(self, message: _Message) -> None:
         if message.number is not None and message.src not in self.gone:

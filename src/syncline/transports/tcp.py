@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.cpu import add_all_into
 from ..nouns import Rate, Seconds
 from ..registry import register
 from ..wire.links import CONTROL, Frame, Link, Loop, broken
@@ -212,27 +211,11 @@ class Tcp(LoopTransport):
         handle = receive.handle
         if handle.nbytes > INLINE_BYTES and (handle.peer, handle.tag) in self._wanted:
             self._spend(self._wanted, (handle.peer, handle.tag))
-        if size > handle.nbytes:
-            if data is not None:
+        if data is not None:
+            if self._operations.deliver(receive, data[:size], data):
                 self.scratch.give(data)
-            self._operations.refuse(handle, size)
-            return
-        handle.nbytes = size
-        if receive.adds is not None and size % receive.adds.itemsize:
-            raise broken(handle.peer, f"{size} bytes came to be added to elements of {receive.adds.itemsize}")
-        if data is None:
+        elif self._operations.fits(receive, size):
             self._operations.finish(handle)
-            return
-        if receive.adds is not None:
-            part = data[:size].view(receive.adds.dtype)
-            add_all_into(receive.adds[: part.size], [part])
-            self.scratch.give(data)
-        elif receive.into is None:
-            handle.payload, handle.note = data[:size], data
-        elif receive.into is not data:
-            receive.into[:size] = data[:size]
-            self.scratch.give(data)
-        self._operations.finish(handle)
 
     def _spend(self, table: dict[tuple[int, int], int], key: tuple[int, int]) -> None:
         left = table.get(key, 0) - 1

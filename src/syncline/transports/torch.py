@@ -23,13 +23,11 @@ wait.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,8 +37,8 @@ from numpy.typing import NDArray
 from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
-from ._envelope import Enveloped
-from ._frames import FRAME_BYTES, SLOTS, Event, frame_bytes, is_last
+from ._envelope import Enveloped, immortal
+from ._frames import FRAME_BYTES, SLOTS, Event, is_last
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +62,6 @@ _BREAK = SLOTS + 1
 _AHEAD = 4
 """The frames that a peer's reader may receive before the progress thread handles them."""
 
-_SMALL_BYTES = 4096
 _POLL_S = 0.005
 
 
@@ -80,32 +77,24 @@ class Torch(Enveloped):
     def __init__(self, place: Place, *, backend: Literal["gloo", "nccl"] = "gloo") -> None:
         super().__init__(place.rank, place.world)
         self._group = _gloo(place)
-        self._collective: Any = GroupAllreduce(self._group) if backend == "gloo" else _nccl(place)
-        self._events: deque[Event] = deque()
+        self._start: Any = partial(_start_sum, self._group) if backend == "gloo" else _nccl(place).start
         self._waiters: dict[int, _Waiter] = {}
         self._leaving: set[int] = set()  # peers that have sent their last frame
         self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
         self._readers: dict[int, threading.Thread] = {}
-        for peer, spare in self._spare.items():
+        for peer in self._peers:
             for _ in range(_AHEAD):
-                spare.put(self.scratch.take(FRAME_BYTES))
+                self._await_frame(peer)
             self._readers[peer] = threading.Thread(target=self._read, args=(peer,), name="syncline-reader", daemon=True)
             self._readers[peer].start()
 
-    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
-        # Gloo may not report the failure of a send that coincides with the peer closing the connection.
-        self._send(peer, _FRAMES, frame, done, _END if is_last(frame) else _FOREVER)
-
-    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
-        self._send(peer, slot, body, done)
-
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
+    def _receive(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         with self._reported(peer):
             self._wait(peer, self._group.recv([_tensor(into)], peer, slot), done)
 
     def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
         try:
-            wait = self._collective.start(array)
+            wait = self._start(array)
         except UsageError as error:
             self._finish(handle, error)
             return
@@ -115,17 +104,11 @@ class Torch(Enveloped):
 
         self._waiter(-1).add(wait, lambda: self._finish(handle), failed)
 
-    def _move(self, timeout: float) -> None:
-        if not self._events:
-            self.bell.wait(timeout)
-        while self._events:
-            self._events.popleft()()
-
     def _leave(self) -> None:
         """End all threads: by the peers' last frames, or else by breaking the connections."""
         if self._forked:
-            _immortal(self._group)  # its destructor would wait for threads that only the parent has
-            _immortal(self._collective)
+            immortal(self._group)  # its destructor would wait for threads that only the parent has
+            immortal(self._start)
             return
         for spare in self._spare.values():
             spare.put(None)
@@ -135,15 +118,17 @@ class Torch(Enveloped):
         if not _all_ended(threads, _END_S):
             _break_connections(self._group, self._peers)
             _all_ended(threads, _BREAK_S)
-        self._group = self._collective = None  # this closes the connections
+        self._group = self._start = None  # this closes the connections
 
-    def _send(self, peer: int, tag: int, data: Bytes, done: Event, within: datetime.timedelta = _FOREVER) -> None:
+    def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
         def sent(_data: Bytes = data) -> None:  # the default argument keeps the memory alive while Gloo reads it
             self._sending[peer] -= 1
             done()
 
+        # Gloo may not report the failure of a send that coincides with the peer closing the connection.
+        within = _END if slot == _FRAMES and is_last(data) else _FOREVER
         with self._reported(peer):
-            work = self._group.send([_tensor(data)], peer, tag)
+            work = self._group.send([_tensor(data)], peer, slot)
             self._sending[peer] += 1
             self._wait(peer, work, sent, within)
 
@@ -162,11 +147,6 @@ class Torch(Enveloped):
         if peer not in self._waiters:
             self._waiters[peer] = _Waiter(self._tell_progress)
         return self._waiters[peer]
-
-    def _tell_progress(self, event: Event) -> None:
-        """Call an event in the progress thread. From any thread."""
-        self._events.append(event)
-        self.bell.ring()
 
     def _ended(self, peer: int, begun: int) -> None:
         ended = super()._ended
@@ -189,17 +169,8 @@ class Torch(Enveloped):
             if is_last(frame):
                 return
 
-    def _read_frame(self, peer: int, frame: Bytes) -> None:
-        """Handle a frame, and give the reader a buffer for the next one."""
-        nbytes = frame_bytes(frame)
-        if nbytes <= _SMALL_BYTES:  # keep it in less memory
-            small = self.scratch.take(nbytes)
-            small[:nbytes] = frame[:nbytes]
-            self._spare[peer].put(frame)
-            self._came(peer, small, nbytes)
-        else:
-            self._spare[peer].put(self.scratch.take(FRAME_BYTES))
-            self._came(peer, frame, nbytes)
+    def _await_frame(self, peer: int) -> None:
+        self._spare[peer].put(self.scratch.take(FRAME_BYTES))
 
 
 class _Waiter:
@@ -230,22 +201,16 @@ class _Waiter:
                 self._tell(done)
 
 
-class GroupAllreduce:
-    """The allreduce of a process group, on arrays in host memory."""
+def _start_sum(group: Any, array: NDArray[Any]) -> Callable[[], Any]:
+    """Start the allreduce of a process group on an array in host memory. The returned function waits for the end."""
+    tensor, write_back = _summable(array)
+    work = group.allreduce([tensor], _options())
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def wait() -> None:
+        work.wait(_FOREVER)
+        write_back()
 
-    def start(self, array: NDArray[Any]) -> Callable[[], Any]:
-        """Start to sum ``array`` over all ranks in place. The returned function waits for the end."""
-        tensor, write_back = _summable(array)
-        work = self._group.allreduce([tensor], _options())
-
-        def wait() -> None:
-            work.wait(_FOREVER)
-            write_back()
-
-        return wait
+    return wait
 
 
 class StagedAllreduce:
@@ -374,10 +339,7 @@ def _notebook(place: Place, prefix: str) -> Any:
             place.store.set(full(key), bytes(value))
 
         def get(self, key: str) -> bytes:
-            self.wait([key])
-            found = place.store.get(full(key))
-            assert found is not None
-            return found
+            return read(key, place.timeout_s)
 
         def add(self, key: str, amount: int) -> int:
             return place.store.add(full(key), amount)
@@ -386,15 +348,12 @@ def _notebook(place: Place, prefix: str) -> Any:
             return all(place.store.get(full(key)) is not None for key in keys)
 
         def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-            limit_s = place.timeout_s if timeout is None else timeout.total_seconds()
-            deadline = time.monotonic() + limit_s
-            while not self.check(keys):
-                place.check()
-                if time.monotonic() > deadline:
-                    raise GroupError(
-                        f"not all ranks joined the process group of transport=torch within {limit_s:.0f} s"
-                    )
-                time.sleep(_POLL_S)
+            for key in keys:
+                read(key, place.timeout_s if timeout is None else timeout.total_seconds())
+
+    def read(key: str, limit_s: float) -> bytes:
+        late = f"not all ranks joined the process group of transport=torch within {limit_s:.0f} s"
+        return place.read(f"{prefix}/{key}", time.monotonic() + limit_s, late)
 
     def full(key: str) -> str:
         return f"{place.key}/{prefix}/{key}"
@@ -446,8 +405,3 @@ def _summable(array: NDArray[Any]) -> tuple[torch.Tensor, Callable[[], None]]:
 def _broken(rank: int, error: Exception) -> PeerLost:
     who = "" if rank < 0 else f"rank {rank} has ended its part: "
     return PeerLost(f"{who}the library's allreduce failed: {str(error).splitlines()[0]}", rank=rank)
-
-
-def _immortal(value: Any) -> None:
-    """Keep an object from ever being destroyed."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

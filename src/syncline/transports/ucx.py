@@ -27,7 +27,6 @@ socket loses nothing. The session's watcher, or a failing send, detects a rank t
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import hmac
 import logging
@@ -41,20 +40,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
 from ..registry import register
+from ..wire.bell import DescriptorBell
 from ..wire.links import broken
 from . import Bytes, Place
-from ._bell import DescriptorBell
-from ._envelope import Enveloped
-from ._frames import FRAME_BYTES, SLOTS, Event, frame_bytes
+from ._envelope import Enveloped, immortal
+from ._frames import FRAME_BYTES, SLOTS, Event
 
 log = logging.getLogger("syncline.wire")
 
@@ -69,9 +66,6 @@ _AHEAD = 4
 
 _PIECE_BYTES = 1024 * 1024
 """The size of a piece of a body: it fits the cache while it is added."""
-
-_SMALL_BYTES = 4096
-"""Frames up to this size are kept in memory of their own size."""
 
 _EAGER_S = 300e-6
 _CHECK_S = 0.05
@@ -171,12 +165,13 @@ class Ucx(Enveloped):
     asks = False
     answers = False
     adds = True
+    piece_bytes = _PIECE_BYTES
 
     def __init__(self, place: Place) -> None:
-        super().__init__(place.rank, place.world)
         self._ucx = load()
         self._library = _opened(self._ucx)
         self._door = DescriptorBell()
+        super().__init__(place.rank, place.world, self._door)
         self._keys = [_key(place, rank) for rank in range(place.world)]
         self._swept = time.monotonic()
         self._strange = 0  # messages of strangers so far
@@ -196,58 +191,22 @@ class Ucx(Enveloped):
             self._free()
             raise
 
-    def wake(self) -> None:
-        self._door.ring()
-
     # The methods of the envelope
 
-    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
-        self._send(peer, 0, frame, done)
-
-    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
-        ended = _countdown(-(-body.nbytes // _PIECE_BYTES), done)
-        for at in range(0, body.nbytes, _PIECE_BYTES):
-            self._send(peer, slot, body[at : at + _PIECE_BYTES], ended)
-
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
-        ended = _countdown(-(-into.nbytes // _PIECE_BYTES), done)
-        for at in range(0, into.nbytes, _PIECE_BYTES):
-            self._requests.append(self._receive(peer, slot, into[at : at + _PIECE_BYTES], ended))
-
-    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
-        self._add_in_pieces(into, _PIECE_BYTES, partial(self._fetch_piece, peer, slot), done)
-
-    def _fetch_piece(self, peer: int, slot: int, _at: int, memory: Bytes, done: Event) -> None:
-        """Pieces of a body arrive in order."""
-        self._requests.append(self._receive(peer, slot, memory, done))
-
     def _move(self, timeout: float) -> None:
-        begun = now = time.monotonic()
-        deadline = begun + timeout
-        while True:
-            acted = self._turn()
-            if self._operations.completed or self._door.rang():
-                return
-            now = time.monotonic()
-            if now >= deadline:
-                return
-            if acted:
-                begun = now
-            elif now - begun < _EAGER_S:
-                os.sched_yield()
-            else:
-                self._sleep(deadline - now)
+        self._spin(timeout, _EAGER_S, self._turn, lambda _, left: self._sleep(left))
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> bool:
         """Sleep until UCX has work or the bell rings. Returns at once if UCX has work already."""
         if self._library.worker.arm():
             self._poll.poll(min(seconds * 1e3, 2**31 - 1))
+        return False  # the next turn of the loop reads the bell
 
     def _leave(self) -> None:
         """Wait briefly for the acknowledgements of the remaining peers, then free everything."""
         if self._forked:
-            _immortal(self._library)  # its destructor would close connections in the parent's name
-            _immortal([self._requests, self._frames, self._swept_away])
+            immortal(self._library)  # its destructor would close connections in the parent's name
+            immortal([self._requests, self._frames, self._swept_away])
             return
         deadline = time.monotonic() + _END_S
         while not self._all_answered() and time.monotonic() < deadline:
@@ -274,14 +233,17 @@ class Ucx(Enveloped):
         self._sending[peer] += 1
         self._requests.append(_Request(peer, request, data, done, True))
 
-    def _receive(self, peer: int, slot: int, into: Bytes, done: Event) -> _Request:
+    def _receive(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
+        self._requests.append(self._posted(peer, slot, into, done))
+
+    def _posted(self, peer: int, slot: int, into: Bytes, done: Event) -> _Request:
         tag = self._tag(peer, self.rank, slot)
         return _Request(peer, self._library.worker.tag_recv(self._ucx.Array(into), tag), into, done, False)
 
     def _await_frame(self, peer: int) -> None:
         frame = self.scratch.take(FRAME_BYTES)
         came = partial(self._read_frame, peer, frame)
-        self._frames[peer].append(self._receive(peer, 0, frame[:FRAME_BYTES], came))
+        self._frames[peer].append(self._posted(peer, 0, frame[:FRAME_BYTES], came))
 
     def _turn(self) -> bool:
         """Let UCX make progress and handle completions. Returns whether there were any."""
@@ -341,17 +303,6 @@ class Ucx(Enveloped):
         if status == _TRUNCATED:
             raise broken(one.peer, f"more than {one.memory.nbytes} bytes came where that is the most")
 
-    def _read_frame(self, peer: int, frame: Bytes) -> None:
-        """Handle a frame, and give UCX memory for the next one."""
-        nbytes = frame_bytes(frame)
-        if nbytes <= _SMALL_BYTES:  # keep it in less memory
-            small = self.scratch.take(nbytes)
-            small[:nbytes] = frame[:nbytes]
-            self.scratch.give(frame)
-            frame = small
-        self._await_frame(peer)
-        self._came(peer, frame, nbytes)
-
     # Beginning and end
 
     def _connect(self, place: Place) -> None:
@@ -362,15 +313,16 @@ class Ucx(Enveloped):
         deadline = time.monotonic() + place.timeout_s
         heard: set[int] = set()
         for peer in self._peers:
-            theirs, _, address = self._told(place, peer, deadline).partition(b" ")
+            late = f"rank {peer} has not told its UCX address within {place.timeout_s:.0f} s"
+            theirs, _, address = place.read(str(peer), deadline, late).partition(b" ")
             try:
                 known = ucx.lib.UCXAddress.create_from_buffer(address)
                 self._library.endpoints[peer] = worker.create_endpoint_from_worker_address(known, False)
             except Exception as error:
                 what = f"UCX {version} here cannot reach rank {peer} (UCX {theirs.decode()}): {_said(error)}"
                 raise GroupError(f"{what}; do UCX_TLS and UCX_NET_DEVICES leave them a common network?") from error
-            self._requests.append(self._receive(peer, _HELLO, np.zeros(1, np.uint8), partial(heard.add, peer)))
-            self._requests.append(self._receive(peer, _BYE, np.zeros(1, np.uint8), partial(self._answered.add, peer)))
+            self._receive(peer, _HELLO, np.zeros(1, np.uint8), partial(heard.add, peer))
+            self._receive(peer, _BYE, np.zeros(1, np.uint8), partial(self._answered.add, peer))
             for _ in range(_AHEAD):
                 self._await_frame(peer)
         for peer in self._peers:
@@ -382,15 +334,6 @@ class Ucx(Enveloped):
                 f"rank {missing} does not answer over UCX within {place.timeout_s:.0f} s: does a firewall stand"
                 " between, or do UCX_TLS and UCX_NET_DEVICES name different networks?"
             )
-
-    def _told(self, place: Place, peer: int, deadline: float) -> bytes:
-        """A peer's entry in the rendezvous store."""
-        while (found := place.store.get(f"{place.key}/{peer}")) is None:
-            place.check()
-            if time.monotonic() > deadline:
-                raise GroupError(f"rank {peer} has not told its UCX address within {place.timeout_s:.0f} s")
-            time.sleep(0.005)
-        return found
 
     def _wait_for(self, holds: Callable[[], bool], deadline: float, check: Callable[[], None]) -> None:
         """Let UCX make progress until ``holds()`` or the time is up."""
@@ -451,16 +394,5 @@ def _key(place: Place, dst: int) -> int:
     return int.from_bytes(digest[: _TAG_BITS // 8], "big") >> at << at
 
 
-def _countdown(number: int, done: Event) -> Event:
-    """A function that calls ``done`` on its ``number``-th call."""
-    left = count(number - 1, -1)
-    return lambda: done() if next(left) == 0 else None
-
-
 def _said(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _immortal(value: Any) -> None:
-    """Keep an object from ever being destroyed."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

@@ -42,17 +42,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import GroupError, HandshakeError, ProtocolError, UsageError
-from ..kernels.cpu import add_all_into
 from ..registry import register
 from ..wire import handshake
+from ..wire.bell import DescriptorBell
 from ..wire.links import broken
 from ..wire.scratch import address_of
 from . import Bytes, Place
-from ._bell import DescriptorBell
-from ._envelope import Enveloped
+from ._envelope import Body, Enveloped
 from ._frames import FRAME_BYTES, HEADER_BYTES, Event, read
 
 if TYPE_CHECKING:
@@ -79,7 +77,6 @@ _PART_S = 0.05
 """How long a listener waits for peers that end with it. A connecting socket without its peer lingers to the limit."""
 _NEVER_MS = 1 << 30
 _LOOK_MS = 50
-_POLL_S = 0.005
 _READS = 64
 """The most messages of one peer that are taken before the next peer's turn."""
 
@@ -149,17 +146,6 @@ def _sender() -> _Lender | _Copier:
 
 
 @dataclass
-class _Body:
-    """A body in arrival: copied to ``into``, or added to the elements there."""
-
-    slot: int
-    into: NDArray[Any]
-    done: Event
-    is_added: bool
-    at: int = 0
-
-
-@dataclass
 class _Line:
     """A peer's socket, its monitor, and the number ``fd`` of its connection inside libzmq.
 
@@ -171,9 +157,9 @@ class _Line:
     monitor_fd: int
     fd: int = -1
     is_in: bool = False
-    body: _Body | None = None
-    pulls: dict[int, _Body] = field(default_factory=dict)
-    pushes: dict[int, tuple[Bytes, Event]] = field(default_factory=dict)
+    body: Body | None = None
+    pulls: dict[int, Body] = field(default_factory=dict)
+    pushes: dict[int, Body] = field(default_factory=dict)
     frames: deque[Event] = field(default_factory=deque)
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -194,12 +180,14 @@ class Zmq(Enveloped):
 
     def __init__(self, place: Place, *, curve: Literal["off", "on"] = "off") -> None:
         self._zmq = load(curve == "on")
-        super().__init__(place.rank, place.world)
-        self._events, self._pollin, self._dontwait = map(int, (self._zmq.EVENTS, self._zmq.POLLIN, self._zmq.DONTWAIT))
+        self._ring = DescriptorBell()
+        super().__init__(place.rank, place.world, self._ring)
+        self._events_option, self._pollin, self._dontwait = map(
+            int, (self._zmq.EVENTS, self._zmq.POLLIN, self._zmq.DONTWAIT)
+        )
         self._sender = _sender()
         self._landing: Bytes = np.zeros(FRAME_BYTES, np.uint8)
-        self._kept: list[Bytes] = []  # memory that libzmq may still read
-        self._ring = DescriptorBell()
+        self._kept: list[Body] = []  # memory that libzmq may still read
         self._aside = select.epoll()  # the bell and the monitors of connections
         self._aside.register(self._ring, select.EPOLLIN)
         self._lines: dict[int, _Line] = {}
@@ -213,9 +201,6 @@ class Zmq(Enveloped):
             self._aside.register(line.monitor_fd, select.EPOLLIN)
         self._watched = self._watch()
         self._look()  # a monitor makes its descriptor readable only after it was once found empty
-
-    def wake(self) -> None:
-        self._ring.ring()
 
     def close(self) -> None:
         """Peers that have ended already get no last frame, because sending it would wait for them."""
@@ -239,19 +224,16 @@ class Zmq(Enveloped):
             with contextlib.suppress(self._zmq.Again):  # the peer is gone, which its monitor is about to report
                 self._lines[peer].socket.send(frame, self._dontwait)
 
-    def _push(self, peer: int, slot: int, body: Bytes, done: Event) -> None:
-        line = self._lines[peer]
-        line.pushes[slot] = body, done
+    def _push(self, peer: int, body: Body) -> None:
+        line, data = self._lines[peer], body.data
+        line.pushes[body.slot] = body
         self._sending[peer] += 1
-        self._write(peer, self._frame(peer, _BODY, slot=slot, size=body.nbytes))
-        for at in range(0, body.nbytes, _SLICE_BYTES):
-            self._sender.send(line.socket, body[at : at + _SLICE_BYTES], self._dontwait)
+        self._write(peer, self._frame(peer, _BODY, slot=body.slot, size=data.nbytes))
+        for at in range(0, data.nbytes, _SLICE_BYTES):
+            self._sender.send(line.socket, data[at : at + _SLICE_BYTES], self._dontwait)
 
-    def _pull(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
-        self._lines[peer].pulls[slot] = _Body(slot, into, done, is_added=False)
-
-    def _pull_sum(self, peer: int, slot: int, into: NDArray[Any], done: Event) -> None:
-        self._lines[peer].pulls[slot] = _Body(slot, into, done, is_added=True)
+    def _pull(self, peer: int, body: Body) -> None:
+        self._lines[peer].pulls[body.slot] = body
 
     def _move(self, timeout: float) -> None:
         found = self._zmq.zmq_poll(self._watched, min(math.ceil(timeout * 1e3), _MOST_MS))
@@ -281,7 +263,7 @@ class Zmq(Enveloped):
         super()._lose(peer)
         line = self._lines.pop(peer, None)
         if line is not None:
-            self._kept += [body for body, _ in line.pushes.values()]
+            self._kept += line.pushes.values()
             self._aside.unregister(line.monitor_fd)
             line.close()
             self._watched = self._watch()
@@ -291,7 +273,7 @@ class Zmq(Enveloped):
 
     def _has_come(self, socket: Any) -> bool:
         """Whether a message has arrived. Testing is cheaper than catching an exception."""
-        return bool(socket.getsockopt(self._events) & self._pollin)
+        return bool(socket.getsockopt(self._events_option) & self._pollin)
 
     def _look(self) -> None:
         """Handle the bell and events of connections. Connections of strangers also end here."""
@@ -313,7 +295,7 @@ class Zmq(Enveloped):
         try:
             for _ in range(_READS):
                 if line.body is None:
-                    self._read_frame(peer, line)
+                    self._take_frame(peer, line)
                 else:
                     self._read_slice(peer, line, line.body)
                 if peer not in self._lines or not self._has_come(line.socket):
@@ -325,7 +307,7 @@ class Zmq(Enveloped):
             raise
         return True
 
-    def _read_frame(self, peer: int, line: _Line) -> None:
+    def _take_frame(self, peer: int, line: _Line) -> None:
         """Receive one frame. Raises Again if none has arrived."""
         landing = self._landing
         nbytes = line.socket.recv_into(landing, flags=self._dontwait)
@@ -338,10 +320,10 @@ class Zmq(Enveloped):
             return
         self._received[peer] += nbytes
         kind, slot, _, size = read(peer, landing, nbytes)
-        if kind == _BODY and slot in line.pulls and line.pulls[slot].into.nbytes == size:
+        if kind == _BODY and slot in line.pulls and line.pulls[slot].data.nbytes == size:
             line.body = line.pulls.pop(slot)
         elif kind == _TAKEN and (slot in line.pushes if slot else line.frames):
-            done = line.pushes.pop(slot)[1] if slot else line.frames.popleft()
+            done = line.pushes.pop(slot).done if slot else line.frames.popleft()
             self._sending[peer] -= 1
             done()
         elif kind == _PASSED:
@@ -349,23 +331,20 @@ class Zmq(Enveloped):
         else:
             raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
 
-    def _read_slice(self, peer: int, line: _Line, body: _Body) -> None:
+    def _read_slice(self, peer: int, line: _Line, body: Body) -> None:
         """Receive the next slice of a body. Raises Again if none has arrived."""
-        size = min(_SLICE_BYTES, body.into.nbytes - body.at)
-        start, stop = (at // body.into.itemsize for at in (body.at, body.at + size))
-        into = body.into[start:stop]
-        if body.is_added:
+        into = body.data[body.at : body.at + _SLICE_BYTES]
+        if body.adds is None:
+            nbytes = line.socket.recv_into(into, flags=self._dontwait)
+        else:
             came = line.socket.recv(self._dontwait, copy=False)
             nbytes = len(came)
-            if nbytes == size:
-                part = np.frombuffer(came.buffer, into.dtype)
-                add_all_into(into, [part if part.flags.aligned else part.copy()])
-        else:
-            nbytes = line.socket.recv_into(into, flags=self._dontwait)
-        if nbytes != size:
-            raise broken(peer, f"{nbytes} bytes of a body came where {size} were to come")
-        body.at += size
-        if body.at == body.into.nbytes:
+            if nbytes == into.nbytes:
+                body.put(body.at, np.frombuffer(came.buffer, np.uint8))
+        if nbytes != into.nbytes:
+            raise broken(peer, f"{nbytes} bytes of a body came where {into.nbytes} were to come")
+        body.at += nbytes
+        if body.at == body.data.nbytes:
             line.body = None
             self._write(peer, self._frame(peer, _TAKEN, slot=body.slot))
             body.done()
@@ -459,10 +438,7 @@ class _Start:
         place = self._place
         place.store.set(f"{place.key}/{place.rank}", mine.to_text().encode())
         for peer in self._peers:
-            while (text := place.store.get(f"{place.key}/{peer}")) is None:
-                self._go_on(peer)
-                time.sleep(_POLL_S)
-            self._notes[peer] = _Note.read(peer, text)
+            self._notes[peer] = _Note.read(peer, place.read(str(peer), self._deadline, self._late(peer)))
 
     def _prove(self, peer: int, line: _Line) -> None:
         """Exchange the four messages of ``wire.handshake``. Raises HandshakeError."""
@@ -518,10 +494,13 @@ class _Start:
         """Raise if startup must end: another rank has failed, or the time for a peer is over."""
         self._place.check()
         if time.monotonic() > self._deadline:
-            raise GroupError(
-                f"no ZeroMQ connection with rank {peer} within {self._place.timeout_s:.0f} s: check that hosts reach"
-                " each other on the addresses of interface=, on any port"
-            )
+            raise GroupError(self._late(peer))
+
+    def _late(self, peer: int) -> str:
+        return (
+            f"no ZeroMQ connection with rank {peer} within {self._place.timeout_s:.0f} s: check that hosts reach"
+            " each other on the addresses of interface=, on any port"
+        )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ import select
 import socket
 import struct
 import termios
-import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -36,6 +35,7 @@ import numpy as np
 from ..errors import ProtocolError
 from ..kernels import rows
 from ..kernels.aot.compiled import Bound
+from .bell import DescriptorBell
 from .scratch import Adding, address_of
 
 HEADER = struct.Struct("<QQQ")
@@ -419,9 +419,10 @@ class Loop:
     def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None]) -> None:
         self._on_lost = on_lost
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ringing = threading.Lock()
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._bell = DescriptorBell()
+        self.bell: int = self._bell.fileno()
+        """The descriptor of the eventfd that ``wake`` writes to; other processes may be given it."""
+        self._epoll.register(self.bell, select.EPOLLIN)
         self._links = {link.sock.fileno(): link for link in links}
         self._writing: set[int] = set()
         self.waiting: dict[int, Link] = {}
@@ -446,11 +447,6 @@ class Loop:
         turn: Bound = streams.turn.bind(self._rows, self._found, events)
         turn.words[-4:-1] = [address_of(events), address_of(self._time), self._epoll.fileno()]
         return turn
-
-    @property
-    def bell(self) -> int:
-        """The descriptor of the eventfd that ``wake`` writes to; other processes may be given it."""
-        return self._bell
 
     def write(self) -> None:
         """Write what links have been given: now what the kernel takes, and the rest when it takes more."""
@@ -497,9 +493,8 @@ class Loop:
                     ready.extend(self._epoll.poll(0.0))  # raises what was wrong; nothing where it was a signal
         while ready:
             fd, events = ready.popleft()
-            if fd == self._bell:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+            if fd == self.bell:
+                self._bell.rang()
                 continue
             link = self._links.get(fd)
             if link is None:
@@ -515,9 +510,7 @@ class Loop:
 
     def wake(self) -> None:
         """Make ``turn`` in another thread return; nothing after ``close``, when the number may be another file's."""
-        with self._ringing:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def close(self) -> None:
         """Close every connection and the loop's own descriptors."""
@@ -525,10 +518,7 @@ class Loop:
             link.close()
         self._links.clear()
         self._epoll.close()
-        with self._ringing:
-            bell, self._bell = self._bell, -1
-            if bell >= 0:
-                os.close(bell)
+        self._bell.close()
 
     def _hear_out(self, fd: int, link: Link) -> None:
         """The peer takes nothing any more; what it had sent before it went is still there to be read."""

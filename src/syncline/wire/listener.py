@@ -27,6 +27,7 @@ from typing import Any
 
 from ..errors import GroupError, HandshakeError, SecretError, UsageError
 from . import handshake
+from .bell import DescriptorBell
 from .meeting import Member, Roll
 
 log = logging.getLogger("syncline.wire")
@@ -179,7 +180,7 @@ class Doors:
         self._callers: dict[int, _Caller] = {}  # by descriptor, oldest first
         self._refusals = Refusals(log)
         self._closing = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = DescriptorBell()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         for door in self._doors:
@@ -193,10 +194,10 @@ class Doors:
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
         self._thread.join()
         self._selector.close()
-        os.close(self._bell)
+        self._bell.close()
         for sock in (*self._doors, *(caller.sock for caller in self._callers.values())):
             sock.close()
         self._refusals.close()

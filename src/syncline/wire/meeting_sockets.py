@@ -9,7 +9,6 @@ asks once more who is missing.
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
 import threading
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import GroupError, HandshakeError, RollCallError
+from .bell import DescriptorBell
 from .handshake import Hello
 from .listener import Doors
 from .meeting import (
@@ -79,9 +79,7 @@ class MeetingServer:
         self._new: deque[tuple[int, socket.socket, str]] = deque()
         self._limit = self._stay_until = time.monotonic() + limit_s
         self._closing = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._bell_lock = threading.Lock()
-        self._has_bell = True
+        self._bell = DescriptorBell()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._doors = Doors(
@@ -112,7 +110,7 @@ class MeetingServer:
         """
         self._stay_until = time.monotonic() + stay_s
         self._closing = True
-        self._ring()
+        self._bell.ring()
 
     def join(self) -> None:
         """Wait for the end, which ``close`` has asked for."""
@@ -120,7 +118,7 @@ class MeetingServer:
 
     def _admit(self, rank: int, sock: socket.socket, whence: str) -> None:
         self._new.append((rank, sock, whence))
-        self._ring()
+        self._bell.ring()
 
     def _check(self, said: Hello) -> None:
         if said.purpose != PURPOSE:
@@ -132,17 +130,12 @@ class MeetingServer:
         if said.source < self._meeting.world:
             self._meeting.refused[said.source] = f"one that claims to be it was refused at {whence}: {why}"
 
-    def _ring(self) -> None:
-        with self._bell_lock:  # when it has ended, the descriptor may be another file's
-            if self._has_bell:
-                os.eventfd_write(self._bell, 1)
-
     def _serve(self) -> None:
         try:
             while (wait_s := self._wait_s()) is not None:
                 for key, mask in self._selector.select(wait_s):
                     if key.data is None:
-                        os.eventfd_read(self._bell)
+                        self._bell.rang()
                     elif mask & selectors.EVENT_WRITE:
                         self._write(key.data)
                     else:
@@ -154,9 +147,7 @@ class MeetingServer:
             for sock in (*(line.sock for line in self._lines.values()), *(sock for _, sock, _ in self._new)):
                 sock.close()
             self._selector.close()
-            with self._bell_lock:
-                self._has_bell = False
-                os.close(self._bell)
+            self._bell.close()
 
     def _wait_s(self) -> float | None:
         """How long nothing need be done but what comes; None at the end."""

@@ -255,9 +255,8 @@ class ShapedLoop(Loop):
     def turn(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to do, and do it."""
         for fd, events in self._epoll.poll(timeout):
-            if fd == self._bell:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+            if fd == self.bell:
+                self._bell.rang()
             elif fd == self._timer.fd:
                 self._timer.read()
             elif fd in self._lines:

@@ -37,6 +37,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import PeerError, PeerLost
+from .bell import DescriptorBell
 from .culprit import ANSWER_BYTES, Answer, pack, unpack
 from .meeting import Member, Roll, printable
 from .reports import FAILED, blame, first_time, in_bytes, say
@@ -172,7 +173,7 @@ class Watcher:
         self._came_back = threading.Event()
         self._partial = dict.fromkeys(socks, b"")
         self._heard = dict.fromkeys(socks, time.monotonic())
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = DescriptorBell()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         me = roll.members[roll.index]
@@ -250,8 +251,7 @@ class Watcher:
                 sock.shutdown(socket.SHUT_WR)
         self._linger_until = time.monotonic() + _LINGER_S
         self._closing = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        self._bell.ring()
         if self._thread.ident is None:
             self.close_descriptors()  # the thread, which would close them, was never started
         elif threading.current_thread() is not self._thread:
@@ -261,10 +261,10 @@ class Watcher:
         """In a forked child: close the parent's connections without a goodbye."""
         for sock in self._socks.values():
             sock.close()
-        for fd in (self._bell, -1 if self._beats is None else self._beats.bell):
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+        self._bell.close()
+        if self._beats is not None and self._beats.bell >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._beats.bell)
         with contextlib.suppress(OSError):
             self._selector.close()
 
@@ -330,8 +330,7 @@ class Watcher:
                     if key.data is not None:
                         self._read(key.data)
                     else:
-                        with contextlib.suppress(BlockingIOError):
-                            os.eventfd_read(self._bell)
+                        self._bell.rang()
                 now = time.monotonic()
                 if now - last >= tick and not self._closing:
                     # This process itself may have been stopped: then the silence of its peers does not count.
@@ -344,7 +343,7 @@ class Watcher:
             self._selector.close()
             for sock in self._socks.values():
                 sock.close()
-            os.close(self._bell)
+            self._bell.close()
 
     def _lingering(self) -> bool:
         return self.failure is None and bool(self._open) and time.monotonic() < self._linger_until
