@@ -19,7 +19,7 @@ from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
 from .launch.environment import Environment, Variables
-from .launch.meeting import MeetingPoint, secret_bytes
+from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.groups import WorkerGroup, found_group
 from .session.printing import end_failed, end_quickly, watch_exceptions
 from .session.session import Session
@@ -40,7 +40,7 @@ class Process:
         """The PyTorch models that are part of the run, with their optimizers."""
         self._of_torch: dict[tuple[int, ...], WorkerGroup] = {}  # by ranks
         self._founding = threading.Lock()  # held while a group is created: two threads may use one first
-        self._point: MeetingPoint | None = None
+        self._rendezvous: Rendezvous | None = None
         self._variables = Variables()
         self._inits = 0
         self._recording: SessionSpans | None = None
@@ -114,7 +114,7 @@ class Process:
                 self._inits += 1  # even if this one fails, so that late processes do not join the next run
                 self.joined = connect_session(
                     chosen,
-                    self._meeting_point(environment),
+                    self._rendezvous_at(environment),
                     run,
                     secret=secret,
                     interface=interface,
@@ -138,14 +138,14 @@ class Process:
             raise
         self._recording, self._recordings = recording, self._recordings + 1
 
-    def _meeting_point(self, environment: Environment) -> MeetingPoint:
+    def _rendezvous_at(self, environment: Environment) -> Rendezvous:
         """The rendezvous with the other processes. It is created once, because later sessions use the same one."""
-        if self._point is not None and self._point.asked != environment:
-            self._point.close()
-            self._point = None
-        if self._point is None:
-            self._point = MeetingPoint(environment)
-        return self._point
+        if self._rendezvous is not None and self._rendezvous.asked != environment:
+            self._rendezvous.close()
+            self._rendezvous = None
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(environment)
+        return self._rendezvous
 
     def end(self, fetch: bool) -> None:
         """Leave the run, if there is one. With ``fetch`` owners return the optimizers' state.
@@ -155,7 +155,7 @@ class Process:
         if self.joined is None:
             return
         ending, passing = self.joined, sys.exc_info()[1]
-        ending.ending.begin()
+        ending.process.begin_end()
         try:
             for made in self.prepared:
                 made.release(fetch and passing is None, settle=passing is None)
@@ -164,7 +164,7 @@ class Process:
             self._of_torch.clear()
             self.joined = None
             failure = _close(ending, sys.exc_info()[1])
-            self._failed |= ending.ending.failed
+            self._failed |= ending.process.failed
         if failure is not None and passing is None:
             raise failure
 
@@ -196,7 +196,7 @@ class Process:
     def _forget(self) -> None:
         """Forget the session in a forked child (a data loader's worker): the connections belong to the parent."""
         if self.joined is not None:
-            self.joined.member.process.forget_in_child()
+            self.joined.process.forget_in_child()
         if self._recording is not None:
             self._recording.file.forget()
 

@@ -241,7 +241,7 @@ class Pools:
         if session.alone:
             return
         # Runs after all other exit callbacks: the others may still need this worker's part of their steps.
-        session.member.process.before_end.insert(0, self._leave)
+        session.process.before_end.insert(0, self._leave)
         if session.rank == KEEPER:
             self._over = session.engine.promise("the others' last batches", tolerant=True)
             for worker in self._here:

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from syncline.launch.connecting import connect_session  # noqa: E402
 from syncline.launch.environment import recognise  # noqa: E402
-from syncline.launch.meeting import MeetingPoint  # noqa: E402
+from syncline.launch.rendezvous import Rendezvous  # noqa: E402
 from syncline.session.session import Session  # noqa: E402
 from syncline.strategy.strategy import Strategy  # noqa: E402
 from syncline.wire.listener import bind_here  # noqa: E402
@@ -154,7 +154,7 @@ def alone() -> Iterator[Session]:
     """The session of a single process."""
     with bind_here() as door:
         place = f"127.0.0.1:{door.getsockname()[1]}"
-    point = MeetingPoint(recognise(rank=0, world_size=1, address=place))
+    point = Rendezvous(recognise(rank=0, world_size=1, address=place))
     session = connect_session(Strategy.parse(STRATEGY), point, "gradients alone")
     try:
         yield session

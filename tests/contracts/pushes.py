@@ -17,7 +17,7 @@ from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.serving.records import State
 from syncline.serving.shard import Groups, Holding
 from syncline.session.layout import Layout
-from syncline.session.member import Member, Membership
+from syncline.session.member import Membership, Process
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 from syncline.training.exchange import BucketExchange
@@ -157,11 +157,11 @@ def sessions_over(
     group = Group(workers, chosen.servers)
     with network(kind, group.processes) as net:
         sessions = [
-            Session(chosen, Membership(Member(group, index, end, limit_s=limit_s, observer=observe(index))))
+            Session(chosen, Membership(Process(group, index, end, limit_s=limit_s, observer=observe(index))))
             for index, end in enumerate(net.ends)
         ]
         for session in sessions:
-            session.ending.neighbours = [other.ending for other in sessions if other is not session]
+            session.process.neighbours = [other.process for other in sessions if other is not session]
         yield sessions
 
 

@@ -16,7 +16,7 @@ from ends import network
 from syncline.frameworks.torch import Prepared, prepare
 from syncline.kernels.board import SLOTS
 from syncline.nouns import Group
-from syncline.session.member import Member, Membership
+from syncline.session.member import Membership, Process
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 
@@ -85,9 +85,9 @@ def trained(run_on: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         chosen = Strategy.parse(f"{strategy} schedule=wait_free").resolve(Group(workers), inproc=True)
         group = Group(workers, chosen.servers)
         with network(kind, group.processes) as net:
-            sessions = [Session(chosen, Membership(Member(group, index, end))) for index, end in enumerate(net.ends)]
+            sessions = [Session(chosen, Membership(Process(group, index, end))) for index, end in enumerate(net.ends)]
             for session in sessions:
-                session.ending.neighbours = [other.ending for other in sessions if other is not session]
+                session.process.neighbours = [other.process for other in sessions if other is not session]
             return run_on(sessions, lambda session: train(session, *case))[:workers]
 
     return on_sessions

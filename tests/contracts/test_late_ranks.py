@@ -16,8 +16,7 @@ from syncline.errors import PeerError, PeerLost
 from syncline.frameworks.torch import prepare
 from syncline.nouns import Group
 from syncline.session import member
-from syncline.session.member import Member as Process
-from syncline.session.member import Membership
+from syncline.session.member import Membership, Process
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 from syncline.wire.meeting import Member, Roll
@@ -77,7 +76,7 @@ def sessions_of(kind: str, strategy: str, workers: int, limit_s: float) -> Itera
         ]
         if kind == "inproc":
             for session in sessions:
-                session.ending.neighbours = [other.ending for other in sessions if other is not session]
+                session.process.neighbours = [other.process for other in sessions if other is not session]
         else:
             watch(sessions)
         yield sessions
@@ -96,9 +95,9 @@ def watch(sessions: list[Session]) -> None:
     ]
     for session in sessions:
         roll = Roll(session.index, tuple(members), "a run", b"")
-        end = session.ending
+        end = session.process
         end.watcher = Watcher(
-            roll, socks[session.index], session.member.process.on_peer_failure, end.left, LIMIT_S, end.answer
+            roll, socks[session.index], session.process.on_peer_failure, end.left, LIMIT_S, end.answer
         )
         end.watcher.came_back()
         end.watcher.start()

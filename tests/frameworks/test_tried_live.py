@@ -17,7 +17,7 @@ from syncline import checkpoint
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
 from syncline.session import session as sessions
-from syncline.session.member import Member, Membership
+from syncline.session.member import Membership, Process
 from syncline.session.session import Session
 from syncline.strategy.choice import Choice
 from syncline.strategy.strategy import Strategy
@@ -181,7 +181,7 @@ def over_torch(strategy: str, workers: int, body: Callable[[Session], Any], node
     chosen = asked.resolve(Group(workers), hosts=1)
 
     def rank(index: int) -> Any:
-        session = Session(chosen, Membership(Member(Group(workers), index, Torch(Place(index, workers, store)))))
+        session = Session(chosen, Membership(Process(Group(workers), index, Torch(Place(index, workers, store)))))
         session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
         try:
             return body(session)

@@ -11,16 +11,16 @@ from starts import LIMIT_S, Case, meet
 
 from syncline.errors import GroupError, UsageError
 from syncline.launch.environment import Environment
-from syncline.launch.meeting import Joined, MeetingPoint
+from syncline.launch.rendezvous import Joined, Rendezvous
 
 
 @pytest.fixture
 def start() -> Iterator[Case]:
     """Every process's start, each in a thread; what each got."""
-    points: dict[Environment, MeetingPoint] = {}
+    points: dict[Environment, Rendezvous] = {}
 
     def process(place: Environment, run: str, options: dict[str, Any], body: Callable[[Joined], Any]) -> Any:
-        point = points.setdefault(place, MeetingPoint(place))
+        point = points.setdefault(place, Rendezvous(place))
         try:
             with point.join(
                 run, options.get("secret"), options.get("interface"), options.get("timeout", LIMIT_S)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from syncline.launch.environment import Environment
-from syncline.launch.meeting import Joined
+from syncline.launch.rendezvous import Joined
 from syncline.wire import handshake
 from syncline.wire.listener import bind_here
 from syncline.wire.meeting import Member

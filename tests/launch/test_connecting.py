@@ -15,9 +15,10 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.errors import GroupError, UsageError
-from syncline.launch.address import Told, find_address, hear, tell
+from syncline.launch.address import find_address
 from syncline.launch.connecting import make_room
 from syncline.launch.environment import Environment, derived_port
+from syncline.launch.rendezvous import MeetingAddress, look_up, publish
 from syncline.wire.listener import CALLERS
 from syncline.wire.meeting_sockets import MORE
 
@@ -87,7 +88,7 @@ def test_no_limit_is_room_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LIMIT_S = 20.0
-TOLD = Told("10.0.0.1", 5000, b"a key against accidents")
+TOLD = MeetingAddress("10.0.0.1", 5000, b"a key against accidents")
 
 
 @pytest.fixture
@@ -100,18 +101,18 @@ def at(port: int, rank: int = 1) -> Environment:
 
 
 @pytest.mark.parametrize("told", [TOLD, replace(TOLD, address="fe80::1", key=b"")])
-def test_what_rank_0_tells_is_heard_whoever_comes_first(store: TCPStore, told: Told) -> None:
+def test_what_rank_0_tells_is_heard_whoever_comes_first(store: TCPStore, told: MeetingAddress) -> None:
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(hear, at(store.port), "run", LIMIT_S)
-        tell(at(store.port, 0), "run", told, LIMIT_S)
+        early = pool.submit(look_up, at(store.port), "run", LIMIT_S)
+        publish(at(store.port, 0), "run", told, LIMIT_S)
         assert early.result(LIMIT_S) == told
-    assert hear(at(store.port), "run", LIMIT_S) == told
+    assert look_up(at(store.port), "run", LIMIT_S) == told
 
 
 def test_starts_are_told_apart(store: TCPStore) -> None:
-    tell(at(store.port, 0), "run/1", TOLD, LIMIT_S)
+    publish(at(store.port, 0), "run/1", TOLD, LIMIT_S)
     with pytest.raises(GroupError, match="rank 1 has not heard there where rank 0 is"):
-        hear(at(store.port), "run/2", 0.2)
+        look_up(at(store.port), "run/2", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_starts_are_told_apart(store: TCPStore) -> None:
 def test_what_is_no_place_is_refused(store: TCPStore, value: str) -> None:
     store.set("syncline/run/meeting", value)
     with pytest.raises(GroupError, match="another program, or another version"):
-        hear(at(store.port), "run", LIMIT_S)
+        look_up(at(store.port), "run", LIMIT_S)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -129,7 +130,7 @@ def test_a_store_that_accepts_and_says_nothing_holds_nobody(rank: int) -> None:
     """Its own calls would wait for ever, whatever limit they were given."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment = at(silent.getsockname()[1], rank)
-        call = partial(tell, told=TOLD) if rank == 0 else hear
+        call = partial(publish, at=TOLD) if rank == 0 else look_up
         with pytest.raises(GroupError, match="is torchrun running there, and has rank 0 come this far"):
             call(environment, "run", limit_s=0.2)
 
@@ -140,7 +141,7 @@ def test_a_store_that_is_not_there_is_named() -> None:
     with pytest.raises(
         GroupError, match=rf"rank 1 has not heard there where rank 0 is, at 127.0.0.1:{port}, within 0 s"
     ):
-        hear(at(port), "run", 0.3)
+        look_up(at(port), "run", 0.3)
 
 
 ONE_HOST = Environment("mpirun", 1, 2, 1, 2, "", 0, "prterun-a-1@1")

@@ -17,9 +17,9 @@ from starts import LIMIT_S, WRONG, Case, Stranger, environment, free_port, meet,
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.errors import RollCallError, SecretError, UsageError
-from syncline.launch.address import Told, listen_address, tell
+from syncline.launch.address import listen_address
 from syncline.launch.environment import Environment
-from syncline.launch.meeting import Joined, MeetingPoint, secret_bytes
+from syncline.launch.rendezvous import Joined, MeetingAddress, Rendezvous, publish, secret_bytes
 from syncline.wire.listener import bind_here
 
 
@@ -105,7 +105,7 @@ def test_a_place_of_an_earlier_start_is_not_believed_for_long(
 ) -> None:
     stranger = Stranger(answer)
     mine, theirs = under_torchrun(agent)
-    tell(mine, "run", Told("127.0.0.1", stranger.port, b"another key"), LIMIT_S)
+    publish(mine, "run", MeetingAddress("127.0.0.1", stranger.port, b"another key"), LIMIT_S)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(start, theirs, secret=secret)
         stranger.answer_one()
@@ -329,7 +329,7 @@ def test_where_the_launcher_ends_all_nobody_is_waited_for(start: Case, launcher:
 
 def test_nobody_is_waited_for_whose_time_is_over(start: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute for others would outlast this test."""
-    monkeypatch.setattr("syncline.launch.meeting._LATE_S", 60.0)
+    monkeypatch.setattr("syncline.launch.rendezvous._LATE_S", 60.0)
     (error,) = start(environment(0, 3, free_port()), secret="text", timeout=1.0)
     assert "2 of 3 processes have not come" in str(error)
     for thread in serving():
@@ -343,8 +343,8 @@ def test_an_interrupt_on_the_way_in_waits_for_nobody(monkeypatch: pytest.MonkeyP
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("syncline.launch.meeting.MeetingClient.limit", interrupted)
-    point = MeetingPoint(environment(0, 3, free_port()))
+    monkeypatch.setattr("syncline.launch.rendezvous.MeetingClient.limit", interrupted)
+    point = Rendezvous(environment(0, 3, free_port()))
     with pytest.raises(KeyboardInterrupt), point.join("run", "text", None, LIMIT_S):
         pass
     for thread in serving():
@@ -354,8 +354,8 @@ def test_an_interrupt_on_the_way_in_waits_for_nobody(monkeypatch: pytest.MonkeyP
 
 
 def test_an_interrupt_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.launch.meeting._LATE_S", 60.0)
-    point = MeetingPoint(environment(0, 3, free_port()))
+    monkeypatch.setattr("syncline.launch.rendezvous._LATE_S", 60.0)
+    point = Rendezvous(environment(0, 3, free_port()))
 
     def interrupted() -> None:
         with point.join("run", "text", None, LIMIT_S):

@@ -256,7 +256,7 @@ def loses_one_at_the_end(line: Connection, place: Place, kind: str, fault: str, 
         if fault == "exits":
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    watcher = begin().ending.watcher
+    watcher = begin().process.watcher
     assert watcher is not None
     assert watcher.failed.wait(30)
     if end == "call":

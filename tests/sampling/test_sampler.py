@@ -112,7 +112,7 @@ def test_a_server_that_runs_the_script_so_far_takes_part_in_nothing(group: Any, 
             found = [index for batch in sampler for index in batch]
             session.barrier()
             return found
-        session.engine.wait_any([], until=session.ending.workers_left)
+        session.engine.wait_any([], until=session.process.workers_left)
         return list(sampler)
 
     first, second, server = group(f"ps(servers=1) sync={sync}", 2, body)

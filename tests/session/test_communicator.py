@@ -118,11 +118,11 @@ def test_two_groups_are_made_one_after_the_other(group: Any) -> None:
 
     def body(session: Session) -> Any:
         with ThreadPoolExecutor(1) as threads:
-            with session.member.process.splitting:
+            with session.process.splitting:
                 made = threads.submit(session.split, [0, 1])
                 assert not wait([made], timeout=0.05).done
             first = made.result()
-            with session.member.process.splitting:
+            with session.process.splitting:
                 made = threads.submit(session.found, [0, 1], "another")
                 assert not wait([made], timeout=0.05).done
             return [one.gather(b"") for one in (first, made.result()) if one is not None]

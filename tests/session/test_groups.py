@@ -241,7 +241,7 @@ def test_a_group_that_was_made_within_another_gives_its_number_back_to_the_same_
         if inner is not None:
             inner.barrier()
             inner.give_back()
-        return session.member.process.given_back
+        return session.process.given_back
 
     assert [found and set(found) for found in group("ring", 4, body)] == [None, {}, {(2, 3)}, {(2, 3)}]
 

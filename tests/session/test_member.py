@@ -17,7 +17,7 @@ from syncline.engine.order import Order
 from syncline.errors import ProtocolError, UsageError
 from syncline.nouns import Group
 from syncline.plans.messages import compile_program
-from syncline.session.member import Ending
+from syncline.session.member import Process
 from syncline.session.printing import watch_exceptions
 from syncline.transports.tcp import Tcp
 
@@ -29,10 +29,11 @@ def test_nonsense_of_a_peer_names_rank_host_and_operation_and_all_are_told() -> 
     watcher: Any = SimpleNamespace(
         failure=None, left=set(), verdict=lambda _: None, abort=lambda why, culprit: told.append((why, culprit))
     )
-    ending = Ending(Group(2), 0, lambda index: f"rank {index} (host{index}, pid {index})")
-    ending.watcher = watcher
+    roll: Any = SimpleNamespace(name=lambda index: f"rank {index} (host{index}, pid {index})")
+    process = Process(Group(2), 0, None, roll=roll)
+    process.watcher = watcher
     mine, theirs = socket.socketpair()
-    engine = Engine(Tcp(0, {1: mine}), explain=ending.explain)
+    engine = Engine(Tcp(0, {1: mine}), explain=process.explain)
     plan = compile_program(registry.get("algorithms", "ring").target(Group(2)), 0)
     work = engine.start(Order(plan, np.ones(100_000), 0, "bucket 3"))
     theirs.sendall(header(77, 5, 0, 0) + b"about")
@@ -46,9 +47,10 @@ def test_nonsense_of_a_peer_names_rank_host_and_operation_and_all_are_told() -> 
 
 def test_a_fault_of_nobody_alone_names_nobody() -> None:
     watcher: Any = SimpleNamespace(failure=None, left=set(), verdict=lambda _: None, abort=lambda *_: None)
-    ending = Ending(Group(2), 0, lambda index: f"rank {index} (host{index})")
-    ending.watcher = watcher
-    error = ending.explain(ProtocolError("the update fails", rank=-1))
+    roll: Any = SimpleNamespace(name=lambda index: f"rank {index} (host{index})")
+    process = Process(Group(2), 0, None, roll=roll)
+    process.watcher = watcher
+    error = process.explain(ProtocolError("the update fails", rank=-1))
     assert str(error) == "rank 0 (host0): the update fails"
 
 

@@ -22,7 +22,7 @@ def workers_only(body: Any) -> Any:
     def run(session: Session) -> Any:
         if session.is_worker:
             return body(session)
-        session.engine.wait_any([], until=session.ending.workers_left)
+        session.engine.wait_any([], until=session.process.workers_left)
         return "served"
 
     return run

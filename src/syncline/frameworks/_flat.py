@@ -145,7 +145,7 @@ class FlatModel:
             if not self._alone:
                 self.trained.do(self.trained.machine.produced(tensor))
         except BaseException as error:
-            self.session.member.process.interrupted(error)  # the other ranks wait for the rest of this step
+            self.session.process.interrupted(error)  # the other ranks wait for the rest of this step
             raise
 
     def _mark(self) -> None:

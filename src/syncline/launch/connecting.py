@@ -20,7 +20,7 @@ from ..engine.driver import LIMIT_S
 from ..engine.trace import Observer
 from ..errors import UsageError
 from ..nouns import Group
-from ..session.member import Member, Membership
+from ..session.member import Membership, Process
 from ..session.session import Session
 from ..strategy.strategy import Strategy, check_asked
 from ..strategy.words import AUTO, NONE
@@ -38,7 +38,7 @@ from ..wire.meeting import Roll
 from ..wire.reports import absolve
 from ..wire.watch import LIVENESS_S, Watcher
 from .address import listen_address
-from .meeting import CONNECT_S, Joined, MeetingPoint
+from .rendezvous import CONNECT_S, Joined, Rendezvous
 
 log = logging.getLogger("syncline")
 
@@ -66,13 +66,13 @@ def in_process(
     ends = [None] if group.processes == 1 else map(hub.transport, range(group.processes))
     sessions = [
         Session(
-            chosen, Membership(Member(group, index, end, observer=told[index])), left_open=asked.architecture == AUTO
+            chosen, Membership(Process(group, index, end, observer=told[index])), left_open=asked.architecture == AUTO
         )
         for index, end in enumerate(ends)
     ]
     for session in sessions:
         session.chooses_schedule = workers > 1 and schedule_choice.is_wanted(asked, workers)
-        session.ending.neighbours = [other.ending for other in sessions if other is not session]
+        session.process.neighbours = [other.process for other in sessions if other is not session]
     return sessions
 
 
@@ -80,7 +80,7 @@ def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
     """A session of one worker, who exchanges nothing with anybody."""
     group = Group(1)
     observer = None if recording is None else recording.file
-    member = Membership(Member(group, 0, None, observer=observer))
+    member = Membership(Process(group, 0, None, observer=observer))
     session = Session(strategy.resolve(group), member, left_open=strategy.architecture == AUTO)
     if recording is not None:
         recording.attach(session)
@@ -89,7 +89,7 @@ def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
 
 def connect_session(
     strategy: Strategy,
-    point: MeetingPoint,
+    point: Rendezvous,
     run: str,
     *,
     secret: str | bytes | None = None,
@@ -210,7 +210,7 @@ def _begin(
             undo.callback(sock.close)
         with ExitStack() as unowned:
             unowned.callback(formed.transport.close)
-            process = Member(
+            process = Process(
                 group,
                 roll.index,
                 formed.transport,
@@ -222,11 +222,10 @@ def _begin(
             unowned.pop_all()  # the end of the process closes it
         session = Session(formed.strategy, Membership(process), left_open=asked.architecture == AUTO)
         with _ending(session):
-            ending = process.ending
-            ending.watcher = Watcher(
-                roll, formed.control, process.on_peer_failure, ending.left, liveness_s, ending.answer
+            process.watcher = Watcher(
+                roll, formed.control, process.on_peer_failure, process.left, liveness_s, process.answer
             )
-            ending.watcher.start()
+            process.watcher.start()
         undo.pop_all()
     return session
 

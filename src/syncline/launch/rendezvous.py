@@ -1,23 +1,31 @@
-"""This process's way to the rendezvous of its run, start after start: the place, the secret, the connection.
+"""The rendezvous of one process: where the meeting of its run is, the secret, and the connection to it.
 
-Owns what differs between launchers. Rank 0 serves the meeting (``wire.meeting_sockets``) while a start takes: at the
-address that all know (``env://``, ``srun``, ``syncline run``, arguments), or at one that it tells over MPI or in a
-store of torch's. The port is free again afterwards.
+Owns the differences between launchers. Rank 0 serves the meeting (``wire.meeting_sockets``) while a group forms. All
+processes know its address (``env://``, ``srun``, ``syncline run``, arguments), or rank 0 publishes it over MPI, or in a
+store of torch (torchrun's TCPStore, or the store of a process group). The port is free again afterwards.
+
+A store cannot prove who wrote a value, and its calls may exceed their time limits. Rank 0 therefore writes a key beside
+the address, which guards against accidents, and calls of the store run in a thread that may be abandoned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
+import json
 import logging
 import os
+import queue
 import secrets
 import socket
 import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import GroupError, HandshakeError, PeerError, SecretError, UsageError
 from ..wire.handshake import run_id
@@ -25,55 +33,72 @@ from ..wire.listener import dial, open_door
 from ..wire.meeting import Meeting
 from ..wire.meeting_sockets import PURPOSE, MeetingClient, MeetingServer
 from ..wire.reports import FAILED, blame
-from .address import Told, addresses_here, find_address, hear, interface_address, tell
+from .address import addresses_here, find_address, interface_address
 from .environment import Environment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("syncline")
 
+T = TypeVar("T")
+
 CONNECT_S = 30.0
-"""What making the connections may take at least, however late the last process has come."""
+"""The least time for making the connections, however late the last process arrives."""
 
 _LATE_S = 5.0
-"""How long a rank 0 that could not join goes on telling why, where no launcher ends the others: processes that are
-started together come within the seconds that importing a framework takes. One that comes later finds nobody, which its
-own error says."""
+"""How long a rank 0 that could not join keeps telling the reason, if no launcher ends the other processes.
+
+Processes that are started together arrive within the seconds that importing a framework takes. The own error of a later
+process says that nobody answers.
+"""
 
 _ENDS_ALL = frozenset({"syncline", "torchrun", "mpirun"})
-"""Launchers that end all processes when one has ended with an error: nobody else is coming."""
+"""Launchers that end all processes after one has failed: no further process arrives."""
 
 _KNOCK_S = 5.0
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
+_VALUE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a process has when it has come to the meeting: its connection, the secret, or a key in place of one."""
+    """A process that is in the meeting: its connection, and the secret, or a key in place of a secret."""
 
     client: MeetingClient
     secret: bytes
     environment: Environment
 
 
-class MeetingPoint:
-    """This process's way to the meetings of its run; one for all starts of a process."""
+@dataclass(frozen=True)
+class MeetingAddress:
+    """Where rank 0 serves the meeting. ``key`` is empty if the run has a secret."""
+
+    address: str
+    port: int
+    key: bytes = b""
+
+
+class Rendezvous:
+    """This process's way to the meetings of its run. One object serves all groups that the process joins in turn."""
 
     def __init__(self, environment: Environment) -> None:
         self.asked = environment
         self._environment: Environment | None = environment if environment.address or environment.store else None
-        self._kept: socket.socket | None = None  # keeps the port that MPI was told from being given to others
+        self._kept: socket.socket | None = None  # reserves the port that rank 0 has published over MPI
         self._inherited = environment.meeting_fd
         self._server: MeetingServer | None = None
 
     def close(self) -> None:
-        """Serve no longer."""
+        """Stop serving."""
         self._end_last()
         if self._kept is not None:
             self._kept.close()
 
     @contextmanager
     def join(self, run: str, secret: str | bytes | None, interface: str | None, timeout: float) -> Iterator[Joined]:
-        """Come to the meeting of ``run``; an error inside the block ends the start on every rank, with its text.
+        """Join the meeting of ``run``. An error inside the block ends the start on every rank, with its text.
 
         ``secret`` and ``interface`` are those of ``syncline.init``. Raises GroupError if rank 0 cannot be reached
         within ``timeout`` seconds, UsageError if there is no way to meet.
@@ -87,16 +112,18 @@ class MeetingPoint:
         client: MeetingClient | None = None
         try:
             if environment.rank == 0:
-                client, given = self._serve(environment, run, given, interface, deadline)
+                client = self._serve(environment, run, given, interface, deadline)
             else:
-                client, given = _call(environment, run, given, deadline)
+                client = _call(environment, run, given, deadline)
             client.limit(deadline, timeout)
             key = client.enter()
             yield Joined(client, given or key, environment)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
-            if isinstance(error, Exception):
-                _blame(environment.rank, error)
+            if not interrupted and (isinstance(error, SecretError) or not isinstance(error, GroupError | PeerError)):
+                # This process has ended the start, and no other one.
+                rank, reason = environment.rank, f"{FAILED}{type(error).__name__}: {error}"
+                blame(rank, f"rank {rank}", reason, own=True)
             if client is not None:
                 client.give_up(type(error).__name__ if interrupted else str(error))
             if self._server is not None:
@@ -110,11 +137,11 @@ class MeetingPoint:
 
     def _serve(
         self, environment: Environment, run: str, secret: bytes, interface: str | None, deadline: float
-    ) -> tuple[MeetingClient, bytes]:
-        """Rank 0's part: open the doors, say where they are, and come in."""
+    ) -> MeetingClient:
+        """Rank 0: open the doors, publish their address, and enter."""
         limit_s = max(0.0, deadline - time.monotonic())
         doors = self._open(environment, interface)
-        here = doors[0].getsockname()
+        address, port = doors[0].getsockname()[:2]
         key = b""
         if not secret:
             log.warning(
@@ -123,24 +150,21 @@ class MeetingPoint:
                 environment.store_name,
             )
             key = secrets.token_bytes(32)
-        proof = secret
-        if environment.agent_store and key:
-            proof = key  # told in the store
+        proof = secret or (key if environment.agent_store else b"")  # all processes find the key in the store
         meeting = Meeting(environment.world, key, environment.where)
         server = self._server = MeetingServer(doors, run_id(run), proof, meeting, limit_s + 2 * CONNECT_S)
         try:
-            where = f"{here[0]}:{here[1]}"
+            where = f"{address}:{port}"
             client = MeetingClient(server.adopt(0, f"serving at {where}"), where, environment.world)
             if environment.agent_store:
-                told = Told(str(here[0]), int(here[1]), key)
-                tell(environment, run, told, limit_s)
+                publish(environment, run, MeetingAddress(str(address), int(port), key), limit_s)
         except BaseException:
             server.close()
             raise
-        return client, secret
+        return client
 
     def _open(self, environment: Environment, interface: str | None) -> list[socket.socket]:
-        """The doors: at all that rank 0's address stands for here, and first on the interface asked for."""
+        """The doors, at all addresses here that rank 0's address stands for; that of the given interface is first."""
         if self._inherited is not None:
             found, self._inherited = _inherited_door(self._inherited, environment.port), None
             if found is not None:
@@ -149,7 +173,7 @@ class MeetingPoint:
         if port == 0 and not environment.agent_store:
             raise UsageError("rank 0 needs a port to meet at: give address=host:port, or MASTER_PORT")
         addresses = addresses_here(environment)
-        with contextlib.suppress(UsageError):  # one that there is not is told to all, at the other doors
+        with contextlib.suppress(UsageError):  # all ranks learn of a missing interface at the other doors
             if interface:
                 addresses = list(dict.fromkeys([interface_address(interface), *addresses]))
         doors: list[socket.socket] = []
@@ -159,7 +183,7 @@ class MeetingPoint:
                     doors.append(open_door(address, port, environment.world))
                 except OSError as error:
                     last = not doors and address == addresses[-1]
-                    if last or error.errno != errno.EADDRNOTAVAIL:  # such an address is told to all, too
+                    if last or error.errno != errno.EADDRNOTAVAIL:  # all ranks learn of such an address, too
                         raise
         except OSError as error:
             for door in doors:
@@ -172,21 +196,15 @@ class MeetingPoint:
         return doors
 
     def _end_last(self) -> None:
-        """A start is over, or the next one begins after one that has failed."""
+        """End the server of a group that has formed, or has failed to form."""
         if self._server is not None:
             self._server.close()
             self._server.join()
             self._server = None
 
 
-def _blame(rank: int, error: Exception) -> None:
-    """Note for the launcher that this process has ended the start, where that is no other one's fault."""
-    if isinstance(error, SecretError) or not isinstance(error, GroupError | PeerError):
-        blame(rank, f"rank {rank}", f"{FAILED}{type(error).__name__}: {error}", own=True)
-
-
 def secret_bytes(secret: str | bytes | None) -> bytes:
-    """A secret as bytes, empty where there is none; raises UsageError for one that is given and empty."""
+    """A secret as bytes, which are empty for None. Raises UsageError for an empty secret."""
     if secret is None:
         return b""
     if not secret:
@@ -197,42 +215,42 @@ def secret_bytes(secret: str | bytes | None) -> bytes:
     return os.fsencode(secret) if isinstance(secret, str) else secret
 
 
-def _call(environment: Environment, run: str, secret: bytes, deadline: float) -> tuple[MeetingClient, bytes]:
-    """The other ranks' part: find out where the meeting is, and knock until it opens."""
+def _call(environment: Environment, run: str, secret: bytes, deadline: float) -> MeetingClient:
+    """The other ranks: find the meeting's address, and connect as soon as rank 0 serves it."""
     limit_s = max(0.0, deadline - time.monotonic())
-    told = Told(environment.address, environment.port)
+    at = MeetingAddress(environment.address, environment.port)
     if environment.agent_store:
-        told = hear(environment, run, limit_s)
+        at = look_up(environment, run, limit_s)
     rank, pause = environment.rank, _PAUSE_S
     failure: HandshakeError | OSError | None = None
     while True:
-        if environment.agent_store and not secret and not told.key:
+        if environment.agent_store and not secret and not at.key:
             raise SecretError(_without(rank))
-        left, where = deadline - time.monotonic(), f"{told.address}:{told.port}"
+        left, where = deadline - time.monotonic(), f"{at.address}:{at.port}"
         try:
-            at, proof = (told.address, told.port), secret or told.key
-            sock = dial(at, run_id(run), proof, rank, 0, PURPOSE, max(0.1, min(_KNOCK_S, left)))
-            return MeetingClient(sock, where, environment.world), secret
+            proof, within_s = secret or at.key, max(0.1, min(_KNOCK_S, left))
+            sock = dial((at.address, at.port), run_id(run), proof, rank, 0, PURPOSE, within_s)
+            return MeetingClient(sock, where, environment.world)
         except (HandshakeError, OSError) as error:
             if not isinstance(failure, SecretError):
                 failure = error
-                if isinstance(error, SecretError):  # it may be anybody, and gone when rank 0 comes
+                if isinstance(error, SecretError):  # a stranger may hold the port until rank 0 starts
                     log.warning("rank %d: what answers at %s, where rank 0 should be, has another secret", rank, where)
         if time.monotonic() >= deadline:
             raise _unreachable(rank, where, bool(secret), failure, limit_s) from failure
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-        if environment.agent_store:  # which may have told the place of an earlier start
-            before = told
+        if environment.agent_store:  # its value may be from an earlier start
+            before = at
             with contextlib.suppress(GroupError):
-                told = hear(environment, run, max(_PAUSE_S, deadline - time.monotonic()))
-            failure = failure if told == before else None
+                at = look_up(environment, run, max(_PAUSE_S, deadline - time.monotonic()))
+            failure = failure if at == before else None
 
 
 def _unreachable(
     rank: int, where: str, has_secret: bool, failure: HandshakeError | OSError, limit_s: float
 ) -> GroupError:
-    """What ends a process that has called until its deadline."""
+    """The error of a process that has called until its deadline."""
     if not isinstance(failure, SecretError):
         why = getattr(failure, "strerror", None) or str(failure)
         return GroupError(
@@ -255,19 +273,91 @@ def _without(rank: int) -> str:
 
 
 def _inherited_door(fd: int, port: int) -> socket.socket | None:
-    """The listening socket that the launcher opened; None where the descriptor is another one by now."""
+    """The listening socket that the launcher opened. None if the descriptor is another file by now."""
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
         door = socket.socket(fileno=os.dup(fd))
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):
         listening = door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if listening and door.family in (socket.AF_INET, socket.AF_INET6) and door.getsockname()[1] == port:
             os.close(fd)
             return door
-    except OSError:
-        pass
     door.close()
     return None
+
+
+def publish(environment: Environment, run: str, at: MeetingAddress, limit_s: float) -> None:
+    """Write the address of the meeting of ``run`` to torch's store. GroupError if the store does not take it."""
+    value = json.dumps([at.address, at.port, at.key.hex()])
+    _with_store(environment, limit_s, lambda store: store.set(_key(run), value))
+
+
+def look_up(environment: Environment, run: str, limit_s: float) -> MeetingAddress:
+    """Read the address of the meeting of ``run``. GroupError if rank 0 has not written it within ``limit_s``."""
+    within = datetime.timedelta(seconds=limit_s)
+
+    def read(store: Store) -> bytes:
+        store.wait([_key(run)], within)  # a waiting get would block other threads that use the same connection
+        return store.get(_key(run))
+
+    value = bytes(_with_store(environment, limit_s, read))
+    try:
+        if len(value) > _VALUE_BYTES:
+            raise ValueError
+        address, port, key = json.loads(value)
+        if type(port) is not int or not 0 < port < 1 << 16:
+            raise ValueError
+        return MeetingAddress(str(address), port, bytes.fromhex(key))
+    except (ValueError, TypeError) as error:
+        raise GroupError(
+            f"what {environment.store_name} says of the place to meet is not of this version: does another program, or"
+            " another version, use the same store?"
+        ) from error
+
+
+def _key(run: str) -> str:
+    return f"syncline/{run}/meeting"
+
+
+def _with_store(environment: Environment, limit_s: float, call: Callable[[Store], T]) -> T:
+    """The result of a call that another thread makes. After ``limit_s`` that thread is abandoned."""
+    answers: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(call(environment.store or _torchruns_store(environment, limit_s)))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=work, name="syncline-agent-store", daemon=True).start()
+    where = f", at {environment.address}:{environment.port}," if environment.address else ""
+    try:
+        answer = answers.get(timeout=limit_s)
+    except queue.Empty:
+        answer = TimeoutError("no answer")
+    if not isinstance(answer, Exception):
+        return answer
+    name = environment.store_name
+    place = "there" if environment.store is None else f"in {name}"
+    what = f"told {name} where to meet" if environment.rank == 0 else f"heard {place} where rank 0 is"
+    running = "is torchrun running there, and " if environment.store is None else ""
+    raise GroupError(
+        f"rank {environment.rank} has not {what}{where} within {limit_s:.0f} s:"
+        f" {str(answer).splitlines()[0] if str(answer) else type(answer).__name__}; {running}has rank 0 come this far?"
+        " see what it printed"
+    ) from answer
+
+
+def _torchruns_store(environment: Environment, limit_s: float) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
+        environment.address,
+        environment.port,
+        is_master=False,
+        timeout=datetime.timedelta(seconds=limit_s),
+        wait_for_workers=False,
+    )

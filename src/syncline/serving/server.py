@@ -349,7 +349,7 @@ def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
                 server.serve()
         except Exception as error:
             if engine.error is None:
-                engine.fail(session.ending.explain(error))
+                engine.fail(session.process.explain(error))
         finally:
             engine.fulfil(over)
 
@@ -381,7 +381,7 @@ class Summing:
 
     def serve(self) -> None:
         """Serve until every worker has left; raises the run's fault if there is one."""
-        engine, left = self._session.engine, self._session.ending.workers_left
+        engine, left = self._session.engine, self._session.process.workers_left
         while not engine.over(left):
             coming = [work for work in self._posted if not work.done][:1]
             if not coming and self._owns:

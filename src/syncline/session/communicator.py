@@ -111,6 +111,7 @@ class Communicator:
 
     def __init__(self, member: Membership, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
         self.member, self.ranks, self.number = member, tuple(ranks), number
+        self.process = member.process
         self.index = member.index
         """The number of this process in the run."""
         self.is_worker = self.index in self.ranks
@@ -211,7 +212,7 @@ class Communicator:
 
     def come(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> tuple[Ticket, int]:
         """Come to the next call: the ticket for it, and the key of its first exchange."""
-        self.member.process.check_usable()
+        self.process.check_usable()
         if not self.is_worker:
             raise UsageError(
                 f"{self.member.name(self.index)} takes no part in {CALLS[kind]}: servers run the script up to"
@@ -262,7 +263,7 @@ class Communicator:
         names = ", ".join(self.member.name(index) for index in missing)
         first = self.member.number(missing[0]) if missing else -1
         late = PeerTimeout(f"{self.titled(label)}: not reached {within(timeout)} by {names}", rank=first)
-        self.member.process.fail(late)
+        self.process.fail(late)
         return late
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -278,7 +279,7 @@ class Communicator:
             try:
                 yield
             except BaseException as error:
-                self.member.process.interrupted(error)
+                self.process.interrupted(error)
                 raise
 
     def allreduce(self, array: Array, average: bool = True) -> None:
@@ -364,7 +365,7 @@ class Communicator:
         """The error for workers that came for different calls."""
         text = f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}"
         error = MismatchError(self.titled(f"{text}; {remedy(theirs, ours)}"))
-        self.member.process.fail(error)
+        self.process.fail(error)
         return error
 
     def titled(self, text: str) -> str:

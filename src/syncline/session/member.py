@@ -1,11 +1,11 @@
 """One process in a run: its engine, its end, and its membership in groups of workers.
 
-``Member`` is the process, created and ended with the run and shared by all groups. Without a transport it is a run of
-one worker. ``Membership`` is the process as a member of the whole run, or of a group.
+``Process`` is created and ended with the run and shared by all groups. Without a transport it is a run of one worker.
+``Membership`` is the process as a member of the whole run, or of a group.
 
-``Ending`` interprets the watcher's news. A closed connection is a failure unless its peer has said goodbye. A fault in
+The process interprets the watcher's news. A closed connection is a failure unless its peer has said goodbye. A fault in
 the progress thread becomes the error that names the first culprit, and a fault of this process is reported to all.
-Sessions between threads of one process have no watcher: they say goodbye to each other directly.
+Processes that are threads of one process have no watcher: they say goodbye to each other directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..engine.trace import Observer
 from ..errors import ClosedError, PeerError, PeerLeft, ProtocolError, SynclineError
 from ..nouns import Group
 from ..transports import Transport
-from ..wire.culprit import Answer, Found, Waits, find_culprit
+from ..wire.culprit import Answer, find_culprit
 from ..wire.meeting import Roll
 from ..wire.reports import FAILED
 from ..wire.watch import Watcher
@@ -35,31 +35,102 @@ OWN_THREADS = "syncline-"
 """The prefix of the names of Syncline's own threads."""
 
 
-class Ending:
-    """The end of process ``index`` and its peers. ``watcher`` and ``neighbours`` are set once the group stands."""
+class Process:
+    """Process ``index`` of ``group``, which counts workers, then servers. ``observer`` is told all begins and ends.
 
-    def __init__(self, group: Group, index: int, name: Callable[[int], str]) -> None:
+    ``watcher`` and ``neighbours`` are set once the group stands.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        index: int,
+        transport: Transport | None,
+        *,
+        roll: Roll | None = None,
+        local_rank: int = 0,
+        limit_s: float = LIMIT_S,
+        observer: Observer | None = None,
+    ) -> None:
+        self.group, self.index, self.observer = group, index, observer
+        self.roll, self.local_rank = roll, local_rank
         self.watcher: Watcher | None = None
-        self.neighbours: Sequence[Ending] = ()  # of the other sessions of a group in one process
-        self.answer: Callable[[], Answer] = lambda: Answer({})
-        """Returns the processes that this one waits for. Callable from any thread."""
-        self._group, self._index, self._name = group, index, name
+        self.neighbours: Sequence[Process] = ()
+        """The other processes of a group whose processes are threads of this one."""
+        self.communicators = 1
+        """The least communicator number that this process has not used. Number 0 belongs to all workers."""
+        self.given_back: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        """The numbers of ended groups, with the number of calls made in each if that matters, by the group's processes.
+
+        Only the same processes may use these numbers again.
+        """
+        self.splitting = threading.Lock()
+        """Held while a group's number is agreed on."""
+        self.before_end: list[Callable[[], None]] = []
+        """The calls that this process makes for others before it leaves a run without a failure."""
+        self.at_end: Callable[[bool], None] = lambda _: None
+        """Called after the goodbye, while connections still stand, with whether the run had no failure."""
         self.known = False
         """Whether the script has seen the fault before its end began."""
         self._begun = False
         self._left: set[int] = set()
         self._all_left = threading.Event()
+        self._pid = os.getpid()
+        self._closed = False
+        self.unchecked: Engine | None = None
+        """The engine, None in a world of one worker. For calls that have checked that the session is usable."""
+        if transport is not None:
+            self.unchecked = Engine(
+                transport,
+                limit_s=limit_s,
+                explain=self.explain,
+                has_left=self.has_left,
+                on_raise=self.came_back,
+                find_culprit=lambda waits: find_culprit(index, waits, self._ask),
+                observer=observer,
+            )
 
-    def begin(self) -> None:
-        """Note that the script has reached its end: it will not see later faults."""
-        self._begun = True
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises ClosedError after the end, in forked children and in a world of one worker."""
+        if self._closed or os.getpid() != self._pid:
+            self.check_usable()  # raises
+        if self.unchecked is None:
+            raise ClosedError("a world of one worker has no engine")
+        return self.unchecked
+
+    def name(self, index: int) -> str:
+        """The name of a process in messages."""
+        role = "" if index < self.group.workers else "server "
+        return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the session's own."""
+        return os.getpid() != self._pid
+
+    @property
+    def usable(self) -> bool:
+        """Whether this process can communicate."""
+        return not (self.forked or self._closed)
+
+    def check_usable(self) -> None:
+        """Raise ClosedError unless this process can communicate."""
+        if not (self._closed or os.getpid() != self._pid):
+            return
+        if self.forked:
+            raise ClosedError(
+                "this process was forked from one that uses Syncline; only the parent can communicate: call"
+                " syncline.init() after starting processes, or start them with the spawn method"
+            )
+        raise ClosedError("this session has been shut down")
 
     # News of peers.
 
     def left(self, index: int) -> None:
         """Note that a peer has said goodbye. The watcher calls it."""
         self._left.add(index)
-        if all(worker in self._left for worker in range(self._group.workers) if worker != self._index):
+        if all(worker in self._left for worker in range(self.group.workers) if worker != self.index):
             self._all_left.set()
 
     def has_left(self, peer: int) -> bool:
@@ -81,21 +152,21 @@ class Ending:
         """Whether every worker has said goodbye."""
         return self._all_left.is_set()
 
-    def find_culprit(self, waits: Waits) -> Found:
-        """Search once for the process at fault in a stall in which this process waits for ``waits``."""
-        return find_culprit(self._index, waits, self._ask)
+    def answer(self) -> Answer:
+        """The processes that this one waits for. Callable from any thread."""
+        return Answer({}) if self.unchecked is None else self.unchecked.answer()
 
     def _ask(self, peer: int) -> Answer | None:
         if self.watcher is not None:
             return self.watcher.ask(peer)
         if peer in self._left:
             return Answer({})
-        return next((other.answer() for other in self.neighbours if other._index == peer), None)
+        return next((other.answer() for other in self.neighbours if other.index == peer), None)
 
     def explain(self, error: Exception) -> Exception:
         """The error that the user sees for a fault in the progress thread. It names another process if that failed
         first."""
-        here = self._name(self._index)
+        here = self.name(self.index)
         if self.watcher is None:
             return error
         verdict = self.watcher.verdict(VERDICT_S) if isinstance(error, PeerError) else self.watcher.failure
@@ -107,171 +178,17 @@ class Ending:
                 " numbers of batches, wrap the loop in `with syncline.join():`"
             )
             self.watcher.abort(why, error.rank)
-            return PeerLeft(f"{here}: {error}: {self._name(error.rank)} {why}", rank=error.rank, host=error.host)
+            return PeerLeft(f"{here}: {error}: {self.name(error.rank)} {why}", rank=error.rank, host=error.host)
         explained: Exception = error
         if isinstance(error, ProtocolError):
-            culprit = f" (that is {self._name(error.rank)})" if error.rank >= 0 else ""  # -1: no single process
+            culprit = f" (that is {self.name(error.rank)})" if error.rank >= 0 else ""  # -1: no single process
             text = f"{here}: {error}{culprit}"
             explained = ProtocolError(text, rank=error.rank, host=error.host)
         if not isinstance(error, SynclineError):
             explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
             explained.__cause__ = error
-        self.tell(explained)
+        self._tell(explained)
         return explained
-
-    # News for peers, and the end of the connections.
-
-    def tell(self, error: Exception) -> None:
-        """Report to all processes that this one ends with an error, and which process is at fault."""
-        if self.watcher is not None and self.watcher.failure is None:
-            blames_other = isinstance(error, PeerError) and error.rank not in (-1, self._index)
-            if blames_other:
-                assert isinstance(error, PeerError)
-                self.watcher.abort(f"is to blame for an error of {self._name(self._index)}: {error}", error.rank)
-            else:
-                self.watcher.abort(f"{FAILED}{type(error).__name__}: {error}")
-
-    def say_goodbye(self) -> None:
-        """Tell everyone that this process has ended its part; after a failure they know already."""
-        if self.watcher is not None and self.watcher.failure is None:
-            self.watcher.goodbye()
-        for peer in self.neighbours:
-            peer.left(self._index)
-
-    def came_back(self) -> None:
-        """An error is about to be raised: where that reaches the user's thread the process need not be ended for it."""
-        if threading.current_thread().name.startswith(OWN_THREADS):
-            return  # whoever serves or completes futures there tells nobody
-        self.known |= not self._begun
-        if self.watcher is not None and self.watcher.over:
-            self.watcher.came_back()
-
-    def reached_nobody(self) -> None:
-        """An error has reached a thread that is no user's, and is raised at the end if not before."""
-        self.known = False
-
-    @property
-    def failed(self) -> bool:
-        """Whether the run has failed, here or elsewhere, as far as is known."""
-        return self.known or (self.watcher is not None and self.watcher.over)
-
-    @property
-    def verdict(self) -> Exception | None:
-        """The process that failed first, as far as this process knows."""
-        failure = None if self.watcher is None else self.watcher.failure
-        if failure is None:
-            return None
-        return type(failure)(f"{self._name(self._index)}: at its end: {failure}", rank=failure.rank, host=failure.host)
-
-    def close(self) -> None:
-        """Watch no longer."""
-        if self.watcher is not None:
-            self.watcher.came_back()
-            self.watcher.close()
-
-    def forget_in_child(self) -> None:
-        """In a forked child: close the parent's descriptors without a word."""
-        if self.watcher is not None:
-            self.watcher.close_descriptors()
-
-
-class Member:
-    """Process ``index`` of ``group``, which counts workers, then servers. ``observer`` is told all begins and ends."""
-
-    def __init__(
-        self,
-        group: Group,
-        index: int,
-        transport: Transport | None,
-        *,
-        roll: Roll | None = None,
-        local_rank: int = 0,
-        limit_s: float = LIMIT_S,
-        observer: Observer | None = None,
-    ) -> None:
-        self.group, self.index, self.observer = group, index, observer
-        self.roll, self.local_rank = roll, local_rank
-        self.communicators = 1
-        """The least communicator number that this process has not used. Number 0 belongs to all workers."""
-        self.given_back: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        """The numbers of ended groups, with the number of calls made in each if that matters, by the group's processes.
-
-        Only the same processes may use these numbers again.
-        """
-        self.splitting = threading.Lock()
-        """Held while a group's number is agreed on."""
-        self.before_end: list[Callable[[], None]] = []
-        """The calls that this process makes for others before it leaves a run without a failure."""
-        self._at_end: Callable[[bool], None] = lambda _: None
-        ending = self.ending = Ending(group, index, self.name)
-        self._pid = os.getpid()
-        self._closed = False
-        self.unchecked: Engine | None = None
-        """The engine, None in a world of one worker; for a call that has seen that this session can be used."""
-        if transport is not None:
-            self.unchecked = Engine(
-                transport,
-                limit_s=limit_s,
-                explain=ending.explain,
-                has_left=ending.has_left,
-                on_raise=ending.came_back,
-                find_culprit=ending.find_culprit,
-                observer=observer,
-            )
-            ending.answer = self.unchecked.answer
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; raises ClosedError after the end, in forked children and in a world of one worker."""
-        if self._closed or os.getpid() != self._pid:
-            self.check_usable()  # raises
-        if self.unchecked is None:
-            raise ClosedError("a world of one worker has no engine")
-        return self.unchecked
-
-    def name(self, index: int) -> str:
-        """How messages call a process."""
-        role = "" if index < self.group.workers else "server "
-        return role + (self.roll.name(index) if self.roll is not None else f"rank {index}")
-
-    @property
-    def forked(self) -> bool:
-        """True in a process that was forked from this one."""
-        return os.getpid() != self._pid
-
-    def call_at_end(self, call: Callable[[bool], None]) -> None:
-        """After the goodbye, while connections still stand; it is told whether nothing has gone wrong in the run."""
-        self._at_end = call
-
-    @property
-    def usable(self) -> bool:
-        """Whether something can be communicated."""
-        return not (self.forked or self._closed)
-
-    def check_usable(self) -> None:
-        """Raise ClosedError when nothing can be communicated (any more, or here)."""
-        if not (self._closed or os.getpid() != self._pid):
-            return
-        if self.forked:
-            raise ClosedError(
-                "this process was forked from one that uses Syncline; only the parent can communicate: call"
-                " syncline.init() after starting processes, or start them with the spawn method"
-            )
-        raise ClosedError("this session has been shut down")
-
-    def fail(self, error: Exception) -> None:
-        """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
-        if self.forked:
-            return
-        if self.unchecked is not None:
-            self.unchecked.fail(error)
-        self.ending.tell(error)
-        self.ending.came_back()
-
-    def interrupted(self, error: BaseException) -> None:
-        """Fail because an exception from a signal handler has ended a call between two of its exchanges."""
-        if self.unchecked is not None and self.unchecked.error is None and not isinstance(error, SynclineError):
-            self.unchecked.interrupted(error)
 
     def on_peer_failure(self, verdict: PeerError) -> None:
         """Fail all waits of this process with the watcher's verdict on the first culprit, and with what they were
@@ -281,6 +198,54 @@ class Member:
             doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
             engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
 
+    # Failures of this process.
+
+    def fail(self, error: Exception) -> None:
+        """Fail for all processes: tell them and end the engine. Does nothing in a forked child."""
+        if self.forked:
+            return
+        if self.unchecked is not None:
+            self.unchecked.fail(error)
+        self._tell(error)
+        self.came_back()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Fail because an exception from a signal handler has ended a call between two of its exchanges."""
+        if self.unchecked is not None and self.unchecked.error is None and not isinstance(error, SynclineError):
+            self.unchecked.interrupted(error)
+
+    def _tell(self, error: Exception) -> None:
+        """Report to all processes that this one ends with an error, and which process is at fault."""
+        if self.watcher is None or self.watcher.failure is not None:
+            return
+        if isinstance(error, PeerError) and error.rank not in (-1, self.index):
+            self.watcher.abort(f"is to blame for an error of {self.name(self.index)}: {error}", error.rank)
+        else:
+            self.watcher.abort(f"{FAILED}{type(error).__name__}: {error}")
+
+    def came_back(self) -> None:
+        """Note that an error is about to be raised. In the user's thread it makes ending the process unnecessary."""
+        if threading.current_thread().name.startswith(OWN_THREADS):
+            return  # an error in one of Syncline's own threads does not reach the user
+        self.known |= not self._begun
+        if self.watcher is not None and self.watcher.over:
+            self.watcher.came_back()
+
+    def reached_nobody(self) -> None:
+        """Note that an error was raised in a thread that is not the user's. It is raised at the end if not before."""
+        self.known = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run is known to have failed, here or elsewhere."""
+        return self.known or (self.watcher is not None and self.watcher.over)
+
+    # The end.
+
+    def begin_end(self) -> None:
+        """Note that the script has reached its end: it will not see later faults."""
+        self._begun = True
+
     def shutdown(self) -> Exception | None:
         """Finish the exchanges in flight, say goodbye and free everything. Callable repeatedly.
 
@@ -288,7 +253,7 @@ class Member:
         """
         if self._closed or self.forked:
             return None
-        self.ending.begin()
+        self.begin_end()
         try:
             unseen = self._take_leave()
         finally:
@@ -300,13 +265,10 @@ class Member:
                     fault = self.unchecked.close(before_end=self._part)
             finally:
                 self._closed = True
-                self.ending.close()
-        return unseen or (None if self.ending.known else fault or self.ending.verdict)
-
-    def _part(self) -> None:
-        """Say goodbye, and run the callbacks that need the connections."""
-        self.ending.say_goodbye()
-        self._at_end(self.unchecked is None or self.unchecked.error is None)
+                if self.watcher is not None:
+                    self.watcher.came_back()
+                    self.watcher.close()
+        return unseen or (None if self.known else fault or self._verdict())
 
     def _take_leave(self) -> Exception | None:
         """Run the callbacks before the end. Returns the error of one of them, which no call has raised."""
@@ -317,9 +279,25 @@ class Member:
                 return error
         return None
 
+    def _part(self) -> None:
+        """Say goodbye, and make the last call that needs the connections. After a failure all processes know of it."""
+        if self.watcher is not None and self.watcher.failure is None:
+            self.watcher.goodbye()
+        for peer in self.neighbours:
+            peer.left(self.index)
+        self.at_end(self.unchecked is None or self.unchecked.error is None)
+
+    def _verdict(self) -> Exception | None:
+        """The error that names the process that failed first, as far as this process knows."""
+        failure = None if self.watcher is None else self.watcher.failure
+        if failure is None:
+            return None
+        return type(failure)(f"{self.name(self.index)}: at its end: {failure}", rank=failure.rank, host=failure.host)
+
     def forget_in_child(self) -> None:
         """In a forked child: close the parent's descriptors without a goodbye."""
-        self.ending.forget_in_child()
+        if self.watcher is not None:
+            self.watcher.close_descriptors()
         if self.unchecked is not None:
             self.unchecked.transport.close()
 
@@ -327,7 +305,7 @@ class Member:
 class Membership:
     """A process as one of the ``ranks`` of its run, counted from 0: all of them, or the group with that number."""
 
-    def __init__(self, process: Member, ranks: Sequence[int] | None = None, number: int = 0) -> None:
+    def __init__(self, process: Process, ranks: Sequence[int] | None = None, number: int = 0) -> None:
         self.process = process
         """The process itself, which all its groups share, with its failure and its end."""
         self.ranks = tuple(range(process.group.processes) if ranks is None else ranks)
@@ -377,5 +355,5 @@ class Membership:
 
     def left_already(self) -> frozenset[int]:
         """The processes that are known here to have said goodbye."""
-        left = self.process.ending.left_already()
+        left = self.process.left_already()
         return frozenset(position for position, process in enumerate(self.ranks) if process in left)

@@ -65,7 +65,7 @@ def _print(
     previous: Callable[..., object],
 ) -> None:
     """Print what ends the script, unless another process has said it; ``previous`` is the hook that was there."""
-    fault = None if session is None or session.alone or not session.member.process.usable else session.engine.error
+    fault = None if session is None or session.alone or not session.process.usable else session.engine.error
     if isinstance(fault, SynclineError) and not isinstance(error, SynclineError) and str(fault) in str(error):
         # A framework has wrapped the fault of a call that it made in an error of its own, with a stack of its own.
         if isinstance(fault, PeerError):

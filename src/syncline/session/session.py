@@ -31,7 +31,7 @@ from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..wire.meeting import Roll
 from .communicator import Array, Communicator, Everyone, compiled, has_phases, phases_of, planned
-from .member import Ending, Membership
+from .member import Membership
 from .tickets import BUCKET_KEYS, TABLE
 
 MODEL_KEYS = 1 << 16
@@ -132,7 +132,7 @@ class Session(Communicator):
 
         ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``SCOPES``).
         """
-        member = Membership(self.member.process, ranks, number)
+        member = Membership(self.process, ranks, number)
         made = Session(self.strategy, member, number, left_open=self.left_open)
         made.choice, made.chose_codec, made.reason = self.choice, self.chose_codec, self.reason
         made.chooses_schedule = self.chooses_schedule and len(ranks) > 1
@@ -187,19 +187,14 @@ class Session(Communicator):
         return self.member.roll
 
     @property
-    def ending(self) -> Ending:
-        """What this process says and hears of the end."""
-        return self.member.process.ending
-
-    @property
     def local_rank(self) -> int:
         """This process's number on its host."""
-        return self.member.process.local_rank
+        return self.process.local_rank
 
     @property
     def observer(self) -> Observer | None:
         """The observer of this session's operations, if there is one."""
-        return self.member.process.observer
+        return self.process.observer
 
     @property
     def alone(self) -> bool:
@@ -209,7 +204,7 @@ class Session(Communicator):
     @property
     def forked(self) -> bool:
         """True in a process that was forked from the session's own."""
-        return self.member.process.forked
+        return self.process.forked
 
     def name(self, rank: int) -> str:
         """How messages call a process: a worker, or a server behind them."""
@@ -221,11 +216,11 @@ class Session(Communicator):
 
     def check_usable(self) -> None:
         """Raise ClosedError when this session cannot be used (any more, or here)."""
-        self.member.process.check_usable()
+        self.process.check_usable()
 
     def fail(self, error: Exception) -> None:
         """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
-        self.member.process.fail(error)
+        self.process.fail(error)
 
     def fault(self, text: str) -> GradientError:
         """An error of this worker in a step, which ends the run for all."""
@@ -235,7 +230,7 @@ class Session(Communicator):
 
     def shutdown(self) -> Exception | None:
         """As ``Member.shutdown``; a group ends with the run."""
-        return self.member.process.shutdown() if self is self.family[0] else None
+        return self.process.shutdown() if self is self.family[0] else None
 
     # What runs.
 

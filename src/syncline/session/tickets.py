@@ -357,27 +357,26 @@ class Numbers:
         No rank of the group has used the number, except for an ended group of the same ranks. MismatchError names ranks
         that make another group; PeerTimeout names ranks that do not arrive.
         """
-        member = self._member
+        process = self._member.process
         try:
-            with member.process.splitting:
+            with process.splitting:
                 return self._agree_on(chosen, timeout)
         except BaseException as error:
-            member.process.interrupted(error)
+            process.interrupted(error)
             raise
 
     def _agree_on(self, chosen: tuple[int, ...], timeout: float | None) -> int:
-        member = self._member
-        processes = self._processes(chosen)
-        free = member.process.given_back.get(processes, [])
-        asked = making(chosen, member.process.communicators, free[-1][0] if free else 0)
+        process, processes = self._member.process, self._processes(chosen)
+        free = process.given_back.get(processes, [])
+        asked = making(chosen, process.communicators, free[-1][0] if free else 0)
         tickets = self._agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
         numbers = [numbers_of(tickets[rank]) for rank in chosen]
         number, again = max(new for new, _ in numbers), {old for _, old in numbers}
         if len(again) == 1 and 0 not in again:
-            return free.pop()[0] if member.process.index in processes else again.pop()
+            return free.pop()[0] if process.index in processes else again.pop()
         _check(number)
-        if member.process.index in processes:
-            member.process.communicators = number + 1
+        if process.index in processes:
+            process.communicators = number + 1
         return number
 
     def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
@@ -387,13 +386,13 @@ class Numbers:
         that have not arrived within ``timeout`` seconds. A number is reused if all have given it back after equally
         many calls: all messages of the old group have arrived then.
         """
-        member, label = self._member, f"making the group {name}"
-        free = member.process.given_back.get(self._processes(chosen), [])
-        mine = _FOUNDING.pack(member.process.communicators, *(free[-1] if free else (0, 0)))
+        member, process, label = self._member, self._member.process, f"making the group {name}"
+        free = process.given_back.get(self._processes(chosen), [])
+        mine = _FOUNDING.pack(process.communicators, *(free[-1] if free else (0, 0)))
         peers = [self._ranks[rank] for rank in chosen if self._ranks[rank] != member.index]
         tag = _FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
-        with member.process.splitting:
-            number = member.process.communicators
+        with process.splitting:
+            number = process.communicators
             if peers:
                 engine = member.engine
                 sent = [engine.send(peer, tag, mine, label) for peer in peers]
@@ -412,7 +411,7 @@ class Numbers:
             if free and alike:
                 return free.pop()[0]
             _check(number)
-            member.process.communicators = number + 1
+            process.communicators = number + 1
         return number
 
     def give_back(self, ranks: Iterable[int], number: int, calls: int = 0) -> None:

@@ -90,7 +90,7 @@ class Call:
             for works in self.rest:
                 await_works(self.us, works, self.label, max(0.0, deadline - time.monotonic()), timeout_s)
         except BaseException as error:
-            self.us.member.process.interrupted(error)
+            self.us.process.interrupted(error)
             raise
 
     def begin(self) -> Work:
@@ -120,7 +120,7 @@ class Call:
 
 def _run_single(us: Communicator, single: Single, timeout_s: float) -> None:
     """Run an exchange in this thread. PeerTimeout names the missing ranks or the limit after ``timeout_s``."""
-    engine = us.member.process.engine
+    engine = us.process.engine
     try:
         engine.run(single.order, timeout_s)
     except PeerTimeout:
@@ -139,7 +139,7 @@ def await_works(
     """
     if not works:
         return
-    engine = us.member.process.engine
+    engine = us.process.engine
     try:
         engine.wait(*works, timeout=timeout_s)
     except PeerTimeout:
@@ -152,7 +152,7 @@ def await_works(
             f"{label}: not done {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}",
             rank=awaited[0] if awaited else -1,
         )
-        us.member.process.fail(late)
+        us.process.fail(late)
         raise late from None
 
 
@@ -362,7 +362,7 @@ class Collectives:
             f"{label}: {us.name(rank)} gives {theirs} bytes for {us.name(us.rank)}, which expects {ours}; check that"
             " the sizes of what every rank gives and takes fit together"
         )
-        us.member.process.fail(error)
+        us.process.fail(error)
         return error
 
 

@@ -65,7 +65,7 @@ class FastAllreduce:
         except PeerTimeout:
             if us.engine.error is not None:
                 raise
-            raise us.late(_LABEL, sorted(us.member.process.engine.absent(key, us.ranks)), timeout_s) from None
+            raise us.late(_LABEL, sorted(us.process.engine.absent(key, us.ranks)), timeout_s) from None
         finally:
             self._busy = False
         return True
@@ -119,7 +119,7 @@ class FastAllreduce:
         while self._known:
             prepared = self._known.popitem()[1]
             if prepared is not None and self._us.engine.error is None:
-                self._us.member.process.engine.drop(prepared.kept, prepared.work)
+                self._us.process.engine.drop(prepared.kept, prepared.work)
 
     def _prepare(self, tensor: torch.Tensor) -> _Prepared | None:
         """Prepare a run for tensors like this one; None if they must take the normal path."""
@@ -131,7 +131,7 @@ class FastAllreduce:
         program = us.allreduce_program(nbytes)
         prepared = None
         if reduction.adds(array.dtype) and isinstance(program, Program) and us.shows(program, array):
-            kept = us.member.process.engine.keep(program, array.dtype, array.size)
+            kept = us.process.engine.keep(program, array.dtype, array.size)
             if kept is None:  # not now
                 return None
             prepared = _Prepared(kept, *shown(reduction.name, sizes_of([tensor])))

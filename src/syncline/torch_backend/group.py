@@ -143,7 +143,7 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         """Destroy the group and give up receives without a message."""
         while self.beside:
             self.beside.popitem()[1].shutdown()
-        if not self._running.alone and self.us.member.process.usable:
+        if not self._running.alone and self.us.process.usable:
             self._mailbox.close()
             self._fast.close()
             if self._mailbox.unused:
@@ -154,11 +154,9 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         """End the run at once, with everything in flight. The other ranks get an error that names this one."""
         while self.beside:
             self.beside.popitem()[1].abort()
-        if not self._running.alone and self.us.member.process.usable:
+        if not self._running.alone and self.us.process.usable:
             name = self.us.name(self.us.rank)
-            self.us.member.process.fail(
-                ClosedError(f"{name} has aborted the process group {self._called or 'of all ranks'}")
-            )
+            self.us.process.fail(ClosedError(f"{name} has aborted the process group {self._called or 'of all ranks'}"))
         with contextlib.suppress(ClosedError, PeerError):
             self._shut()
 

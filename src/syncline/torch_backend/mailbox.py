@@ -97,7 +97,7 @@ class Mailbox:
 
     def _give_up(self) -> None:
         waiting = [work for pair in self._listening.values() for work in pair]
-        self.us.member.process.engine.abandon([*waiting, *(receive.work for receive in self._wanted)])
+        self.us.process.engine.abandon([*waiting, *(receive.work for receive in self._wanted)])
 
     def _want(self, receive: _Receive) -> None:
         sources = range(self.us.world_size) if receive.source is None else (receive.source,)
@@ -168,7 +168,7 @@ class Mailbox:
             f"{label}: {us.name(source)} sends {what}; check that every rank has the same version of syncline",
             rank=us.ranks[source],
         )
-        us.member.process.fail(error)
+        us.process.fail(error)
         return error
 
     def _deliver(self, receive: _Receive, source: int, announced: _Announced) -> None:
@@ -178,7 +178,7 @@ class Mailbox:
                 f"{label}: {us.name(source)} sends {announced.nbytes} bytes (tag {announced.tag}) where"
                 f" {us.name(us.rank)} receives {receive.place.size}; give tensors of the same size and type on both"
             )
-            us.member.process.fail(error)
+            us.process.fail(error)
             raise error
         receive.work.result = source
         if announced.nbytes <= _ALONG_BYTES:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..errors import SynclineError, UsageError
 from ..launch.connecting import alone, connect_session
 from ..launch.environment import of_store
-from ..launch.meeting import MeetingPoint
+from ..launch.rendezvous import Rendezvous
 from ..session.communicator import Communicator
 from ..session.printing import end_failed, watch_exceptions
 from ..session.session import Session
@@ -76,7 +76,7 @@ def _begin(store: Any, rank: int, size: int, limit_s: float, name: str, strategy
     if size == 1:
         session = alone(strategy)
     else:
-        point = MeetingPoint(of_store(store, rank, size, name))
+        point = Rendezvous(of_store(store, rank, size, name))
         try:
             session = connect_session(
                 strategy,
@@ -151,5 +151,5 @@ def _watch_the_end() -> None:
 def _forget() -> None:
     """Forget the sessions in a forked child (a data loader's worker): the connections belong to the parent."""
     for session in _live:
-        session.member.process.forget_in_child()
+        session.process.forget_in_child()
     _live.clear()

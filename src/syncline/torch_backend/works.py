@@ -90,7 +90,7 @@ class Running:
         """Let calls take that long, even if the engine's stall limit is shorter."""
         self._allowed_s = limit_s
         if not self.alone:
-            self.us.member.process.engine.allow(limit_s)
+            self.us.process.engine.allow(limit_s)
 
 
 @eager_methods
@@ -111,7 +111,7 @@ class GroupWork(TorchWork):
     ) -> None:
         super().__init__()
         self._us, self.work, self._label = us, work, label
-        self._engine = None if work is None else us.member.process.engine
+        self._engine = None if work is None else us.process.engine
         self._outputs, self.timeout_s, self._completer = outputs, timeout_s, completer
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()

@@ -200,7 +200,7 @@ class TrainedModel:
         try:
             yield
         except BaseException as error:
-            self._session.member.process.interrupted(error)
+            self._session.process.interrupted(error)
             raise
 
     def _agree(self, step: int) -> None:

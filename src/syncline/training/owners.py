@@ -245,7 +245,7 @@ def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Recor
             remote.load(learnt)
         if not together:
             session.barrier()  # no push may be applied before the state is loaded
-            session.member.process.before_end.append(partial(remote.leave, None))
+            session.process.before_end.append(partial(remote.leave, None))
         return remote
     holdings = traffic.holdings()
     shard = None if holdings is None else shard_of(session, holdings, build, learnt, apart=apart)
@@ -253,7 +253,7 @@ def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Recor
         return LocalOwners(session, shard, traffic.buckets)
     remote = RemoteOwners(session)
     over = None if shard is None else serve_beside(session, shard, traffic)
-    session.member.process.before_end.append(partial(remote.leave, over))
+    session.process.before_end.append(partial(remote.leave, over))
     return remote
 
 

@@ -22,7 +22,7 @@ from syncline.engine.order import Order
 from syncline.errors import UsageError
 from syncline.launch.connecting import connect_session
 from syncline.launch.environment import recognise
-from syncline.launch.meeting import MeetingPoint
+from syncline.launch.rendezvous import Rendezvous
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.plans.messages import Program, compile_program
 from syncline.plans.plan import Plan
@@ -168,7 +168,7 @@ class Syncline:
         self._seat = seat
         self._asked = name.strategy
         environment = recognise()
-        self._point = MeetingPoint(environment)
+        self._point = Rendezvous(environment)
         interface = os.environ.get("SYNCLINE_INTERFACE")
         self._session = connect_session(self._asked, self._point, f"{environment.run_id}/bench", interface=interface)
         self._memory: Array = self._session.engine.allocate(4 * seat.elements, np.dtype(np.float32))

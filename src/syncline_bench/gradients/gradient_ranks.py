@@ -16,7 +16,7 @@ import numpy as np
 
 from syncline.launch.connecting import connect_session
 from syncline.launch.environment import Environment, recognise
-from syncline.launch.meeting import MeetingPoint
+from syncline.launch.rendezvous import Rendezvous
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 
@@ -49,7 +49,7 @@ class _Bench:
 
         torch.set_num_threads(1)
         self._work, self._environment, self._line = work, environment, line
-        self._point = MeetingPoint(environment)
+        self._point = Rendezvous(environment)
 
     def measure(self, number: int) -> None:
         """Measure all forms on the gradients of one model."""

@@ -245,7 +245,7 @@ class Buckets:
         table, bell = self._table, int(self._table[kernel.BELL])
         poll = select.poll()
         poll.register(bell, select.POLLIN)
-        while self._model.session.member.process.usable:
+        while self._model.session.process.usable:
             table[kernel.ASLEEP] = 1
             self._tell()
             rung = poll.poll(_LOOK_MS)
@@ -315,7 +315,7 @@ def unseen(session: Session, function: Callable[..., None]) -> Callable[..., Non
         try:
             function(*arguments)
         except BaseException:
-            session.member.process.ending.reached_nobody()
+            session.process.reached_nobody()
             raise
 
     return call

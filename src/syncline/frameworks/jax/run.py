@@ -121,7 +121,7 @@ class Run:
         session.barrier()  # nobody goes on from parameters that are not everyone's
         self._weights.forget()
         self._lay_out(model)
-        session.member.process.before_end.append(partial(wait_for_steps, session))
+        session.process.before_end.append(partial(wait_for_steps, session))
         return fresh(self.number, self._inner(params))
 
     def _look_at(self, params: Any) -> None:

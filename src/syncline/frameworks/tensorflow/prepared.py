@@ -86,7 +86,7 @@ class Prepared:
         if self.optimizer is not None:
             _replace_apply(self.optimizer, self.matching, partial(_exchange, run, self.optimizer))
             self._since = self._made()
-            self.session.member.process.before_end.append(self.check_steps)
+            self.session.process.before_end.append(self.check_steps)
             if isinstance(self.model, keras.Model):
                 _guard(self.model, run, self.optimizer)
         return True
@@ -204,7 +204,7 @@ def prepared(model: Any) -> Prepared:
 
 def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffers: bool) -> Prepared | None:
     made = Prepared(session, model, optimizer, unused, buffers=buffers)
-    _known[:] = [known for known in _known if known.session.member.process.usable]
+    _known[:] = [known for known in _known if known.session.process.usable]
     for known in [known for known in _known if not made.ids.isdisjoint(known.ids)]:
         known.let_go()
         _known.remove(known)

@@ -503,7 +503,7 @@ class TrainedReplica(Replica):
             self._send_rest(held and due)
         except BaseException as error:
             if self.trained.begun:  # the other ranks wait for the rest of this step
-                self.session.member.process.interrupted(error)
+                self.session.process.interrupted(error)
             self.trained.begin_anew()
             self.reset()
             raise
