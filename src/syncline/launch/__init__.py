@@ -1,8 +1,7 @@
-"""How processes come to life: what launchers tell a process, the launcher for one machine, and how a group forms.
+"""How a run starts: the environment variables of launchers, the launcher for one machine, and the forming of a group.
 
-Nothing here knows frameworks, and nothing but ``connecting``, which makes sessions of processes that have met, knows
-strategies, or of transports more than MPI's way to rank 0; names and numbers of processes are all that matters. A rank
-here is a *process*: workers first, servers of their own after them.
+Nothing here knows frameworks. Only ``connecting``, which makes sessions, knows strategies and transports, except that
+``address`` publishes rank 0's address over MPI. A rank here is a *process*: workers first, then dedicated servers.
 """
 
 from .environment import Environment, recognise

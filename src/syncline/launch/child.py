@@ -1,13 +1,13 @@
-"""A process and its launcher: how the launcher starts and watches it, and how it ends when the launcher is gone.
+"""Starts and watches one process of a run, and ends a process whose launcher has ended.
 
-A child has a session of its own and gets no Ctrl-C from the terminal: every signal comes from the launcher, once. The
-kernel kills it when the launcher dies, even by SIGKILL (prctl(2), PR_SET_PDEATHSIG). A stub in the new process asks for
-that and then becomes the command; unlike code between fork and exec this is safe in a launcher with threads. The kernel
-watches the *thread* that started the process, so that thread has to stay. An ended child stays a zombie until
-``close``: its number, that of its process group, cannot be reused, and a signal never hits a stranger.
+A child has a terminal session of its own and gets no Ctrl-C from the terminal: each signal comes from the launcher,
+once. The kernel kills it when the launcher dies, even by SIGKILL (prctl(2), PR_SET_PDEATHSIG). A stub in the new
+process requests that and then becomes the command; unlike code between fork and exec this is safe in a launcher with
+threads. The kernel watches the *thread* that started the process, so that thread must not end. An ended child remains a
+zombie until ``close``, so no other process gets its number and its signals.
 
 ``end_with_launcher`` covers other launchers, and a shell script in between: the process finds its launcher among its
-ancestors and waits for its end by a descriptor (pidfd_open(2)).
+ancestors and waits for its end through a descriptor (pidfd_open(2)).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except OSError as error:
 
 
 class Child:
-    """A started process; ``status`` is None while it runs, then its exit status as shells count (128 + signal)."""
+    """A started process. ``status`` is None while it runs, then its exit status as in shells (128 + signal)."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Child:
             [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), *command],
             env=dict(environ),
             pass_fds=tuple(pass_fds),
-            # One reader of the terminal is enough; the others see its end at once instead of a share of the keys.
+            # Only rank 0 reads the terminal; the others get the end of input, not a part of it.
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE if capture else None,
             stderr=subprocess.STDOUT if capture else None,
@@ -70,16 +70,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process number, which is also that of its session and group."""
+        """The process number, which is also the number of its session and process group."""
         return self._process.pid
 
     @property
     def output(self) -> IO[bytes] | None:
-        """Where its output is read, when it is captured."""
+        """The stream of its output, if that is captured."""
         return self._process.stdout
 
     def look(self) -> int | None:
-        """Its exit status if it has ended, without waiting."""
+        """The exit status if the process has ended. Does not wait."""
         if self.status is None:
             result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if result is not None:
@@ -88,7 +88,7 @@ class Child:
         return self.status
 
     def signal(self, number: int) -> None:
-        """Send it a signal; SIGKILL goes to its whole group, to what it has started itself."""
+        """Send a signal. SIGKILL goes to the whole process group, including processes that the child has started."""
         with suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.pid, number)
@@ -96,7 +96,7 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def close(self) -> None:
-        """Kill it if it still runs, and free everything."""
+        """Kill the process if it still runs, and free its resources."""
         if self.look() is None:
             self.signal(signal.SIGKILL)
         self._process.wait()
@@ -106,7 +106,7 @@ class Child:
 
 
 def end_with_launcher(environment: Environment) -> None:
-    """End this process when the ``syncline run`` or the torchrun that has started it is gone. Called once."""
+    """Let this process end when the ``syncline run`` or torchrun that has started it ends. Called once."""
     pid = _launcher(environment)
     if pid is None:
         return
@@ -130,12 +130,12 @@ def _end_after(descriptor: int) -> None:
 
 
 def _launcher(environment: Environment) -> int | None:
-    """The launcher among this process's ancestors; None where it is none that is looked after here."""
+    """The launcher among this process's ancestors. None if it is neither ``syncline run`` nor torchrun."""
     if environment.launcher == "syncline":
         told = os.environ.get("SYNCLINE_LAUNCHER", "")
         return next((pid for pid in _ancestors() if str(pid) == told), None)
     if environment.launcher == "torchrun":
-        # Its agent is the first that has not been given what it gives to all that it starts.
+        # torchrun sets this variable for its workers, so its agent is the first ancestor without it.
         mark = os.fsencode(f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID', '')}")
         return next((pid for pid in _ancestors() if mark not in _variables_of(pid)), None)
     return None
@@ -153,7 +153,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _variables_of(pid: int) -> list[bytes]:
-    """The environment that a process was started with; empty if it may not be read."""
+    """The environment with which a process was started. Empty if this process may not read it."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,15 +1,15 @@
-"""All processes of a run on this machine: started together, ended together.
+"""Starts all processes of a run on this machine and ends them together.
 
-When a process fails, the others get a grace period to print their own error, then SIGTERM, then SIGKILL; the exit
-status is that of the first to fail. An interrupt is passed on, and SIGKILL follows soon. One loop in the caller's
-thread serves the descriptors of processes, outputs and signals.
+After a failure the other processes get a grace period to print their own errors, then SIGTERM, then SIGKILL. The exit
+status is that of the first process that failed. An interrupt is passed on, and SIGKILL follows soon. One loop in the
+caller's thread serves the descriptors of processes, outputs and signals.
 
-Rank 0 inherits the listening socket of the rendezvous, so that no other process can take the port in between. A second
-port (MASTER_PORT) is kept free for a store that the command opens itself, as torch.distributed does. A server finds a
-sentence in its place, or torch's process groups would wait for it for ever.
+Rank 0 inherits the listening socket of the rendezvous, so no other process can take the port. A second port
+(MASTER_PORT) is kept free for a store that the command opens itself, as torch.distributed does. A server gets a
+sentence in its place, because a process group of torch would wait for it forever.
 
-A process starts on this machine as it is unless its ``Placement`` says otherwise, such as a command that enters another
-network namespace. What ranks report is in ``wire.reports``.
+A ``Placement`` can start a process elsewhere, for example by a command that enters another network namespace. Ranks
+report failures through ``wire.reports``.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .child import Child
 from .environment import NO_GROUP, worker_places
 
 GRACE_S = 10.0
-"""From the first failure until the other processes are told to end: they print what they know meanwhile."""
+"""From the first failure to SIGTERM. The other processes print their errors meanwhile."""
 
 TERM_S = 5.0
 """From SIGTERM to SIGKILL after a failure."""
 
 STOP_S = 2.0
-"""From an interrupt, passed on to all, to SIGKILL: scripts may want to save something."""
+"""From an interrupt, which all processes get, to SIGKILL. Scripts may save their state meanwhile."""
 
 LEFT_S = 1.0
-"""The same for processes that have nothing to save."""
+"""The same for processes without state to save."""
 
 TIMED_OUT = 124
-"""The exit status of a run that outlasted its time limit, as timeout(1) has it."""
+"""The exit status of a run that exceeded its time limit, as with timeout(1)."""
 
 _REASON_CHARS = 400
 _READ_BYTES = 1 << 16
@@ -59,7 +59,7 @@ _STALE = (
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 
 Output = Callable[[int, str], None]
-"""Called with a rank and a line that it printed, without the line's end."""
+"""Called with a rank and a line of its output, without the line's end."""
 
 
 def _bind_loopback(port: int) -> socket.socket:
@@ -68,11 +68,11 @@ def _bind_loopback(port: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a process is started; by default on this machine as it is.
+    """Where a process is started, by default on this machine without changes.
 
     Processes of one ``host`` are local to each other. ``prefix`` stands before the command and must become it (exec),
     so that signals arrive. ``env`` is added to the environment. ``bind`` makes a socket like ``bind_here`` on that
-    host, at the address where others reach it; only rank 0's is called.
+    host, at an address that the other ranks reach; only rank 0's is called.
     """
 
     host: str = ""
@@ -82,17 +82,17 @@ class Placement:
 
 
 def here(rank: int) -> Placement:  # noqa: ARG001 - the signature of all that place ranks
-    """Every rank on this machine as it is."""
+    """Every rank on this machine without changes."""
     return Placement()
 
 
 Placing = Callable[[int], Placement]
-"""Says where a rank is started."""
+"""Returns where a rank is started."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended: ``status`` as shells count; ``told`` if the launcher had told it to.
+    """The end of one process: its ``status`` as in shells, and whether the launcher had ``told`` it to end.
 
     ``vanished``: it ended with status 0 in the middle of a run, which counts as 1.
     """
@@ -124,7 +124,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: exit status, endings in order, and the rank that failed first with its reason, if known."""
+    """The end of a run: exit status, endings in order, and the rank that failed first with its reason, if known."""
 
     status: int
     endings: tuple[Ending, ...]
@@ -132,29 +132,29 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """One line: who failed, the first culprit first, with its own error where that is known."""
+        """One line about the failed processes. The first culprit comes first, with its own error if known."""
         failed = [ending for ending in self.endings if ending.status]
-        # Those that ended by themselves tell more than those that were told to.
+        # Processes that ended by themselves tell more than those that the launcher ended.
         failed.sort(key=lambda ending: ending.told)
         told = [ending.text for ending in failed]
         if failed and self.culprit is not None:
             rank, reason = self.culprit
             first = next(ending for ending in self.endings if ending.rank == rank)
             rest = [ending.text for ending in failed if ending is not first]
-            # How a process has ended is more than what others saw of it, but for an error that it has told itself.
+            # The way a process ended says more than other ranks' reports, but less than its own error.
             known = first.status and not first.told and not reason.startswith(reports.FAILED)
             told = [first.text if known else f"{first.name} {_first_line(reason)}", *rest]
         return "; ".join(told) or "all processes ended with status 0"
 
 
 class LocalRun:
-    """The processes of one run, as a context: they start on entry, and none is left on exit.
+    """The processes of one run, as a context: they start on entry, and all have ended on exit.
 
-    ``command`` runs ``processes`` times; the last ``servers`` are servers. ``env`` is added to the environment, all
-    inherit ``pass_fds``. ``poll`` and ``wait`` pass output to ``on_output`` line by line, else it passes through.
-    ``place`` says where each rank starts. A command that starts ranks itself, such as mpirun, runs with ``processes=1,
-    ranked=False`` and gets no rank, world size or store. After an interrupt processes have ``stop_s`` seconds, ranks at
-    most ``LEFT_S`` if the context is left first.
+    ``command`` runs ``processes`` times; the last ``servers`` are servers. ``env`` is added to the environment. All
+    processes inherit ``pass_fds``. ``poll`` and ``wait`` pass output to ``on_output`` line by line; without it, output
+    is not captured. ``place`` returns where each rank starts. A command that starts ranks itself, such as mpirun, runs
+    with ``processes=1, ranked=False`` and gets no rank, world size or store. After an interrupt processes have
+    ``stop_s`` seconds, ranks at most ``LEFT_S`` if the context is left first.
     """
 
     def __init__(
@@ -184,8 +184,8 @@ class LocalRun:
         self._children: list[Child] = []
         self._endings: list[Ending] = []
         self._partial: dict[int, bytes] = {}
-        self._due: deque[tuple[float, int]] = deque()  # the signals to come: when, which
-        self._reserved: list[socket.socket] = []  # hold the ports for as long as the run lasts
+        self._due: deque[tuple[float, int]] = deque()  # future signals: time, number
+        self._reserved: list[socket.socket] = []  # reserve the ports during the run
         self._failed: int | None = None
         self._stopped: int | None = None
         self._told = False
@@ -208,7 +208,7 @@ class LocalRun:
     ) -> None:
         try:
             if len(self._endings) < len(self._children):
-                if self._ranked:  # a launcher needs its time to end its own
+                if self._ranked:  # another launcher needs the time to end its own ranks
                     self._stop_s = min(self._stop_s, LEFT_S)
                 self.stop(signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM)
                 self.wait()
@@ -221,7 +221,7 @@ class LocalRun:
         return tuple(child.pid for child in self._children)
 
     def poll(self, timeout_s: float = 0.0) -> Outcome | None:
-        """The outcome once all processes have ended; waits for news for at most ``timeout_s``."""
+        """The outcome once all processes have ended. Waits for events for at most ``timeout_s``."""
         if len(self._endings) < len(self._children):
             self._turn(timeout_s)
         if len(self._endings) < len(self._children):
@@ -241,7 +241,7 @@ class LocalRun:
         return Outcome(own or self._failed or 0, endings, culprit)
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Stay until all processes have ended; after ``timeout_s`` they are ended, with status 124."""
+        """Wait until all processes have ended. After ``timeout_s`` they are told to end, with status 124."""
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         while (outcome := self.poll(60.0 if limit is None else max(0.0, limit - time.monotonic()))) is None:
             if limit is not None and time.monotonic() >= limit:
@@ -250,9 +250,9 @@ class LocalRun:
         return outcome
 
     def stop(self, number: int, status: int | None = None) -> None:
-        """Pass a signal on, then SIGKILL; a second call kills at once. Returns at once; for signal handlers too.
+        """Pass a signal on, then SIGKILL; a second call kills at once. Does not wait. Callable from signal handlers.
 
-        ``status`` is the run's exit status, 128 + signal unless given.
+        ``status`` is the run's exit status, 128 + signal by default.
         """
         self._requests.append((number, 128 + number if status is None else status))
         os.eventfd_write(self._bell, 1)
@@ -273,7 +273,7 @@ class LocalRun:
                 own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
                 own |= self._reports.environ(rank)
                 fds = (*self._pass_fds, self._reports.fd)
-                if rank == 0 and self._processes > 1:  # one alone would never take it, and its children inherit it
+                if rank == 0 and self._processes > 1:  # a single process would keep it, and its children inherit it
                     own["SYNCLINE_MEETING_FD"] = str(door.fileno())
                     fds = (*fds, door.fileno())
                 if rank >= self._processes - self._servers:
@@ -291,7 +291,7 @@ class LocalRun:
             self._selector.register(child.output, selectors.EVENT_READ, child)
 
     def _turn(self, timeout_s: float) -> None:
-        """Wait for news once and act on it, and on what is due."""
+        """Wait for events once and handle them, and send due signals."""
         if self._due:
             timeout_s = min(timeout_s, max(0.0, self._due[0][0] - time.monotonic()))
         ready = [key for key, _ in self._selector.select(timeout_s)]
@@ -301,7 +301,7 @@ class LocalRun:
             elif key.fileobj is key.data.output:
                 self._read(key.data)
         self._take_requests()
-        # Of those that ended in one moment a killed one is the likelier cause: the others had time to say something.
+        # Of processes that ended at the same moment a killed one is the likelier cause of the others' end.
         ended = [child for child in self._children if child in (key.data for key in ready) and self._is_news(child)]
         for child in sorted(ended, key=lambda child: (child.look() or 0) <= 128):
             self._note(child)
@@ -312,7 +312,7 @@ class LocalRun:
         return child.look() is not None and all(ending.rank != child.rank for ending in self._endings)
 
     def _note(self, child: Child) -> None:
-        """A process has ended."""
+        """Record the end of a process."""
         self._selector.unregister(child.pidfd)
         status = child.look() or 0
         vanished = not status and self._reports.present(child.rank)
@@ -350,10 +350,10 @@ class LocalRun:
         return f"rank {rank} ({text})" if text else f"rank {rank}"
 
     def _read(self, child: Child) -> bool:
-        """Pass on the lines that are there; False when there is nothing more."""
+        """Pass complete lines on. False if nothing was read."""
         if child.output is None or self._on_output is None:
             return False
-        data = child.output.read(_READ_BYTES)  # None when nothing is there, empty at the end
+        data = child.output.read(_READ_BYTES)  # None if nothing is available, empty at the end
         if data == b"":
             self._selector.unregister(child.output)
             child.output.close()
@@ -366,7 +366,7 @@ class LocalRun:
         return True
 
     def _drain(self) -> None:
-        """Pass on what the ended processes left in their pipes; processes of theirs may still hold them open."""
+        """Pass on the rest in the pipes of ended processes. Processes that these started may still hold them open."""
         if self._on_output is None:
             return
         for child in self._children:
@@ -379,7 +379,7 @@ class LocalRun:
     def _close(self) -> None:
         for child in self._children:
             if self._failed is not None or self._stopped is not None:
-                child.signal(signal.SIGKILL)  # what the processes have started themselves
+                child.signal(signal.SIGKILL)  # for the processes that it has started
         for child in self._children:
             child.close()
         for sock in self._reserved:
@@ -401,7 +401,7 @@ def launch(
     ranked: bool = True,
     timeout_s: float | None = None,
 ) -> Outcome:
-    """Run a command as a group of processes to its end; arguments as for LocalRun.
+    """Run a command as a group of processes to its end. Arguments are those of LocalRun.
 
     In the main thread SIGINT, SIGTERM and SIGHUP end the run instead of the caller.
     """
@@ -414,7 +414,7 @@ def launch(
 
 @contextmanager
 def _forwarding(run: LocalRun) -> Iterator[None]:
-    """Signals to this process end the run."""
+    """Let signals to this process end the run."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -431,13 +431,13 @@ def _forwarding(run: LocalRun) -> Iterator[None]:
 
 
 def _first_line(reason: str) -> str:
-    """What of an error fits into a line of several processes."""
+    """The first line of an error, truncated."""
     line = next(iter(reason.splitlines()), "")
     return line if len(line) <= _REASON_CHARS else f"{line[:_REASON_CHARS]} ..."
 
 
 def _inherited(stale: tuple[str, ...] = _STALE) -> dict[str, str]:
-    """The environment of this process without the variables, named by how they begin, of an outer run."""
+    """The environment of this process without the variables of an outer run, which begin with ``stale``."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(stale)}
     # N processes with a thread per core each would fight for the cores.
     inherited.setdefault("OMP_NUM_THREADS", "1")

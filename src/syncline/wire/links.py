@@ -2,15 +2,16 @@
 
 A frame is a header of 24 bytes (kind in 8 bits, size of the body in 56, tag, argument) and a body. Outgoing frames wait
 in a heap: the smallest priority first, equal ones in order; a frame that has begun is finished first. Once priorities
-differ, the kernel's unsent queue is bounded, or urgency would be lost in it. The rest of a large body is read straight
-to its destination, what follows into a small buffer. A size that was received never allocates memory.
+differ, the kernel's unsent queue is bounded, because urgent frames would wait behind it. Headers and small bodies are
+read into a small buffer, the rest of a large body directly to its destination. A received size never allocates memory.
 
-The loop knows which sockets are ready, has a bell for other threads, and notices the end of connections. Over TCP its
-turns are compiled code (``kernels.streams``): each link writes into its ``row`` (``kernels.rows``) what is to move of a
-large body, and a turn moves it without the interpreter lock.
+The loop waits for ready sockets, has a bell for other threads, and notices the end of connections. Over TCP its turns
+are compiled code (``kernels.streams``): each link writes the rest of a large body into its ``row`` (``kernels.rows``),
+and a turn moves these bytes without the interpreter lock.
 
-The owner of a link knows what kinds mean, says where a body goes, and is told when it is complete. UNIX links carry
-file descriptors, one beside a frame. Used from one thread; others may only call ``Loop.wake``.
+The owner of a link interprets the kinds of frames, chooses the destination of a body, and is called when it is
+complete. UNIX links carry file descriptors, at most one beside a frame. For one thread; others may only call
+``Loop.wake``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ HEADER = struct.Struct("<QQQ")
 """Kind (lowest 8 bits) and size of the body, tag, argument."""
 
 CONTROL = float("-inf")
-"""The priority of frames that steer the flow: before everything else."""
+"""The priority of control frames, which precede all others."""
 
 _TCP_NOTSENT_LOWAT = 25
 _UNSENT_BYTES = 512 * 1024
@@ -52,13 +53,13 @@ _BATCH_PARTS = 64
 _BATCH_BYTES = 256 * 1024
 _FORGET_BYTES = 64 * 1024
 _LARGE_BYTES = 32 * 1024
-"""What is left of a body from which on compiled code moves it."""
+"""Compiled code moves the rest of a body if it is at least this large."""
 _MOST_MS = 2**31 - 1
-"""The longest wait that the kernel can be asked for."""
+"""The longest timeout that the kernel accepts."""
 
 
 class Frame(NamedTuple):
-    """A header as it arrived."""
+    """A received header."""
 
     kind: int
     size: int
@@ -67,25 +68,25 @@ class Frame(NamedTuple):
 
 
 Sink = Callable[["Link", Frame], "memoryview | Adding | None"]
-"""Called with a header: returns where the body goes, what it is added to, or None to throw it away."""
+"""Called with a header. Returns the destination of the body, the array that it is added to, or None to discard it."""
 
 Arrival = Callable[["Link", Frame], None]
 """Called when a frame's body is complete."""
 
 
 _Waiting = tuple[float, int, memoryview, memoryview | None, Callable[[], None] | None, int | None]
-"""A frame in the heap: priority, serial number, header, body, what is called behind it, descriptor."""
+"""A frame in the heap: priority, serial number, header, body, callback after it, descriptor."""
 
 
 def broken(peer: int, what: str) -> ProtocolError:
-    """The error for a peer that does ``what`` no process of this version does."""
+    """The error for a peer that does something (``what``) that no process of this version does."""
     return ProtocolError(
         f"rank {peer} broke the protocol: {what}; do all ranks run the same version on sound machines?", rank=peer
     )
 
 
 class Link:
-    """A connection to ``peer``; the owner calls ``flush`` and ``fill`` when the socket is writable or readable."""
+    """A connection to ``peer``. Its driver calls ``flush`` when it is writable and ``fill`` when it is readable."""
 
     def __init__(self, sock: socket.socket, peer: int, sink: Sink, arrival: Arrival) -> None:
         sock.setblocking(False)
@@ -100,10 +101,10 @@ class Link:
         self.compiled = type(sock) is socket.socket and not self.is_unix
         """Whether compiled code may read and write the socket."""
         self.waiting: dict[int, Link] = {}
-        """By peer: links that have something to write since the last time; whoever drives several gives them one."""
+        """By peer: the links with new frames. The driver of several links gives all of them the same dictionary."""
         self._bounded = False
-        self._sent_bytes = 0  # with all that ``row`` was given to write
-        self._received_bytes = 0  # without what ``row`` has read
+        self._sent_bytes = 0  # includes all bytes that ``row`` was given to write
+        self._received_bytes = 0  # without the bytes that ``row`` has read
         self.fds: deque[int] = deque()
         self._sink, self._arrival = sink, arrival
         self._serial = count()
@@ -123,22 +124,22 @@ class Link:
 
     @property
     def sent_bytes(self) -> int:
-        """The number of bytes that the kernel has taken."""
+        """The number of bytes that the kernel has accepted."""
         return self._sent_bytes - int(self.row[rows.OUT_LEFT])
 
     @property
     def received_bytes(self) -> int:
-        """The number of bytes that the kernel has given."""
+        """The number of bytes that were read from the kernel."""
         return self._received_bytes + int(self.row[rows.RECEIVED])
 
     @property
     def idle(self) -> bool:
-        """True when nothing waits to be sent."""
+        """Whether nothing waits to be sent."""
         return not self._going and not self._heap
 
     @property
     def urgency(self) -> float:
-        """The priority of what is written next: frames that have begun are finished first."""
+        """The priority of the next frame to write. A frame that has begun is finished first."""
         if self._going or not self._heap:
             return self._going_priority
         return self._heap[0][0]
@@ -153,7 +154,7 @@ class Link:
         after: Callable[[], None] | None = None,
         fd: int | None = None,
     ) -> None:
-        """Queue a frame; ``after`` is called once the kernel has all of it. ``fd`` is passed along (UNIX only)."""
+        """Queue a frame. ``after`` is called once the kernel has all of it. ``fd`` travels with it (UNIX only)."""
         size = 0 if body is None else body.nbytes
         if priority not in (CONTROL, 0.0) and not self._bounded:
             self._bound_unsent()
@@ -162,13 +163,13 @@ class Link:
         self.waiting[self.peer] = self
 
     def _bound_unsent(self) -> None:
-        """Keep the kernel's unsent queue short from now on: it costs wake-ups, so only where urgency is used."""
+        """Keep the kernel's unsent queue short from now on. This costs wake-ups, so it needs different priorities."""
         self._bounded = True
         if not self.is_unix:
             self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     def flush(self) -> bool:
-        """Write what the kernel takes; True when nothing is left. Raises OSError when the connection is gone."""
+        """Write as much as the kernel accepts. Returns whether nothing is left. OSError if the connection is broken."""
         if self._writing:
             self._account()
         going = self._going
@@ -190,20 +191,20 @@ class Link:
                 return False
 
     def _leave_to_row(self, part: memoryview) -> None:
-        """Let compiled code write the rest of a large body when the kernel takes more."""
+        """Let compiled code write the rest of a large body as the kernel accepts it."""
         self.row[rows.OUT] = address_of(np.frombuffer(part, np.uint8))
         self.row[rows.OUT_LEFT] = self._writing = part.nbytes
         self._sent_bytes += part.nbytes
 
     def _account(self) -> None:
-        """What compiled code has written since is written."""
+        """Count the bytes that compiled code has written."""
         left, given = int(self.row[rows.OUT_LEFT]), self._writing
         self._writing = self.row[rows.OUT_LEFT] = 0
         self._sent_bytes -= left
         self._advance(given - left)
 
     def _gather(self) -> None:
-        """Take the most urgent frames to be written in one call: small ones should not cost a call each."""
+        """Take the most urgent frames for one call, so that small frames share a call."""
         heap, going, size = self._heap, self._going, 0
         while heap and len(going) < _BATCH_PARTS and size < _BATCH_BYTES:
             fd = heap[0][5]
@@ -222,7 +223,7 @@ class Link:
                 return
 
     def _pass(self, fd: int) -> int:
-        """Write the first of what goes together with a descriptor."""
+        """Write the first part of a frame, with its descriptor."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
         sent = self.sock.sendmsg([self._going[0][0]], rights)
         self._fd = None
@@ -240,7 +241,7 @@ class Link:
             going[0] = part[sent:], after
 
     def fill(self) -> bool:
-        """Read what has arrived, up to a budget; False when the peer has closed. Raises OSError, ProtocolError."""
+        """Read arrived bytes, up to a budget. False if the peer has closed. Raises OSError and ProtocolError."""
         left = _READ_BUDGET_BYTES
         while left > 0:
             if self._reading:
@@ -280,7 +281,7 @@ class Link:
         return True
 
     def _fill_by_row(self) -> int:
-        """Let compiled code read what has come of a body, if it has not; what that came to."""
+        """Let compiled code read the rest of a body, unless it has. Returns its result."""
         from ..kernels import streams  # compiled code: loaded where it is used
 
         came: int = streams.fill(self.row) if self.row[rows.LEFT] else rows.COMPLETE
@@ -289,7 +290,7 @@ class Link:
         return came
 
     def _fill_by_hand(self) -> bool:
-        """Find out why compiled code could not read a byte; False when the peer has closed. Raises OSError."""
+        """Find the reason why compiled code could not read. False if the peer has closed. Raises OSError."""
         row, left = self.row, int(self.row[rows.LEFT])
         assert self._adding is not None or self._body is not None
         room = self._body[-left:] if self._adding is None else self._adding.room()  # type: ignore[index]
@@ -306,8 +307,8 @@ class Link:
         return got > 0
 
     def _read(self, into: list[memoryview]) -> int:
-        """Read what has come, and the descriptors beside it."""
-        room = socket.CMSG_LEN(4)  # of several descriptors in one call the kernel keeps the first, and says so
+        """Read arrived bytes and the descriptors beside them."""
+        room = socket.CMSG_LEN(4)  # of several descriptors in one call the kernel keeps the first and sets a flag
         got, ancillary, flags, _ = self.sock.recvmsg_into(into, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -319,12 +320,12 @@ class Link:
         return got
 
     def _check_fds(self) -> None:
-        """A descriptor comes with the first byte of its frame: one may wait here, for a frame that has begun."""
+        """Allow one waiting descriptor, for a frame that has begun: it comes with the frame's first byte."""
         if self.fds and (len(self.fds) > 1 or not (self._have or self._frame)):
             raise broken(self.peer, "it passed a descriptor beside a frame that takes none")
 
     def _rest(self, frame: Frame) -> memoryview:
-        """Where more of the body goes; a piece of it where it is added, or forgotten."""
+        """The memory for the next bytes of a body, of a piece of it if it is added or discarded."""
         if self._adding is not None:
             return self._adding.room()
         if self._body is not None:
@@ -332,7 +333,7 @@ class Link:
         return memoryview(bytearray(min(_FORGET_BYTES, frame.size - self._got)))
 
     def _took(self, frame: Frame, nbytes: int) -> bool:
-        """So much more of a body has come; whether that is all of it."""
+        """Record ``nbytes`` of a body. Returns whether it is complete."""
         self._got += nbytes
         if self._adding is not None:
             self._adding.took(nbytes)
@@ -344,7 +345,7 @@ class Link:
         return False
 
     def _parse(self) -> None:
-        """Take whole headers, and the beginnings of bodies, out of the inbox."""
+        """Take complete headers and the begins of bodies out of the inbox."""
         at = 0
         while self._have - at >= HEADER.size:
             first, tag, argument = HEADER.unpack_from(self._inbox, at)
@@ -370,7 +371,7 @@ class Link:
         self._have = left
 
     def _begin(self, frame: Frame, body: memoryview | Adding | None, at: int, come: int) -> None:
-        """A body begins, of which only a part has come with its header, into the inbox."""
+        """Begin a body whose first ``come`` bytes are in the inbox behind its header."""
         self._frame, self._got = frame, come
         if isinstance(body, Adding):
             self._adding = body
@@ -388,7 +389,7 @@ class Link:
             self._reading = True
 
     def _complete(self) -> None:
-        """All of a body has come, in several readings."""
+        """Finish a body that has arrived in several reads."""
         frame = self._frame
         assert frame is not None
         if self._adding is not None:
@@ -398,22 +399,22 @@ class Link:
         self._arrival(self, frame)
 
     def close(self) -> None:
-        """Close the socket and any descriptor nobody took."""
+        """Close the socket and all descriptors that were not taken."""
         self.sock.close()
         while self.fds:
             os.close(self.fds.popleft())
 
 
 def moved_bytes(links: Collection[Link]) -> int:
-    """What the kernel has taken of all of these and given to them."""
+    """The bytes sent and received over all these links."""
     aside = [int(link.row[rows.RECEIVED]) - int(link.row[rows.OUT_LEFT]) for link in links]
     return sum(aside) + sum([link._sent_bytes + link._received_bytes for link in links])
 
 
 class Loop:
-    """Drives links; ``on_lost(peer)`` is called once for each that ends.
+    """Drives links. ``on_lost(peer)`` is called once for each link that ends.
 
-    ``turn`` and ``write`` raise ProtocolError for a peer that breaks the protocol, whose link has then ended.
+    ``turn`` and ``write`` raise ProtocolError for a peer that breaks the protocol; its link has then ended.
     """
 
     def __init__(self, links: Iterable[Link], on_lost: Callable[[int], None]) -> None:
@@ -426,15 +427,15 @@ class Loop:
         self._links = {link.sock.fileno(): link for link in links}
         self._writing: set[int] = set()
         self.waiting: dict[int, Link] = {}
-        """Links that have been given frames since the last ``write``; those of a link go in one call."""
+        """The links with new frames since the last ``write``. The frames of a link go in one call."""
         for fd, link in self._links.items():
             self._epoll.register(fd, select.EPOLLIN)
             link.waiting = self.waiting
-        self._ready: deque[tuple[int, int]] = deque()  # what a turn has found and nobody has looked at yet
+        self._ready: deque[tuple[int, int]] = deque()  # events that are not handled yet
         self._compiled = self._bind_turn() if any(link.compiled for link in self._links.values()) else None
 
     def _bind_turn(self) -> Bound:
-        """The turn of compiled code: it moves what rows of links ask for, and leaves the rest in ``_found``."""
+        """The compiled turn. It moves the bytes in the rows of links and leaves all other events in ``_found``."""
         from ..kernels import streams  # compiled code: loaded where it is used
 
         most = len(self._links) + 1
@@ -449,7 +450,7 @@ class Loop:
         return turn
 
     def write(self) -> None:
-        """Write what links have been given: now what the kernel takes, and the rest when it takes more."""
+        """Write queued frames: as much as the kernel accepts now, and the rest in later turns."""
         while self.waiting:
             link = self.waiting.popitem()[1]
             fd = link.sock.fileno()
@@ -465,20 +466,20 @@ class Loop:
                 self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
     def watch(self, fd: int) -> None:
-        """From now on ``turn`` returns when another's descriptor is readable, too, which is the other's to see to."""
+        """Let ``turn`` also return when this descriptor is readable. Its owner must handle that."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when ``turn`` would have something to do: for a loop around this one."""
+        """A descriptor that is readable when ``turn`` has something to do, for a loop around this one."""
         return self._epoll.fileno()
 
     @property
     def idle(self) -> bool:
-        """True when nothing is left to write."""
+        """Whether nothing is left to write."""
         return not self.waiting and not self._writing
 
     def turn(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for something to do, and do it. After an error the next turn does the rest."""
+        """Wait up to ``timeout`` seconds for events and handle them. After an error the next turn handles the rest."""
         ready = self._ready
         if not ready:
             if self._compiled is None:
@@ -490,7 +491,7 @@ class Loop:
                     found = self._found[: 2 * left].tolist()
                     ready.extend(zip(found[::2], found[1::2], strict=True))
                 elif left < 0:
-                    ready.extend(self._epoll.poll(0.0))  # raises what was wrong; nothing where it was a signal
+                    ready.extend(self._epoll.poll(0.0))  # raises the error, if it was no signal
         while ready:
             fd, events = ready.popleft()
             if fd == self.bell:
@@ -509,7 +510,7 @@ class Loop:
                 self._hear_out(fd, link)
 
     def wake(self) -> None:
-        """Make ``turn`` in another thread return; nothing after ``close``, when the number may be another file's."""
+        """Make ``turn`` in another thread return. Does nothing after ``close``."""
         self._bell.ring()
 
     def close(self) -> None:
@@ -521,10 +522,10 @@ class Loop:
         self._bell.close()
 
     def _hear_out(self, fd: int, link: Link) -> None:
-        """The peer takes nothing any more; what it had sent before it went is still there to be read."""
+        """Read the bytes that a peer sent before its connection broke."""
         there = array("i", [0])
         fcntl.ioctl(fd, termios.FIONREAD, there)
-        before, until = -1, link.received_bytes + there[0]  # it may go on sending without end
+        before, until = -1, link.received_bytes + there[0]  # the peer may send forever
         while before < link.received_bytes < until:
             before = link.received_bytes
             if not self._fill(fd, link):
@@ -532,7 +533,7 @@ class Loop:
         self._lose(fd)
 
     def _fill(self, fd: int, link: Link) -> bool:
-        """Read what has come; False when the link has ended with that."""
+        """Read arrived bytes. False if the link has then ended."""
         try:
             if link.fill():
                 return True

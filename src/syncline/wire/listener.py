@@ -1,11 +1,12 @@
-"""Listening and connecting: accepts callers that prove themselves, dials, and connects all pairs of a group.
+"""Listening and connecting: authenticates callers, calls listeners, and connects all pairs of a group.
 
-``Doors`` is a thread over listening sockets. It holds all handshakes at once, each with a time limit, and reads no byte
-beyond the handshake, so a silent stranger delays nobody. Of too many handshakes it drops the oldest. It logs the first
-refusals in full, then one line whenever their number has doubled: a million strangers make some twenty lines.
+``Doors`` is a thread over listening sockets. It runs all handshakes concurrently, each with a time limit, so a silent
+stranger delays no other caller. It reads no byte beyond the handshake. If too many handshakes are unfinished, it drops
+the oldest. It logs the first refusals in full, then one line whenever their number has doubled: a million strangers
+make some twenty lines.
 
-A ``Listener`` is a process's doors while a group forms: TCP on one interface, and an abstract UNIX socket for processes
-of this network namespace. Of each pair the higher index dials (``connect``).
+A ``Listener`` has a process's doors while a group forms: TCP on one interface, and an abstract UNIX socket for
+processes of this network namespace. In each pair the higher index dials (``connect``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,47 +34,47 @@ from .meeting import Member, Roll
 log = logging.getLogger("syncline.wire")
 
 IN_FULL = 8
-"""Refusals that have a line each."""
+"""The number of refusals that are logged one by one."""
 
 HANDSHAKE_S = 5.0
-"""Time limit for one handshake."""
+"""The time limit for one handshake."""
 
 CALLERS = 256
-"""Unfinished handshakes that are kept, beside two for every process that is expected."""
+"""The number of unfinished handshakes that are kept, beside two for every expected process."""
 
 _BACKLOG = 4096
 _PAUSE_S = 0.05
 
 Check = Callable[[handshake.Hello], None]
-"""Raises HandshakeError for a caller that has proved itself and is not wanted."""
+"""Raises HandshakeError for an authenticated caller that is not expected."""
 
 Admit = Callable[[handshake.Hello, socket.socket, str], None]
-"""Takes the connection, blocking, of a caller that has proved itself; the text is whence it came."""
+"""Takes the connection, in blocking mode, of an authenticated caller; the text is the caller's address."""
 
 Refused = Callable[[handshake.Hello, str, str], None]
-"""Is told of a caller whose claim was refused: what it said, whence it came, and why."""
+"""Called for a refused caller, with its first message, its address and the reason."""
 
 PURPOSES = ("control", "data")
 
 _CHECK_S = 0.25
-"""How often ``check`` is called."""
+"""The time between two calls of ``check``."""
 
 _TRY_S = 0.1
-"""What a call may take at least, however late it is."""
+"""The least time limit of a call, however late it is."""
 
 _DIAL_S = 10.0
 _LOOK_S = 0.05
 _AGAIN_S = 0.05
 _WORD_S = 2.0
-"""How long the meeting may take to say who has failed, where a peer has heard of it before."""
+"""How long to wait for the meeting's message that names a failed process, if a peer has received it earlier."""
 
 _CROWDED = HandshakeError, BlockingIOError, ConnectionResetError, BrokenPipeError
-"""How a call ends at a peer whose doors a crowd is at, of whatever strangers: a UNIX socket whose queue is full takes
-nobody, and of unfinished handshakes the peer lets the oldest go."""
+"""The errors of a call to a peer that too many strangers call: a UNIX socket with a full queue refuses callers, and the
+peer drops the oldest unfinished handshakes."""
 
 
 class Refusals:
-    """Counts and logs the refusals of one door; used from one thread at a time."""
+    """Counts and logs the refusals of one door. Used by one thread at a time."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -82,7 +83,7 @@ class Refusals:
         self._latest: tuple[str, str] = "", ""
 
     def add(self, whence: str, why: str) -> None:
-        """Somebody from ``whence`` was refused."""
+        """Record that a caller from the address ``whence`` was refused."""
         self._count += 1
         self._latest = whence, why
         if self._count <= IN_FULL:
@@ -92,7 +93,7 @@ class Refusals:
             self._tell_count()
 
     def close(self) -> None:
-        """The door is closed: say how many there were that no line has counted yet. May be called again."""
+        """Log the number of refusals if it has grown since the last line. Callable repeatedly."""
         if self._count > self._told:
             self._tell_count()
 
@@ -102,51 +103,42 @@ class Refusals:
 
 
 def open_door(address: str, port: int = 0, world: int = 1) -> socket.socket:
-    """A TCP socket that listens on an address of this machine, for ``world`` calls at once; raises OSError."""
-    door = bind_here(address, port, again=bool(port))  # connections of an earlier start may still be closing there
-    return _listening(door, world)
-
-
-def open_unix_door(name: str, world: int = 1) -> socket.socket:
-    """A UNIX socket that listens under an abstract name, for processes that share this network namespace."""
-    door = socket.socket(socket.AF_UNIX)
-    with _closing_after_errors(door):
-        door.bind(f"\0{name}")
-    return _listening(door, world)
+    """A TCP socket that listens on an address of this machine, for ``world`` calls at once. Raises OSError."""
+    reuse = bool(port)  # connections of an earlier start may still be closing there
+    return _bound(_family(address), (address, port), reuse, world)
 
 
 def bind_here(address: str = "127.0.0.1", port: int = 0, *, again: bool = True) -> socket.socket:
     """A TCP socket bound to a port of this machine, by default a free one, and not listening.
 
-    While it is open the kernel does not give the port to anyone that asks for a free one; a socket with SO_REUSEADDR
-    can still listen on it. ``again`` sets that for this socket.
+    While it is open the kernel gives the port to no process that asks for a free one. A socket with SO_REUSEADDR can
+    still listen on it; ``again`` sets that option for this socket.
     """
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    with _closing_after_errors(sock):
-        if again:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address, port))
-    return sock
+    return _bound(_family(address), (address, port), again)
 
 
-def _listening(door: socket.socket, world: int) -> socket.socket:
-    with _closing_after_errors(door):
-        door.listen(min(2 * world + 128, _BACKLOG))
-    return door
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-@contextlib.contextmanager
-def _closing_after_errors(sock: socket.socket) -> Iterator[None]:
+def _bound(family: int, name: tuple[str, int] | str, reuse: bool, world: int = 0) -> socket.socket:
+    """A bound socket, which listens if ``world`` is given."""
+    sock = socket.socket(family)
     try:
-        yield
+        if reuse:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(name)
+        if world:
+            sock.listen(min(2 * world + 128, _BACKLOG))
     except BaseException:
         sock.close()
         raise
+    return sock
 
 
 @dataclass(eq=False)
 class _Caller:
-    """A connection in its handshake: what is still to be read, and what was said so far."""
+    """A connection in its handshake: the size and the received part of its next message, and its messages so far."""
 
     sock: socket.socket
     whence: str
@@ -156,9 +148,14 @@ class _Caller:
     said: handshake.Hello | None = None
     reply: bytes = b""
 
+    @property
+    def progress(self) -> str:
+        """For messages."""
+        return f"after {len(self.got)} of {self.wanted} bytes"
+
 
 class Doors:
-    """Listening sockets of process ``index`` and the thread that stands in them, until closed."""
+    """Listening sockets of process ``index`` and the thread that serves them, until closed."""
 
     def __init__(
         self,
@@ -190,7 +187,7 @@ class Doors:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the doors and unfinished handshakes. May be called again."""
+        """Close the doors and the connections in their handshakes. Callable repeatedly."""
         if self._closing:
             return
         self._closing = True
@@ -205,18 +202,18 @@ class Doors:
     def _serve(self) -> None:
         callers = self._callers
         while not self._closing:
-            # All have the same time limit: the oldest, which is the first, ends first.
+            # All handshakes have the same time limit, so the first one is the first to exceed it.
             first = next(iter(callers.values()), None)
             limit = None if first is None else max(0.0, first.deadline - time.monotonic())
             for key, _ in self._selector.select(limit):
                 if isinstance(key.data, _Caller):
-                    if callers.get(key.fd) is key.data:  # not dropped in this very turn
+                    if callers.get(key.fd) is key.data:  # not dropped in this turn
                         self._hear(key.data)
                 elif key.data is not None:
                     key.data(key.fileobj)
             now = time.monotonic()
             for caller in [caller for caller in callers.values() if caller.deadline <= now]:
-                self._refuse(caller, f"it fell silent during the handshake, {_progress(caller)}")
+                self._refuse(caller, f"it fell silent during the handshake, {caller.progress}")
 
     def _accept(self, door: socket.socket) -> None:
         try:
@@ -225,7 +222,7 @@ class Doors:
             return
         except OSError as error:
             self._refusals.add("somebody", f"cannot accept it: {error.strerror}")
-            time.sleep(_PAUSE_S)  # out of descriptors: a while later some may be free
+            time.sleep(_PAUSE_S)  # this process has no free descriptor at the moment
             return
         if len(self._callers) >= self._most:
             self._refuse(next(iter(self._callers.values())), "too many handshakes are unfinished")
@@ -236,11 +233,11 @@ class Doors:
         self._selector.register(sock, selectors.EVENT_READ, caller)
 
     def _hear(self, caller: _Caller) -> None:
-        """Read what a caller says, and answer when it is complete."""
+        """Read a part of a caller's message, and answer a complete one."""
         try:
             part = caller.sock.recv(caller.wanted - len(caller.got))
             if not part:
-                raise HandshakeError(f"it closed the connection during the handshake, {_progress(caller)}")
+                raise HandshakeError(f"it closed the connection during the handshake, {caller.progress}")
             caller.got += part
             if len(caller.got) == caller.wanted:
                 self._answer(caller)
@@ -259,7 +256,7 @@ class Doors:
                 raise HandshakeError(f"it looks for rank {said.target}, this is rank {self._index}")
             caller.said, caller.reply = said, handshake.answer(self._secret, said)
             caller.wanted = handshake.MAC_BYTES
-            caller.sock.sendall(caller.reply)  # fits any socket's empty buffer
+            caller.sock.sendall(caller.reply)  # fits the empty buffer of any socket
             return
         handshake.check_proof(self._secret, caller.said, caller.reply, raw)
         self._check(caller.said)
@@ -281,12 +278,8 @@ class Doors:
         del self._callers[caller.sock.fileno()]
 
 
-def _progress(caller: _Caller) -> str:
-    return f"after {len(caller.got)} of {caller.wanted} bytes"
-
-
 class Listener:
-    """Accepts connections for process ``index`` of ``world`` until closed; ``take`` hands them out."""
+    """Accepts connections for process ``index`` of ``world`` until closed; ``take`` returns them."""
 
     def __init__(
         self,
@@ -297,7 +290,7 @@ class Listener:
         world: int,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        """Open the doors; raises UsageError when ``address`` is not one of this machine's."""
+        """Open the doors. Raises UsageError unless ``address`` belongs to this machine."""
         self._index, self._world = index, world
         self._came = threading.Condition()
         self._ready: dict[tuple[int, str], socket.socket] = {}
@@ -310,15 +303,15 @@ class Listener:
         self.port: int = tcp.getsockname()[1]
         with contextlib.ExitStack() as undo:
             undo.callback(tcp.close)
-            doors = tcp, open_unix_door(self.unix, world)
-            undo.callback(doors[1].close)
+            unix = _bound(socket.AF_UNIX, f"\0{self.unix}", False, world)
+            undo.callback(unix.close)
             self._doors = Doors(
-                doors, run, secret, index, self._admit, check=self._check, world=world, handshake_s=handshake_s
+                (tcp, unix), run, secret, index, self._admit, check=self._check, world=world, handshake_s=handshake_s
             )
             undo.pop_all()
 
     def describe(self, terms: dict[str, str]) -> Member:
-        """This process's own record, for the meeting."""
+        """The record of this process, for the meeting."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         cores = os.sched_getaffinity(0)
         network, pids = (Path(f"/proc/self/ns/{kind}").readlink() for kind in ("net", "pid"))
@@ -337,7 +330,7 @@ class Listener:
         )
 
     def take(self, peers: Collection[int], purpose: str, timeout: float) -> dict[int, socket.socket]:
-        """The connections that any of ``peers`` have opened for ``purpose``; waits up to ``timeout`` for one."""
+        """The connections that ``peers`` have opened for ``purpose``. Waits up to ``timeout`` for the first."""
 
         def there() -> list[int]:
             return [peer for peer in peers if (peer, purpose) in self._ready]
@@ -347,7 +340,7 @@ class Listener:
             return {peer: self._ready.pop((peer, purpose)) for peer in there()}
 
     def close(self) -> None:
-        """Close the doors, unfinished handshakes, and what nobody took. May be called again."""
+        """Close the doors and all connections that were not taken. Callable repeatedly."""
         self._doors.close()
         for sock in self._ready.values():
             sock.close()
@@ -376,10 +369,11 @@ def dial(
     timeout: float,
     check: Callable[[], None] = lambda: None,
 ) -> socket.socket:
-    """Connect to a listener and prove ourselves; ``check`` is called meanwhile and may end it by raising.
+    """Connect to a listener and authenticate. ``check`` is called meanwhile and may raise.
 
     ``where`` is an address and port, or the name of an abstract UNIX socket. All addresses of a name are tried. Raises
-    OSError if nothing listens, HandshakeError if the other end hangs up, SecretError if it has another secret or none.
+    OSError if nothing listens, HandshakeError if the listener closes the connection, SecretError if it has another
+    secret or none.
     """
     deadline = time.monotonic() + timeout
     hello = partial(handshake.hello, run, source, target, purpose)
@@ -395,7 +389,7 @@ def dial(
             return _dial_end(family, end, hello, secret, limit, check)
         except (OSError, HandshakeError) as error:
             failures.append(error)
-    # What has answered tells more than what has not.
+    # An answer tells more than a missing one.
     raise max(failures, key=lambda error: isinstance(error, HandshakeError) + isinstance(error, SecretError))
 
 
@@ -414,7 +408,7 @@ def _dial_end(
         sock.settimeout(max(_TRY_S, deadline - time.monotonic()))
         sock.connect(end)
         if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-            # Nobody listens, and the kernel has given this end the very port that it calls.
+            # Nothing listens, and the kernel has given this end the port that it calls.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         said = hello()
         sock.sendall(said.raw)
@@ -423,7 +417,7 @@ def _dial_end(
             proof = handshake.check_answer(secret, said, reply)
         except SecretError:
             with contextlib.suppress(OSError):
-                sock.sendall(bytes(handshake.MAC_BYTES))  # proves nothing, and lets the other end say who was refused
+                sock.sendall(bytes(handshake.MAC_BYTES))  # an invalid proof, so that the listener reports the refusal
             raise
         sock.sendall(proof)
         if read_exactly(sock, 1, deadline, check) != handshake.WELCOME:
@@ -434,7 +428,7 @@ def _dial_end(
 
 
 def read_exactly(sock: socket.socket, nbytes: int, deadline: float, check: Callable[[], None] = lambda: None) -> bytes:
-    """Read that many bytes before ``deadline`` (time.monotonic), else raise HandshakeError; calls ``check`` between."""
+    """Read ``nbytes`` before ``deadline`` (time.monotonic), or raise HandshakeError. Calls ``check`` meanwhile."""
     found = b""
     while len(found) < nbytes:
         left = deadline - time.monotonic()
@@ -455,10 +449,10 @@ def read_exactly(sock: socket.socket, nbytes: int, deadline: float, check: Calla
 def connect(
     roll: Roll, listener: Listener, purpose: str, near: Collection[int], deadline: float, check: Callable[[], None]
 ) -> dict[int, socket.socket]:
-    """One proved connection to every other process, for one purpose; raises GroupError naming the missing.
+    """An authenticated connection to every other process, for one purpose. GroupError names the missing processes.
 
-    Those to ``near``, processes of this host, are UNIX sockets; all ranks must choose alike. ``deadline`` is a time of
-    time.monotonic. ``check`` raises if another process has found a fault.
+    Connections to ``near``, processes of this host, are UNIX sockets; all ranks must choose alike. ``deadline`` is a
+    time of time.monotonic. ``check`` raises if another process has reported a fault.
     """
     begun = time.monotonic()
     found: dict[int, socket.socket] = {}
@@ -511,7 +505,7 @@ def _dial(
 
 
 def _hear_why(check: Callable[[], None], limit_s: float) -> None:
-    """Wait a while for the news of a process that has failed: who has closed its doors may have heard them before."""
+    """Wait a while for the news that a process has failed, since a peer may have closed its doors because of it."""
     deadline = time.monotonic() + limit_s
     check()
     while time.monotonic() < deadline:

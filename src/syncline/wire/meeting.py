@@ -1,21 +1,22 @@
 """The rendezvous protocol as a state machine, and the records that it exchanges. No sockets, threads or clocks.
 
-Processes that have proved that they hold the run's secret meet at process 0:
+Authenticated processes meet at process 0:
 
-    meeting -> process r    welcome             the key that connections are proved with, if the run has no secret
-    process r -> meeting    record              who it is (``Member``): first, and once
-    meeting -> process r    roll                the records of all (``Roll``), once all have come
-    process r -> meeting    set, get, add       notes that a message library's processes leave for each other;
+    meeting -> process r    welcome             the key that authenticates connections, if the run has no secret
+    process r -> meeting    record              its description (``Member``): first, and once
+    meeting -> process r    roll                all records (``Roll``), once all processes have come
+    process r -> meeting    set, get, add       notes by which the processes of a message library find each other;
     meeting -> process r    value or nothing    each is answered before the next is read
-    process r -> meeting    through             its connections stand
-    meeting -> process r    over                all are through
+    process r -> meeting    through             it is connected to all others
+    meeting -> process r    over                all processes are connected
 
-and at any time ``fault``: a process cannot join, or, from the meeting, the run does not start. All processes read the
-first fault, also those that come later. ``late`` asks the meeting who is missing, because a process's time is over.
+At any time a process may send ``fault`` because it cannot join, and the meeting because the run does not start. All
+processes receive the first fault, late ones too. ``late`` means that a process's time is over; the meeting then names
+the missing processes.
 
-A frame is a kind (1 byte), a length (4 bytes) and as many bytes. Each kind has a greatest length, checked before
-anything is kept; a record is checked field by field. A process speaks for its own rank only, and its notes are bounded
-and its own. A process that breaks a rule ends the start for all, and is named.
+A frame is a kind (1 byte), a length (4 bytes) and a body of that length. Each kind has a maximum length, which is
+checked before any byte is stored. A record is checked field by field. A process speaks for its own rank only and writes
+only its own notes, whose size is limited. A process that breaks a rule ends the start for all and is named.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from .reports import in_bytes
 
 @dataclass(frozen=True)
 class Member:
-    """One process of the group, as it describes itself.
+    """A process's description of itself.
 
-    ``index`` counts workers, then servers; ``world`` is the number of processes it believes in. ``machine`` is equal
-    for processes that can share memory, ``pid_space`` for those that see each other's pids. All must agree on ``terms``
-    (version, strategy). ``mask`` has a bit for each core that the process may use, in hexadecimal.
+    ``index`` counts workers, then servers. ``world`` is the number of processes as this one knows it. Processes with
+    the same ``machine`` can share memory; processes with the same ``pid_space`` see each other's pids. All must agree
+    on ``terms`` (version, strategy). ``mask`` has a bit for each core that the process may use, in hexadecimal.
     """
 
     index: int
@@ -56,7 +57,7 @@ class Member:
 
     @property
     def cores(self) -> int:
-        """How many cores the process may use."""
+        """The number of cores that the process may use."""
         return int(self.mask, 16).bit_count()
 
     @property
@@ -65,7 +66,7 @@ class Member:
         return f"{self.host}, pid {self.pid}"
 
     def to_text(self) -> str:
-        """As JSON."""
+        """The record as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -80,15 +81,12 @@ class Roll:
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the processes are: those of one can share memory."""
+        """The number of hosts. Processes of one host can share memory."""
         return len({member.machine for member in self.members})
 
     @property
     def crowded(self) -> bool:
-        """Whether a host runs more processes than its processes together may use cores.
-
-        Ranks that are bound to cores of their own are no crowd.
-        """
+        """Whether a host has more processes than cores that these processes may use."""
         processes = Counter(member.machine for member in self.members)
         masks = dict.fromkeys(processes, 0)
         for member in self.members:
@@ -103,22 +101,22 @@ class Roll:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The host number of every process, in order of appearance."""
+        """The host number of every process. Hosts are numbered in order of appearance."""
         order: dict[str, int] = {}
         return tuple(order.setdefault(member.machine, len(order)) for member in self.members)
 
     def name(self, index: int) -> str:
-        """How messages call a process."""
+        """The name of a process in messages."""
         return f"rank {index} ({self.members[index].where})"
 
 
 _MASK = re.compile("[0-9a-f]{1,2048}")
-"""Of 8192 cores, as many as Linux can have."""
+"""A mask of up to 8192 cores, the maximum of Linux."""
 _KINDS: Mapping[str, type] = {"int": int, "str": str, "dict[str, str]": dict}
 
 
 def read_member(text: str | bytes) -> Member:
-    """The process that a text describes; raises RollCallError when it describes none."""
+    """The process that a text describes. Raises RollCallError for other text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -127,7 +125,7 @@ def read_member(text: str | bytes) -> Member:
 
 
 def check_member(found: Any) -> Member:
-    """The process that decoded JSON describes; raises RollCallError when it describes none."""
+    """The process that decoded JSON describes. Raises RollCallError for other values."""
     names = {one.name: _KINDS[str(one.type)] for one in fields(Member)}
     right = isinstance(found, dict) and found.keys() == names.keys()
     if not right or any(type(found[name]) is not kind for name, kind in names.items()):
@@ -138,13 +136,13 @@ def check_member(found: Any) -> Member:
         raise _unknown()
     if not all(isinstance(value, str) for value in terms.values()) or not _MASK.fullmatch(found["mask"]):
         raise _unknown()
-    # Other processes' messages show these: nothing in them moves a terminal's cursor, or begins a line.
+    # Messages show these texts, which must not control a terminal or begin a line.
     shown = {name: printable(found[name]).replace("\n", "\N{REPLACEMENT CHARACTER}") for name in ("host", "address")}
     return Member(**found | shown)
 
 
 def printable(text: str) -> str:
-    """Text of another process without what a terminal would act on."""
+    """A text of another process without control characters of terminals."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -170,7 +168,7 @@ class Kind(enum.IntEnum):
 
 
 class State(enum.Enum):
-    """How far a process has come."""
+    """The progress of a process in the meeting."""
 
     PROVED = "before its record"
     COME = "before the roll"
@@ -184,10 +182,10 @@ FAULT_BYTES = 4000
 KEY_BYTES = 512
 VALUE_BYTES = 1 << 20
 NOTES_BYTES = 2 << 20
-"""What one process may leave in notes, keys included and each counted with NOTE_BYTES more."""
+"""The limit for the notes of one process. Each counts with its key and NOTE_BYTES more."""
 NOTE_BYTES = 64
 _NAMED = 16
-"""Missing processes that an error names; of more it tells the number."""
+"""The most missing processes that an error names. It counts the others."""
 
 _HEAD = struct.Struct("<BI")
 _KEY = struct.Struct("<H")
@@ -202,7 +200,7 @@ HEARD: Mapping[Kind, int] = {
     Kind.GET: _KEY.size + KEY_BYTES,
     Kind.ADD: _KEY.size + KEY_BYTES + AMOUNT.size,
 }
-"""What processes may say, and the greatest length of each."""
+"""The kinds of frames that processes may send, with their maximum lengths."""
 
 _MAY: Mapping[State, frozenset[Kind]] = {
     State.PROVED: frozenset({Kind.RECORD, Kind.FAULT, Kind.LATE}),
@@ -213,7 +211,7 @@ _MAY: Mapping[State, frozenset[Kind]] = {
 
 
 def told(world: int) -> Mapping[Kind, int]:
-    """What the meeting of so many processes may say, and the greatest length of each."""
+    """The kinds of frames that the meeting of ``world`` processes may send, with their maximum lengths."""
     roll = (world + 1) * (RECORD_BYTES + 2)
     return {
         Kind.WELCOME: SECRET_BYTES,
@@ -226,21 +224,21 @@ def told(world: int) -> Mapping[Kind, int]:
 
 
 class Broken(Exception):
-    """What was said breaks the rules of the meeting; the text says which."""
+    """A frame that breaks a rule of the meeting; the text names the rule."""
 
 
 def frame(kind: Kind, body: bytes = b"") -> bytes:
-    """A frame as it travels."""
+    """A frame as bytes."""
     return _HEAD.pack(kind, len(body)) + body
 
 
 def fault_frame(text: str) -> bytes:
-    """A fault, cut to what may travel."""
+    """A fault, truncated to the maximum length."""
     return frame(Kind.FAULT, in_bytes(text)[:FAULT_BYTES].decode(errors="ignore").encode())
 
 
 def note(key: str, value: bytes = b"") -> bytes:
-    """The body of ``set``, ``get`` and ``add``; ValueError for a key or value that is too long."""
+    """The body of ``set``, ``get`` and ``add``. ValueError for a key or value that is too long."""
     name = key.encode()
     if len(name) > KEY_BYTES or len(value) > VALUE_BYTES:
         raise ValueError(f"a note of {len(name)} and {len(value)} bytes: {KEY_BYTES} and {VALUE_BYTES} are the most")
@@ -254,18 +252,18 @@ def _read_note(body: bytes) -> tuple[bytes, bytes]:
 
 
 class Frames:
-    """Cuts what arrives into frames; raises Broken at a kind or length that ``limits`` does not have."""
+    """Divides received bytes into frames. Raises Broken for a kind or length that ``limits`` does not allow."""
 
     def __init__(self, limits: Mapping[Kind, int]) -> None:
         self._limits = limits
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take what has arrived."""
+        """Append received bytes."""
         self._buffer += data
 
     def take(self) -> tuple[Kind, bytes] | None:
-        """The next frame, None while it is not complete."""
+        """The next frame, or None if it is not complete."""
         if len(self._buffer) < _HEAD.size:
             return None
         number, size = _HEAD.unpack_from(self._buffer)
@@ -291,7 +289,7 @@ class Say:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """Nothing more will be said to a caller: it is to hang up when it has read what was said."""
+    """Send a caller nothing more. It closes the connection when it has read its frames."""
 
     caller: int
 
@@ -301,7 +299,7 @@ Action = Say | Dismiss
 
 @dataclass
 class _Caller:
-    """A connection that has proved itself as ``rank``'s."""
+    """An authenticated connection of ``rank``."""
 
     rank: int
     whence: str
@@ -317,10 +315,10 @@ class _Caller:
 
 @dataclass
 class Meeting:
-    """A run's meeting of ``world`` processes; callers are the numbers of their connections.
+    """The meeting of ``world`` processes. Callers are the numbers of their connections.
 
-    ``key`` is given to all that come, to prove connections with where there is no secret. ``hint`` says where a rank
-    was expected (`` (node 1)``).
+    Without a secret the meeting sends ``key`` to all processes, to authenticate their connections. ``hint`` returns
+    where a rank was expected (`` (node 1)``).
     """
 
     world: int
@@ -328,33 +326,33 @@ class Meeting:
     hint: Callable[[int], str] = lambda _: ""
     fault: str | None = None
     over: bool = False
-    refused: dict[int, str] = field(default_factory=dict)  # by the rank that was claimed: by whom, and why not believed
+    refused: dict[int, str] = field(default_factory=dict)  # by claimed rank: the refusal
     _callers: dict[int, _Caller] = field(default_factory=dict)
     _come: dict[int, _Caller] = field(default_factory=dict)  # by rank
-    _told: set[int] = field(default_factory=set)  # ranks that the fault was said to
-    _notes: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # whose, and what
+    _told: set[int] = field(default_factory=set)  # ranks that were sent the fault
+    _notes: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # the writer, and the value
     _counters: dict[bytes, int] = field(default_factory=dict)
 
     @property
     def awaited(self) -> bool:
-        """After a fault: whether there are ranks that have not come to read it."""
+        """Whether any rank has not been sent the fault."""
         return len(self._told) < self.world
 
     def enter(self, caller: int, rank: int, whence: str) -> Iterator[Action]:
-        """A connection has proved itself as ``rank``'s; ``whence`` is for messages."""
+        """Handle a new authenticated connection of ``rank``; ``whence`` is for messages."""
         self._callers[caller] = _Caller(rank, whence)
         if self.fault is not None:
             yield from self._tell_fault(caller)
         elif self.over:
-            yield Dismiss(caller)  # the doors had let it in before they were closed
+            yield Dismiss(caller)  # it was authenticated before the doors were closed
         else:
             yield Say(caller, frame(Kind.WELCOME, self.key))
 
     def hear(self, caller: int, kind: Kind, body: bytes) -> Iterator[Action]:
-        """A caller has said something."""
+        """Handle a caller's frame."""
         who = self._callers[caller]
         if self.fault is not None or self.over:
-            return  # it has not read the end yet
+            return  # the caller has not read the last frame yet
         try:
             if kind not in _MAY[who.state]:
                 raise Broken(f"said {kind.name.lower()} {who.state.value}")
@@ -363,27 +361,27 @@ class Meeting:
             yield from self.break_off(caller, str(broken))
 
     def break_off(self, caller: int, how: str) -> Iterator[Action]:
-        """A caller has broken the rules."""
+        """Handle a caller that has broken a rule."""
         yield from self.fail(
             f"{self._callers[caller].name} broke the rules of the meeting: it {how}; does it run another version of"
             " Syncline?"
         )
 
     def leave(self, caller: int) -> Iterator[Action]:
-        """A caller's connection has closed."""
+        """Handle the end of a caller's connection."""
         who = self._callers.pop(caller)
         if who.state is not State.PROVED and not self.over:
             yield from self.fail(f"{who.name} ended while the processes were meeting; see what it printed")
 
     def fail(self, text: str) -> Iterator[Action]:
-        """This run does not start: all that have come, and all that will, read why. The first text stays."""
+        """End the start. All processes are sent the text, late ones too. The first text stays."""
         if self.fault is None and not self.over:
             self.fault = printable(text)
             for caller in list(self._callers):
                 yield from self._tell_fault(caller)
 
     def missing(self, limit_s: float) -> str:
-        """What is wrong when the time of a process is over."""
+        """The error text for a process whose time is over."""
         if len(self._come) == self.world:
             late = [who.name for _, who in sorted(self._come.items()) if who.state is not State.THROUGH]
             return f"all have come, but these have no connections to all others within {limit_s:.0f} s: {_some(late)}"
@@ -395,7 +393,7 @@ class Meeting:
         )
 
     def _seen(self, rank: int) -> str:
-        """What is known of a rank that has not come."""
+        """A note on a missing rank, for messages."""
         silent = [who.whence for who in self._callers.values() if who.rank == rank]
         if silent:
             return f" (it has connected, {silent[0]}, and not said who it is)"
@@ -428,7 +426,7 @@ class Meeting:
                 yield Say(caller, self._answer(who, kind, body))
 
     def _admit(self, who: _Caller, body: bytes) -> Iterator[Action]:
-        """A record: its process has come, unless it does not belong here."""
+        """Handle a record, whose process joins unless it contradicts another."""
         try:
             member = read_member(body)
         except RollCallError as error:
@@ -459,7 +457,7 @@ class Meeting:
             yield from self._call()
 
     def _compare(self, who: _Caller) -> Iterator[Action]:
-        """The terms of all are those of rank 0, as soon as it has come."""
+        """Compare terms with those of rank 0, as soon as it has come."""
         first = self._come.get(0)
         if first is None or first.member is None:
             return
@@ -482,10 +480,10 @@ class Meeting:
         for caller, who in self._callers.items():
             if who.state is State.COME:
                 who.state = State.CALLED
-                yield Say(caller, roll)  # the same bytes for all: nothing is copied
+                yield Say(caller, roll)  # all callers share these bytes
 
     def _answer(self, who: _Caller, kind: Kind, body: bytes) -> bytes:
-        """The notes: what a process writes is its own to write again, and counted against its room."""
+        """The answer about a note. Only its writer may write it again, and it counts against the writer's limit."""
         key, rest = _read_note(body)
         if kind is Kind.GET:
             if rest:
@@ -515,7 +513,7 @@ class Meeting:
 
 
 def read_roll(body: bytes, world: int) -> tuple[Member, ...]:
-    """The members of a roll; raises RollCallError when it is none of ``world`` processes."""
+    """The members of a roll. Raises RollCallError for anything but a roll of ``world`` processes."""
     try:
         members = tuple(check_member(member) for member in json.loads(body))
         if [member.index for member in members] != list(range(world)):

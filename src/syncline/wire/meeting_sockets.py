@@ -1,9 +1,9 @@
 """The rendezvous over sockets: the server in rank 0, and the client in every process.
 
-``meeting`` decides what is said. The server waits for nobody: what a process does not read stays in its queue, and the
-server does not read from it meanwhile, so a process can make it keep no more than the roll, a note and a fault. The
-doors close before any process learns that all are through. Every wait of the client has a limit; after it the client
-asks once more who is missing.
+``meeting`` decides what is sent. The server never waits for a single process: unread frames stay in that process's
+queue, and the server reads nothing from it meanwhile. A queue therefore holds no more than the roll, a note and a
+fault. The doors close before any process learns that all are connected. Every wait of the client has a limit; after it
+the client asks once for the missing processes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .meeting import (
 PURPOSE = "meeting"
 
 _READ_S = 2.0
-"""How long a process that was told the end may take to read it."""
+"""How long a process may take to read its last frame."""
 
 MORE = 64
-"""Connections that have proved themselves, beside two for every process."""
+"""The limit for authenticated connections, beside two for every process."""
 
 _WORD_S = 1.0
-"""How long the meeting may take to say who is missing, or to take leave."""
+"""How long the meeting may take to name the missing processes, or to close the connection."""
 
 _CHECK_S = 0.25
 _READ_BYTES = 1 << 16
@@ -57,7 +57,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class _Line:
-    """A connection that has proved itself."""
+    """An authenticated connection."""
 
     number: int
     sock: socket.socket
@@ -68,7 +68,7 @@ class _Line:
 
 
 class MeetingServer:
-    """Serves ``meeting`` at listening sockets, from a thread of its own, for at most ``limit_s``."""
+    """Serves ``meeting`` at listening sockets, in a thread of its own, for at most ``limit_s``."""
 
     def __init__(
         self, doors: Sequence[socket.socket], run: bytes, secret: bytes, meeting: Meeting, limit_s: float
@@ -92,28 +92,28 @@ class MeetingServer:
             refused=self._note_refusal,
             world=meeting.world,
         )
-        # Not a daemon: the end of the interpreter waits for it, so that those who come late read why it has ended.
+        # Not a daemon: the interpreter waits for its end, so that late processes read the fault.
         self._thread = threading.Thread(target=self._serve, name="syncline-meeting", daemon=False)
         self._thread.start()
 
     def adopt(self, rank: int, whence: str) -> socket.socket:
-        """A connection for a process within this one, which has nothing to prove."""
+        """A connection for rank ``rank`` within this process, which need not authenticate."""
         here, there = socket.socketpair()
         self._admit(rank, there, whence)
         return here
 
     def close(self, stay_s: float = 0.0) -> None:
-        """End, without waiting: at once after a good end, after a fault when those that were told have read it.
+        """Let the server end, and do not wait for it.
 
-        After a fault the server stays up to ``stay_s`` for processes that are still to come. May be called again, with
-        a shorter time.
+        After success it ends at once, after a fault when all connected processes have read the fault and for up to
+        ``stay_s`` also the missing ones. Callable again with a shorter time.
         """
         self._stay_until = time.monotonic() + stay_s
         self._closing = True
         self._bell.ring()
 
     def join(self) -> None:
-        """Wait for the end, which ``close`` has asked for."""
+        """Wait for the end after ``close``."""
         self._thread.join()
 
     def _admit(self, rank: int, sock: socket.socket, whence: str) -> None:
@@ -150,7 +150,7 @@ class MeetingServer:
             self._bell.close()
 
     def _wait_s(self) -> float | None:
-        """How long nothing need be done but what comes; None at the end."""
+        """The time limit of the next wait for events. None ends the server."""
         now = time.monotonic()
         if now >= self._limit and not self._ended:
             self._act(self._meeting.fail("the time for this start is over"))
@@ -158,10 +158,10 @@ class MeetingServer:
             if line.dismissed_at is not None and now >= line.dismissed_at + _READ_S:
                 self._hang_up(line)
         if self._closing and not self._ended:
-            return None  # nobody was told anything: their connections close
+            return None  # no process was sent a last frame: the connections just close
         end = (self._stay_until if self._closing else self._limit) + 2 * _READ_S
         if now >= end:
-            return None  # whoever is connected still
+            return None  # even if processes are still connected
         if self._closing and not self._lines and not self._new:
             if self._meeting.over or not self._meeting.awaited or now >= self._stay_until:
                 return None
@@ -194,7 +194,7 @@ class MeetingServer:
             self._hear(line)
 
     def _hear(self, line: _Line) -> None:
-        """Act on what has come, one thing at a time: who does not read its answer is not heard further."""
+        """Act on received frames one by one, until one has an answer that the process has not read."""
         try:
             while not line.unsent and line.dismissed_at is None and (said := line.frames.take()) is not None:
                 self._act(self._meeting.hear(line.number, *said))
@@ -202,7 +202,7 @@ class MeetingServer:
             self._act(self._meeting.break_off(line.number, str(broken)))
 
     def _act(self, actions: Iterable[Action]) -> None:
-        for action in list(actions):  # whatever comes of saying it, the meeting has decided
+        for action in list(actions):  # first complete the decision: sending may cause further calls of the meeting
             if self._meeting.over:
                 self._doors.close()
             line = self._lines.get(action.caller)
@@ -215,7 +215,7 @@ class MeetingServer:
             self._write(line)
 
     def _write(self, line: _Line) -> None:
-        """Send what the connection takes; a process that was dismissed hears the end behind it."""
+        """Send as much as the connection accepts, and end the stream of a dismissed process after its last frame."""
         try:
             while line.unsent:
                 rest = line.unsent[0][line.sock.send(line.unsent[0]) :]
@@ -227,7 +227,7 @@ class MeetingServer:
             self._selector.modify(line.sock, selectors.EVENT_WRITE, line)
             return
         except OSError:
-            line.unsent.clear()  # it is gone, which reading will find
+            line.unsent.clear()  # the connection is broken, which the next read reports
         if line.dismissed_at is not None and not line.silenced:
             line.silenced = True
             with contextlib.suppress(OSError):
@@ -244,7 +244,7 @@ class MeetingServer:
 
 
 class MeetingClient:
-    """A proved connection to the meeting at ``where`` (for messages). One thread calls at a time.
+    """An authenticated connection to the meeting at ``where`` (for messages). For one thread at a time.
 
     ``set``, ``get`` and ``add`` are the notes of message libraries (``transports.Store``).
     """
@@ -257,27 +257,27 @@ class MeetingClient:
         self._look_after: Callable[[], None] | None = None
 
     def limit(self, deadline: float, limit_s: float) -> None:
-        """From now on everything has to be done until ``deadline`` (time.monotonic); errors speak of ``limit_s``."""
+        """Set the deadline (time.monotonic) of all further calls, and the time limit that errors mention."""
         self._limit_s, self.deadline = limit_s, deadline
 
     def enter(self) -> bytes:
-        """Come in; the key to prove connections with where the run has no secret, else empty."""
+        """Enter the meeting. Returns the key that authenticates connections, empty if the run has a secret."""
         return self._expect(Kind.WELCOME)[1]
 
     def call_roll(self, me: Member, run: str, secret: bytes) -> Roll:
-        """Send this process's record and wait for all others'; raises RollCallError if they disagree or stay away.
+        """Send this process's record and wait for those of all others. RollCallError if they disagree or are missing.
 
-        ``secret`` is what the processes prove to each other, ``run`` the run's name.
+        ``secret`` authenticates the processes to each other; ``run`` is the run's name.
         """
         self._send(frame(Kind.RECORD, me.to_text().encode()))
         return Roll(me.index, read_roll(self._expect(Kind.ROLL)[1], me.world), run, secret)
 
     def look_after(self, check: Callable[[], None]) -> None:
-        """From now on call this whenever something is waited for: it raises what ends the wait."""
+        """Call ``check`` in all further waits. It raises to end the wait."""
         self._look_after = check
 
     def check(self) -> None:
-        """Raise the fault that ends this start, if there is one by now; does not wait."""
+        """Raise the fault that ends this start, if it has arrived. Does not wait."""
         with self._lock:
             if (said := self._look()) is not None:
                 raise self._confused(f"said {said[0].name.lower()}")
@@ -285,11 +285,11 @@ class MeetingClient:
             self._look_after()
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a note."""
+        """Write a note of this process."""
         self._ask(Kind.SET, note(key, value))
 
     def get(self, key: str) -> bytes | None:
-        """Read a note; None when nobody has written it yet."""
+        """Read a note, None before it is written."""
         kind, value = self._ask(Kind.GET, note(key))
         return value if kind is Kind.VALUE else None
 
@@ -298,22 +298,22 @@ class MeetingClient:
         return int(AMOUNT.unpack(self._ask(Kind.ADD, note(key, AMOUNT.pack(amount)))[1])[0])
 
     def through(self) -> None:
-        """This process's connections stand; returns when all others' do."""
+        """Report that this process is connected to all others, and wait until all processes are."""
         self._send(frame(Kind.THROUGH))
         self._expect(Kind.OVER)
 
     def give_up(self, fault: str) -> None:
-        """This process cannot join, for a reason that all others shall read unless they know another one."""
+        """Report that this process cannot join. All others raise this fault, unless another one came first."""
         with contextlib.suppress(OSError, GroupError):
             self._sock.settimeout(_WORD_S)
             self._sock.sendall(fault_frame(fault))
             self._sock.shutdown(socket.SHUT_WR)
             deadline = time.monotonic() + _WORD_S
             while self._sock.recv(_READ_BYTES) and time.monotonic() < deadline:
-                pass  # closing with something unread could take back what was said
+                pass  # closing a socket with unread data could discard the fault on its way
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._sock.close()
 
     def _ask(self, kind: Kind, body: bytes) -> tuple[Kind, bytes]:
@@ -328,12 +328,12 @@ class MeetingClient:
         except TimeoutError:
             raise self._silent() from None
         except OSError:
-            self._look()  # why it has hung up may have come before, behind the answer to what was said last
+            self._look()  # the fault may have arrived before the end, after the answer to the last question
             self._look()
             raise self._gone() from None
 
     def _expect(self, *kinds: Kind) -> tuple[Kind, bytes]:
-        """The next word of the meeting, which has to be one of these; after the limit, who is missing."""
+        """The next frame, which must have one of these kinds. After the deadline, ask for the missing processes."""
         deadline, asked = self.deadline, False
         while (said := self._take()) is None:
             left = deadline - time.monotonic()
@@ -354,7 +354,7 @@ class MeetingClient:
         return said
 
     def _take(self) -> tuple[Kind, bytes] | None:
-        """What has come; raises RollCallError when it is a fault."""
+        """The next received frame, if it is complete. Raises RollCallError for a fault."""
         try:
             said = self._frames.take()
         except Broken as broken:
@@ -364,7 +364,7 @@ class MeetingClient:
         return said
 
     def _look(self) -> tuple[Kind, bytes] | None:
-        """What has come by now, None where that is no whole word; reads no further than the word's end."""
+        """The next frame if it has arrived, without waiting and without reading a further one."""
         self._sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while (said := self._take()) is None:

@@ -1,12 +1,12 @@
-"""Reports of ranks: to their launcher, who is present and who failed first; to the user, each sentence once.
+"""The reports of ranks: to the launcher the first failure and the present ranks, to the user each sentence once.
 
-Every rank finds a user's mistake at once, and hears of it from the others. Ranks of one local launcher share memory,
-which they inherit as a descriptor. It has
+A user's mistake is usually found by every rank, which also hears of it from the others. The ranks of one local launcher
+therefore share memory, which they inherit as a descriptor. It contains
 
-* the first culprit: the order in which processes end does not tell it, since the failing rank may end last;
-* the sentences printed so far;
+* the first culprit: the order in which processes end does not show it, since the failing rank may end last;
+* digests of the sentences printed so far;
 * a byte per rank that is set between ``join`` and ``leave``. A process that calls ``os._exit(0)`` in the middle of a
-  run ends with status 0, and this byte alone shows the failure. A script that never joins is judged by its status.
+  run ends with status 0, and only this byte shows the failure. A script that never joins is judged by its status.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FAILED = "failed: "
-"""How the reason begins of a process that ends with an error of its own; the error follows."""
+"""The begin of the reason of a process that fails by itself; its error follows."""
 
 VARIABLE = "SYNCLINE_REPORTS"
-"""What a rank finds in its environment: the descriptor of the memory, and its number."""
+"""The environment variable with the descriptor of the memory, and the rank's number."""
 
 _NAME = "syncline-reports"
-_CULPRIT = struct.Struct("<?xHI")  # whether there is one, how long the reason is, which rank
+_CULPRIT = struct.Struct("<?xHI")  # whether there is one, the length of the reason, the rank
 _REASON_BYTES = 1000
 _SAID_AT = _CULPRIT.size + _REASON_BYTES
 _DIGEST_BYTES = 16
@@ -38,8 +38,8 @@ _PRESENT_AT = _SAID_AT + _MOST * _DIGEST_BYTES
 _AWAY, _PRESENT = b"\0", b"\1"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _AFTER_S = 2
-"""By how much those that end because of another one are later: torchrun itself notes the time of a death that left no
-word, when it looks again."""
+"""What a process that ends because of another one adds to its time, since torchrun notes a death without an error file
+only at its next check."""
 _LOCK_S = 1.0
 _AGAIN_S = 0.01
 _WHO = re.compile(r"rank \d+ \([^)]*\)")
@@ -48,49 +48,49 @@ _own: set[bytes] = set()
 
 
 class Reports:
-    """The launcher's side, for so many ranks; ``fd`` is to be inherited by them."""
+    """The launcher's side. The ranks must inherit ``fd``."""
 
     def __init__(self, ranks: int) -> None:
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self.fd, _PRESENT_AT + ranks)
 
     def environ(self, rank: int) -> dict[str, str]:
-        """The variables for that rank's environment."""
+        """The variables for the environment of a rank."""
         return {VARIABLE: f"{self.fd}:{rank}"}
 
     def present(self, rank: int) -> bool:
-        """Whether that rank has joined a run and not left it."""
+        """Whether a rank has joined a run and not left it."""
         return os.pread(self.fd, 1, _PRESENT_AT + rank) == _PRESENT
 
     def culprit(self) -> tuple[int, str] | None:
-        """Who has failed first and why, as the ranks have noted it; None where they have not."""
+        """The rank that failed first, and the reason. None if no rank has reported a failure."""
         noted = os.pread(self.fd, _SAID_AT, 0)
         known, size, rank = _CULPRIT.unpack_from(noted)
         return (rank, noted[_CULPRIT.size : _CULPRIT.size + size].decode(errors="replace")) if known else None
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the descriptor."""
         os.close(self.fd)
 
 
 def in_bytes(text: str) -> bytes:
-    """Text as it is printed and told: what has no bytes, such as half of a name of a file, is spelled out."""
+    """A text as bytes. Characters that cannot be encoded, as in some file names, are escaped."""
     return text.encode(errors="backslashreplace")
 
 
 def say(text: str) -> None:
-    """Print whole lines in one piece: ranks print at once."""
+    """Print whole lines by one call, because ranks print concurrently."""
     with contextlib.suppress(OSError):
         os.write(2, in_bytes(text))
 
 
 def join() -> None:
-    """This process has joined a run; says nothing where no launcher of this machine listens."""
+    """Note for a local launcher that this process has joined a run."""
     _note(_PRESENT)
 
 
 def leave() -> None:
-    """This process has ended its part."""
+    """Note that this process has ended its part."""
     _note(_AWAY)
 
 
@@ -102,7 +102,7 @@ def _note(state: bytes) -> None:
 
 
 def blame(rank: int, name: str, reason: str, *, own: bool) -> None:
-    """Note for the launcher that a process failed first, and why; ``own`` if it is this one. The first note stays."""
+    """Note for the launcher which process failed first, and why; ``own`` if it is this one. The first note stays."""
     text = in_bytes(reason)[:_REASON_BYTES]
     with _locked() as fd:
         if fd is not None and not _CULPRIT.unpack(os.pread(fd, _CULPRIT.size, 0))[0]:
@@ -112,9 +112,9 @@ def blame(rank: int, name: str, reason: str, *, own: bool) -> None:
 
 
 def _tell_torchrun(text: str, own: bool) -> None:
-    """Leave the error where torchrun reads it, unless the script has (torch's ``@record``).
+    """Write torchrun's error file, unless the script has written it (torch's ``@record``).
 
-    torchrun calls the earliest error of all ranks the root cause, in whole seconds.
+    torchrun takes the earliest error of all ranks, in whole seconds, for the root cause.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
@@ -126,14 +126,14 @@ def _tell_torchrun(text: str, own: bool) -> None:
 
 
 def absolve() -> None:
-    """A group begins anew: what was noted of an earlier one of the same processes is over."""
+    """Erase the failure of an earlier group of the same processes, because a new one begins."""
     with _locked() as fd:
         if fd is not None:
             os.pwrite(fd, bytes(_SAID_AT), 0)
 
 
 def first_time(sentence: str) -> bool:
-    """Whether nobody is known to have said so, whichever rank it was about; from now on somebody has."""
+    """Whether no rank is known to have printed the sentence, about any rank. It counts as printed from now on."""
     digest = hashlib.sha256(in_bytes(_WHO.sub("rank", sentence))).digest()[:_DIGEST_BYTES]
     if digest in _own:
         return False
@@ -151,20 +151,21 @@ def first_time(sentence: str) -> bool:
 
 
 def _inherited() -> tuple[int, int] | None:
-    """The descriptor of the launcher's memory and this rank's number; None if there is none, or another file."""
+    """The descriptor of the launcher's memory and this rank's number. None without a valid descriptor."""
     number, _, rank = os.environ.get(VARIABLE, "").partition(":")
     if not (number.isdecimal() and rank.isdecimal()):
         return None
     try:
         found = str(Path(f"/proc/self/fd/{int(number)}").readlink())
         return (int(number), int(rank)) if found == f"/memfd:{_NAME} (deleted)" else None
-    except (OSError, ValueError):  # more digits than a number may have
+    except (OSError, ValueError):  # ValueError: Python limits the digits of a number
         return None
 
 
 @contextlib.contextmanager
 def _locked() -> Iterator[int | None]:
-    """The memory, locked; None where there is none, or where it stays locked: who holds it may have been stopped."""
+    """The descriptor of the locked memory. None without memory, or if another process, maybe a stopped one, keeps it
+    locked."""
     found = _inherited()
     if found is None or not _lock(found[0]):
         yield None
@@ -176,7 +177,7 @@ def _locked() -> Iterator[int | None]:
 
 
 def _lock(fd: int) -> bool:
-    """Lock it within the limit; False when others hold it for longer."""
+    """Lock the memory. False if another process holds the lock for longer than the limit."""
     deadline = time.monotonic() + _LOCK_S
     while True:
         with contextlib.suppress(OSError):

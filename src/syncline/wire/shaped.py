@@ -1,14 +1,15 @@
-"""A slow line in user space: sockets and an event loop that keep to a ``Shape``, on one machine, without root.
+"""Simulates a slower network in user space: sockets and an event loop that keep to a ``Shape``, without root.
 
-All that a process sends, over all connections together, keeps to the rate, and so does all that it receives: one
-full-duplex port. Each received byte is held for the delay, so a round trip takes twice the delay longer. Connections
-share the port fairly: the most urgent frame first, equal ones in turns. The rate counts the bytes in the sockets: on
-Ethernet a TCP payload of 1448 bytes takes 1538. Cost: one more copy of what arrives, and a wake-up per millisecond
-while the port is busy.
+The connections of a process share one full-duplex port: together they send no faster than the rate, and receive no
+faster. Each received byte is held for the delay, so a round trip takes twice the delay longer. Connections share the
+port fairly: the most urgent frame first, equal ones in turns. The rate counts the bytes in the sockets: on Ethernet a
+TCP payload of 1448 bytes takes 1538. Cost: one more copy of received data, and a wake-up per millisecond while the port
+is busy.
 
-A pacer is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990; a token bucket with a debt): it remembers when all that
-has passed would have gone through at the rate, and lets more pass while that time is less than a quantum ahead. A late
-wake-up is made up for, to a limit; a pause gives no credit. At most ``rate * t + burst_bytes`` pass in t seconds.
+A pacer is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990; a token bucket with a debt). It computes the time at
+which all passed bytes would have gone through at the rate, and lets more pass while that time is less than a quantum
+ahead. It makes up for late wake-ups, up to a limit; a pause gives no credit. At most ``rate * t + burst_bytes`` pass in
+t seconds.
 ``Shape``, ``Pacer`` and ``DelayLine`` are arithmetic, without I/O or clock.
 """
 
@@ -70,7 +71,7 @@ class Shape:
 
     @property
     def plain(self) -> bool:
-        """True when there is nothing to shape."""
+        """Whether the line has neither a rate nor a delay."""
         return self.rate is None and not self.delay > 0
 
     @property
@@ -80,12 +81,12 @@ class Shape:
 
 
 class Pacer:
-    """One direction of a port: ask for the ``allowance``, pass that much or less, and tell by ``spend``."""
+    """One direction of a port. Pass up to ``allowance`` bytes, then call ``spend`` with their number."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._rate = bytes_per_s
         self._ahead_s = QUANTUM_S if bytes_per_s is None else max(QUANTUM_S, PACKET_BYTES / bytes_per_s)
-        self._free_at = float("-inf")  # when all that has passed would have gone through
+        self._free_at = float("-inf")  # when all passed bytes would have gone through
 
     @property
     def burst_bytes(self) -> float:
@@ -132,7 +133,7 @@ class DelayLine:
 
     @property
     def full(self) -> bool:
-        """True when no more fits: the sender has to wait."""
+        """Whether no more bytes fit, so that the sender has to wait."""
         return self.nbytes >= WINDOW_BYTES
 
     @property
@@ -166,7 +167,7 @@ class DelayLine:
 
 
 class Line(socket.socket):
-    """A connected socket that writes only what it is granted, and reads what comes out of a delay line."""
+    """A connected socket that writes only granted bytes and reads from a delay line."""
 
     def __init__(self, sock: socket.socket, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Take the connection over: ``sock`` is detached."""
@@ -184,14 +185,14 @@ class Line(socket.socket):
         except BlockingIOError:
             self.readable = False
             return 0
-        except OSError:  # the connection broke: to be noticed behind what came before
+        except OSError:  # the connection broke, which the receiver notices after the bytes before
             data = b""
         self.readable = bool(data)
         self.incoming.put(data, self._clock())
         return len(data)
 
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:
-        """Write no more than was granted; raises BlockingIOError when that is nothing, or the kernel is full."""
+        """Write no more than was granted. BlockingIOError if nothing was granted, or the kernel accepts nothing."""
         views = []
         left = self.granted
         for buffer in buffers:
@@ -211,7 +212,7 @@ class Line(socket.socket):
         return sent
 
     def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> tuple[int, list[Any], int, Any]:
-        """Read what is due; raises BlockingIOError when nothing is."""
+        """Read the due bytes. BlockingIOError if none are due."""
         got = self.incoming.take([memoryview(buffer) for buffer in buffers], self._clock())
         if got is None:
             raise BlockingIOError
@@ -238,16 +239,16 @@ class ShapedLoop(Loop):
         for fd, link in self._links.items():
             assert isinstance(link.sock, Line)
             self._lines[fd] = link.sock
-            # Edges: a socket that has more than may pass now must not wake us again and again.
+            # Edge-triggered: a socket with more bytes than may pass now must not end every wait.
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
 
     @property
     def idle(self) -> bool:
-        """True when nothing is left to write."""
+        """Whether nothing is left to write."""
         return all(link.idle for link in self._links.values())
 
     def write(self) -> None:
-        """Write what may go now."""
+        """Write the bytes that may pass now."""
         self.waiting.clear()
         self._push()
         self._set_timer()
@@ -275,7 +276,7 @@ class ShapedLoop(Loop):
         self._timer.close()
 
     def _pull(self) -> None:
-        """Read, in turns, what the port lets in; it goes into the delay lines."""
+        """Read as many bytes as the port allows into the delay lines, from the connections in turn."""
         limit = _TURN_BYTES
         while limit > 0 and (ready := self._readable()):
             allowed = self._in.allowance(self._clock())
@@ -361,7 +362,7 @@ class _Timer:
         self._libc.timerfd_settime(self.fd, 1, ctypes.byref(value), None)  # 1: an absolute time
 
     def read(self) -> None:
-        """Not readable any more."""
+        """Reset the descriptor: it is no longer readable."""
         self._set_to = float("inf")
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 8)
