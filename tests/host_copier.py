@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 
 from syncline.errors import SynclineError
-from syncline.frameworks.torch.staging import Copy, Mark
 from syncline.frameworks.torch.storage import Pair
 
 PAGE_BYTES = 4096
@@ -39,15 +38,15 @@ class HostCopier:
     def unpin(self, host: torch.Tensor) -> None:
         """Nothing."""
 
-    def to_host(self, pair: Pair) -> Copy:
+    def to_host(self, pair: Pair) -> _Done:
         """Queue it."""
         return self._order("down", pair.device, pair.host, _passed())
 
-    def mark(self) -> Mark:
+    def mark(self) -> _Done:
         """Passed: what a CPU was told to compute, it has."""
         return _passed()
 
-    def to_device(self, pair: Pair, behind: Mark) -> None:
+    def to_device(self, pair: Pair, behind: _Done) -> None:
         """Queue it."""
         self._order("up", pair.host, pair.device, behind)
 

@@ -184,7 +184,7 @@ def prepare(
     from .frameworks import adapter_of
 
     options = {"unused": unused, "weight": weight, "ignore": ignore, "broadcast_buffers": broadcast_buffers}
-    handed = adapter_of(model).adapt(here, model, optimizer, options)
+    handed = adapter_of(model)(here, model, optimizer, options)
     if handed is None:
         shutdown()
         sys.exit(0)
@@ -240,7 +240,7 @@ def join() -> Iterator[None]:
     """
     here = _session_of_torch("join()")
     if any(
-        made.client is not None and made.client.owned.together and made.client.overlap is not None
+        made.client is not None and made.client.owned.together and made.client.deferred is not None
         for made in process.prepared
     ):
         raise UsageError(

@@ -21,7 +21,7 @@ from syncline.session.member import Membership, Process
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 from syncline.training.exchange import BucketExchange
-from syncline.training.memory import Blocks, InPlace
+from syncline.training.memory import Blocks, Staging
 from syncline.training.model import Framework, TrainedModel
 from syncline.training.owners import OwnedModel, serve_model
 
@@ -108,7 +108,7 @@ class Training:
         if not self.session.is_worker:
             serve_model(self.session, self.layout, gradients, weights, self.build)
             return None
-        exchange = BucketExchange(self.session, 0, self.layout, [gradients], InPlace(self.session.engine))
+        exchange = BucketExchange(self.session, 0, self.layout, [gradients], Staging(self.session.engine))
         return OwnedModel(exchange, TrainedModel(self.session, exchange, len(SIZES), Framework()), weights, self.build)
 
     def push(self, worker: OwnedModel, step: int) -> None:

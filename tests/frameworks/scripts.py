@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 from toy import STAGED, Here, batch, fill, loss_of, mlp, train, weights
 
-from syncline.frameworks.torch.deferred import DeferredParameter
+from syncline.frameworks.torch.first_use import DeferredParameter
 
 LAYERED = [
     "ring schedule=priority",

@@ -216,6 +216,6 @@ def test_gradients_on_a_device_are_named_and_read_only_ones_are_read(group: Any)
 
 def test_memory_of_no_known_framework_is_numpys_affair() -> None:
     for weights in ({"a": array.array("d")}, {"a": Exports(np.zeros(2))}, {"a": Cuda(), "b": bytearray(8)}):
-        assert adapter_of(weights).adapt is adapt
+        assert adapter_of(weights) is adapt
     with pytest.raises(UsageError, match="the model is dict, which belongs to no framework that Syncline knows"):
         adapter_of({"a": [1.0]})

@@ -13,7 +13,7 @@ from scripts import ALL, LAYERED, STEPS, branches, plain, under_way
 from toy import Here, batch, fill, loss_of, mlp, on_group, same_as_alone, sgd, train, weights
 
 from syncline.errors import GradientError, UsageError
-from syncline.frameworks.torch.deferred import DeferredParameter
+from syncline.frameworks.torch.first_use import DeferredParameter
 
 
 @pytest.mark.parametrize("strategy", ALL)

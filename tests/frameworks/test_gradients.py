@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline.errors import GradientError
-from syncline.frameworks._gradients import GradientPlace
+from syncline.frameworks._flat import GradientPlace
 from syncline.frameworks.torch.passes import Produced
 from syncline.frameworks.torch.storage import Storage, layers_of
 from syncline.schedules.fixed import Fixed

@@ -213,7 +213,7 @@ def test_an_interrupt_in_the_middle_of_a_step_is_not_forgotten(group: Any, monke
 
 
 def test_a_model_of_no_framework_is_refused_by_name() -> None:
-    assert adapter_of({"a": np.zeros(3)}).adapt is adapt
+    assert adapter_of({"a": np.zeros(3)}) is adapt
     with pytest.raises(
         UsageError,
         match=r"the model is list, which belongs to no framework that Syncline knows \(jax, numpy, tensorflow, torch\)",

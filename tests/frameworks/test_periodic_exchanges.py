@@ -101,7 +101,7 @@ def test_different_weights_that_ranks_load_are_found(group: Any) -> None:
         here.model.load_state_dict(mlp(here.rank).state_dict())
         shares(here)
 
-    with pytest.raises(GradientError, match=r"loaded different weights .* load the same ones on all ranks"):
+    with pytest.raises(GradientError, match=r"loaded different weights .* load the same weights on all ranks"):
         on_group(group, "ring sync=local(steps=2)", 2, sgd, body, weight=1)
 
 

@@ -111,7 +111,7 @@ def test_arrays_that_are_prepared_again_on_one_rank_only_are_named(group: Any) -
         prepare(session, arrays)
         prepare(session, arrays if session.rank else {"a": np.zeros(3)})
 
-    with pytest.raises(MismatchError, match="rank 1 prepares its model 0 where rank 0 prepares its model 1"):
+    with pytest.raises(MismatchError, match="rank 1 prepares its model 0, and rank 0 prepares its model 1"):
         group("ring", 2, body)
 
 

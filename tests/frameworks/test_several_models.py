@@ -196,7 +196,7 @@ def test_a_rank_that_prepares_another_model_of_the_run_is_named(group: Any) -> N
             prepare(session, model, optimizer)
         prepare(session, *made[session.rank])
 
-    with pytest.raises(MismatchError, match=r"rank 1 has called .* the run's model 1, rank 0 with the run's model 0"):
+    with pytest.raises(MismatchError, match=r"rank 1 prepares its model 1, and rank 0 prepares its model 0"):
         group("ring", 2, body)
 
 

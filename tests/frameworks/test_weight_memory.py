@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from syncline.frameworks._weights import HeldWeights
+from syncline.frameworks._flat import HeldWeights
 from syncline.frameworks.torch.averaging import ParameterMemory
 from syncline.frameworks.torch.storage import Storage, layers_of
 from syncline.schedules.fixed import Fixed
@@ -19,16 +20,19 @@ from syncline.sync.easgd import Easgd
 from syncline.sync.gossip import Gossip
 from syncline.sync.local import Local
 from syncline.training.memory import Blocks
-from syncline.training.weights import AgreedWeights, MixedWeights, WeightMemory
+from syncline.training.weights import WeightExchange, WeightMemory, weight_exchange
 
 WORKERS, ROUNDS = 3, 4
 SHAPES = ((5, 3), (), (7,))
 
-Travelling = AgreedWeights | MixedWeights
-
 
 def allocate(nbytes: int, dtype: Any) -> Any:
     return np.zeros(nbytes // dtype.itemsize, dtype)
+
+
+def exchange_of(mode: Any, rank: int, memory: WeightMemory) -> WeightExchange:
+    session: Any = SimpleNamespace(world_size=WORKERS, rank=rank)
+    return weight_exchange(session, 0, mode, memory)
 
 
 class Given:
@@ -78,24 +82,21 @@ def trained(mode: Any, make: Callable[[], Any]) -> list[Any]:
     """Every worker's weights after each exchange, and the final ones."""
     made, found = [make() for _ in range(WORKERS)], []
     everyone = [range(WORKERS)] * WORKERS
-    travelling: list[Travelling] = []
-    for rank, (memory, _, _) in enumerate(made):
-        agrees = isinstance(mode, Agrees)
-        travelling.append(AgreedWeights(mode, WORKERS, memory) if agrees else MixedWeights(mode, WORKERS, rank, memory))
+    exchanges = [exchange_of(mode, rank, memory) for rank, (memory, _, _) in enumerate(made)]
     all_buckets = [buckets for _, _, buckets in made]
     for step in range(ROUNDS):
         for rank, (_, weights, _) in enumerate(made):
             for array in weights:
                 array -= 0.1 * np.cos(array + rank + step)
-        for one in travelling:
+        for one in exchanges:
             one.put()
         add(all_buckets, everyone if isinstance(mode, Agrees) else [*mode.mix(WORKERS, step).sums])
-        for one in travelling:
-            one.take(step)
+        for one in exchanges:
+            one.take_sum(step)
         found += [array.copy() for _, weights, _ in made for array in weights]
-    if {one.put_own(1.0) for one in travelling} == {True}:
+    if {one.put_own(1.0) for one in exchanges} == {True}:
         add(all_buckets, everyone)
-    for one in travelling:
+    for one in exchanges:
         one.take_final()
     assert all(np.array_equal(a, b) for _, weights, _ in made for a, b in zip(weights, made[0][1], strict=True))
     return found + [array.copy() for array in made[0][1]]
@@ -110,7 +111,7 @@ def test_both_kinds_of_memory_have_the_same_weights_but_for_roundings(mode: Any)
 @pytest.mark.parametrize("make", [of_arrays, of_parameters])
 def test_what_was_saved_is_agreed_on_again(make: Callable[[], Any]) -> None:
     (one, weights, _), (other, _, _) = make(), make()
-    mine, theirs = AgreedWeights(Diloco(1), WORKERS, one), AgreedWeights(Diloco(1), WORKERS, other)
+    mine, theirs = exchange_of(Diloco(1), 0, one), exchange_of(Diloco(1), 1, other)
     assert mine.fingerprint == 0  # all have begun with the same
     weights[0] += 1
     mine.anew()

@@ -99,7 +99,7 @@ def test_calls_that_do_not_match_name_the_ranks(pool: Pool, address: str, calls:
         ("shape", ["'1.weight'", "(9, 8)", "(8, 8)"]),
         ("type", ["'1.weight'", "float64", "float32"]),
         ("frozen", ["'1.weight'", "frozen"]),
-        ("more", ["'3.weight'", "here only"]),
+        ("more", ["'3.weight'", "nothing there"]),
     ],
 )
 def test_the_first_parameter_that_differs_is_named(pool: Pool, address: str, how: str, parts: list[str]) -> None:

@@ -12,7 +12,7 @@ from syncline.errors import MismatchError
 from syncline.session.tickets import JOINED, STEP, Meeting, Ticket, step_argument, ticket_table
 from syncline.strategy.strategy import Strategy
 from syncline.training.exchange import REPLACES, BucketExchange, storages_of
-from syncline.training.memory import Staging, Stored
+from syncline.training.memory import Blocks, Staging
 
 KEY, RULE_AT = 3, 32
 
@@ -26,7 +26,7 @@ class Rank:
         self.rule, self.arrays = rule, ()
         said = None if rule is None else lambda: str(self.rule)
         me: Any = self
-        self.exchange = BucketExchange(me, KEY, me, cast("list[Stored]", [self]), cast("Staging", None), rule=said)
+        self.exchange = BucketExchange(me, KEY, me, cast("list[Blocks]", [self]), cast("Staging", None), rule=said)
 
     def compression(self, *_: object) -> None:
         """There is no codec."""

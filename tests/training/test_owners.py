@@ -18,7 +18,7 @@ from syncline.serving.shard import Groups, Holding
 from syncline.session.layout import Layout
 from syncline.session.session import Session
 from syncline.training.exchange import BucketExchange
-from syncline.training.memory import Blocks, InPlace
+from syncline.training.memory import Blocks, Staging
 from syncline.training.model import Framework, TrainedModel
 from syncline.training.owners import OwnedModel, serve_model
 
@@ -85,7 +85,7 @@ class Training:
         if not session.is_worker:
             serve_model(session, layout, gradients, weights, Momentum, self.learnt, apart=apart)
             return None
-        exchange = BucketExchange(session, 0, layout, [gradients], InPlace(session.engine))
+        exchange = BucketExchange(session, 0, layout, [gradients], Staging(session.engine))
         trained = TrainedModel(session, exchange, len(SIZES), Framework())
         return OwnedModel(exchange, trained, weights, Momentum, self.learnt, apart=apart)
 

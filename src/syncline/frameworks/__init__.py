@@ -2,7 +2,7 @@
 
 An adapter is a file or folder with the name of the package whose objects it prepares. It is imported when
 ``syncline.prepare`` first receives such an object, so a run of one framework loads no other. Start reading at
-``Adapter``, then in the folder of your framework. Files with a leading underscore are shared: ``_flat`` has the steps
+``Adapt``, then in the folder of your framework. Files with a leading underscore are shared: ``_flat`` has the steps
 of all frameworks whose gradients arrive as host arrays. Only ``api``, ``checkpoint``, ``process``, ``torch_backend``
 and the modules of public names (``optim``, ``jax``, ``tensorflow``) import from this package.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..session.session import Session
@@ -26,21 +26,16 @@ class Handed(NamedTuple):
     prepared: Any = None
 
 
-class Adapter(Protocol):
-    """The interface of each module in this folder."""
+Adapt = Callable[[Session, Any, Any, Mapping[str, Any]], Handed | None]
+"""Makes a model and its optimizer part of the run, with the options of ``syncline.prepare``.
 
-    @staticmethod
-    def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-        """Make a model part of the run, with the ``options`` of ``syncline.prepare``. Returns None on a server at its
-        end.
-
-        Raises UsageError, with a remedy, for a model that it does not support.
-        """
-        ...
+It returns None on a server at its end, and raises UsageError, with a remedy, for a model that it does not support. Each
+module in this folder has one, named ``adapt``.
+"""
 
 
-def adapter_of(model: object) -> Adapter:
-    """The adapter for a model: by the package of its class or of a base class, or of the values in its collections.
+def adapter_of(model: object) -> Adapt:
+    """The ``adapt`` for a model: by the package of its class or of a base class, or of the values in its collections.
 
     A dictionary of values of unknown packages belongs to NumPy if some of them export memory.
     """
@@ -51,8 +46,8 @@ def adapter_of(model: object) -> Adapter:
         packages.add("numpy")
     for name in known:
         if name in packages:
-            adapter: Any = importlib.import_module(f"{__name__}.{name}")
-            return adapter  # type: ignore[no-any-return]
+            adapt: Adapt = importlib.import_module(f"{__name__}.{name}").adapt
+            return adapt
     if "keras" in packages:
         raise UsageError(
             f"the model is {type(model).__name__} of Keras, whose backend has no adapter: set KERAS_BACKEND=tensorflow,"

@@ -24,8 +24,7 @@ from ..session.session import Session
 from ..strategy.choice import Choice
 from ..training.owners import OwnedModel
 from ..training.weights import WeightExchange
-from ._flat import FlatModel
-from ._weights import Array, Weights
+from ._flat import Array, FlatModel, Weights
 
 _STATE = "state/"
 _MODEL = "this state is of another model"
@@ -49,7 +48,7 @@ def save(model: FlatModel) -> dict[str, Any]:
         session.barrier()  # a later push must not change the owners' state before every worker has read it
     found |= model.exchange.saved()
     if model.averaging is not None:
-        found["agreed"] = model.averaging.travelling.saved() | {"follows": model.follows}
+        found["agreed"] = model.averaging.saved() | {"follows": model.follows}
         each = session.gather(pack([*_of_weights(weights), *_of_states(weights, kept, _STATE)]))
         name, number = session.name, session.member.number
         own = [_of_records(specs, unpack(one, name(rank), number(rank))) for rank, one in enumerate(each)]
@@ -100,7 +99,7 @@ def _load_agreed(averaging: WeightExchange, state: Mapping[str, Any]) -> None:
     averaging.forget()
     averaging.follows = True
     if "agreed" in state:
-        averaging.travelling.load(state["agreed"])
+        averaging.load(state["agreed"])
         averaging.follows = bool(state["agreed"]["follows"])
 
 

@@ -11,15 +11,13 @@ import json
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TypeVar
 
 import numpy as np
 
 from ..errors import MismatchError
 from ..session.layout import Layout
 from ..session.session import Session
-from ._flat import Kind
-from ._weights import Array
+from ._flat import Array, Kind
 
 KINDS: tuple[Kind, ...] = ("exchanged", "own", "averaged")
 """The kinds of steps, indexed by the numbers on which computations branch."""
@@ -28,7 +26,6 @@ RATE = "lr"
 TYPES = ("float16", "float32", "float64")
 """The element types of trainable tensors."""
 
-AnyError = TypeVar("AnyError", bound=Exception)
 _kept = threading.local()
 
 
@@ -82,12 +79,6 @@ class WeightsOfCall:
             self.now, self.after = self.after, []
 
 
-def ends_run(session: Session, error: AnyError) -> AnyError:
-    """Report an error to all processes, which ends the run, and return it."""
-    session.fail(error)
-    return error
-
-
 def check_like_root(session: Session, what: str, named: Iterable[tuple[str, Array]], root: int) -> None:
     """Raise MismatchError, on all workers, if one has other names, types or shapes of arrays than ``root``."""
     mine = [[name, str(array.dtype), list(array.shape)] for name, array in named]
@@ -96,7 +87,7 @@ def check_like_root(session: Session, what: str, named: Iterable[tuple[str, Arra
         pairs = zip_longest(mine, theirs, fillvalue="nothing")
         here, there = next(pair for pair in pairs if pair[0] != pair[1])
         me = session.name(session.index)
-        raise ends_run(session, MismatchError(f"{me} broadcasts {what} than rank {root}: {here}, not {there}"))
+        raise session.fail(MismatchError(f"{me} broadcasts {what} than rank {root}: {here}, not {there}"))
 
 
 def broadcast_into(session: Session, arrays: Iterable[Array], root: int = 0) -> None:

@@ -27,11 +27,9 @@ from ..serving.shard import Groups, Holding
 from ..session.session import Session
 from . import Handed
 from ._checkpoint import load, load_alone, save, save_alone
-from ._flat import FlatModel, flat_models, serve_flat
-from ._gradients import fits, unfit
+from ._flat import Array, FlatModel, OnHoldings, fits, flat_models, serve_flat, unfit
 from ._memory import check_writable, floating_array, host_array, overlapping
 from ._supported import check_mode, check_options, check_schedule, warn_of_plain_steps
-from ._weights import Array, OnHoldings
 
 __all__ = ["Function", "Trainer", "Update", "adapt"]
 
@@ -39,40 +37,6 @@ States = dict[str, Any]
 _PLAIN = bool | int | float | str | None
 Function = Callable[..., object]
 """``update(weights, gradient, state)``. Further parameters need defaults, which are numbers and texts."""
-
-
-class Trainer(Protocol):
-    """The prepared form of a script's optimizer. It also has the attributes of that optimizer."""
-
-    def produced(self, name: str, gradient: Any) -> None:
-        """Report the complete gradient of these weights during backward, so that its exchange can start.
-
-        The gradient is copied, so the script may reuse its memory.
-        """
-        ...
-
-    def step(self, gradients: Mapping[str, Any] | None = None) -> None:
-        """Average the gradients over the ranks and update the weights; all ranks must call it.
-
-        ``gradients`` has those that ``produced`` has not reported, by name.
-        """
-        ...
-
-    def drop(self) -> None:
-        """Discard the gradients since the last step, because their pass was abandoned.
-
-        Raises GradientError, on all ranks, if some were sent. Under ``schedule=fifo`` none are sent before ``step``.
-        """
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for a resumed run, weights included, as arrays and plain values; all ranks must call it, and all
-        get it."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from that state, with any number of ranks; all must call it with the same state."""
-        ...
 
 
 class Update(Protocol):
@@ -301,10 +265,18 @@ class ArrayWeights:
         self.states = [state_received(state) for state in states]
 
 
-class Wrapped:
-    """Forwards attributes to the script's optimizer: setting a learning rate here sets it there."""
+class Trainer:
+    """The prepared form of a script's optimizer, in a run with several workers.
 
-    _optimizer: Update
+    It also has the attributes of that optimizer: setting a learning rate here sets it there.
+    """
+
+    def __init__(self, session: Session, weights: ArrayWeights) -> None:
+        self._optimizer = weights.optimizer
+        rule = partial(described, weights.optimizer, values=session.strategy.sync_mode().merges)
+        build = partial(Sliced, weights.optimizer)
+        self._model = FlatModel(session, weights.specs, weights, build, weights.footprint, rule)
+        self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # its own, which a copy that is being made does not have yet
@@ -317,37 +289,42 @@ class Wrapped:
         else:
             setattr(self._optimizer, name, value)
 
-
-class Shared(Wrapped):
-    """The ``Trainer`` of a run with several workers."""
-
-    def __init__(self, session: Session, weights: ArrayWeights) -> None:
-        self._optimizer = weights.optimizer
-        rule = partial(described, weights.optimizer, values=session.strategy.sync_mode().merges)
-        build = partial(Sliced, weights.optimizer)
-        self._model = FlatModel(session, weights.specs, weights, build, weights.footprint, rule)
-        self._numbers = {name: number for number, name in enumerate(weights.arrays)}
-
     def produced(self, name: str, gradient: Any) -> None:
-        """The bucket is sent once it is complete."""
+        """Report the complete gradient of these weights during backward, so that its exchange can start.
+
+        The gradient is copied, so the script may reuse its memory.
+        """
         self._give(name, gradient, tells=True)
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
-        """The gradients given here are sent in the order in which backward passes produce them."""
+        """Average the gradients over the ranks and update the weights; all ranks must call it.
+
+        ``gradients`` has those that ``produced`` has not reported, by name. They are sent in the order in which
+        backward passes produce them.
+        """
         for name in _backward(self._numbers, gradients or {}):
             self._give(name, (gradients or {})[name], tells=False)
         self._model.step()
 
     def drop(self) -> None:
-        """Each rank decides for itself."""
+        """Discard this rank's gradients since the last step, because their pass was abandoned.
+
+        Raises GradientError, on all ranks, if some were sent. Under ``schedule=fifo`` none are sent before ``step``.
+        """
         self._model.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Includes a codec's residuals and the owners' state."""
+        """The state for a resumed run, as arrays and plain values; all ranks must call it, and all get it.
+
+        It includes the weights, a codec's residuals and the owners' state.
+        """
         return save(self._model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuses the state of another strategy, because its mathematics would differ."""
+        """Continue from that state, with any number of ranks; all must call it with the same state.
+
+        Refuses the state of another strategy, because its mathematics would differ.
+        """
         load(self._model, state)
 
     def _give(self, name: str, gradient: Any, *, tells: bool) -> None:
@@ -362,8 +339,8 @@ class Shared(Wrapped):
         self._model.produced(number, gradient, tells=tells)
 
 
-class Alone(Wrapped):
-    """The ``Trainer`` of a run with one worker."""
+class Alone(Trainer):
+    """The ``Trainer`` of a run with one worker: it exchanges nothing."""
 
     def __init__(self, session: Session, weights: ArrayWeights) -> None:
         self._session, self._weights, self._optimizer = session, weights, weights.optimizer
@@ -388,11 +365,9 @@ class Alone(Wrapped):
         self._weights.update(self._flat)
 
     def drop(self) -> None:
-        """Nothing was sent."""
         self._given.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """In the same form as with several workers."""
         return save_alone(self._session, self._weights.specs, self._weights, self._steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -440,7 +415,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     check_mode(session.strategy, values, name_of(rule), keeps)
     if session.is_worker:
         _let_go(session, weights)
-        made = Shared(session, weights)
+        made = Trainer(session, weights)
         return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))
     words = described(rule, values=session.strategy.sync_mode().merges)
     serve_flat(session, weights.specs, weights, partial(Sliced, rule), weights.footprint, words)

@@ -263,8 +263,7 @@ class Communicator:
         names = ", ".join(self.member.name(index) for index in missing)
         first = self.member.number(missing[0]) if missing else -1
         late = PeerTimeout(f"{self.titled(label)}: not reached {within(timeout)} by {names}", rank=first)
-        self.process.fail(late)
-        return late
+        return self.process.fail(late)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all workers are here; PeerTimeout names the missing after ``timeout`` seconds. Servers pass."""
@@ -364,9 +363,7 @@ class Communicator:
     def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
         """The error for workers that came for different calls."""
         text = f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}"
-        error = MismatchError(self.titled(f"{text}; {remedy(theirs, ours)}"))
-        self.process.fail(error)
-        return error
+        return self.process.fail(MismatchError(self.titled(f"{text}; {remedy(theirs, ours)}")))
 
     def titled(self, text: str) -> str:
         """A message that says of which group it is, where that is not all workers."""

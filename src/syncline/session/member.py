@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ..engine.driver import LIMIT_S
 from ..engine.engine import Engine
@@ -27,6 +28,8 @@ from ..wire.culprit import Answer, find_culprit
 from ..wire.meeting import Roll
 from ..wire.reports import FAILED
 from ..wire.watch import Watcher
+
+AnyError = TypeVar("AnyError", bound=Exception)
 
 VERDICT_S = 2.0
 """The time to wait, after a connection breaks, for the news of the process that failed first."""
@@ -200,14 +203,14 @@ class Process:
 
     # Failures of this process.
 
-    def fail(self, error: Exception) -> None:
-        """Fail for all processes: tell them and end the engine. Does nothing in a forked child."""
-        if self.forked:
-            return
-        if self.unchecked is not None:
-            self.unchecked.fail(error)
-        self._tell(error)
-        self.came_back()
+    def fail(self, error: AnyError) -> AnyError:
+        """Fail for all processes: tell them and end the engine. Does nothing in a forked child. Returns the error."""
+        if not self.forked:
+            if self.unchecked is not None:
+                self.unchecked.fail(error)
+            self._tell(error)
+            self.came_back()
+        return error
 
     def interrupted(self, error: BaseException) -> None:
         """Fail because an exception from a signal handler has ended a call between two of its exchanges."""

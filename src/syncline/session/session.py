@@ -31,7 +31,7 @@ from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..wire.meeting import Roll
 from .communicator import Array, Communicator, Everyone, compiled, has_phases, phases_of, planned
-from .member import Membership
+from .member import AnyError, Membership
 from .tickets import BUCKET_KEYS, TABLE
 
 MODEL_KEYS = 1 << 16
@@ -218,15 +218,13 @@ class Session(Communicator):
         """Raise ClosedError when this session cannot be used (any more, or here)."""
         self.process.check_usable()
 
-    def fail(self, error: Exception) -> None:
-        """This process gives up: tell everyone and end the engine. In a forked child it is none of its business."""
-        self.process.fail(error)
+    def fail(self, error: AnyError) -> AnyError:
+        """As ``Process.fail``: ``raise session.fail(error)`` ends the run for all."""
+        return self.process.fail(error)
 
     def fault(self, text: str) -> GradientError:
         """An error of this worker in a step, which ends the run for all."""
-        error = GradientError(self.titled(f"{self.name(self.index)}: {text}"))
-        self.fail(error)
-        return error
+        return self.fail(GradientError(self.titled(f"{self.name(self.index)}: {text}")))
 
     def shutdown(self) -> Exception | None:
         """As ``Member.shutdown``; a group ends with the run."""

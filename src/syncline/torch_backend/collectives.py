@@ -148,12 +148,8 @@ def await_works(
         keys = [work.key for work in works if not work.done]
         awaited = sorted(engine.absent(keys[0] if keys else -1, us.ranks))
         names = ", ".join(us.member.name(index) for index in awaited) or "a rank of the group"
-        late = PeerTimeout(
-            f"{label}: not done {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}",
-            rank=awaited[0] if awaited else -1,
-        )
-        us.process.fail(late)
-        raise late from None
+        text = f"{label}: not done {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}"
+        raise us.process.fail(PeerTimeout(text, rank=awaited[0] if awaited else -1)) from None
 
 
 class Collectives:
@@ -358,12 +354,9 @@ class Collectives:
 
     def _unequal(self, label: str, rank: int, theirs: int, ours: int) -> MismatchError:
         us = self.us
-        error = MismatchError(
-            f"{label}: {us.name(rank)} gives {theirs} bytes for {us.name(us.rank)}, which expects {ours}; check that"
-            " the sizes of what every rank gives and takes fit together"
-        )
-        us.process.fail(error)
-        return error
+        text = f"{label}: {us.name(rank)} gives {theirs} bytes for {us.name(us.rank)}, which expects {ours}"
+        remedy = "check that the sizes that all ranks give and take fit together"
+        return us.process.fail(MismatchError(f"{text}; {remedy}"))
 
 
 def shown(what: str, sizes: Sizes) -> tuple[int, int]:

@@ -164,22 +164,16 @@ class Mailbox:
 
     def _senseless(self, source: int, label: str, what: str) -> ProtocolError:
         us = self.us
-        error = ProtocolError(
-            f"{label}: {us.name(source)} sends {what}; check that every rank has the same version of syncline",
-            rank=us.ranks[source],
-        )
-        us.process.fail(error)
-        return error
+        text = f"{label}: {us.name(source)} sends {what}; check that every rank has the same version of syncline"
+        return us.process.fail(ProtocolError(text, rank=us.ranks[source]))
 
     def _deliver(self, receive: _Receive, source: int, announced: _Announced) -> None:
         us, label = self.us, receive.work.label
         if announced.nbytes != receive.place.size:
-            error = MismatchError(
-                f"{label}: {us.name(source)} sends {announced.nbytes} bytes (tag {announced.tag}) where"
-                f" {us.name(us.rank)} receives {receive.place.size}; give tensors of the same size and type on both"
-            )
-            us.process.fail(error)
-            raise error
+            sent = f"{us.name(source)} sends {announced.nbytes} bytes (tag {announced.tag})"
+            text = f"{label}: {sent} where {us.name(us.rank)} receives {receive.place.size}"
+            remedy = "give tensors of the same size and type on both"
+            raise us.process.fail(MismatchError(f"{text}; {remedy}"))
         receive.work.result = source
         if announced.nbytes <= _ALONG_BYTES:
             receive.place[:] = np.frombuffer(announced.body, np.uint8)

@@ -48,7 +48,8 @@ from ..session.session import Session
 from ..session.tickets import JOINED, STEP, Meeting, Ticket, step_of
 from ..strategy.strategy import Strategy
 from ..sync import Averages, exchanges_gradients
-from .memory import Staging, Stored
+from .memory import Blocks, Staging
+from .weights import Mix
 
 REPLACES = 1
 """Flag of rank 0's ticket: another layout replaces this one after the step."""
@@ -175,7 +176,7 @@ class BucketExchange:
         session: Session,
         key: int,
         layout: Layout,
-        storages: Sequence[Stored],
+        storages: Sequence[Blocks],
         staging: Staging,
         *,
         rule: Callable[[], str] | None = None,
@@ -207,8 +208,8 @@ class BucketExchange:
     choosing: Chooser | None = None
     """Chooses the schedule where the strategy leaves it open."""
 
-    program: Callable[[int], Program] | None = None
-    """The program, by step, that exchanges weights in place of the strategy's architecture."""
+    mix: Callable[[int], Mix | None] | None = None
+    """The plan, by step, that exchanges weights in place of the strategy's architecture, if the sync mode has one."""
 
     owners: Exchanger | None = None
     """Receives the buckets where owners hold the weights."""
@@ -342,8 +343,8 @@ class BucketExchange:
         """The order of a bucket. It is made once per strategy, except where weights take another plan each step."""
         step, number, phase = operation
         session = self.session
-        if self.program is not None and not self._compressions and self.of_weights(step):
-            return self._plain(place, number, phase, self.program(step))
+        if self.mix is not None and not self._compressions and self.of_weights(step) and (mix := self.mix(step)):
+            return self._plain(place, number, phase, mix.program)
         if self._planned is not session.strategy or self._chosen is not session.choice:
             self._orders, self._planned, self._chosen = {}, session.strategy, session.choice
         order = self._orders.get((place, number, phase))

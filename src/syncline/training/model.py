@@ -137,7 +137,7 @@ class TrainedModel:
             if self._exchange.mode.merges or self._session.alone:
                 self._session.coordination.begun()
         if self.weights is not None:
-            self.weights.updated_alike()
+            self.weights.follows = True
 
     def settle(self) -> None:
         """Carry out an exchange of weights that is due before the next step."""

@@ -29,7 +29,7 @@ from ..session.communicator import Array
 from ..session.layout import Layout, copy_weights
 from ..session.session import Session
 from .exchange import BucketExchange
-from .memory import Stored
+from .memory import Blocks
 from .model import TrainedModel, nothing
 
 
@@ -45,7 +45,7 @@ class OwnedModel:
         self,
         exchange: BucketExchange,
         trained: TrainedModel,
-        weights: Stored,
+        weights: Blocks,
         build: Build,
         learnt: Sequence[Record] = (),
         *,
@@ -260,8 +260,8 @@ def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Recor
 def serve_model(
     session: Session,
     layout: Layout,
-    gradients: Stored,
-    weights: Stored,
+    gradients: Blocks,
+    weights: Blocks,
     build: Build,
     learnt: Sequence[Record] = (),
     *,
@@ -276,12 +276,12 @@ def serve_model(
     serve(session, Model(layout, gradients.arrays, weights.arrays, compression), build, learnt, lay, apart=apart)
 
 
-def add_up(session: Session, layout: Layout, gradients: Stored) -> None:
+def add_up(session: Session, layout: Layout, gradients: Blocks) -> None:
     """Sum a model's gradients on a server until all workers have left."""
     compression = session.compression(layout.layers, layout.buckets, gradients.arrays)
     Summing(session, layout, gradients.arrays, compression, partial(_cut, gradients)).serve()
 
 
-def _cut(stored: Stored, buckets: Sequence[Bucket]) -> Sequence[Array]:
+def _cut(stored: Blocks, buckets: Sequence[Bucket]) -> Sequence[Array]:
     stored.cut(buckets)
     return stored.arrays

@@ -3,8 +3,7 @@
 The sync mode names the steps after which workers exchange weights (``sync.Averages``). The last storage of the model's
 buckets holds the data to exchange. Under local SGD, DiLoCo and EASGD these are the differences from the last agreed
 weights, and their mean gives the next agreed weights (``AgreedWeights``). Under gossip they are the weights themselves,
-which a worker averages with those of some others (``MixedWeights``). ``WeightExchange`` runs the sequence, the same for
-all frameworks.
+which a worker averages with those of some others. ``WeightExchange`` runs the sequence, the same for all frameworks.
 
 ``WeightMemory`` computes in one kind of memory. ``engine.step`` decides when weights are exchanged, and ``exchange``
 moves them.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..plans.check import check_mixing
 from ..plans.messages import Program
@@ -95,226 +94,95 @@ class Mix(NamedTuple):
     parts: int
 
 
-class AgreedWeights:
-    """Exchanges the differences from the last agreed weights. The first agreed weights are the present ones."""
-
-    alike = False
-
-    def __init__(self, mode: Agrees, workers: int, memory: WeightMemory) -> None:
-        self._mode, self._memory, self._pull = mode, memory, mode.pull(workers)
-        self.agreed = memory.zeros()
-        """This worker's weights at first and after each exchange. Under EASGD: the centre, which no worker has."""
-        self._remembered = memory.zeros() if mode.remembers else Values((), ())
-        # No digest is needed after an exchange, which leaves the same weights on all ranks. None: to be computed, since
-        # this rank has set the agreed weights by itself.
-        self._mark: int | None = 0
-        memory.read(self.agreed)
-
-    def mix(self, step: int) -> None:
-        """No plan of its own: all workers are averaged."""
-
-    @property
-    def fingerprint(self) -> int:
-        """A digest of agreed weights that no exchange has made, else 0. It must be equal on all workers."""
-        if self._mark is None:
-            self._mark = 0
-            for block in (*self.agreed.blocks, *self._remembered.blocks):
-                self._mark = zlib.crc32(self._memory.bytes_of(block), self._mark)
-        return self._mark
-
-    def anew(self) -> None:
-        """Take the present weights as the agreed ones. The next exchange checks that all workers have the same."""
-        self._memory.read(self.agreed)
-        self._mark = None
-
-    def forget(self) -> None:
-        """Take the present weights as the agreed ones, and clear the outer momentum."""
-        for block in self._remembered.blocks:
-            block[...] = 0
-        self.anew()
-
-    def put(self) -> None:
-        """Set the buckets to this worker's share of the mean difference. Under EASGD pull the weights to the centre."""
-        self._memory.subtract(self.agreed)
-        if self._pull < 1:
-            self._memory.give_up(self._pull)
-        self._memory.share_out(1.0)
-
-    def take(self, step: int) -> None:  # noqa: ARG002
-        """Compute the next agreed weights from the mean in the buckets, and continue from them."""
-        remembered = self._remembered.blocks or [None] * len(self.agreed.blocks)
-        for mean, agreed, memory in zip(self._memory.buckets.blocks, self.agreed.blocks, remembered, strict=True):
-            agree_in_blocks(self._mode, agreed, mean, memory, self._memory.at_once(mean))
-        self._mark = 0
-        if self._pull == 1:
-            self.give()
-
-    def give(self) -> None:
-        """Set the weights to the agreed ones."""
-        self._memory.write(self.agreed)
-
-    def put_own(self, weight: float) -> bool:
-        """Set the buckets to this worker's share of the final weights. False under EASGD, where the centre is final."""
-        if self._pull < 1:
-            return False
-        if self._memory.sums_differences:
-            self._memory.subtract(self.agreed)
-        else:
-            self._memory.read(self._memory.buckets)
-        self._memory.share_out(weight)
-        return True
-
-    def take_final(self) -> None:
-        """Set the weights to the final ones: the centre under EASGD, otherwise the sum in the buckets."""
-        if self._pull < 1:
-            self.give()
-            return
-        if self._memory.sums_differences:
-            for mean, agreed in zip(self._memory.buckets.blocks, self.agreed.blocks, strict=True):
-                mean += agreed
-        self._memory.write(self._memory.buckets)
-
-    def saved(self) -> dict[str, list[Elements]]:
-        """The state that all workers share and that a resumed run needs."""
-        found = {"agreed": self._memory.saved(self.agreed)}
-        if self._mode.remembers:
-            found["memory"] = self._memory.saved(self._remembered)
-        return found
-
-    def load(self, saved: Mapping[str, Sequence[Elements]]) -> None:
-        """Restore ``saved``. All workers load the same state, which the next exchange checks."""
-        self._memory.load(self.agreed, saved["agreed"])
-        if self._mode.remembers:
-            self._memory.load(self._remembered, saved["memory"])
-        self._mark = None
-
-
-class MixedWeights:
-    """Averages the weights of a worker with those of some others; there are no agreed weights.
-
-    Raises PlanError for a mode whose plans do not spread each worker's weights to all workers.
-    """
-
-    alike, fingerprint = True, 0
-
-    def __init__(self, mode: Mixes, workers: int, rank: int, memory: WeightMemory) -> None:
-        check_mixing(mixes_of(mode, workers))
-        self._mode, self._workers, self._rank, self._memory = mode, workers, rank, memory
-
-    def mix(self, step: int) -> Mix:
-        """The mode's plan after that step, for this rank."""
-        plan = self._mode.mix(self._workers, step)
-        return Mix(compiled(plan, self._rank), len(plan.sums[self._rank]))
-
-    def program(self, step: int) -> Program:
-        """The program that replaces the strategy's architecture after that step."""
-        return self.mix(step).program
-
-    def anew(self) -> None:
-        """No effect: there are no agreed weights."""
-
-    def forget(self) -> None:
-        """No effect: there is no outer momentum."""
-
-    def give(self) -> None:
-        """No effect: there are no agreed weights to give."""
-
-    def put(self) -> None:
-        """Set the buckets to the weights; ``take`` divides their sum."""
-        self._memory.read(self._memory.buckets)
-
-    def take(self, step: int) -> None:
-        """Set the weights to the mean: the sum in the buckets by the number of its parts."""
-        parts = self.mix(step).parts
-        for block in self._memory.buckets.blocks:
-            block /= parts
-        self.take_final()
-
-    def put_own(self, weight: float) -> bool:
-        """Set the buckets to this worker's share of the mean over all workers."""
-        self.put()
-        self._memory.share_out(weight)
-        return True
-
-    def take_final(self) -> None:
-        """Set the weights to the buckets."""
-        self._memory.write(self._memory.buckets)
-
-    def saved(self) -> dict[str, list[Elements]]:
-        """Nothing: workers share no state."""
-        return {}
-
-    def load(self, saved: Mapping[str, Sequence[Elements]]) -> None:
-        """No effect: nothing is saved."""
-
-
 class WeightExchange:
     """The exchanges of one model's weights. All workers make it together; ``key`` is the first key of the exchanges.
 
-    ``follows`` tells whether the agreed weights have yet to be taken from the present ones.
+    Here the weights themselves are exchanged: a worker's are averaged with those of some others (gossip). Raises
+    PlanError for a mode whose plans do not spread each worker's weights to all workers.
     """
 
     def __init__(
         self, session: Session, key: int, mode: Averages, memory: WeightMemory, *, follows: bool = False
     ) -> None:
         self._session, self._key, self._memory = session, key, memory
-        self.travelling: AgreedWeights | MixedWeights
-        """The kind of exchange: differences from agreed weights, or weights."""
-        if isinstance(mode, Agrees):
-            self.travelling = AgreedWeights(mode, session.world_size, memory)
-        else:
-            assert isinstance(mode, Mixes)
-            self.travelling = MixedWeights(mode, session.world_size, session.rank, memory)
+        self._mixes = mode if isinstance(mode, Mixes) else None
+        if self._mixes is not None:
+            check_mixing(mixes_of(self._mixes, session.world_size))
         self.follows = follows
         """Whether an update that is equal on all workers has changed the weights since they were agreed."""
         self.since = 0
         """The steps that this worker has made alone since the last exchange of weights."""
 
-    @property
-    def program(self) -> Callable[[int], Program] | None:
-        """The program by step that replaces the strategy's architecture; None if the architecture is used."""
-        return self.travelling.program if isinstance(self.travelling, MixedWeights) else None
+    def mix(self, step: int) -> Mix | None:
+        """This rank's part in the mode's own plan after that step; None if all workers are averaged."""
+        if self._mixes is None:
+            return None
+        plan, rank = self._mixes.mix(self._session.world_size, step), self._session.rank
+        return Mix(compiled(plan, rank), len(plan.sums[rank]))
 
-    def weight(self, counted: Callable[[], float]) -> float:
-        """This worker's weight in the mean: ``counted``, or 0 if it has made no step since the last exchange."""
-        if self.travelling.alike:
-            return 1.0
-        return counted() if self.since else 0.0
+    @property
+    def fingerprint(self) -> int:
+        """A digest of agreed weights that no exchange has made, else 0. It must be equal on all workers."""
+        return 0
+
+    def weight(self, counted: Callable[[], float]) -> float:  # noqa: ARG002
+        """This worker's weight in the mean. ``counted`` returns the weight of the batches since the last exchange."""
+        return 1.0
+
+    def anew(self) -> None:
+        """Take the present weights as the agreed ones, if there are agreed ones."""
+
+    def give(self) -> None:
+        """Set the weights to the agreed ones, if there are any."""
+
+    def put(self) -> None:
+        """Fill the buckets for an exchange."""
+        self._memory.read(self._memory.buckets)
+
+    def take_sum(self, step: int) -> None:
+        """Use the sum in the buckets, after that step."""
+        mix = self.mix(step)
+        assert mix is not None
+        for block in self._memory.buckets.blocks:
+            block /= mix.parts
+        self.take_final()
+
+    def put_own(self, weight: float) -> bool:
+        """Set the buckets to this worker's share of the final weights. False if these are known without an exchange."""
+        self.put()
+        self._memory.share_out(weight)
+        return True
+
+    def take_final(self) -> None:
+        """Set the weights to the final ones, after ``put_own`` and an exchange."""
+        self._memory.write(self._memory.buckets)
+
+    def saved(self) -> dict[str, list[Elements]]:
+        """The state that all workers share and that a resumed run needs."""
+        return {}
+
+    def load(self, saved: Mapping[str, Sequence[Elements]]) -> None:
+        """Restore ``saved``. All workers load the same state, which the next exchange checks."""
 
     def made_alone(self) -> None:
         """Note a step that this worker makes alone, before its update."""
-        if self.follows:
-            self.travelling.anew()
-            self.follows = False
+        self.rest()
+        self.follows = False
         self.since += 1
-
-    def updated_alike(self) -> None:
-        """Note an update that is equal on all workers."""
-        self.follows = True
 
     def rest(self) -> None:
         """Take the present weights as agreed if they are equal on all workers, before a joint call between steps."""
         if self.follows:
-            self.travelling.anew()
-
-    @property
-    def fingerprint(self) -> int:
-        """The digest that must be equal on all workers for an exchange to be meaningful."""
-        return self.travelling.fingerprint
-
-    def put(self) -> None:
-        """Fill the buckets for an exchange."""
-        self.travelling.put()
+            self.anew()
 
     def take(self, meeting: Meeting, step: int) -> None:
         """Take the result of the exchange after that step. GradientError if workers started from different weights."""
         self._check_alike(meeting)
-        self.travelling.take(step)
+        self.take_sum(step)
         self.since = 0
 
     def forget(self) -> None:
         """Begin again from the present weights, after a state without agreed weights was loaded."""
-        self.travelling.forget()
         self.since, self.follows = 0, False
 
     def consolidate(self, step: int, counted: Callable[[], float], met: Callable[[Meeting], None]) -> None:
@@ -322,15 +190,15 @@ class WeightExchange:
 
         All workers call it together, after ``rest``. ``met`` is called with this worker's meeting.
         """
-        session, travelling = self._session, self.travelling
+        session = self._session
         argument, weight = step_argument(self._key, step), self.weight(counted)
         meeting = session.meet(CONSOLIDATE, argument, weight=weight, flags=self.fingerprint)
         met(meeting)
         session.await_all(meeting, CALLS[CONSOLIDATE])
         self._check_alike(meeting)
-        if travelling.put_own(meeting.share()):
+        if self.put_own(meeting.share()):
             self._memory.add_up(self._add)
-        travelling.take_final()
+        self.take_final()
 
     def _add(self, array: Array) -> None:
         """Sum a bucket among the workers alone, without servers or codec."""
@@ -341,6 +209,109 @@ class WeightExchange:
         marks = {ticket.flags for ticket in meeting.tickets() if ticket.kind != JOINED}
         if len(marks) > 1:
             raise self._session.fault(
-                "ranks have loaded different weights into the model since all agreed on some, so that what theirs"
-                " differ by says nothing: load the same ones on all ranks, or a checkpoint (load_state_dict) after them"
+                "ranks have loaded different weights into the model since the last exchange, so their differences from"
+                " the agreed weights cannot be averaged: load the same weights on all ranks, or a checkpoint"
+                " (load_state_dict) after them"
             )
+
+
+class AgreedWeights(WeightExchange):
+    """Exchanges the differences from the last agreed weights. The first agreed weights are the present ones."""
+
+    def __init__(
+        self, session: Session, key: int, mode: Agrees, memory: WeightMemory, *, follows: bool = False
+    ) -> None:
+        super().__init__(session, key, mode, memory, follows=follows)
+        self._mode, self._pull = mode, mode.pull(session.world_size)
+        self.agreed = memory.zeros()
+        """This worker's weights at first and after each exchange. Under EASGD: the centre, which no worker has."""
+        self._remembered = memory.zeros() if mode.remembers else Values((), ())
+        # No digest is needed after an exchange, which leaves the same weights on all ranks. None: to be computed, since
+        # this rank has set the agreed weights by itself.
+        self._mark: int | None = 0
+        memory.read(self.agreed)
+
+    @property
+    def fingerprint(self) -> int:
+        if self._mark is None:
+            self._mark = 0
+            for block in (*self.agreed.blocks, *self._remembered.blocks):
+                self._mark = zlib.crc32(self._memory.bytes_of(block), self._mark)
+        return self._mark
+
+    def weight(self, counted: Callable[[], float]) -> float:
+        """0 for a worker that has made no step since the last exchange."""
+        return counted() if self.since else 0.0
+
+    def anew(self) -> None:
+        """The next exchange checks that all workers have the same."""
+        self._memory.read(self.agreed)
+        self._mark = None
+
+    def forget(self) -> None:
+        """Also clears the outer momentum."""
+        for block in self._remembered.blocks:
+            block[...] = 0
+        self.anew()
+        super().forget()
+
+    def put(self) -> None:
+        """This worker's share of the mean difference. Under EASGD pull the weights to the centre."""
+        self._memory.subtract(self.agreed)
+        if self._pull < 1:
+            self._memory.give_up(self._pull)
+        self._memory.share_out(1.0)
+
+    def take_sum(self, step: int) -> None:  # noqa: ARG002
+        """Compute the next agreed weights from the mean in the buckets, and continue from them."""
+        remembered = self._remembered.blocks or [None] * len(self.agreed.blocks)
+        for mean, agreed, memory in zip(self._memory.buckets.blocks, self.agreed.blocks, remembered, strict=True):
+            agree_in_blocks(self._mode, agreed, mean, memory, self._memory.at_once(mean))
+        self._mark = 0
+        if self._pull == 1:
+            self.give()
+
+    def give(self) -> None:
+        self._memory.write(self.agreed)
+
+    def put_own(self, weight: float) -> bool:
+        """False under EASGD, where the centre is final."""
+        if self._pull < 1:
+            return False
+        if self._memory.sums_differences:
+            self._memory.subtract(self.agreed)
+        else:
+            self._memory.read(self._memory.buckets)
+        self._memory.share_out(weight)
+        return True
+
+    def take_final(self) -> None:
+        """The centre under EASGD, otherwise the sum in the buckets."""
+        if self._pull < 1:
+            self.give()
+            return
+        if self._memory.sums_differences:
+            for mean, agreed in zip(self._memory.buckets.blocks, self.agreed.blocks, strict=True):
+                mean += agreed
+        self._memory.write(self._memory.buckets)
+
+    def saved(self) -> dict[str, list[Elements]]:
+        found = {"agreed": self._memory.saved(self.agreed)}
+        if self._mode.remembers:
+            found["memory"] = self._memory.saved(self._remembered)
+        return found
+
+    def load(self, saved: Mapping[str, Sequence[Elements]]) -> None:
+        self._memory.load(self.agreed, saved["agreed"])
+        if self._mode.remembers:
+            self._memory.load(self._remembered, saved["memory"])
+        self._mark = None
+
+
+def weight_exchange(
+    session: Session, key: int, mode: Averages, memory: WeightMemory, *, follows: bool = False
+) -> WeightExchange:
+    """The exchange of weights of that sync mode."""
+    kind: Any = AgreedWeights if isinstance(mode, Agrees) else WeightExchange
+    made: WeightExchange = kind(session, key, mode, memory, follows=follows)
+    return made

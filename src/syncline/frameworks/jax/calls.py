@@ -41,8 +41,7 @@ from ...kernels import xla as kernel
 from ...kernels.passes import CODES
 from ...session.session import Session
 from .._computations import keep_state
-from .._flat import FlatModel
-from .._weights import Array
+from .._flat import Array, FlatModel
 
 TOKEN = np.zeros(4, np.int32)
 """The value that each call passes to the next: the step and the table's address, as two words of 64 bits."""

@@ -25,10 +25,9 @@ from ...errors import ClosedError, GradientError, MismatchError, UsageError
 from ...session.session import Session
 from ...sync import Averages
 from .._checkpoint import load, load_alone, save, save_alone
-from .._computations import KINDS, ends_run, tensors_of_calls
-from .._flat import FlatModel, serve_flat
+from .._computations import KINDS, tensors_of_calls
+from .._flat import Array, FlatModel, serve_flat
 from .._supported import check_average, check_mode, check_schedule, warn_of_plain_steps
-from .._weights import Array
 from .calls import PUT, TAKE, TOKEN, Buckets, Call, calls, invoke, invoke_code, shared, unseen, wait_for_steps
 from .slices import OptaxSlices, device_of_owners, outline, probe
 from .trees import (
@@ -116,7 +115,7 @@ class Run:
             np.array_equal(_bits(one), _bits(other)) for one, other in zip(mine, self._weights.now, strict=True)
         ):
             text = f"{session.name(session.index)} begins with other parameters than rank 0: say params ="
-            raise ends_run(session, UsageError(f"{text} syncline.jax.broadcast(params) before init(params)"))
+            raise session.fail(UsageError(f"{text} syncline.jax.broadcast(params) before init(params)"))
         self._compare(params)
         session.barrier()  # nobody goes on from parameters that are not everyone's
         self._weights.forget()
@@ -155,7 +154,7 @@ class Run:
             what = "keeps other state" if keeps != kept else "makes other updates of the same gradients"
             text = f"the optimizer of {session.name(session.rank)} {what} than that of {session.name(0)}"
             remedy = "give all workers the same transformation of optax, with the same values"
-            raise ends_run(session, MismatchError(session.titled(f"{text}: {remedy}")))
+            raise session.fail(MismatchError(session.titled(f"{text}: {remedy}")))
 
     def _inner(self, params: Any) -> Any:
         return () if self._optimizer is None or self._held else self._optimizer.init(params)
@@ -166,7 +165,7 @@ class Run:
         self._buckets: Buckets | None = None
         if self._devices == 1:
             after = model.held if self._held and model.held is not None else model.gradients
-            self._buckets = Buckets(model, self._tensors, after.flat)
+            self._buckets = Buckets(model, self._tensors, after.tensors)
             self._begin = self._call(self._begun, [_STEP], [TOKEN])
             self._end = self._call(self._ended, [TOKEN], [TOKEN])
         else:
@@ -316,7 +315,7 @@ class Run:
     def _finished(self, arguments: list[Array], results: list[Array]) -> None:
         model = self._at(arguments, results)
         model.step()
-        found = self._weights.now if self._held else model.gradients.flat
+        found = self._weights.now if self._held else model.gradients.tensors
         _give(found, results)
         self._weights.forget()
 

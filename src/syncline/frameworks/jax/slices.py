@@ -24,7 +24,7 @@ from ...errors import UsageError
 from ...serving.records import Elements, State
 from ...serving.shard import Groups, Holding
 from .._computations import RATE
-from .._weights import Array, OnHoldings, flat_elements
+from .._flat import Array, OnHoldings, flat_elements
 from .trees import named
 
 

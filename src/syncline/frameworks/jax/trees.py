@@ -21,8 +21,8 @@ from ...nouns import Spec
 from ...serving.records import Elements, State
 from ...serving.shard import Groups
 from ...session.session import Session
-from .._computations import RATE, TYPES, WeightsOfCall, broadcast_into, check_like_root, ends_run
-from .._weights import Array, flat_elements
+from .._computations import RATE, TYPES, WeightsOfCall, broadcast_into, check_like_root
+from .._flat import Array, flat_elements
 
 _OUTER = "outer"
 """The prefix for the state of transformations outside Syncline's."""
@@ -104,7 +104,7 @@ def told_to_all(session: Session) -> Iterator[None]:
         if session.alone:
             raise
         text = session.titled(f"{session.name(session.index)}: {error}")
-        raise ends_run(session, UsageError(text)) from error
+        raise session.fail(UsageError(text)) from error
 
 
 def broadcast(session: Session, tree: Any, root: int) -> Any:

@@ -19,7 +19,6 @@ import numpy as np
 from ...compression.saved import from_bytes as archived
 from ...errors import MismatchError, UsageError
 from ...session.session import Session
-from .._computations import ends_run
 from .prepared import prepared
 
 _STATE, _EPOCHS = "state", "epochs"
@@ -51,7 +50,7 @@ class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
                     f"{session.name(session.index)} and {session.name(rank)} report other metrics of an epoch, of which"
                     f" {other[0]!r} is one's alone: compile models with the same metrics, and validate on all or none"
                 )
-                raise ends_run(session, MismatchError(text))
+                raise session.fail(MismatchError(text))
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]

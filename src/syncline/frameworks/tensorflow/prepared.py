@@ -19,7 +19,7 @@ import tensorflow as tf
 from ...errors import MismatchError, UsageError
 from ...session.session import Session
 from .._checkpoint import checked, load, load_alone, save, save_alone
-from .._computations import broadcast_into, ends_run
+from .._computations import broadcast_into
 from .._supported import check_average, warn_of_plain_steps
 from .run import Matching, Run, Unused
 from .slices import KerasSlices, probe
@@ -158,7 +158,7 @@ class Prepared:
             here = {name: mine[1].get(name) for name in differs}
             there = {name: theirs[1].get(name) for name in differs}
             text = f"{session.name(session.index)} has the optimizer {mine[0]} with {here}, {session.name(0)} has"
-            raise ends_run(session, MismatchError(f"{text} {theirs[0]} with {there}: give all ranks the same"))
+            raise session.fail(MismatchError(f"{text} {theirs[0]} with {there}: give all ranks the same"))
 
     def _made(self) -> int:
         return self.steps if self.optimizer is None else int(innermost(self.optimizer)._iterations.numpy())

@@ -28,9 +28,8 @@ from ...serving.shard import Build
 from ...session.session import Session
 from ...sync import Averages, exchanges_gradients
 from .._computations import KINDS, keep_state, tensors_of_calls
-from .._flat import FlatModel, serve_flat
+from .._flat import Array, FlatModel, serve_flat
 from .._supported import check_mode, check_schedule
-from .._weights import Array
 from .variables import VariableWeights, resource
 
 Unused = Literal["error", "zeros"]
@@ -307,13 +306,13 @@ class Run:
         if told:
             self.weights.rate = float(rest[0])
         self.model.step()
-        found = self.weights.now if self.held else self.model.gradients.flat
+        found = self.weights.now if self.held else self.model.gradients.tensors
         return [*self._shaped(found, lent), *self._buffers.of_first(rest[told:])]
 
     def _check_unwritten(self, weights: Sequence[Array]) -> None:
         """Refuse weights that the script has changed: the owners would not see the change and would overwrite it."""
         assert self.model.held is not None
-        for spec, mine, theirs in zip(self.specs, weights, self.model.held.flat, strict=True):
+        for spec, mine, theirs in zip(self.specs, weights, self.model.held.tensors, strict=True):
             if not np.array_equal(mine.reshape(-1).view(np.uint8), theirs.view(np.uint8)):
                 raise self.model.fault(
                     f"{spec.name!r} was written to since the last step, which the owners of the weights do not see: set"

@@ -18,7 +18,7 @@ from ...nouns import Spec
 from ...serving.records import State
 from ...serving.shard import Groups, Holding
 from .._computations import RATE
-from .._weights import Array, OnHoldings
+from .._flat import Array, OnHoldings
 from .variables import Slots, assign, value
 
 _REMEDY = "or ps(update=worker), ring or another allreduce"

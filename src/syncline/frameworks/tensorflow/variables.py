@@ -25,7 +25,7 @@ from ...serving.records import Elements, State
 from ...serving.shard import Groups
 from ...session.session import Session
 from .._computations import RATE, TYPES, WeightsOfCall, broadcast_into, check_like_root
-from .._weights import Array, flat_elements
+from .._flat import Array, flat_elements
 
 
 def resource(given: Any) -> Any:

@@ -2,7 +2,7 @@
 
 ``frameworks.adapter_of`` imports it for models of PyTorch; ``api``, ``checkpoint`` and ``torch_backend`` use its files.
 Start reading in ``prepare``, which builds everything else. ``passes`` turns backward passes into steps on a ``replica``
-with gradients in ``storage``. ``averaging`` exchanges weights, ``overlap`` defers updates into the next forward pass,
+with gradients in ``storage``. ``averaging`` exchanges weights, ``deferred`` defers updates into the next forward pass,
 and ``served`` trains with weights that parameter servers hold.
 """
 

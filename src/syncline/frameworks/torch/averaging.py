@@ -34,7 +34,7 @@ from ...session.layout import gather_saved
 from ...session.tickets import AVERAGE, Meeting
 from ...sync import Averages
 from ...sync._periodic import BLOCK_ELEMENTS
-from ...training.weights import AgreedWeights, Values, WeightExchange
+from ...training.weights import AgreedWeights, Values, weight_exchange
 from .buffers import MeanBuffers
 from .compiled import eager
 from .replica import Replica
@@ -128,9 +128,9 @@ class Averaging:
     def __init__(self, replica: Replica, mode: Averages) -> None:
         session, parameters = replica.session, [parameter for _, parameter in replica.named]
         self._replica, self._memory = replica, ParameterMemory(replica.storages[-1], parameters, session.world_size)
-        self._weights = WeightExchange(session, replica.first_key, mode, self._memory)
-        replica.trained.weights, replica.exchange.program = self._weights, self._weights.program
-        replica.listeners.loaded = self._weights.travelling.anew
+        self._weights = weight_exchange(session, replica.first_key, mode, self._memory)
+        replica.trained.weights, replica.exchange.mix = self._weights, self._weights.mix
+        replica.listeners.loaded = self._weights.anew
         staging = replica.exchange.staging
         self._buffers = MeanBuffers(replica.session, replica.selection, staging, replica.first_key, replica.fault)
         self._in_step = self._counted = False  # the optimizer is running; it has begun a step since its call
@@ -210,7 +210,7 @@ class Averaging:
 
     def met(self, kind: int, meeting: Meeting, step: int) -> None:
         """Start the exchange of buffers: all ranks exchange weights after that step, or consolidate them."""
-        mix = self._weights.travelling.mix(step) if kind == AVERAGE else None
+        mix = self._weights.mix(step) if kind == AVERAGE else None
         self._buffers.start(meeting, *(mix or ()))
 
     def averaged(self, kind: int) -> None:
@@ -232,7 +232,7 @@ class Averaging:
             mine |= {f"own/{name}": as_bytes(tensor.contiguous()).cpu().numpy() for name, tensor in self._tensors()}
         ranks = gather_saved(replica.session, mine)
         return {
-            **weights.travelling.saved(),
+            **weights.saved(),
             "since": weights.since,
             "synchronous": weights.follows,
             "counted": [float(rank["counted"][0]) for rank in ranks],
@@ -242,8 +242,8 @@ class Averaging:
     @property
     def _all_agree(self) -> bool:
         """Whether this worker's weights are equal to the agreed ones."""
-        travelling = self._weights.travelling
-        return isinstance(travelling, AgreedWeights) and self._memory.equal(travelling.agreed)
+        weights = self._weights
+        return isinstance(weights, AgreedWeights) and self._memory.equal(weights.agreed)
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         return self._replica.selection.tensors()
@@ -264,10 +264,10 @@ class Averaging:
         """
         ranks, session, weights = saved["ranks"], self._replica.session, self._weights
         try:
-            weights.travelling.load(saved)
+            weights.load(saved)
             each = [[rank.get(name) for rank in ranks] for name, _ in self._tensors()]
             with torch.no_grad():
-                weights.travelling.give()
+                weights.give()
                 for (_, tensor), of_ranks in zip(self._tensors(), each, strict=True):
                     _load_own(tensor, of_ranks, session.rank if len(ranks) == session.world_size else None)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

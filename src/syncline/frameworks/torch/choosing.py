@@ -11,7 +11,7 @@
 
 Overlap with the next forward pass pays only if no rank's script reads gradients between backward and the optimizer's
 step, changes them, calls the optimizer with a closure, or reads weights between two steps. Such a read would wait for
-the exchange. Ranks watch for such reads (``overlap``) and report them in their tickets. Rank 0 chooses an overlapping
+the exchange. Ranks watch for such reads (``deferred``) and report them in their tickets. Rank 0 chooses an overlapping
 schedule if no rank reported a read in the measured or watched steps, and the best other schedule as soon as one rank
 does. Rank 0 sends the choice with the layout, and the phase of every rank follows from it. Until the change, a read is
 correct under the running schedule. A rank whose model or optimizer cannot defer updates reports that in every ticket.
@@ -39,11 +39,11 @@ from ...strategy.strategy import Strategy
 from ...training.exchange import REPLACES
 from ...tuning.schedule_choice import Trials, candidates, choose_schedule, with_measuring_buckets, worth_a_trial
 from .compiled import is_compiled
-from .deferred import updates_alone
 from .optimizer import defer_steps, end_deferred_steps
 from .passes import TrainedReplica
+from .shard import updates_alone
 from .staging import device_of
-from .supported import check_overlap
+from .supported import check_deferred
 
 log = logging.getLogger("syncline")
 
@@ -94,8 +94,8 @@ class Choosing:
 
     def objects(self) -> bool:
         """Whether this rank cannot defer updates, or its script has read a value since the last call."""
-        overlap = self._replica.overlap
-        return self._refused or overlap is None or overlap.take_looked() or overlap.refused
+        deferred = self._replica.deferred
+        return self._refused or deferred is None or deferred.take_looked() or deferred.refused
 
     def flags(self) -> int:
         """The flags of this rank's next ticket."""
@@ -185,8 +185,8 @@ class Choosing:
         self._seen, self._steps = False, 0
         if self._replica.exchange.layout.trial:
             self._phase = _TRYING
-            if self._replica.overlap is not None:
-                self._replica.overlap.watches = not self._overlaps_now
+            if self._replica.deferred is not None:
+                self._replica.deferred.watches = not self._overlaps_now
             if self._trials is not None:
                 self._trials.began()
         elif self._phase == _BEGUN:
@@ -220,9 +220,9 @@ class Choosing:
         return self._replica.exchange.schedule.apply != "step"
 
     def _settle(self) -> None:
-        overlap = self._replica.overlap
-        if overlap is not None and self._replica.exchange.schedule.apply != "step":
-            self._phase, overlap.watches = _OVERLAPPING, False
+        deferred = self._replica.deferred
+        if deferred is not None and self._overlaps_now:
+            self._phase, deferred.watches = _OVERLAPPING, False
         else:
             self._phase = _OVER if self._overlapping is None else _WAITING
             self._detach()
@@ -232,20 +232,20 @@ class Choosing:
     def _watch(self) -> None:
         """Watch from now on whether the script reads values that could be in flight."""
         strategy = self._overlapping
-        if strategy is None or self._optimizer is None or self._replica.overlap is not None:
+        if strategy is None or self._optimizer is None or self._replica.deferred is not None:
             return
         self._refused = not updates_alone(self._optimizer) or is_compiled(self._replica.model)
         if not self._refused:
             try:
-                check_overlap(strategy, self._optimizer, self._replica.selection)
+                check_deferred(strategy, self._optimizer, self._replica.selection)
                 defer_steps(self._replica, self._optimizer, gives_way=True)
             except UsageError:
                 self._refused = True
 
     def _detach(self) -> None:
-        if self._replica.overlap is not None:
-            self._replica.overlap.detach()
-            self._replica.overlap = None
+        if self._replica.deferred is not None:
+            self._replica.deferred.detach()
+            self._replica.deferred = None
             end_deferred_steps(self._optimizer)
 
 

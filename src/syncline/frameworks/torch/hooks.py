@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,54 +35,35 @@ from .compiled import eager
 from .options import tensors_in
 
 
-class Told(Protocol):
-    """Receives the events of a model."""
-
-    def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """A forward pass begins."""
-        ...
-
-    def after_forward(self, output: Any) -> None:
-        """A forward pass has ended."""
-        ...
-
-    def came_through_output(self) -> None:
-        """A backward pass has reached the output of a forward pass."""
-        ...
-
-    def on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """A parameter's gradient has been accumulated."""
-        ...
-
-    def on_state_loaded(self, module: torch.nn.Module) -> None:
-        """A state was loaded into a module, which may be a copy of the model."""
-        ...
-
-
 class Hooks:
-    """The hooks of one model, until they are removed. ``outputs`` adds the hook on the model's output."""
+    """The hooks of one model, until they are removed.
+
+    ``produced`` is called with the number of a parameter whose gradient has been accumulated, ``entered`` at the start
+    of a forward pass, and ``loaded`` with a module, maybe of a copy, into which a state was loaded. ``left`` is called
+    with the output of a forward pass.
+    """
 
     def __init__(
         self,
         session: Session,
         model: torch.nn.Module,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        told: Told,
-        *,
-        outputs: bool,
+        produced: Callable[[int, torch.Tensor], None],
+        entered: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        loaded: Callable[[torch.nn.Module], None],
+        left: Callable[[Any], None] | None = None,
     ) -> None:
         handles: list[Any] = []
         for index, (_, parameter) in enumerate(named):
-            hook = eager(partial(told.on_gradient, index))
+            hook = eager(partial(produced, index))
             handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             _put_first(handles[-1].id, parameter._post_accumulate_grad_hooks)
-        before = eager(lambda _, arguments, keywords: told.before_forward(arguments, keywords))
+        before = eager(lambda _, arguments, keywords: entered(arguments, keywords))
         handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        if outputs:
-            after = eager(lambda _, __, output: told.after_forward(output))
-            handles.append(model.register_forward_hook(after))
-        loaded = eager(lambda module, _: told.on_state_loaded(module))
-        handles.append(model.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
+        if left is not None:
+            handles.append(model.register_forward_hook(eager(lambda _, __, output: left(output))))
+        after_load = eager(lambda module, _: loaded(module))
+        handles.append(model.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
         handles += passes_of(session, model)
         self._copies = PlainCopies(model, handles)
         self._handles = [*handles, self._copies, *synchronise(model, session)]

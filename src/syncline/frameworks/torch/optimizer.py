@@ -9,8 +9,8 @@ alone. If the workers own the weights, asking would be a collective call, and th
 Each rank then keeps its own pieces of the state, and the optimizer is ``Parted``: it cannot be used by itself, but
 ``prepare`` in a later run gathers the pieces.
 
-With deferred updates the object is ``Stepping``: ``step()`` lets the model's ``Overlap`` decide which weights are
-updated when. Methods that read weights or state, above all ``state_dict``, wait for all updates first. Copies and
+With deferred updates the object is ``Stepping``: ``step()`` lets the model's ``DeferredUpdates`` decide which weights
+are updated when. Methods that read weights or state, above all ``state_dict``, wait for all updates first. Copies and
 pickles are plain optimizers.
 """
 
@@ -29,8 +29,8 @@ from ...errors import SynclineError, UsageError
 from ...schedules import goes_ahead
 from ...serving.records import Record, pack, unpack
 from ...session.session import Session
-from .overlap import Overlap, watch_zero_grad
-from .own_values import group_values, plain_attributes
+from .deferred import DeferredUpdates, watch_zero_grad
+from .own_values import ADDED, copy_with, group_values, plain_attributes
 from .passes import TrainedReplica
 from .served import Client
 from .shard import records_of, whole_state
@@ -71,10 +71,10 @@ class Served:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients as the optimizer's own method does."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
-        if self._client.overlap is None:
+        if self._client.deferred is None:
             plain()
         else:
-            self._client.overlap.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
+            self._client.deferred.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
     @property
     def state(self) -> NoReturn:
@@ -112,9 +112,7 @@ class Served:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle as a plain optimizer with the owners' state."""
         self._client.settle("copying or saving the optimizer")
-        whole = self._whole()
-        # ``type(self).__reduce_ex__`` would pickle this mixed class: reconstruct the plain class instead.
-        return copyreg._reconstructor, (type(whole), object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
+        return _reduced(self._whole(), protocol)
 
     def _whole(self, fetch: bool = True) -> torch.optim.Optimizer:
         """A plain optimizer of the user's class over the same parameters; with ``fetch``, it has the owners' state."""
@@ -262,32 +260,33 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int, int
     ]
 
 
-_OURS = ("_client", "_hidden", "_pieces", "_owners", "_parameters")
-
-
 def own_class(optimizer: Any) -> type:
     """The user's class of an optimizer with a mixin."""
     return type(optimizer).__mro__[2]
 
 
-def _restore(optimizer: Any, state: Mapping[Any, Any]) -> None:
-    """Restore the own class of an optimizer with a mixin, with this state."""
+def _restore(optimizer: Any, state: Mapping[Any, Any] | None = None) -> None:
+    """Restore the own class of an optimizer with a mixin, with this state if there is one."""
     optimizer.__class__ = own_class(optimizer)
     hidden = vars(optimizer).get("_hidden")
-    for name in _OURS:
+    for name in ADDED:
         vars(optimizer).pop(name, None)
     if hidden is not None:
         vars(optimizer).setdefault("step", hidden)  # unless the script has put something there meanwhile
-    optimizer.state = defaultdict(dict, state)
+    if state is not None:
+        optimizer.state = defaultdict(dict, state)
 
 
 def _plain_like(optimizer: Any) -> torch.optim.Optimizer:
     """An optimizer of the user's class without state, over the same parameters and with the same group values."""
-    whole: torch.optim.Optimizer = object.__new__(own_class(optimizer))
-    vars(whole).update({key: value for key, value in vars(optimizer).items() if key not in _OURS})
-    whole.param_groups = [dict(group) for group in optimizer.param_groups]
-    whole.state = defaultdict(dict)
-    return whole
+    groups = [dict(group) for group in optimizer.param_groups]
+    return copy_with(optimizer, own_class(optimizer), groups, defaultdict(dict), steps=False)
+
+
+def _reduced(whole: Any, protocol: Any) -> Any:
+    """The result of ``__reduce_ex__`` of an optimizer with a mixin, whose plain copy is ``whole``."""
+    # The mixed class's own would pickle that class: reconstruct the plain class instead.
+    return copyreg._reconstructor, (type(whole), object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
 
 
 def _in_order(state: Mapping[Any, Any], groups: Groups) -> dict[Any, Any]:
@@ -337,22 +336,23 @@ def _or_plain(method: _Method) -> _Method:
 class Stepping:
     """Mixed into the class of a user's optimizer whose updates are deferred."""
 
-    _overlap: Overlap
+    _deferred: DeferredUpdates
+    param_groups: Groups
 
     @_or_plain
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Defer the update of each weight until its first use. Returns the closure's loss."""
-        if not self._overlap.updates_alone:  # such an optimizer (LBFGS) may call the closure several times
+        if not self._deferred.updates_alone:  # such an optimizer (LBFGS) may call the closure several times
             self._opt_called = True
-            return self._overlap.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
-        loss, overlap, whole = None, self._overlap, super().step  # type: ignore[misc]
+            return self._deferred.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
+        loss, deferred, whole = None, self._deferred, super().step  # type: ignore[misc]
         if closure is not None:
-            overlap.looked = True
+            deferred.looked = True
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # what learning-rate schedulers look at
-        if overlap.attached:
-            overlap.step(whole)
+        if deferred.attached:
+            deferred.step(whole)
         else:  # the closure's backward pass has chosen a schedule that does not cross iterations
             whole()
         return loss
@@ -364,19 +364,19 @@ class Stepping:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients as the optimizer's own method does. Setting them to None counts as no read."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
-        self._overlap.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
+        self._deferred.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
     @_or_plain
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Finish deferred updates, then add a group, whose parameters must belong to the model too."""
-        self._overlap.flush()
-        self._overlap.check_added(group)
+        self._deferred.flush()
+        self._deferred.check_added(group)
         super().add_param_group(group)  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
         """The state after all deferred updates."""
-        self._overlap.flush()
+        self._deferred.flush()
         return vars(self)["state"]
 
     @state.setter
@@ -386,25 +386,22 @@ class Stepping:
     @_or_plain
     def state_dict(self) -> dict[str, Any]:
         """The state dictionary after all deferred updates."""
-        self._overlap.flush()
+        self._deferred.flush()
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
 
     @_or_plain
     def load_state_dict(self, state: Any) -> None:
         """Finish deferred updates, then load a state."""
-        self._overlap.flush()
+        self._deferred.flush()
         super().load_state_dict(state)  # type: ignore[misc]
 
     @_or_plain
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Finish deferred updates, then copy or pickle as a plain optimizer."""
-        self._overlap.flush()
-        plain = own_class(self)
-        whole: Any = object.__new__(plain)
-        left_out = ("_overlap", "_hidden")
-        vars(whole).update({key: value for key, value in vars(self).items() if key not in left_out})
-        return copyreg._reconstructor, (plain, object, None), *whole.__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
+        self._deferred.flush()
+        groups, state = self.param_groups, vars(self)["state"]
+        return _reduced(copy_with(self, own_class(self), groups, state, steps=False), protocol)
 
 
 def defer_steps(replica: TrainedReplica, optimizer: torch.optim.Optimizer, *, gives_way: bool = False) -> None:
@@ -415,22 +412,17 @@ def defer_steps(replica: TrainedReplica, optimizer: torch.optim.Optimizer, *, gi
     schedule = replica.exchange.schedule
     plain, later = type(optimizer), schedule.apply == "next_step"
     hidden = hide_step(optimizer)
-    overlap = Overlap(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
-    overlap.gives_way, overlap.watches = gives_way, schedule.apply == "step"
-    replica.overlap = overlap
-    optimizer._overlap, optimizer._hidden = overlap, hidden  # type: ignore[attr-defined]
+    deferred = DeferredUpdates(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
+    deferred.gives_way, deferred.watches = gives_way, schedule.apply == "step"
+    replica.deferred = deferred
+    optimizer._deferred, optimizer._hidden = deferred, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)
-    watch_zero_grad(overlap)
+    watch_zero_grad(deferred)
 
 
 def end_deferred_steps(optimizer: Any) -> None:
     """Restore the optimizer's own class. Updates that are still in flight are abandoned."""
-    overlap = getattr(optimizer, "_overlap", None)
-    if overlap is None:
-        return
-    optimizer.__class__ = own_class(optimizer)
-    hidden = vars(optimizer).pop("_hidden", None)
-    del optimizer._overlap
-    if hidden is not None:
-        vars(optimizer).setdefault("step", hidden)  # unless the script has put something there meanwhile
-    vars(overlap.model).pop("zero_grad", None)
+    deferred = getattr(optimizer, "_deferred", None)
+    if deferred is not None:
+        _restore(optimizer)
+        vars(deferred.model).pop("zero_grad", None)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,38 +31,8 @@ from .storage import distinct
 Weight = Callable[..., float] | float | Literal["batch"]
 
 
-class Counting(Protocol):
-    """The weight of one rank and model in each exchange."""
-
-    @property
-    def complete(self) -> bool:
-        """False while the present backward pass may still change the weight."""
-        ...
-
-    @property
-    def weight(self) -> float | None:
-        """The weight since the last exchange, including the present backward pass; None if nothing was counted."""
-        ...
-
-    def keep(self) -> None:
-        """Count the present backward pass: its gradients wait for an exchange."""
-        ...
-
-    def drop(self) -> None:
-        """Do not count the present backward pass: it made no gradients."""
-        ...
-
-    def reset(self) -> None:
-        """Start again from 0: the gradients were exchanged."""
-        ...
-
-    def resume(self, weight: float) -> None:
-        """Continue from this weight, which a resumed run had counted since its last exchange."""
-        ...
-
-
 class Fixed:
-    """The same weight in every exchange."""
+    """The same weight in every exchange: the calls of ``Samples``, which have no effect here."""
 
     complete = True
 
@@ -70,12 +40,12 @@ class Fixed:
         self.weight = checked(weight, "")
 
     def keep(self) -> None:
-        """Do nothing: the weight is constant."""
+        """No effect."""
 
     drop = reset = keep
 
     def resume(self, weight: float) -> None:
-        """Do nothing: the weight is constant."""
+        """No effect."""
 
 
 class _Pass:
@@ -165,6 +135,10 @@ class Samples:
             self._again.append(forward)
 
 
+Counting = Fixed | Samples
+"""The weight of one rank and model in each exchange."""
+
+
 def checked(weight: float, of_what: str) -> float:
     """A weight as a float. Raises UsageError for a value that is negative, infinite or NaN."""
     found = float(weight)
@@ -226,8 +200,8 @@ class Options:
         return isinstance(self.weight, (int, float))
 
     @property
-    def agreed(self) -> list[object]:
-        """The part of the options that must be equal on all ranks, in a form for JSON."""
+    def agreed(self) -> list[str]:
+        """The part of the options that must be equal on all ranks."""
         weight = "a function" if callable(self.weight) else "'batch'" if self.weight == "batch" else "a number"
         return [f"broadcast_buffers={self.broadcast_buffers}", f"{weight} as weight="]
 

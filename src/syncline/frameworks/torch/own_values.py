@@ -19,6 +19,7 @@ import inspect
 import json
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import cache, cached_property, lru_cache
 from types import CodeType, FunctionType, ModuleType
@@ -32,8 +33,12 @@ from ...serving.records import Record
 from ...serving.shard import Groups
 
 _SCALARS = (bool, int, float, str, type(None))
-_OF_OTHERS = ("grad_scale", "found_inf", "_opt_called", "_hidden")
-"""Attributes that GradScaler, learning-rate schedulers and ``optimizer.take_over`` add to an optimizer."""
+ADDED = ("_client", "_deferred", "_hidden", "_pieces", "_owners", "_parameters")
+"""The attributes that ``optimizer`` adds to a user's optimizer."""
+OF_STEPS = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The attributes that belong to the steps of the user's optimizer alone."""
+_OF_OTHERS = ("grad_scale", "found_inf", "_opt_called", *ADDED)
+"""Attributes that GradScaler, learning-rate schedulers and Syncline add to an optimizer."""
 _MOST_TOLD = 64 * 1024
 """The maximum length of a changing value as text, in bytes: it is sent as a whole in each step."""
 
@@ -257,9 +262,29 @@ def _of_all() -> frozenset[str]:
     return frozenset({*vars(torch.optim.Optimizer([torch.zeros(1)], {})), *_OF_OTHERS})
 
 
-def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes for another optimizer of the same class; plain values are copied."""
-    return {name: copy.deepcopy(value) if is_plain(value) else value for name, value in vars(optimizer).items()}
+def copy_with(
+    optimizer: Any,
+    kind: type,
+    groups: list[dict[str, Any]],
+    state: dict[Any, Any],
+    *,
+    steps: bool,
+    apart: bool = False,
+) -> torch.optim.Optimizer:
+    """A copy of a user's optimizer object, of the user's class ``kind``, with these groups and this state.
+
+    It has all other attributes; ``apart``: its plain values are copies. ``steps``: it makes steps in place of the
+    user's object, whose hooks, and whose step if the script has set one on the object, run once per step and not here.
+    """
+    left_out = {*ADDED, "param_groups", "state", *(OF_STEPS if steps else ())}
+    kept = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    if apart:
+        kept = {name: copy.deepcopy(value) if is_plain(value) else value for name, value in kept.items()}
+    made: torch.optim.Optimizer = object.__new__(kind)
+    vars(made).update(kept, param_groups=groups, state=state)
+    if steps:
+        made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return made
 
 
 def beyond(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ ends. If there were any, all later passes are held too.
 
 A backward pass without gradients of parameters (``torch.autograd.grad``) is ignored.
 
-Passes also drive deferred updates (``overlap``), exchanges of weights (``averaging``) and batch statistics
+Passes also drive deferred updates (``deferred``), exchanges of weights (``averaging``) and batch statistics
 (``buffers``).
 """
 
@@ -38,10 +38,11 @@ from ...sync import exchanges_gradients
 from ...training.model import Framework
 from .averaging import Averaging
 from .buffers import Buffers, SyncBatchNorm
-from .options import Options, Samples
-from .overlap import Overlap
+from .deferred import DeferredUpdates
+from .hooks import Hooks
+from .options import Fixed, Options, Samples
 from .replica import Replica
-from .staging import Copier
+from .staging import CudaCopier
 from .storage import Storage
 
 Keep = Callable[[int, torch.Tensor, bool], None]
@@ -253,7 +254,7 @@ class TrainedReplica(Replica):
         options: Options,
         *,
         first_key: int = 0,
-        copier: Copier | None = None,
+        copier: CudaCopier | None = None,
     ) -> None:
         framework = Framework(
             check=self.check_start,
@@ -263,10 +264,17 @@ class TrainedReplica(Replica):
             apply=self._apply,
             averaged=self._averaged,
         )
-        super().__init__(session, model, options, self, framework, first_key=first_key, copier=copier)
+        super().__init__(session, model, options, framework, first_key=first_key, copier=copier)
         self._fills_missing = options.unused == "zeros"
         self._backward = Backward(self._end_backward, self._given_up)
-        self._samples = self.counting if isinstance(self.counting, Samples) else None
+        weight, events = options.weight, (self.on_gradient, self.before_forward, self.on_state_loaded)
+        self._samples: Samples | None = None
+        if isinstance(weight, (int, float)):
+            self.counting = Fixed(weight)
+            self.hooks = Hooks(session, model, self.named, *events)
+        else:
+            self.counting = self._samples = Samples(weight, self.came_through_output)
+            self.hooks = Hooks(session, model, self.named, *events, self.after_forward)
         self._synchronising = True  # False inside no_sync()
         self._synchronises = self._alone = False  # the backward pass is exchanged, or is a step of this rank alone
         self._held = True  # nothing is sent before the backward pass ends
@@ -277,7 +285,7 @@ class TrainedReplica(Replica):
         self.buffers = Buffers(session, self.selection, self.exchange.staging, first_key, self.fault)
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
 
-    overlap: Overlap | None = None
+    deferred: DeferredUpdates | None = None
     """The deferred updates, if the schedule has any."""
 
     averaging: Averaging | None = None
@@ -292,13 +300,13 @@ class TrainedReplica(Replica):
 
     def flush(self) -> None:
         """Wait for all exchanges in flight between two steps, and finish all deferred updates."""
-        if self.overlap is not None:
-            self.overlap.flush()
+        if self.deferred is not None:
+            self.deferred.flush()
 
     def settle(self) -> None:
         """``flush``, and exchange weights that are due, without counting as a read by the script."""
-        if self.overlap is not None:
-            self.overlap.settle()
+        if self.deferred is not None:
+            self.deferred.settle()
         if self.averaging is not None:
             self.averaging.settle()
 
@@ -342,8 +350,8 @@ class TrainedReplica(Replica):
         self.hooks.remove()
         if self.averaging is not None:
             self.averaging.detach()
-        if self.overlap is not None:
-            self.overlap.detach()
+        if self.deferred is not None:
+            self.deferred.detach()
         self.exchange.close()
 
     # What the script does with the model.
@@ -351,8 +359,8 @@ class TrainedReplica(Replica):
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A forward pass begins."""
         self.guard.check_only_ours()
-        if self.overlap is not None:
-            self.overlap.before_forward()
+        if self.deferred is not None:
+            self.deferred.before_forward()
         if self.averaging is not None:
             self.averaging.before_forward()
         if torch.is_grad_enabled():
@@ -402,8 +410,8 @@ class TrainedReplica(Replica):
         self._touched = True
         if not self._synchronises:
             return
-        if self.overlap is not None and self.overlap.local is not None:
-            self.overlap.local.forget()
+        if self.deferred is not None and self.deferred.local is not None:
+            self.deferred.local.forget()
         if (
             self.exchange.replaces and self.exchange.on_replacing is None
         ):  # with owners it is replaced after the optimizer's step
@@ -413,7 +421,7 @@ class TrainedReplica(Replica):
     @property
     def _local(self) -> Keep | None:
         """Keeps this worker's own gradients for a local step, if the schedule has local steps."""
-        return None if self.overlap is None or self.overlap.local is None else self.overlap.local.keep
+        return None if self.deferred is None or self.deferred.local is None else self.deferred.local.keep
 
     # One backward pass.
 
@@ -491,8 +499,8 @@ class TrainedReplica(Replica):
         if self._touched and self._alone and averaging is not None and averaging.begin_step():
             self.trained.made_alone()
         self._touched = False
-        if self.overlap is not None:
-            self.overlap.backward_over()
+        if self.deferred is not None:
+            self.deferred.backward_over()
 
     def _end_step(self, held: bool) -> None:
         """Make a step of the pass. If it was ``held``, none of its gradients has been sent."""
@@ -510,8 +518,8 @@ class TrainedReplica(Replica):
         meeting = self.trained.meeting
         self._made_step(due)
         self.reset()
-        if self.overlap is not None:
-            self.overlap.backward_over()
+        if self.deferred is not None:
+            self.deferred.backward_over()
         self.listeners.exchanged(meeting)
 
     def _send_rest(self, unshared: bool) -> None:
@@ -551,8 +559,8 @@ class TrainedReplica(Replica):
             self.averaging.met(kind, meeting, step)
 
     def _apply(self, action: Apply) -> None:
-        if self.overlap is not None:
-            self.overlap.apply(action)
+        if self.deferred is not None:
+            self.deferred.apply(action)
 
     def _averaged(self, kind: int) -> None:
         if self.averaging is not None:

@@ -14,7 +14,6 @@ has the others' weights.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,32 +25,32 @@ import torch
 from ...errors import MismatchError, SynclineError, UsageError
 from ...serving.records import pack, unpack
 from ...session.layout import decide_layout
-from ...session.session import MODEL_KEYS, Session
+from ...session.session import Session
 from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
 from ...sync import Averages
+from ...training.memory import check_same_model
 from ...training.owners import OwnedModel, add_up, serve_model
 from .averaging import Averaging
 from .choosing import Choosing
-from .deferred import updates_alone
 from .hooks import steps_of
 from .optimizer import defer_steps, end_deferred_steps, give_back, put_together, take_over
 from .options import Named, Options, Selection
-from .own_values import OwnValues, group_values, name_of
+from .own_values import OwnValues, copy_with, group_values, name_of
 from .passes import TrainedReplica
 from .replica import Forms
 from .served import Client, pull_by_layer
-from .shard import Probed, SlicedOptimizer, probe, records_of, whole_state
-from .staging import Copier
+from .shard import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
+from .staging import CudaCopier
 from .storage import Storage, distinct, layers_of, pack_bytes, unpack_bytes
 from .supported import (
     check_averaging,
     check_by_itself,
+    check_deferred,
     check_held_once,
     check_momentum,
     check_normalisation,
     check_only_ours,
     check_optimizer,
-    check_overlap,
     check_own_values,
     check_parameters,
     check_served,
@@ -96,7 +95,7 @@ def prepare(
     optimizer: torch.optim.Optimizer | None = None,
     options: Options = Options(),  # noqa: B008 - a frozen value
     *,
-    copier: Copier | None = None,
+    copier: CudaCopier | None = None,
 ) -> Prepared | None:
     """Check that all processes have the same model, copy rank 0's values to all, and attach hooks.
 
@@ -112,9 +111,7 @@ def prepare(
         before.release()
     if session.is_worker:
         put_together(session, optimizer)
-    probed = _checked_together(
-        session, optimizer, selection, [*options.agreed, f"the run's model {first_key // MODEL_KEYS}"]
-    )
+    probed = _checked_together(session, optimizer, selection, options, first_key)
     check_parameters(model, selection.trained())
     copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()])
     if not session.is_worker:
@@ -152,7 +149,7 @@ def _checked_alone(
     if session.strategy.server_holds_weights:
         check_served(optimizer, selection)
     if session.strategy.schedule_object().apply != "step":
-        check_overlap(session.strategy, optimizer, selection)
+        check_deferred(session.strategy, optimizer, selection)
     if isinstance(session.strategy.sync_mode(), Averages):
         check_averaging(session.strategy, optimizer, options)
     if not session.strategy.sync_mode().merges and optimizer is not None:
@@ -161,7 +158,7 @@ def _checked_alone(
 
 
 def _checked_together(
-    session: Session, optimizer: torch.optim.Optimizer | None, selection: Selection, options: list[object]
+    session: Session, optimizer: torch.optim.Optimizer | None, selection: Selection, options: Options, first_key: int
 ) -> Probed:
     """The result of the optimizer's trial. Raises MismatchError if ranks have different models, options or values."""
     probed = Probed(False, ())
@@ -170,7 +167,9 @@ def _checked_together(
         probed = probe(optimizer, 1 if roles is None else roles.owners)
     if optimizer is not None:
         check_momentum(session.strategy, optimizer, probed.keeps_state)
-    check_same_model(session, selection.tensors(), options)
+    calls = [f"has called syncline.prepare() with {one}" for one in options.agreed]
+    tensors = [_described(name, tensor) for name, tensor in selection.tensors()]
+    check_same_model(session, first_key, tensors, *((call, "give the same on all ranks") for call in calls))
     if optimizer is not None and session.strategy.server_holds_weights:
         check_same_own(session, probed.own, probed.changed)
         check_own_values(session.strategy, optimizer, probed.own)
@@ -240,8 +239,8 @@ def _attach_served(
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # parameters with gaps have got other strides
     replica.listeners.local_step = partial(_refuse_local_step, replica)
-    plain = copy.copy(optimizer)  # its copy method returns the user's class even if a mixin was added
-    vars(plain).update(vars(optimizer))
+    # Of the user's class, also after ``take_over`` has added a mixin.
+    plain = copy_with(optimizer, type(optimizer), optimizer.param_groups, optimizer.state, steps=False)
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
     build = partial(SlicedOptimizer, plain, parameters, probed.own)
     owned = OwnedModel(replica.exchange, replica.trained, weights, build, learnt, apart=updates_alone(optimizer))
@@ -304,40 +303,6 @@ _PIECE_BYTES = 16 * 1024 * 1024
 _KEY = BUCKET_KEYS
 
 
-def check_same_model(session: Session, tensors: Sequence[tuple[str, torch.Tensor]], options: Sequence[object]) -> None:
-    """Raise MismatchError on a process whose model or options differ from worker 0's, naming the first difference."""
-    mine = [
-        [name, list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
-        for name, tensor in tensors
-    ]
-    first = session.called(0)
-    others, theirs = json.loads(session.everyone.tell(json.dumps([options, mine]).encode(), "comparing models"))
-    for here, there in zip(options, others, strict=True):
-        if here != there:
-            error = MismatchError(
-                f"{session.name(session.index)} has called syncline.prepare() with {here}, {first} with {there}: give"
-                " the same on all ranks"
-            )
-            session.fail(error)
-            raise error
-    for here, there in zip(mine, theirs, strict=False):
-        if here != there:
-            error = MismatchError(
-                f"{session.name(session.index)} has another model than {first}: {_describe(here)} here,"
-                f" {_describe(there)} there"
-            )
-            session.fail(error)
-            raise error
-    if len(mine) != len(theirs):
-        longer, where = (mine, "here only") if len(mine) > len(theirs) else (theirs, f"on {first} only")
-        extra = longer[min(len(mine), len(theirs))]
-        error = MismatchError(
-            f"{session.name(session.index)} has another model than {first}: {_describe(extra)} is {where}"
-        )
-        session.fail(error)
-        raise error
-
-
 def check_same_own(session: Session, own: Sequence[frozenset[str]], changed: Sequence[frozenset[str]]) -> None:
     """Raise MismatchError if the optimizer itself changes other values than worker 0's does, naming the first.
 
@@ -355,13 +320,13 @@ def check_same_own(session: Session, own: Sequence[frozenset[str]], changed: Seq
     one, other = session.name(session.index), session.called(0)
     if (number, key) not in here:
         one, other = other, one
-    error = MismatchError(
-        f"the optimizer of {one} changes {name_of(key, number, len(own))} itself in step(), and the optimizer of"
-        f" {other} does not: an optimizer must keep the same values on all ranks; keep a counter of one rank alone in"
-        " the script"
+    raise session.fail(
+        MismatchError(
+            f"the optimizer of {one} changes {name_of(key, number, len(own))} itself in step(), and the optimizer of"
+            f" {other} does not: an optimizer must keep the same values on all ranks; keep a counter of one rank alone"
+            " in the script"
+        )
     )
-    session.fail(error)
-    raise error
 
 
 def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: int = 0, everyone: bool = True) -> None:
@@ -377,9 +342,9 @@ def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: in
         unpack_bytes(torch.from_numpy(packed), piece)
 
 
-def _describe(entry: list[object]) -> str:
-    name, shape, dtype, stride, trained = entry
-    return f"{name!r} with shape {tuple(shape)}, {dtype}, strides {tuple(stride)}{'' if trained else ', frozen'}"  # type: ignore[arg-type]
+def _described(name: str, tensor: torch.Tensor) -> str:
+    frozen = "" if tensor.requires_grad else ", frozen"
+    return f"{name!r} with shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}{frozen}"
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -25,9 +25,9 @@ from ...session.session import Session
 from ...training.exchange import BucketExchange, storages_of
 from ...training.model import Framework, TrainedModel, nothing
 from .buffers import unsynchronised
-from .hooks import Hooks, Listeners, Told
-from .options import Counting, Fixed, Named, Options, Samples, Selection
-from .staging import Copier, device_of, staging_for
+from .hooks import Hooks, Listeners
+from .options import Counting, Named, Options, Selection
+from .staging import CudaCopier, device_of, staging_for
 from .storage import Storage, layers_of
 from .supported import check_only_ours
 from .timing import LayerTimes, clock_of
@@ -39,20 +39,23 @@ _STEPS_UNSEEN = 64
 class Replica:
     """One model from its preparation until it is detached. All processes construct it together.
 
-    ``told`` receives the events of the model, ``framework`` has the functions that a step calls. ``first_key`` is the
-    first of the keys that separate this model's exchanges from those of other models.
+    ``framework`` has the functions that a step calls. ``first_key`` is the first of the keys that separate this model's
+    exchanges from those of other models.
     """
+
+    hooks: Hooks
+    counting: Counting
+    """The weight of the gradients since the last exchange."""
 
     def __init__(
         self,
         session: Session,
         model: torch.nn.Module,
         options: Options,
-        told: Told,
         framework: Framework,
         *,
         first_key: int = 0,
-        copier: Copier | None = None,
+        copier: CudaCopier | None = None,
     ) -> None:
         self.session, self.model, self.first_key = session, model, first_key
         self.selection = Selection(model, options)
@@ -72,13 +75,6 @@ class Replica:
         self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
         self.exchanged = False  # an exchange has ended, and no backward pass has begun since
         self.listeners = Listeners()
-        self.counting: Counting
-        """The weight of the gradients since the last exchange."""
-        if isinstance(options.weight, (int, float)):
-            self.counting = Fixed(options.weight)
-        else:
-            self.counting = Samples(options.weight, told.came_through_output)
-        self.hooks = Hooks(session, model, self.named, told, outputs=isinstance(self.counting, Samples))
 
     @property
     def steps(self) -> int:

@@ -14,7 +14,7 @@ receive the values of the optimizer's groups. From then on each bucket proceeds 
 gradients are complete, updated, and pulled at once. Buckets that the next forward pass needs first have the highest
 priority. New weights thus arrive while backward still reads the old ones, and before the script calls the optimizer.
 They are pulled into separate memory and copied into the parameters at the first read after ``optimizer.step()``,
-usually by their layer in the next forward pass (``overlap``, ``deferred``). Memory: a copy of the weights.
+usually by their layer in the next forward pass (``deferred``, ``first_use``). Memory: a copy of the weights.
 ``optimizer.step()`` refuses what the owners could no longer take into account: another learning rate than at the first
 gradient, weights that were changed since then, and clipping by the norm of all gradients.
 """
@@ -37,7 +37,7 @@ from ...serving.shard import WEIGHTS, Groups
 from ...session.tickets import Meeting
 from ...sync import backup_of
 from ...training.owners import OwnedModel
-from .overlap import Overlap, PendingUpdate, watch_zero_grad
+from .deferred import DeferredUpdates, PendingUpdate, watch_zero_grad
 from .own_values import OwnValues, group_values
 from .passes import TrainedReplica
 from .replica import Replica
@@ -85,7 +85,7 @@ class Client:
         replica.listeners.loaded = self._note_loaded
         replica.exchange.on_replacing, owned.taken = self._prepare_to_lay_out, self._taken
 
-    overlap: Pulling | None = None
+    deferred: Pulling | None = None
     """The pulls by layer, if steps end in the next iteration."""
 
     def begin(self, groups: Groups) -> None:
@@ -101,12 +101,12 @@ class Client:
 
         Raises GradientError if the owners are ahead of the script.
         """
-        if self.overlap is None:
+        if self.deferred is None:
             return
-        self.overlap.flush()
+        self.deferred.flush()
         if self.replica.exchanged:
             raise self.replica.fault(
-                f"{what} between backward() and step(): under schedule={self.overlap.name} the owners of the weights"
+                f"{what} between backward() and step(): under schedule={self.deferred.name} the owners of the weights"
                 " have made the update of this step already; do it after step(), or use schedule=fixed"
             )
         self._pulled.remember_mirror()  # every pull has been copied into the parameters
@@ -114,10 +114,10 @@ class Client:
     def clip(self, max_norm: float, scale: float = 1.0) -> float:
         """Let the owners clip the next update's gradients to a norm of ``max_norm``, after division by ``scale``.
         Returns the norm."""
-        if self.overlap is not None:
+        if self.deferred is not None:
             raise self.replica.fault(
                 "clip_grad_norm_() needs all gradients before any weight is updated, but under"
-                f" schedule={self.overlap.name} owners of the weights update each bucket when it arrives: use"
+                f" schedule={self.deferred.name} owners of the weights update each bucket when it arrives: use"
                 " schedule=fixed, or ps(update=worker)"
             )
         mode = self.replica.session.strategy.sync_mode()
@@ -138,10 +138,10 @@ class Client:
         """
         if not self.replica.exchanged:
             return  # ``step`` will report it
-        if self.overlap is not None:
+        if self.deferred is not None:
             raise self.replica.fault(
                 "GradScaler needs all gradients before any weight is updated, but under"
-                f" schedule={self.overlap.name} owners of the weights update each bucket when it arrives: use"
+                f" schedule={self.deferred.name} owners of the weights update each bucket when it arrives: use"
                 " schedule=fixed, or ps(update=worker)"
             )
         self._check_pushed()
@@ -166,9 +166,9 @@ class Client:
         """
         self._check_pushed()
         self._scaler_looks = self._unscaled = False
-        if self.overlap is not None:
-            self._check_same(self.overlap.name, groups)
-            self.overlap.take_step()
+        if self.deferred is not None:
+            self._check_same(self.deferred.name, groups)
+            self.deferred.take_step()
             self._leave()
             self.replica.exchanged = False
             return
@@ -206,7 +206,7 @@ class Client:
 
     def _taken(self) -> None:
         """Copy the weights from a mirror if there is one: all buckets have arrived."""
-        if self.overlap is not None:
+        if self.deferred is not None:
             for number in range(len(self._weights.arrays)):
                 self._weights.bring_up(number)
         self._remember_weights()
@@ -306,11 +306,11 @@ class Client:
 
     def _remember(self, meeting: Meeting | None) -> None:
         self._versions = [view._version for view in self.replica.storage.views]
-        self._looked, self._meeting = self.overlap is None, meeting
+        self._looked, self._meeting = self.deferred is None, meeting
         counted, self._counted = self._counted, None
         if counted is not None and counted != self._share(meeting):
             raise self._not_zeroed(0, "this rank's batches do not count as much as they did in that step")
-        if self.overlap is not None:
+        if self.deferred is not None:
             return  # a read waits for the exchange first
         if self._changes_gradients(meeting):
             self.replica.session.engine.wait(*self.owned.pushes)
@@ -360,7 +360,7 @@ class Client:
         if not self._left:
             return
         left, views = self._left_over(), replica.storage.views
-        if self.overlap is None and replica.exchange.compression is None:
+        if self.deferred is None and replica.exchange.compression is None:
             self._left = False
             if self.owned.together:  # else each adds up its own
                 self._count_again(left)
@@ -410,7 +410,7 @@ class Client:
         if self._left and (self.owned.together or self.replica.exchange.compression is not None):
             self._left = False
             if left:
-                plain = self.overlap is None and self.replica.exchange.compression is None
+                plain = self.deferred is None and self.replica.exchange.compression is None
                 why = "no forward pass of the model came before" if plain else "owners have other values of it"
                 raise self._not_zeroed(left[0], why)
 
@@ -491,15 +491,11 @@ class Client:
 
     def _changed(self, name: str) -> GradientError:
         self.replica.guard.check_forms()  # a change of the model's form gives a better error
-        session = self.replica.session
-        error = GradientError(
-            f"{session.name(session.index)}: the gradient of {name!r} was changed between backward() and"
-            " step(), after the parameter server had received it. Clip with syncline.clip_grad_norm_(), which takes"
-            " scaler= in place of a GradScaler's unscale_(); for other changes use ps(update=worker) or an allreduce"
-            " such as ring"
+        return self.replica.fault(
+            f"the gradient of {name!r} was changed between backward() and step(), after the parameter server had"
+            " received it. Clip with syncline.clip_grad_norm_(), which takes scaler= in place of a GradScaler's"
+            " unscale_(); for other changes use ps(update=worker) or an allreduce such as ring"
         )
-        session.fail(error)
-        return error
 
     def _refuse_second_backward(self) -> None:
         raise self.replica.fault(
@@ -513,7 +509,7 @@ def _whole(index: int, values: torch.Tensor) -> Record:
     return Record(Slice(index, 0, values.numel()), WEIGHTS, as_elements(values))
 
 
-class Pulling(Overlap):
+class Pulling(DeferredUpdates):
     """The steps of one model under pulls by layer. ``weights`` receives the pulls, and ``client`` talks to the
     owners."""
 
@@ -572,8 +568,8 @@ class Pulling(Overlap):
 
 def pull_by_layer(replica: TrainedReplica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
     """Pull each layer's weights during the next iteration, so that the model's steps end there."""
-    overlap = Pulling(replica, optimizer, client, weights)
-    replica.overlap = client.overlap = overlap
+    deferred = Pulling(replica, optimizer, client, weights)
+    replica.deferred = client.deferred = deferred
     client.owned.by_layer = True
     replica.listeners.begin = lambda: client.begin(group_values(optimizer.param_groups))
-    watch_zero_grad(overlap)
+    watch_zero_grad(deferred)

@@ -1,34 +1,40 @@
-"""The user's optimizer on slices of the weights, as ``serving`` needs it: a real torch optimizer on flat slices.
+"""The user's optimizer on parts of the weights: on flat slices at their owners, or on some parameters at a time.
 
-The update of slices equals the update of whole tensors only for optimizers that treat every element by itself.
-``probe`` tests an optimizer for that on small tensors.
+``SlicedOptimizer`` is a real torch optimizer on flat slices, as ``serving`` needs it. The update of slices equals the
+update of whole tensors only for optimizers that treat every element by itself. ``probe`` tests an optimizer for that on
+small tensors. The optimizer's state is sent and received as records, whose elements belong to no framework. Here they
+become tensors again, as if one process had trained.
 
-The optimizer's state is sent and received as records, whose elements belong to no framework. Here they become tensors
-again, as if one process had trained.
+``update`` makes a deferred update of some parameters by a copy of the optimizer object. The copy's groups hold these
+parameters alone, with the group values of the call; the state is the original's. The result equals the optimizer's own
+only if no parameter's update depends on another's, and if the optimizer keeps nothing outside its state and its groups.
+This holds for PyTorch's own optimizers. The class of another optimizer has to declare it with
+``updates_parameters_alone = True``; ``probe_parts`` then tests it on small tensors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...errors import SynclineError
+from ...errors import SynclineError, UsageError
 from ...nouns import Slice
 from ...serving.records import Elements, Record, State
 from ...serving.shard import Groups, Holding
 from .own_values import (
+    OF_STEPS,
     attributes,
     beyond,
+    copy_with,
     is_plain,
     is_read,
     name_of,
     near,
-    own_attributes,
     plain,
     put,
     refusal,
@@ -58,7 +64,9 @@ class SlicedOptimizer:
         self._own, self._model = own, optimizer
         for part, gradient in zip(self._parts, self._gradients, strict=True):
             part.grad = gradient
-        self._optimizer = on_slices(optimizer, parameters, [held.slice for held in holdings], self._parts)
+        self._optimizer = on_slices(
+            optimizer, optimizer.param_groups, parameters, [held.slice for held in holdings], self._parts
+        )
 
     def squared_norm(self) -> float:
         return float(sum(gradient.double().square().sum() for gradient in self._gradients))
@@ -134,34 +142,30 @@ def _to_tensors(value: Any) -> Any:
     return as_tensor(value) if isinstance(value, Elements) else value
 
 
-_LEFT_OUT = ("state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_LEFT_OUT = ("state", "param_groups", *OF_STEPS)
 """The attributes that a copy of an optimizer on slices does not share with the original."""
 
 
 def on_slices(
     optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
     parameters: Sequence[torch.Tensor],
     slices: Sequence[Slice],
     parts: Sequence[torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """A copy of an optimizer without state, whose groups hold flat slices (``parts``) of their tensors."""
+    """A copy of an optimizer without state, with these groups, which hold flat slices (``parts``) of their tensors."""
     number = {id(parameter): index for index, parameter in enumerate(parameters)}
     of_tensor: dict[int, list[torch.Tensor]] = defaultdict(list)
     for one, part in zip(slices, parts, strict=True):
         of_tensor[one.tensor].append(part)
-    clone = copy.copy(optimizer)
-    vars(clone).update({key: value for key, value in own_attributes(optimizer).items() if key not in _LEFT_OUT})
-    # The user's hooks belong to the user's optimizer and run once per step, on the worker.
-    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    clone.state = defaultdict(dict)
-    clone.param_groups = [
+    cut = [
         {
             **group,
             "params": [part for tensor in group["params"] for part in of_tensor[number.get(id(tensor), -1)]],
         }
-        for group in optimizer.param_groups
+        for group in groups
     ]
-    return clone
+    return copy_with(optimizer, type(optimizer), cut, defaultdict(dict), steps=True, apart=True)
 
 
 @dataclass(frozen=True)
@@ -349,13 +353,7 @@ def _tried(
     shares: Sequence[Sequence[Slice]],
 ) -> tuple[list[tuple[Slice, torch.Tensor]], list[torch.optim.Optimizer]]:
     """Copies of an optimizer, one for each share of these tensors, and the parts that they update."""
-    template = copy.copy(optimizer)
-    vars(template).update({key: value for key, value in vars(optimizer).items() if key not in ("state", "step")})
     each = len(_SHAPES)
-    template.param_groups = [
-        {**copy.deepcopy(group), "params": start[each * number : each * (number + 1)]}
-        for number, group in enumerate(groups)
-    ]
     pairs: list[tuple[Slice, torch.Tensor]] = []
     made: list[torch.optim.Optimizer] = []
     for share in shares:
@@ -366,7 +364,11 @@ def _tried(
         ]
         for part in parts:
             part.requires_grad_()
-        of = on_slices(template, start, share, parts)
+        of_start = [
+            {**copy.deepcopy(group), "params": start[each * number : each * (number + 1)]}
+            for number, group in enumerate(groups)
+        ]
+        of = on_slices(optimizer, of_start, start, share, parts)
         for one, part in zip(share, parts, strict=True):
             of.state[part] = state_like(optimizer, optimizer.param_groups[one.tensor // each], part)
         if callable(turn := getattr(of, "train", None)):
@@ -450,3 +452,131 @@ def in_memory_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(value.numel(), dtype=value.dtype)
     view_like(flat, like).copy_(value)
     return flat
+
+
+# On whole parameters, some at a time.
+
+
+Values = list[dict[str, Any]]
+"""The values of an optimizer's groups, including their parameters."""
+
+DECLARED = "updates_parameters_alone"
+"""The attribute by which an optimizer's class declares that it updates each parameter alone."""
+
+_OF_TORCH = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
+    "Muon",
+)  # fmt: skip
+
+
+def updates_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the update of a parameter depends on that parameter alone: known for PyTorch's own, else declared."""
+    known = [getattr(torch.optim, name, None) for name in _OF_TORCH]
+    return type(optimizer) in known or bool(getattr(type(optimizer), DECLARED, False))
+
+
+def group_copies(optimizer: torch.optim.Optimizer) -> Values:
+    """Copies of the groups' present values, which later calls of a learning-rate scheduler do not change."""
+    return [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    plain: type,
+    values: Values,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> Values:
+    """Update these parameters with these gradients. Returns the group values after the update.
+
+    ``plain`` is the optimizer's original class. The script's autograd and autocast modes have no effect, and ``.grad``
+    is restored.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    groups = [{**said, "params": [one for one in said["params"] if id(one) in wanted]} for said in values]
+    part = copy_with(optimizer, plain, groups, vars(optimizer)["state"], steps=True)
+    device = parameters[0].device.type
+    with torch.inference_mode(mode=False), torch.no_grad(), torch.amp.autocast(device, enabled=False):
+        before = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            part.step()
+        finally:
+            for parameter, gradient_before in zip(parameters, before, strict=True):
+                parameter.grad = gradient_before
+    return part.param_groups
+
+
+def write_back(optimizer: torch.optim.Optimizer, before: Values, after: Values) -> None:
+    """Write the group values that the optimizer has changed, except those that the script has changed meanwhile."""
+    for group, old, new in zip(optimizer.param_groups, before, after, strict=False):
+        for key, value in new.items():
+            if key == "params":
+                continue
+            changed = key not in old or (value is not old[key] and not same(value, old[key]))
+            if changed and (key not in group or key not in old or same(group[key], old[key])):
+                group[key] = value
+
+
+def probe_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError unless the optimizer gives the same result on one parameter at a time as on all.
+
+    It makes a few steps with each group's values, on a random matrix and a random vector.
+    """
+    tried: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        values = {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr", "names")}
+        if not any(_same_values(values, one) for one in tried):
+            tried.append(values)
+            # The learning rate may be 0 now, under a warm-up, when every optimizer would look the same.
+            _probe_group(optimizer, {**group, "lr": 0.1} if "lr" in group else group)
+
+
+def _same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+
+
+def _probe_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    name, plain = type(optimizer).__name__, type(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
+    gradients = [
+        [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
+        for scale in (1.0, 1e-4, 1e4) * 3  # so that updates with a limit differ
+    ]
+    results = []
+    for together in (True, False):
+        tensors = [tensor.clone().requires_grad_() for tensor in start]
+        groups = [{**group, "params": tensors}]
+        one = copy_with(optimizer, plain, groups, defaultdict(dict), steps=True, apart=True)
+        for tensor in tensors:
+            if state := state_like(optimizer, group, tensor):
+                one.state[tensor] = state
+        try:
+            for step in gradients:
+                before = after = group_copies(one)
+                if together:
+                    for tensor, gradient in zip(tensors, step, strict=True):
+                        tensor.grad = gradient.clone()
+                    one.step()
+                    continue
+                for i in reversed(range(len(tensors))):
+                    after = update(one, plain, before, [tensors[i]], [step[i].clone()])
+                write_back(one, before, after)
+        except Exception as error:
+            raise _refusal(name, f"it does not work on some of them ({type(error).__name__}: {error})") from error
+        results.append([tensor.detach() for tensor in tensors])
+    if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
+        raise _refusal(name, "its update of a parameter depends on others")
+
+
+def _refusal(name: str, why: str) -> UsageError:
+    return UsageError(
+        f"{name} cannot update parameters one by one as their gradients arrive: {why};"
+        " use schedule=fixed, or an element-wise optimizer such as SGD or Adam"
+    )

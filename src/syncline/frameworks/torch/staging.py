@@ -9,11 +9,12 @@ memory of the transport, so that the device can copy without the processor:
     progress thread                                       exchanges the mirror
     stream up                                                                 mirror -> device
 
-A ``Copier`` handles the device, ``Staged`` the order. Each direction has a stream of its own, because devices have a
+``CudaCopier`` handles the device, ``Staged`` the order. Each direction has a stream of its own, because devices have a
 copy engine for each. A copy up overwrites memory that the training stream may still have to read, because kernels are
 launched long before they run. The copy is therefore ordered after everything that was launched there before ``up``.
 Everything that the training thread launches after ``join`` sees the copied values. On a GPU both are dependencies
-between streams and block no thread. ``InPlace`` serves models whose gradients lie in the transport's memory.
+between streams and block no thread. Models whose gradients lie in the transport's memory need no copies
+(``training.memory.Staging``).
 
 The next copy down writes a mirror only after the training stream has passed ``join``, hence after the copy up has read
 it. Memory: a model's gradients once more on the host. Traffic: each byte once over the bus in each direction.
@@ -25,7 +26,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,71 +35,22 @@ from ...engine.engine import Engine
 from ...engine.order import Work
 from ...engine.trace import Span, begin
 from ...errors import NotBuiltError, SynclineError, UsageError
-from ...training.memory import InPlace, Staging
+from ...training.memory import Staging
 from .storage import Array, Pair
 
 _PAGE_BYTES = 4096
 _END_S = 10.0
 
 
-class Copy(Protocol):
-    """A copy in flight."""
-
-    def synchronize(self) -> None:
-        """Return when the copy is done."""
-        ...
-
-
-Mark = Any
-"""A point in the training stream, as represented by a copier."""
-
-
-class Copier(Protocol):
-    """Copies between one device and host memory, in two streams of its own."""
-
-    device: torch.device
-
-    def pin(self, host: torch.Tensor) -> None:
-        """Pin host memory (whole pages), so that copies can run concurrently with the computation."""
-        ...
-
-    def unpin(self, host: torch.Tensor) -> None:
-        """Unpin memory of ``pin``."""
-        ...
-
-    def to_host(self, pair: Pair) -> Copy:
-        """Start to copy down the result of everything launched in the training stream so far."""
-        ...
-
-    def mark(self) -> Mark:
-        """The present point in the training stream; called in the training thread."""
-        ...
-
-    def to_device(self, pair: Pair, behind: Mark) -> None:
-        """Start to copy up, after earlier copies up and that point in the training stream. Callable in any thread."""
-        ...
-
-    def join(self) -> None:
-        """Let the training stream continue only after the copies up."""
-        ...
-
-    def synchronize(self) -> None:
-        """Return when all copies are done."""
-        ...
-
-    def close(self) -> None:
-        """Free the copier's resources."""
-        ...
-
-
-class Staged:
+class Staged(Staging):
     """The ``Staging`` of tensors on a device. ``fail`` is called with the error of a failed copy."""
 
-    def __init__(self, engine: Engine, copier: Copier, fail: Callable[[Exception], None]) -> None:
-        self.device: torch.device | None = copier.device
-        self._engine, self._copier, self._fail = engine, copier, fail
+    def __init__(self, engine: Engine, copier: CudaCopier, fail: Callable[[Exception], object]) -> None:
+        super().__init__(engine)
+        self.device = copier.device
+        self._copier, self._fail = copier, fail
         self._pinned: list[torch.Tensor] = []
-        self._descending: queue.SimpleQueue[tuple[Copy, Work, Span | None] | None] = queue.SimpleQueue()
+        self._descending: queue.SimpleQueue[tuple[torch.cuda.Event, Work, Span | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="syncline-staging", daemon=True)
         self._thread.start()
 
@@ -160,7 +112,7 @@ class Staged:
 
 
 class CudaCopier:
-    """The copier for an NVIDIA GPU."""
+    """Copies between an NVIDIA GPU and host memory, in two streams of its own. Tests replace it by one for the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -168,7 +120,10 @@ class CudaCopier:
         self._up: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pin(self, host: torch.Tensor) -> None:
-        """Register the memory with the driver. Raises SynclineError if the driver refuses."""
+        """Pin host memory (whole pages), so that copies can run concurrently with the computation.
+
+        Raises SynclineError if the driver refuses.
+        """
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
@@ -178,11 +133,12 @@ class CudaCopier:
             )
 
     def unpin(self, host: torch.Tensor) -> None:
+        """Unpin memory of ``pin``."""
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())  # type: ignore[no-untyped-call]
 
-    def to_host(self, pair: Pair) -> Copy:
-        """After everything launched in the current stream, which has computed the gradient."""
+    def to_host(self, pair: Pair) -> torch.cuda.Event:
+        """Start to copy down the result of everything launched in the current stream so far."""
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(self._down):
             pair.host.copy_(pair.device, non_blocking=True)
@@ -190,28 +146,29 @@ class CudaCopier:
             done.record(self._down)
         return done
 
-    def mark(self) -> Mark:
-        """An event on the current stream."""
+    def mark(self) -> torch.cuda.Event:
+        """The present point in the current stream, which is the training's; called in the training thread."""
         reached: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         reached.record(torch.cuda.current_stream(self.device))
         return reached
 
-    def to_device(self, pair: Pair, behind: Mark) -> None:
-        """Launch the copy and return."""
+    def to_device(self, pair: Pair, behind: torch.cuda.Event) -> None:
+        """Start to copy up, after earlier copies up and that point in the training stream. Callable in any thread."""
         self._up.wait_event(behind)
         with torch.no_grad(), torch.cuda.stream(self._up):
             pair.device.copy_(pair.host, non_blocking=True)
 
     def join(self) -> None:
-        """The current stream waits; the calling thread does not."""
+        """Let the current stream continue only after the copies up. The calling thread does not wait."""
         torch.cuda.current_stream(self.device).wait_stream(self._up)
 
     def synchronize(self) -> None:
+        """Return when all copies are done."""
         self._down.synchronize()
         self._up.synchronize()
 
     def close(self) -> None:
-        """Do nothing: the streams belong to PyTorch's pool."""
+        """Free what the copier owns. Its streams belong to PyTorch's pool."""
 
 
 def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
@@ -232,11 +189,11 @@ def device_of(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:
 
 
 def staging_for(
-    device: torch.device, engine: Engine, fail: Callable[[Exception], None], copier: Copier | None = None
+    device: torch.device, engine: Engine, fail: Callable[[Exception], object], copier: CudaCopier | None = None
 ) -> Staging:
     """The staging for a model on that device; ``copier`` replaces the device's own copier."""
     if copier is None:
         if device.type == "cpu":
-            return InPlace(engine)
+            return Staging(engine)
         copier = CudaCopier(device)
     return Staged(engine, copier, fail)

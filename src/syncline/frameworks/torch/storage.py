@@ -217,7 +217,7 @@ class Pair(NamedTuple):
     host: torch.Tensor
 
 
-class Storage:
+class Storage(Blocks):
     """One block of the transport's memory per element type, laid out for a list of buckets.
 
     ``arrays[b]`` is bucket b as a numpy array, and ``flat`` has the whole blocks as tensors, by type. ``views[i]`` is
@@ -232,10 +232,9 @@ class Storage:
         allocate: Allocate,
         device: torch.device | None = None,
     ) -> None:
+        super().__init__(layers_of(parameters), buckets, allocate)
         self._forms = [tensor for _, tensor in parameters]
-        self._host = Blocks(layers_of(parameters), buckets, allocate)
-        self.placed = self._host.placed
-        self.flat = {dtype: as_torch(block, getattr(torch, dtype)) for dtype, block in self._host.blocks.items()}
+        self.flat = {dtype: as_torch(block, getattr(torch, dtype)) for dtype, block in self.blocks.items()}
         self.resident = (
             self.flat
             if device is None
@@ -244,14 +243,7 @@ class Storage:
         self._addresses = {dtype: flat.data_ptr() for dtype, flat in self.flat.items()}
         self.views = [self._view(tensor) for tensor in range(len(self.placed))]
         self.places = tuple(view.data_ptr() for view in self.views)
-        self.cut(buckets)
         self.count_users()
-
-    def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Replace ``arrays`` by other buckets of the same tensors. Raises UsageError unless each bucket is
-        contiguous here."""
-        self._host.cut(buckets)
-        self.buckets, self.starts, self.arrays = self._host.buckets, self._host.starts, self._host.arrays
 
     def fresh(self, tensor: int) -> torch.Tensor:
         """The view of a tensor, to be overwritten. A script that has kept the former view keeps its values.

@@ -28,8 +28,8 @@ from ...strategy.strategy import Strategy
 from ...strategy.words import NONE
 from ...sync import Mixes, momentum_of
 from .buffers import unsynchronised
-from .deferred import DECLARED, probe_parts, updates_alone
 from .options import Named, Options, Selection
+from .shard import DECLARED, probe_parts, updates_alone
 from .storage import layers_of
 
 log = logging.getLogger("syncline")
@@ -145,7 +145,7 @@ def check_averaging(strategy: Strategy, optimizer: torch.optim.Optimizer | None,
         )
 
 
-def check_overlap(strategy: Strategy, optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
+def check_deferred(strategy: Strategy, optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
     """Raise UsageError if this model and optimizer cannot end steps in the next iteration."""
     name = strategy.schedule.name
     if optimizer is None:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch.nn.modules import module as modules
@@ -47,50 +47,38 @@ Moment = Any
 _Marks = list[tuple[int, Moment]]
 
 
-class Clock(Protocol):
-    """The clock of the place where a model computes."""
+class Clock:
+    """The clock of the place where a model computes: the CPU, which computes synchronously."""
 
     def now(self) -> Moment:
         """The point that the computation has reached."""
-        ...
-
-    def between_s(self, start: Moment, stop: Moment) -> float:
-        """The seconds between two moments, once both have passed."""
-        ...
-
-
-class HostClock:
-    """The clock of a model on the CPU, which computes synchronously."""
-
-    def now(self) -> Moment:
         return time.perf_counter()
 
     def between_s(self, start: Moment, stop: Moment) -> float:
+        """The seconds between two moments, once both have passed."""
         found: float = stop - start
         return found
 
 
-class CudaClock:
-    """The clock of a model on a GPU, which computes in the order of the current stream."""
+class CudaClock(Clock):
+    """The clock of a model on a GPU, which computes in the order of the current stream. Moments are events there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> Moment:
-        """An event on the current stream."""
         reached: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         reached.record(torch.cuda.current_stream(self._device))
         return reached
 
     def between_s(self, start: Moment, stop: Moment) -> float:
-        """Waits for the later event."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
     """The clock for models on that device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()
 
 
 class LayerTimes:
