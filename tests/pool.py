@@ -39,7 +39,7 @@ from typing import IO, Any, NoReturn
 LIMIT_S = 120.0
 KERNELS = ("streams", "onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank")
 PARTS = (
-    "api", "checkpoint", "compression.versions", "kernels.streams", "launch.child", "sampling", "serving.server",
+    "api", "checkpoint", "compression.updates", "kernels.streams", "launch.child", "sampling", "serving.server",
     "session.groups", "session.printing", "training.model", "training.owners",
 )  # fmt: skip
 """What a rank would load when it joins a group and prepares a model: a third of its time."""

@@ -28,7 +28,7 @@ def sent(codec: Any, x: NDArray[np.float32], feedback: bool = False) -> tuple[ND
 @pytest.mark.parametrize("size", [1, 5, 1000, 5000])
 def test_the_error_is_at_most_half_a_step(codec: Any, size: int) -> None:
     x = np.random.default_rng(size).standard_normal(size, np.float32)
-    levels = 127 if codec.bits == 8 else 7
+    levels = 127 if codec.codes == 4 else 7
     _, back = sent(codec, x)
     for start in range(0, size, codec.block):
         block = slice(start, start + codec.block)
@@ -41,14 +41,14 @@ def test_the_error_is_at_most_half_a_step(codec: Any, size: int) -> None:
 def test_element_k_w_plus_j_is_field_k_of_word_j(codec: Any, size: int) -> None:
     x = np.random.default_rng(size).standard_normal(size, np.float32)
     payload, back = sent(codec, x)
-    fields, at = 32 // codec.bits, 0
+    fields, bits, at = codec.codes, 32 // codec.codes, 0
     for start in range(0, size, codec.block):
         n = min(codec.block, size - start)
         words = -(-n // fields)
         step = payload[at : at + 1].view(np.float32)[0]
         codes = payload[at + 1 : at + 1 + words].astype(np.int64)
-        rows = (codes[None, :] >> (codec.bits * np.arange(fields))[:, None]) & ((1 << codec.bits) - 1)
-        numbers = (rows - ((rows >> (codec.bits - 1)) << codec.bits)).reshape(-1)[:n]
+        rows = (codes[None, :] >> (bits * np.arange(fields))[:, None]) & ((1 << bits) - 1)
+        numbers = (rows - ((rows >> (bits - 1)) << bits)).reshape(-1)[:n]
         np.testing.assert_array_equal(numbers.astype(np.float32) * step, back[start : start + n])
         at += 1 + words
     assert at == payload.size

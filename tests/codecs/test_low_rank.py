@@ -17,7 +17,7 @@ from syncline.kernels.low_rank import orthonormalise
 from syncline.nouns import Spec
 from syncline.strategy.strategy import Strategy
 from syncline.testing import check_codec
-from syncline.testing.codecs.rounds import averaged
+from syncline.testing.rounds import averaged
 
 laws = settings(deadline=None, max_examples=40)
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.codecs import Floats, Payload, PayloadError, State
-from syncline.codecs._largest import Source, choose_largest
-from syncline.codecs._pairs import pair_words, read_pairs
+from syncline.codecs._sparse import Source, choose_largest, pair_words, read_pairs
 from syncline.codecs.sparse import GTopK, RandomK, TopK, share
 from syncline.errors import UsageError
 from syncline.nouns import Spec
@@ -77,7 +76,7 @@ def test_the_largest_are_chosen_exactly(codec: Any, x: Floats, ratio: float, fee
 
 def test_zeros_are_sent_without_their_sign() -> None:
     """Whichever way they were found, so that a payload does not depend on it."""
-    from syncline.kernels.selection import select_exactly
+    from syncline.kernels.sparse import select_exactly
 
     x = np.array([-0.0, 5, -0.0, 0], np.float32)
     wanted = np.array([0, 5, 0], np.float32)
@@ -101,7 +100,7 @@ def test_the_choice_does_not_depend_on_the_sample(x: Floats, seed: int, data: An
 @given(st.data(), st.integers(0, 3), st.integers(0, 70_000))
 def test_pairs_have_sizes_and_order_as_declared(data: Any, stretches: int, rest: int) -> None:
     """6 bytes a pair; any set of indices can be said, at the ends of stretches too."""
-    from syncline.kernels.pairs import write_pairs
+    from syncline.kernels.sparse import write_pairs
 
     elements = (stretches << 16) + rest
     edges = [edge for edge in (0, 65535, 65536, 131071, 131072, elements - 1) if 0 <= edge < elements]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.codecs import Floats, State
-from syncline.codecs._pairs import pair_words
+from syncline.codecs._sparse import pair_words
 from syncline.codecs.sparse import share
 from syncline.codecs.threshold import Threshold
 from syncline.errors import UsageError

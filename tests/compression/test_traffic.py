@@ -13,7 +13,7 @@ from telling import Served
 
 from syncline.algorithms.ring import ring
 from syncline.codecs import Merges
-from syncline.compression.reducers import Flows, Operand, Participant, Summed, gathered, merged, owners, ways
+from syncline.compression.reducers import Flows, Operand, Participant, Summed, owners, ways
 from syncline.compression.reducers.ways import moved_bytes, parts_of
 from syncline.nouns import Group, Slice, Spec
 from syncline.testing.reducing import Ranks, as_predicted, run
@@ -28,8 +28,7 @@ def cuts(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets in several pieces, where they are ``cut``."""
     if cut:
         monkeypatch.setattr(owners, "PIECE_BYTES", 2000)
-        for module in (owners, gathered, merged):
-            monkeypatch.setattr(module, "PIECE_ELEMENTS", 1500)
+        monkeypatch.setattr(owners, "PIECE_ELEMENTS", 1500)
 
 
 @pytest.mark.usefixtures("cuts")

@@ -21,7 +21,7 @@ from syncline.strategy.parts import build
 from syncline.strategy.words import bind_word
 from syncline.sync import SyncMode
 from syncline.sync.bsp import Bsp
-from syncline.testing.training import Every
+from syncline.testing.schedules import Every
 
 
 class Laid(NamedTuple):

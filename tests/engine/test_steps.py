@@ -17,8 +17,7 @@ from syncline.schedules import Schedule
 from syncline.sync import SyncMode
 from syncline.sync.bsp import Bsp
 from syncline.testing import check_schedule
-from syncline.testing.schedules import LAWS
-from syncline.testing.training import SLICED, STEPS, Averaged, Every, Laid, Sliced, Worker
+from syncline.testing.schedules import LAWS, SLICED, STEPS, Averaged, Every, Laid, Sliced, Worker
 
 LAYERS = st.lists(
     st.builds(

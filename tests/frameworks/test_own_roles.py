@@ -22,7 +22,7 @@ from syncline.nouns import Group
 from syncline.plans.plan import Plan
 from syncline.registry import register
 from syncline.strategy.strategy import Strategy
-from syncline.testing.training import Bound
+from syncline.testing.schedules import Bound
 from syncline.tuning.algorithm_choice import candidates
 from syncline_bench.cli import cli
 

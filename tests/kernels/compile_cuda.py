@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from syncline.codecs import Codec
-from syncline.kernels.cuda import blocks, cast, pairs, selection
+from syncline.kernels.cuda import blocks, quantisers, sparse
 from syncline.nouns import Spec
 from syncline.strategy.grammar import read_part
 from syncline.strategy.parts import build
@@ -51,7 +51,7 @@ def compiled(kernel: Any, programs: int, warps: int, *arguments: Any, **constant
     print(json.dumps({"kernel": name, "programs": programs, "ptx": Counter(INSTRUCTION.findall(made.asm["ptx"]))}))
 
 
-blocks.launch = cast.launch = pairs.launch = selection.launch = compiled
+blocks.launch = quantisers.launch = sparse.launch = compiled
 for current in sys.argv[1:]:
     codec: Codec = build("codecs", read_part(current))
     x = torch.zeros(2 * max(codec.block, 1024))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from syncline.kernels import halves
+from syncline.kernels import blocks
 from syncline.kernels.aot.compiled import compiled
 from syncline.kernels.aot.native import bits_of_float, float_of_bits
+from syncline.kernels.blocks import chance, draw, other_key
 from syncline.kernels.cast import narrow_e4m3, widen_e4m3
-from syncline.kernels.draws import chance, draw, other_key
 
 
 @compiled("(int64, int64, float32[])")
@@ -24,28 +24,28 @@ def chances(seed, first, out):  # type: ignore[no-untyped-def]
 def widen_float16(numbers, out):  # type: ignore[no-untyped-def]
     """Bits of float16 to bits of float32."""
     for i in range(out.size):
-        out[i] = bits_of_float(halves.widen_float16(numbers[i]))
+        out[i] = bits_of_float(blocks.widen_float16(numbers[i]))
 
 
 @compiled("(uint32[], uint16[])")
 def narrow_float16(numbers, out):  # type: ignore[no-untyped-def]
     """Bits of float32 to bits of float16."""
     for i in range(out.size):
-        out[i] = halves.narrow_float16(float_of_bits(numbers[i]))
+        out[i] = blocks.narrow_float16(float_of_bits(numbers[i]))
 
 
 @compiled("(uint16[], uint32[])")
 def widen_bfloat16(numbers, out):  # type: ignore[no-untyped-def]
     """Bits of bfloat16 to bits of float32."""
     for i in range(out.size):
-        out[i] = bits_of_float(halves.widen_bfloat16(numbers[i]))
+        out[i] = bits_of_float(blocks.widen_bfloat16(numbers[i]))
 
 
 @compiled("(uint32[], uint16[])")
 def narrow_bfloat16(numbers, out):  # type: ignore[no-untyped-def]
     """Bits of float32 to bits of bfloat16."""
     for i in range(out.size):
-        out[i] = halves.narrow_bfloat16(float_of_bits(numbers[i]))
+        out[i] = blocks.narrow_bfloat16(float_of_bits(numbers[i]))
 
 
 @compiled("(uint32[], uint32[])")

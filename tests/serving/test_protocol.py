@@ -19,7 +19,7 @@ from syncline.serving.protocol import ALL, Action, Add, Apply, Ledger, Measure, 
 from syncline.sync.asp import Asp
 from syncline.sync.bsp import Bsp
 from syncline.sync.ssp import Ssp
-from syncline.testing.serving import Choose, Play, every_push_is_applied_once, played, values_of
+from syncline.testing.sync import Choose, Play, every_push_is_applied_once, played, values_of
 
 VALUES = {"lr": 0.1, "scale": 1.0}
 
@@ -55,7 +55,7 @@ lengths = st.integers(1, 4)
 def test_owners_keep_their_promises_under_every_rule(
     data: st.DataObject, workers: int, steps: int, rule: Rule, buckets: Sequence[int], norms: int, stops: bool
 ) -> None:
-    """The laws of ``testing.serving``: versions grow, pushes are applied once, nobody waits in vain or for ever.
+    """The laws of ``testing.sync``: versions grow, pushes are applied once, nobody waits in vain or for ever.
 
     Whoever meets the others, or leaves them, between two steps.
     """

@@ -14,7 +14,7 @@ from syncline.schedules.fixed import Fixed
 from syncline.strategy.grammar import Part
 from syncline.strategy.strategy import Strategy
 from syncline.sync.bsp import Bsp
-from syncline.testing.training import Bound, Free
+from syncline.testing.schedules import Bound, Free
 
 
 @pytest.fixture

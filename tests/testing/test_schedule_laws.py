@@ -12,8 +12,8 @@ import pytest
 from syncline.engine.step import Action, BucketPhase, Steps, Submit
 from syncline.nouns import Bucket, Layer, Slice
 from syncline.schedules import Cost
-from syncline.testing import BrokenLaw, check_schedule, training
-from syncline.testing.training import Sliced
+from syncline.testing import BrokenLaw, check_schedule, schedules
+from syncline.testing.schedules import Sliced
 
 Buckets = list[Bucket]
 
@@ -157,14 +157,14 @@ class Equal(Steps):
     ],
 )
 def test_training_finds_what_breaks_a_promise(steps: type[Steps], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "Steps", steps)
+    monkeypatch.setattr(schedules, "Steps", steps)
     with pytest.raises(BrokenLaw, match=fault) as caught:
         check_schedule(Sliced())
     assert caught.value.law == "training keeps its promises"
 
 
 def test_training_finds_workers_that_submit_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "Steps", AsItCompletes)
+    monkeypatch.setattr(schedules, "Steps", AsItCompletes)
     with pytest.raises(BrokenLaw, match="submit in different orders") as caught:
         check_schedule(Broken())
     assert caught.value.law == "workers submit alike whatever order backward has"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from syncline.serving.protocol import Action, Apply, Ledger, Release, Request
-from syncline.testing import BrokenLaw, check_sync, serving, training
+from syncline.testing import BrokenLaw, check_sync, schedules, sync
 from syncline.testing.sync import LAWS
 
 turn = count()
@@ -142,7 +142,7 @@ def ledger(change: Callable[[list[Action]], list[Action]]) -> Callable[..., Any]
 def test_owners_that_break_a_promise_are_found(
     change: Callable[[list[Action]], list[Action]], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "Ledger", ledger(change))
+    monkeypatch.setattr(sync, "Ledger", ledger(change))
     with pytest.raises(BrokenLaw, match=fault) as caught:
         check_sync(Mode())
     assert caught.value.law == "owners keep their promises"
@@ -161,29 +161,29 @@ def test_owners_that_say_what_is_not_so_are_found(
     kind: Any, change: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = ledger(lambda actions: [replace(one, **change) if isinstance(one, kind) else one for one in actions])
-    monkeypatch.setattr(serving, "Ledger", changed)
+    monkeypatch.setattr(sync, "Ledger", changed)
     with pytest.raises(BrokenLaw, match=fault) as caught:
         check_sync(Applied(1))
     assert caught.value.law == "owners keep their promises"
 
 
 def test_training_that_exchanges_when_nothing_is_due_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Eager(training.Steps):
+    class Eager(schedules.Steps):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments[:-1], Mode(dues=lambda step: True))  # noqa: ARG005
 
-    monkeypatch.setattr(training, "Steps", Eager)
+    monkeypatch.setattr(schedules, "Steps", Eager)
     with pytest.raises(BrokenLaw, match="is submitted in a step that is not due") as caught:
         check_sync(Mode())
     assert caught.value.law == "training keeps its promises"
 
 
 def test_training_that_agrees_on_pushes_that_are_not_merged_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Meeting(training.Steps):
+    class Meeting(schedules.Steps):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments[:-1], Mode())
 
-    monkeypatch.setattr(training, "Steps", Meeting)
+    monkeypatch.setattr(schedules, "Steps", Meeting)
     with pytest.raises(BrokenLaw, match=r"are agreed on in place of \[\]") as caught:
         check_sync(Mode(merges=False))
     assert caught.value.law == "training keeps its promises"

@@ -17,9 +17,8 @@ from syncline import registry
 from syncline.errors import PeerLost, UsageError
 from syncline.testing import BrokenLaw, check_transport, network
 from syncline.testing.laws import holds
-from syncline.testing.network import Network, network_of
+from syncline.testing.network import Network, Subject, network_of
 from syncline.testing.transports import LAWS
-from syncline.testing.transports.cases import Subject
 from syncline.transports import Bytes, Handle, Transport
 from syncline.transports.inproc import Hub, InProc, _Message
 

@@ -15,7 +15,7 @@ from syncline.schedules import Schedule
 from syncline.session.tickets import AVERAGE, STEP, Meeting, Ticket, step_of
 from syncline.sync import Averages, SyncMode
 from syncline.sync.post_local import PostLocal
-from syncline.testing.training import MODES, SLICED, Averaged, Bound, Every, Laid, Sliced, go_together
+from syncline.testing.schedules import MODES, SLICED, Averaged, Bound, Every, Laid, Sliced, go_together
 from syncline.training.model import Framework, TrainedModel
 
 TENSORS, KEY, STEPS = 3, 7, 5

@@ -29,6 +29,9 @@ import numpy as np
 from ..errors import UsageError
 from . import State
 
+_QUANTISERS = ("cast", "linear", "signs", "stochastic", "ternary")
+"""The families of ``kernels.cuda.quantisers``. On the host each has a module, since modules compile as a whole."""
+
 
 def on_device(array: Any) -> bool:
     """Whether ``array`` is a torch tensor, on whatever device, and not a numpy array."""
@@ -36,7 +39,7 @@ def on_device(array: Any) -> bool:
 
 
 def kernels_for(family: str, array: Any) -> Any:
-    """The module ``kernels.<family>`` for a numpy array, ``kernels.cuda.<family>`` for a torch tensor.
+    """The module ``kernels.<family>`` for a numpy array, that of ``kernels.cuda`` with the family for a torch tensor.
 
     Raises UsageError if the family has no device kernels, or Triton is not installed.
     """
@@ -49,10 +52,9 @@ def _kernels(family: str, device: bool) -> Any:
         return import_module(f"..kernels.{family}", __package__)
     if find_spec("triton") is None:
         raise UsageError("compressing on a GPU needs Triton: pip install 'syncline[cuda]'")
-    name = f"..kernels.cuda.{family}"
-    if find_spec(name, __package__) is None:
+    if family not in ("sparse", *_QUANTISERS):
         raise UsageError(f"there are no kernels for {family} on a device: let the codec work on the host")
-    return import_module(name, __package__)
+    return import_module(f"..kernels.cuda.{'sparse' if family == 'sparse' else 'quantisers'}", __package__)
 
 
 def halves(payload: Any) -> Any:

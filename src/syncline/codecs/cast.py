@@ -18,6 +18,7 @@ from typing import ClassVar
 from ..nouns import Spec
 from ..registry import register
 from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state, residual_of, words_of
+from ._blocks import Blocks
 from ._device import halves, kernels_for
 
 
@@ -74,27 +75,18 @@ class Bf16(_Half):
 
 @register("codecs", "fp8")
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Blocks):
     """8 bits per element: E4M3 numbers of the OCP, one scale per block, rounded to nearest even."""
 
-    combine: ClassVar[Combine] = "owner"
     block: ClassVar[int] = 1024
+    codes: ClassVar[int] = 4
     contraction: ClassVar[bool] = True
     biased: ClassVar[bool] = True
 
-    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """One byte per element and one word per block for the scale."""
-        size = 4 * words_of(spec.elements, self.block, 4)
-        return size, size
-
-    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        return fresh_state(spec, rank, feedback)
-
-    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
+    def _pack(self, x: Floats, kept: Floats, out: Payload, state: State, start: int) -> int:  # noqa: ARG002
         """The scale maps a block's largest element to 448, the largest number of the type."""
-        bad = kernels_for("cast", x).encode_e4m3(x, residual_of(state, start, len(x)), out, self.block)
-        return Encoded(words_of(len(x), self.block, 4), bad == 0)
+        found: int = kernels_for("cast", x).encode_e4m3(x, kept, out, self.block)
+        return found
 
-    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        check_words(payload, words_of(len(out), self.block, 4))
+    def _unpack(self, payload: Payload, out: Floats, add: bool) -> None:
         kernels_for("cast", payload).decode_e4m3(payload, out, self.block, add)

@@ -76,7 +76,7 @@ class PowerSGD:
         four times, writes it twice, and makes 6 * rank multiplications and additions per element.
         """
         from ..kernels.low_rank import expand, orthonormalise, times, transposed_times
-        from ..kernels.selection import largest_magnitude
+        from ..kernels.sparse import largest_magnitude
 
         residual = no_residual() if state.residual is None else state.residual
         if not self._factors(state.spec):

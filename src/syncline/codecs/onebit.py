@@ -29,10 +29,10 @@ import numpy as np
 from ..errors import UsageError
 from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state, no_residual, residual_of, words_of
+from . import Floats, Payload, State, fresh_state, no_residual
+from ._blocks import Blocks
 from ._device import kernels_for
 
-_BITS = 32
 _SCALE = 0.001
 _LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
 """Within these bounds float32 can sum the votes of any number of ranks and multiply them by a learning rate."""
@@ -42,41 +42,35 @@ _MOMENTUM = "momentum"
 
 @register("codecs", "onebit")
 @dataclass(frozen=True)
-class Onebit:
+class Onebit(Blocks):
     """1-bit SGD: signs, and the means of a block's positive and of its negative elements."""
 
-    combine: ClassVar[Combine] = "owner"
     block: ClassVar[int] = 16384
+    codes: ClassVar[int] = 32
+    heads: ClassVar[int] = 2
     contraction: ClassVar[bool] = True
     biased: ClassVar[bool] = True
 
-    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """One word per 32 elements and two words per block for the means."""
-        size = 4 * words_of(spec.elements, self.block, _BITS, heads=2)
-        return size, size
+    def _pack(self, x: Floats, kept: Floats, out: Payload, state: State, start: int) -> int:  # noqa: ARG002
+        found: int = kernels_for("signs", x).encode_means(x, kept, out)
+        return found
 
-    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        return fresh_state(spec, rank, feedback)
-
-    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        bad = kernels_for("signs", x).encode_means(x, residual_of(state, start, len(x)), out)
-        return Encoded(words_of(len(x), self.block, _BITS, heads=2), bad == 0)
-
-    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        check_words(payload, words_of(len(out), self.block, _BITS, heads=2))
+    def _unpack(self, payload: Payload, out: Floats, add: bool) -> None:
         kernels_for("signs", payload).decode_bits(payload, out, 2, add)
 
 
 @register("codecs", "sign", examples=("sign", "sign(vote=on)"))
 @dataclass(frozen=True)
-class Sign:
+class Sign(Blocks):
     """Signs times the mean magnitude of a block, or, with ``vote=on``, times ``scale`` by the majority of the ranks."""
+
+    # A vote has a word for its scale too, because bits alone cannot tell all ranks that a block is not finite.
 
     vote: Literal["off", "on"] = "off"
     scale: float = _SCALE
     momentum: float = 0.0
-    combine: ClassVar[Combine] = "owner"
     block: ClassVar[int] = 16384
+    codes: ClassVar[int] = 32
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -99,28 +93,19 @@ class Sign:
         """Without momentum, which applies to a rank's own gradients."""
         return replace(self, momentum=0.0)
 
-    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """One word per 32 elements and one word per block for the mean magnitude, or for the scale of a vote.
-
-        A vote needs that word because bits alone cannot tell all ranks that a block is not finite.
-        """
-        size = 4 * words_of(spec.elements, self.block, _BITS)
-        return size, size
-
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
         """With momentum, also a velocity of zeros."""
         memory = {_MOMENTUM: np.zeros(spec.elements, np.float32)} if self.momentum else {}
         return fresh_state(spec, rank, feedback, **memory)
 
-    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        kept, vote, decay = residual_of(state, start, len(x)), 0.0, 1.0
+    def _pack(self, x: Floats, kept: Floats, out: Payload, state: State, start: int) -> int:
+        vote, decay = 0.0, 1.0
         if self.vote == "on":
             kept, vote, decay = no_residual(), self.scale, self.momentum
         if self.momentum:
             kept = state.memory[_MOMENTUM][start : start + len(x)]
-        bad = kernels_for("signs", x).encode_signs(x, kept, out, vote, decay)
-        return Encoded(words_of(len(x), self.block, _BITS), bad == 0)
+        found: int = kernels_for("signs", x).encode_signs(x, kept, out, vote, decay)
+        return found
 
-    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        check_words(payload, words_of(len(out), self.block, _BITS))
+    def _unpack(self, payload: Payload, out: Floats, add: bool) -> None:
         kernels_for("signs", payload).decode_bits(payload, out, 1, add)

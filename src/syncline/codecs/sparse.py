@@ -15,7 +15,7 @@ ones diverge. ``randomk`` therefore multiplies its residual by ``decay`` in each
 - decay)`` gradients; GRACE's residual memory has the same factor. ``decay=1`` is the paper's memory. The other codecs
 send large elements soon and keep everything.
 
-A payload of pairs has the layout of ``kernels/pairs.py``: 6 bytes per pair.
+A payload of pairs has the layout of ``kernels/sparse.py``: 6 bytes per pair.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from ..nouns import Spec
 from ..registry import register
 from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state, no_residual
 from ._device import floats, kernels_for, on_device
-from ._largest import Source, encode_largest
-from ._pairs import decode_pairs, pair_words, read_pairs
+from ._sparse import Source, decode_pairs, encode_largest, pair_words, read_pairs
 
 _DECAY = 0.8
 
@@ -99,8 +98,7 @@ class GTopK(TopK):
         """
         if on_device(mine):
             raise UsageError("gtopk merges payloads on the host: copy them there")
-        from ..kernels.pairs import merge, write_pairs
-        from ..kernels.selection import NOT_FINITE, keep_largest, magnitudes, put_others, rank_largest
+        from ..kernels.sparse import NOT_FINITE, keep_largest, magnitudes, merge, put_others, rank_largest, write_pairs
 
         elements = state.spec.elements
         k = share(self.ratio, elements)
@@ -157,7 +155,7 @@ class RandomK:
         """The values at this step's elements, one from each of k strata. All are NaN if the input is not finite."""
         residual = no_residual() if state.residual is None else state.residual
         k = share(self.ratio, len(x))
-        finite = kernels_for("selection", x).take_strata(x, residual, self.decay, state.seed(shared=True), out[:k])
+        finite = kernels_for("sparse", x).take_strata(x, residual, self.decay, state.seed(shared=True), out[:k])
         return Encoded(k, finite)
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
@@ -165,4 +163,4 @@ class RandomK:
         check_words(payload, share(self.ratio, len(out)))
         if not add:
             out[:] = 0
-        kernels_for("selection", payload).put_strata(floats(payload), state.seed(shared=True), out)
+        kernels_for("sparse", payload).put_strata(floats(payload), state.seed(shared=True), out)

@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..errors import UsageError
-from ..nouns import Spec
 from ..registry import register
-from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state, residual_of, words_of
+from . import Floats, Payload, State
+from ._blocks import Blocks
 from ._device import kernels_for
 
-_TRITS = 20
 _CLIP = 2.5
 _MOST_CLIP = 100.0
 """No element can exceed this many standard deviations: the square root of a block's size is 101."""
@@ -34,13 +33,13 @@ _MOST_CLIP = 100.0
 
 @register("codecs", "ternary", examples=("ternary", "ternary(rounding=nearest)"))
 @dataclass(frozen=True)
-class Ternary:
+class Ternary(Blocks):
     """TernGrad and 3LC: -1, 0 or 1 times a block's maximum, rounded at random after clipping, or to nearest."""
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     clip: float = _CLIP
-    combine: ClassVar[Combine] = "owner"
-    block: ClassVar[int] = 512 * _TRITS
+    block: ClassVar[int] = 512 * 20
+    codes: ClassVar[int] = 20
 
     def __post_init__(self) -> None:
         if self.clip and not 1 <= self.clip <= _MOST_CLIP:
@@ -81,22 +80,10 @@ class Ternary:
         """True with rounding to nearest, which sends 0 for all elements below half the maximum."""
         return not self.stochastic
 
-    def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """One word per 20 elements and one word per block for the maximum."""
-        size = 4 * words_of(spec.elements, self.block, _TRITS)
-        return size, size
+    def _pack(self, x: Floats, kept: Floats, out: Payload, state: State, start: int) -> int:
+        clip, encode = self.clip if self.clips else 0.0, kernels_for("ternary", x).encode_trits
+        found: int = encode(x, kept, out, self.block, self.stochastic, clip, state.seed(), start)
+        return found
 
-    def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        return fresh_state(spec, rank, feedback)
-
-    def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:
-        kept = residual_of(state, start, len(x))
-        clip = self.clip if self.clips else 0.0
-        bad = kernels_for("ternary", x).encode_trits(
-            x, kept, out, self.block, self.stochastic, clip, state.seed(), start
-        )
-        return Encoded(words_of(len(x), self.block, _TRITS), bad == 0)
-
-    def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        check_words(payload, words_of(len(out), self.block, _TRITS))
+    def _unpack(self, payload: Payload, out: Floats, add: bool) -> None:
         kernels_for("ternary", payload).decode_trits(payload, out, self.block, add)

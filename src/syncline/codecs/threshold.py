@@ -28,8 +28,7 @@ from ..nouns import Spec
 from ..registry import register
 from . import Combine, Encoded, Floats, Payload, State, fresh_state, no_residual
 from ._device import on_device
-from ._largest import Source, encode_largest
-from ._pairs import decode_pairs, pair_words
+from ._sparse import Source, decode_pairs, encode_largest, pair_words
 from .sparse import check_ratio, share
 
 _WARM = 0.25
@@ -119,7 +118,7 @@ class Threshold:
             return 1.0
         if on_device(x):
             raise UsageError(f"clip={self.clip}: norms are taken on the host; leave clip= out for tensors on a GPU")
-        from ..kernels.selection import norm
+        from ..kernels.sparse import norm
 
         length = norm(x)
         limit = self.clip / math.sqrt(world)

@@ -1,23 +1,33 @@
-"""Owns this process's share of the weights and sends their updates to the workers through a codec.
+"""Encodes the weights of owners for the workers: all workers together, or each by the version that it has.
 
-An owner has its own weights beside the *known* ones, which all workers have in their models. ``compression`` owns the
-codec's state.
-
-Only differences are encoded: those between the owner's weights and the known ones. The owner adds the decoded payload
-to the known weights, as all workers do, so all have the same bits. An encoding error remains in the difference and so
-enters the next payload: the known weights correct every error, as a residual would. Gruntkowska, Tyurin, Richtarik,
-"EF21-P and friends: improved theoretical communication complexity for distributed optimization with bidirectional
-compression", ICML 2023.
+Only differences are encoded: those between the owner's weights and the *known* ones, which all workers have in their
+models. ``compression`` owns the codec's state. The owner adds the decoded payload to the known weights, as all workers
+do, so all have the same bits. An encoding error remains in the difference and so enters the next payload: the known
+weights correct every error, as a residual would. Gruntkowska, Tyurin, Richtarik, "EF21-P and friends: improved
+theoretical communication complexity for distributed optimization with bidirectional compression", ICML 2023.
 
 This requires a codec that is a contraction. With any other codec the difference would grow from step to step. The owner
 then replaces its weights by the known ones, and a payload is an unbiased estimate of an update.
 
 Differences are float32. Weights of another type are subtracted and added in the wider of both types and rounded alike
 everywhere. Cost per rank with S owners: one decoding of everything; 1/S encoding of everything at an owner.
+
+``Updates`` serves workers that pull together. ``UpdateSender`` serves workers that fetch weights one by one. Its known
+weights of a version follow from those of the version before and one payload. A worker at version a gets the payloads of
+all later versions and adds them in order, or the known weights themselves where those are fewer bytes. A worker that no
+other has overtaken gets a single payload. At c versions behind, with payloads c times smaller than the weights, it gets
+as many bytes as without a codec. The owner keeps no more bytes of payloads than that. A message to such a worker has
+
+    word 0   the worker's version after this message
+    word 1   the number of payloads, or ALL for the weights themselves
+    then     the bytes of each payload's message
+    then     these messages (``formats``), or the weights
 """
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,10 +36,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codecs import Floats
+from ..codecs import Floats, State, relay_of
 from ..kernels import cpu
+from ..wire.scratch import Scratch
 from .compression import Compression, Divided
-from .reducers import Bytes, Held, Operand, Participant, Reducer, Room
+from .reducers import Bytes, Held, Operand, Participant, ReduceError, Reducer
+from .reducers.formats import MessageFormat, Packet
 from .reducers.owners import OwnedPiece, answer, divide, share_out
 
 Array = NDArray[Any]
@@ -75,7 +87,7 @@ def _through_float32(
     me.room.give(buffer)
 
 
-def _room_for(parts: Sequence[Operand], room: Room) -> tuple[Bytes, list[Floats]]:
+def _room_for(parts: Sequence[Operand], room: Scratch) -> tuple[Bytes, list[Floats]]:
     """A buffer, and arrays in it with the parts' sizes."""
     buffer = room.take(4 * sum(part.array.size for part in parts))
     found: list[Floats] = []
@@ -145,3 +157,122 @@ class Updates:
     def _shares(self, number: int, step: int | None = None) -> list[list[Operand]]:
         parts = self._compression.parts(number, self._known[number], step)
         return share_out(parts, len(self._compression.participant.owners))
+
+
+ALL = 0xFFFFFFFF
+_HEAD_BYTES = 8
+
+
+class _Part:
+    """One owner's share of a bucket, in arrays of the known weights. Owner and worker each have one."""
+
+    def __init__(self, share: Sequence[Operand]) -> None:
+        self._parts = [replace(part, codec=relay_of(part.codec)) for part in share]
+        # the threads of both sides may decode at once
+        self._states: list[State] = [copy.deepcopy(part.again) for part in share]
+        self._format = MessageFormat(self._parts)
+        self._whole_bytes = sum(part.array.nbytes for part in share)
+        self.version = 0
+
+    @property
+    def greatest_bytes(self) -> int:
+        """The maximum size of a message."""
+        return _HEAD_BYTES + self._whole_bytes
+
+    def _add(self, packet: Packet, version: int, sender: str) -> None:
+        """Add a payload to the known weights, which then have that version."""
+        for state in self._states:
+            state.step = version
+        arrays = [part.array for part in self._parts]
+        if all(array.dtype == np.float32 for array in arrays):
+            self._format.read(packet, arrays, self._states, sender, add=True)
+        else:
+            changes = [np.empty(array.size, np.float32) for array in arrays]
+            self._format.read(packet, changes, self._states, sender, add=False)
+            for array, change in zip(arrays, changes, strict=True):
+                cpu.add_difference(array, change)
+        self.version = version
+
+
+class UpdateSender(_Part):
+    """The owner's side. ``held`` are its weights, whose updates it encodes. Not thread-safe."""
+
+    def __init__(self, share: Sequence[Operand], held: Sequence[Held]) -> None:
+        super().__init__(share)
+        self._held, self._room = held, Scratch()
+        self._sent: deque[Bytes] = deque()  # payloads of the latest versions, the newest last
+
+    def update(self) -> None:
+        """Encode the owner's updated weights as the next version."""
+        changes = []
+        for part, held in zip(self._parts, self._held, strict=True):
+            changes.append(np.empty(part.array.size, np.float32))
+            cpu.difference(held.weights, part.array, changes[-1])
+        for state in self._states:
+            state.step = self.version + 1
+        packet = self._format.write(self._room, changes, self._states, lambda _: None)
+        self._sent.append(packet.data.copy())
+        self._add(packet, self.version + 1, "this owner")
+        packet.free()
+        for part, held in zip(self._parts, self._held, strict=True):
+            if not held.keeps:
+                held.weights[:] = part.array
+        # More payloads than weights: workers that far behind get the weights themselves.
+        while sum(4 + one.nbytes for one in self._sent) > self._whole_bytes:
+            self._sent.popleft()
+
+    def renew(self) -> None:
+        """Start a version from the owner's weights as they are, which every worker then gets in full."""
+        for part, held in zip(self._parts, self._held, strict=True):
+            part.array[:] = held.weights
+        self._sent.clear()
+        self.version += 1
+
+    def since(self, version: int) -> Bytes:
+        """The message for a worker that has ``version``."""
+        behind = self.version - version
+        if behind > len(self._sent):
+            return _message(self.version, ALL, [], [part.array.view(np.uint8) for part in self._parts])
+        bodies = list(self._sent)[len(self._sent) - behind :]
+        return _message(self.version, behind, [body.nbytes for body in bodies], bodies)
+
+
+class UpdateReceiver(_Part):
+    """The worker's side."""
+
+    def take(self, data: Bytes, sender: str) -> None:
+        """Apply an owner's message; raises ReduceError unless it continues from this version."""
+        if data.nbytes < _HEAD_BYTES:
+            raise self._nonsense(sender, f"of {data.nbytes} bytes is too short")
+        version, count = (int(word) for word in data[:_HEAD_BYTES].view(np.uint32))
+        if count == ALL:
+            self._take_all(data[_HEAD_BYTES:], sender)
+            self.version = version
+            return
+        at = _HEAD_BYTES + 4 * count
+        lengths = data[_HEAD_BYTES:at].view(np.uint32).tolist() if at <= data.nbytes else []
+        if version != self.version + count or len(lengths) != count or at + sum(lengths) != data.nbytes:
+            why = f"brings {count} payloads in {data.nbytes} bytes up to version {version}, after {self.version}"
+            raise self._nonsense(sender, why)
+        for length in lengths:
+            if length % 4:
+                raise self._nonsense(sender, f"has a payload of {length} bytes")
+            self._add(Packet(data[at : at + length], length), self.version + 1, sender)
+            at += length
+
+    def _take_all(self, data: Bytes, sender: str) -> None:
+        if data.nbytes != self._whole_bytes:
+            raise self._nonsense(sender, f"has {data.nbytes} bytes of weights in place of {self._whole_bytes}")
+        at = 0
+        for part in self._parts:
+            part.array.view(np.uint8)[:] = data[at : at + part.array.nbytes]
+            at += part.array.nbytes
+
+    def _nonsense(self, sender: str, why: str) -> ReduceError:
+        first = self._parts[0].name
+        return ReduceError(f"{sender}: a message about updates of {first!r} {why}; do all run the same version?")
+
+
+def _message(version: int, count: int, lengths: Sequence[int], bodies: Sequence[Bytes]) -> Bytes:
+    head = np.array([version & 0xFFFFFFFF, count, *lengths], np.uint32)
+    return np.concatenate([head.view(np.uint8), *bodies])

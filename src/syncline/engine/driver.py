@@ -22,10 +22,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ..compression.reducers import Room
 from ..errors import ClosedError, PeerLeft, PeerLost, PeerTimeout, ProtocolError, UsageError, labelled, within
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
+from ..wire.scratch import Scratch
 from .exchange import SPINS, Exchange
 from .order import Lane, Monitor, Work
 from .reducing import Reducing
@@ -230,7 +230,7 @@ class Driver(ABC):
         self.monitor.abandon(works)
 
     @property
-    def room(self) -> Room:
+    def room(self) -> Scratch:
         """The pool of buffers for reducers; only for the driving thread."""
         return self._exchange.scratch
 

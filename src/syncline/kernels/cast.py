@@ -1,6 +1,6 @@
 """Rounding to 16-bit and 8-bit floating-point numbers.
 
-The 16-bit types are those of ``halves``, and a payload is a plain array of them. E4M3 is the 8-bit type of the OCP
+The 16-bit types are those of ``blocks``, and a payload is a plain array of them. E4M3 is the 8-bit type of the OCP
 8-bit Floating Point Specification: 4 bits of exponent with bias 7, 3 of mantissa, subnormals, no infinity, largest
 number 448. A block of them is one word with its scale (float32), then its codes as ``blocks`` lays them out, four to
 the word. A block is zero when its maximum is below ``TINY``. The scale is NaN if the block has an infinity or NaN.
@@ -12,8 +12,7 @@ import numpy as np
 
 from .aot.compiled import compiled, inlined, inner
 from .aot.native import bits_of_float, float_of_bits, free, malloc, view
-from .blocks import BODY, INFINITY, NAN, TINY, gather
-from .halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
+from .blocks import BODY, INFINITY, NAN, TINY, gather, narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 from .linear import step_of
 
 _LARGEST_FLOAT16 = np.uint32(0x477FE000)

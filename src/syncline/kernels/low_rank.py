@@ -14,7 +14,7 @@ import numpy as np
 
 from .aot.compiled import compiled, inner
 from .aot.native import free, malloc, view
-from .draws import draw, other_key
+from .blocks import draw, other_key
 
 _LANES: Final = 256
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from .aot.compiled import compiled, inner
 from .aot.native import memcpy, view
-from .halves import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
+from .blocks import narrow_bfloat16, narrow_float16, widen_bfloat16, widen_float16
 
 CODES: Final = {
     "float32": 0,

@@ -12,8 +12,7 @@ import numpy as np
 
 from .aot.compiled import compiled, inlined, inner
 from .aot.native import bits_of_float, float_of_bits, free, malloc, view
-from .blocks import BODY, INFINITY, NAN, TINY, folded, gather
-from .draws import chance, draw, other_key
+from .blocks import BODY, INFINITY, NAN, TINY, chance, draw, folded, gather, other_key
 
 _LANES = 256
 _LARGEST_NORM = np.float32(2.0**127)

@@ -15,8 +15,7 @@ import numpy as np
 
 from .aot.compiled import compiled, inlined, inner
 from .aot.native import bits_of_float, float_of_bits, free, malloc, view
-from .blocks import INFINITY, NAN, folded, gather
-from .draws import chance, draw, other_key
+from .blocks import INFINITY, NAN, chance, draw, folded, gather, other_key
 
 _TRITS = 20
 _HALF_TRITS = 10

@@ -2,7 +2,7 @@
 
 A push or pull is between one worker and the owners, so no two workers wait for each other in it. ``Plans`` moves
 arrays, ``Payloads`` a codec's payloads: a push is encoded as under an allreduce and decoded by itself, and a pull
-brings the updates that the worker does not have, or whole weights (``compression.versions``). Every bucket of every
+brings the updates that the worker does not have, or whole weights (``compression.updates``). Every bucket of every
 worker has its own key. The next step uses the key again, and begins when the worker has everything of the step before.
 
 An owner receives a push whenever it arrives, into memory kept for that worker, and copies it to the optimizer's
@@ -28,7 +28,7 @@ import numpy as np
 from ..compression.compression import Compression
 from ..compression.reducers import Held, Message, Operand, Reducer, Round
 from ..compression.reducers.owners import share_out, taking
-from ..compression.versions import UpdateReceiver, UpdateSender
+from ..compression.updates import UpdateReceiver, UpdateSender
 from ..engine.order import CodedOrder, Order, When, Work
 from ..errors import UsageError
 from ..plans.messages import chunk_edges
@@ -411,10 +411,9 @@ class Payloads(Carrier):
     def pull(self, number: int, when: When) -> Work:
         """Receives a message from each owner."""
         if number not in self._receivers:
-            shares, room = self._shares_of(number, self._model.weights[number]), self._compression.participant.room
-            places = zip(self._owners, shares, strict=True)
+            places = zip(self._owners, self._shares_of(number, self._model.weights[number]), strict=True)
             self._receivers[number] = {
-                place: UpdateReceiver(share, room) for place, share in places if share and place != self._session.index
+                place: UpdateReceiver(share) for place, share in places if share and place != self._session.index
             }
         return super().pull(number, when)
 

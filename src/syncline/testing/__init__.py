@@ -1,18 +1,13 @@
 """The laws that every part of Syncline must satisfy, as checks for authors of parts.
 
-    from syncline.testing import check_codec
+from syncline.testing import check_codec
 
-    def test_my_codec() -> None:
-        check_codec("mine(ratio=0.01)")
-
-A check runs every law that applies to the part, according to its declarations. It raises BrokenLaw, an AssertionError
-with the law, the part and the failing example. Examples are drawn with NumPy from a seed; no test framework is needed.
-
-    check_codec      ``codecs``: encoding and decoding, alone and among ranks (``reducing``)
-    check_algorithm  ``algorithms``: plans for groups of 1 to 64 workers
-    check_schedule   ``schedules``: buckets of models, and training with them on a virtual clock (``training``)
-    check_sync       ``sync``: its answers, and their effect on owners of weights (``serving``) and on training
-    check_transport  ``transports``: messages between all ends of a ``network``, priorities, ends, its own allreduce
+def test_my_codec() -> None:
+    check_codec      ``codecs``: encoding and decoding, alone and among ranks (``reducing``, ``rounds``)
+check_algorithm  ``algorithms``: plans for groups of 1 to 64 workers
+check_schedule   ``schedules``: buckets of models, and training with them on a virtual clock
+check_sync       ``sync``: its answers, and their effect on owners of weights and on training
+check_transport  ``transports``: messages between all ends of a ``network``, priorities, ``transport_ends``
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reducers combine the compressed gradients of all ranks into one sum; every way of doing so has its own file.
+"""Reducers combine the compressed gradients of all ranks into one sum, in one of five ways.
 
 A reducer is a generator that alternates between computing and communicating. It yields the next communication (a
 ``Round`` of messages to and from named processes, or a ``Sum`` of an array over the workers by the architecture's plan)
@@ -28,13 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...codecs import Codec, Floats, State
 from ...errors import SynclineError
+from ...wire.scratch import Scratch
 
 Bytes = NDArray[np.uint8]
 
@@ -125,18 +126,6 @@ class Operand:
         return Operand(self.name, self.codec, self.array[start:stop], self.state, self.again, self.start + start, held)
 
 
-class Room(Protocol):
-    """A pool of buffers."""
-
-    def take(self, nbytes: int) -> Bytes:
-        """A buffer of at least ``nbytes``."""
-        ...
-
-    def give(self, buffer: Bytes) -> None:
-        """Return a buffer to the pool."""
-        ...
-
-
 @dataclass(frozen=True)
 class Participant:
     """This process and the processes that reduce with it. ``owners`` are the processes that own parts, in part order.
@@ -150,7 +139,7 @@ class Participant:
     index: int
     workers: int
     owners: tuple[int, ...]
-    room: Room
+    room: Scratch
     report: Callable[[str], None] = lambda _: None
     hosts: tuple[tuple[int, ...], ...] = ()
     called: tuple[int, ...] = ()
@@ -233,7 +222,7 @@ class Computing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way of combining payloads, as its file declares it.
+    """One way of combining payloads.
 
     ``pieces`` makes the reducers of the parts that are combined this way, for one process. ``traffic`` describes the
     communication of each reducer from the number of workers and the owners. ``computing`` is the work of the busiest

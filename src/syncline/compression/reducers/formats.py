@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ...codecs import Floats, Merges, Payload, PayloadError, State
 from ...nouns import Spec
-from . import Bytes, Flows, Operand, Participant, ReduceError, Room
+from ...wire.scratch import Scratch
+from . import Bytes, Flows, Operand, Participant, ReduceError
 
 Column = NDArray[np.int64]
 
@@ -48,10 +49,10 @@ class MessageFormat:
         return Flows(src, dst, np.full(len(src), self.expected_bytes), np.full(len(src), self.greatest_bytes))
 
     def write(
-        self, room: Room, inputs: Sequence[Floats], states: Sequence[State], report: Callable[[str], None]
+        self, room: Scratch, inputs: Sequence[Floats], states: Sequence[State], report: Callable[[str], None]
     ) -> Packet:
         """Encode ``inputs``, one per part, into a new message."""
-        packet = Packet(room, self.greatest_bytes)
+        packet = self.room(room)
         words = packet.words
         words[0], words[1], words[2] = self._check, self._elements, states[0].step & 0xFFFFFFFF
         at = self._first
@@ -65,9 +66,9 @@ class MessageFormat:
         packet.nbytes = 4 * at
         return packet
 
-    def room(self, room: Room) -> Packet:
+    def room(self, room: Scratch) -> Packet:
         """A buffer for an incoming message."""
-        return Packet(room, self.greatest_bytes)
+        return Packet(room.take(self.greatest_bytes), self.greatest_bytes, room)
 
     def step_of(self, packet: Packet, sender: str) -> int:
         """The step of a message; raises ReduceError if its header does not match."""
@@ -112,7 +113,7 @@ class MessageFormat:
                 " ranks from the same checkpoint"
             )
 
-    def merge(self, room: Room, mine: Packet, theirs: Packet, states: Sequence[State], sender: str) -> Packet:
+    def merge(self, room: Scratch, mine: Packet, theirs: Packet, states: Sequence[State], sender: str) -> Packet:
         """Merge two messages into one and free both. Elements that do not fit go into the residuals of ``states``."""
         self._check_step(theirs, states[0].step, sender)
         merged = self.room(room)
@@ -141,14 +142,15 @@ class MessageFormat:
 
 
 class Packet:
-    """A message in memory. ``nbytes`` is its length, once it is written or received."""
+    """A message in ``buffer``. ``nbytes`` is its length, once it is written or received.
+
+    ``room`` gets the buffer back; without a room it belongs to the caller.
+    """
 
     __slots__ = ("_room", "buffer", "nbytes")
 
-    def __init__(self, room: Room, nbytes: int) -> None:
-        self._room = room
-        self.buffer = room.take(nbytes)
-        self.nbytes = nbytes
+    def __init__(self, buffer: Bytes, nbytes: int, room: Scratch | None = None) -> None:
+        self.buffer, self.nbytes, self._room = buffer, nbytes, room
 
     @property
     def words(self) -> Payload:
@@ -162,7 +164,8 @@ class Packet:
 
     def free(self) -> None:
         """Return the buffer to its pool."""
-        self._room.give(self.buffer)
+        if self._room is not None:
+            self._room.give(self.buffer)
 
 
 def name_of(process: int, me: Participant) -> str:

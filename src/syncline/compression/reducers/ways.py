@@ -1,34 +1,249 @@
-"""Maps every codec to its way of combining payloads and groups a bucket's parts accordingly.
+"""Maps every codec to its way of combining payloads, and makes the reducers of a bucket's parts.
 
-Only this module reads ``Codec.combine``; all other code asks the ``Way``.
+Only this module reads ``Codec.combine``; all other code asks the ``Way``. ``owners`` has the way through owners. The
+others are here:
 
-It also describes the messages of a bucket without any gradients (``parts_of``, ``traffic``, ``moved_bytes``), for
-predictions. The sizes come from the code that cuts, encodes and sends, so predictions match runs. Payloads without a
-fixed size count with their expected bytes.
+**Summed**: the architecture's plan adds payloads that can be added, like uncompressed gradients.
+
+**Rounds**: the codec alternates between computing and sums over the ranks; all tensors of a bucket share each sum.
+
+**Gathered**: every rank sends its payload to all others and adds the received payloads in rank order. Meant for sparse
+payloads: N ranks of k pairs each have up to N k distinct elements, which no longer fit a payload of k pairs. Cost per
+rank: N-1 payloads sent and received, N decoded. From some number of ranks on this exceeds an allreduce; in return no
+element is dropped a second time.
+
+**Merged**: two payloads become one of the same size along a binomial tree until one is left, which returns to all. For
+codecs whose payloads can be merged (global top-k, Shi et al., ICDCS 2019). One payload travels ceil(lg N) times up and
+down the tree, whatever the number of ranks. A merge adds the elements that it drops to the merging rank's residual, so
+no gradient is lost.
+
+The module also describes the messages of a bucket without any gradients (``parts_of``, ``traffic``, ``moved_bytes``),
+for predictions. The sizes come from the code that cuts, encodes and sends, so predictions match runs. Payloads without
+a fixed size count with their expected bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...codecs import Applied, Codec, Combine, State, codec_of
+from ...codecs import Applied, Codec, Combine, Floats, Rounds, State, Sums, codec_of
 from ...codecs.dense import Uncompressed
 from ...errors import UsageError
-from ...nouns import Bucket, Layer, Spec
+from ...nouns import Bucket, Layer, Spec, numpy_dtype
 from ...plans.plan import Plan
-from . import Flows, Operand, Participant, Reducer, Traffic, Way, gathered, merged, owners, rounds, summed
+from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Sum, Summed, Traffic, Way, owners
+from .formats import MessageFormat, Packet, name_of, spec_of
+from .owners import cut
+
+# Sums by a plan -------------------------------------------------------------------------------------------------------
+
+
+def _sum_pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
+    """One reducer per number type."""
+    return [partial(_sum, found, me) for found in _alike(parts)]
+
+
+def _sum_traffic(parts: Sequence[Operand], workers: int, at: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """One sum per number type."""
+    return [[Summed(4 * sum(_words(found)))] for found in _alike(parts)]
+
+
+def _summing(workers: int) -> Computing:
+    """A bandwidth-optimal plan adds all but one share on each rank."""
+    return Computing(1, 1, (workers - 1) / workers)
+
+
+def _alike(parts: Sequence[Operand]) -> list[list[Operand]]:
+    """The parts, grouped by the number type of their payloads."""
+    found: dict[str, list[Operand]] = {}
+    for part in parts:
+        found.setdefault(_number_of(part.codec), []).append(part)
+    return list(found.values())
+
+
+def _number_of(codec: Codec) -> str:
+    """The number type of the payloads of a codec whose payloads can be added."""
+    if not isinstance(codec, Sums):
+        raise UsageError(f"{codec} declares combine='sum' but no number type: give it ``number``")
+    return codec.number
+
+
+def _sum(parts: Sequence[Operand], me: Participant) -> Reducer:
+    """Encode all payloads into one buffer, sum it, decode it."""
+    lengths = _words(parts)
+    buffer = me.room.take(4 * sum(lengths))
+    words = buffer[: 4 * sum(lengths)].view(np.uint32)
+    at = 0
+    for part, length in zip(parts, lengths, strict=True):
+        made = part.codec.encode(part.array, words[at : at + length], part.state, part.start)
+        if not made.finite:
+            me.report(part.name)
+        at += length
+    yield Sum(words.view(numpy_dtype(_number_of(parts[0].codec))))
+    at = 0
+    for part, length in zip(parts, lengths, strict=True):
+        part.codec.decode(words[at : at + length], part.array, part.state, start=part.start)
+        at += length
+    me.room.give(buffer)
+
+
+def _words(parts: Sequence[Operand]) -> list[int]:
+    """The lengths of the payloads in 32-bit words. They are fixed, so that the ranks' payloads align in a sum."""
+    return [part.codec.wire_bytes(spec_of(part))[1] // 4 for part in parts]
+
+
+# Rounds ---------------------------------------------------------------------------------------------------------------
+
+
+def _round_pieces(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
+    """One reducer for all parts."""
+    return [partial(_run_rounds, parts, me)]
+
+
+def _round_traffic(parts: Sequence[Operand], workers: int, at: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """One sum per round of the codec with the most rounds."""
+    elements = [_in_rounds(part.codec).rounds(part.state.spec) for part in parts]
+    return [[Summed(4 * sum(together)) for together in zip_longest(*elements, fillvalue=0)]]
+
+
+def _run_rounds(parts: Sequence[Operand], me: Participant) -> Reducer:
+    """Run all tensors' rounds together, with one sum per round."""
+    going = [(part.name, _begun(part, me)) for part in parts]
+    while True:
+        asked: list[Floats] = []
+        for name, one in list(going):
+            try:
+                asked.append(next(one))
+            except StopIteration as end:
+                going.remove((name, one))
+                if not end.value:
+                    me.report(name)
+        if not asked:
+            return
+        buffer = me.room.take(4 * sum(array.size for array in asked))
+        together = buffer[: 4 * sum(array.size for array in asked)].view(np.float32)
+        np.concatenate([array.reshape(-1) for array in asked], out=together)
+        yield Sum(together)
+        at = 0
+        for array in asked:
+            array.reshape(-1)[:] = together[at : at + array.size]
+            at += array.size
+        me.room.give(buffer)
+
+
+def _begun(part: Operand, me: Participant) -> Generator[Floats, None, bool]:
+    return _in_rounds(part.codec).average(part.array, part.state, me.workers)
+
+
+def _in_rounds(codec: Codec) -> Rounds:
+    if not isinstance(codec, Rounds):
+        raise UsageError(f"{codec} declares combine='rounds': give it average() and rounds()")
+    return codec
+
+
+# Payloads of all to all, and merged on a tree -------------------------------------------------------------------------
+
+
+def _piecewise(
+    reduce: Callable[[Sequence[Operand], MessageFormat, Participant], Reducer],
+    parts: Sequence[Operand],
+    me: Participant,
+) -> list[Callable[[], Reducer]]:
+    """One reducer per piece of about ``PIECE_ELEMENTS`` elements; tensors stay whole."""
+    return [partial(reduce, piece, MessageFormat(piece), me) for piece in cut(parts, owners.PIECE_ELEMENTS)]
+
+
+def _gather_traffic(parts: Sequence[Operand], workers: int, at: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """For every piece, one message from each worker to each other worker."""
+    src, dst = np.nonzero(~np.eye(workers, dtype=bool))
+    return [[MessageFormat(piece).flows(src, dst)] for piece in cut(parts, owners.PIECE_ELEMENTS)]
+
+
+def _gather(piece: Sequence[Operand], form: MessageFormat, me: Participant) -> Reducer:
+    """Exchange and add one piece."""
+    arrays, states = [part.array for part in piece], [part.state for part in piece]
+    packets: dict[int, Packet] = {me.index: form.write(me.room, arrays, states, me.report)}
+    others = me.others()
+    packets |= {other: form.room(me.room) for other in others}
+    sends = [Message(other, packets[me.index].data, form.fixed) for other in others]
+    lengths = yield Round(sends, [Message(other, packets[other].data, form.fixed) for other in others])
+    for other, length in zip(others, lengths, strict=True):
+        packets[other].nbytes = length
+    for worker in range(me.workers):
+        form.read(packets[worker], arrays, states, name_of(worker, me), add=worker > 0)
+        packets[worker].free()
+
+
+def _merge_traffic(parts: Sequence[Operand], workers: int, at: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
+    """For every piece, messages up the tree level by level, then down again."""
+    return [_levels(MessageFormat(piece), workers) for piece in cut(parts, owners.PIECE_ELEMENTS)]
+
+
+def _levels(form: MessageFormat, workers: int) -> Traffic:
+    steps: list[Flows] = []
+    for distance in reversed(_halves(1 << (workers - 1).bit_length())):
+        children = np.arange(distance, workers, 2 * distance)
+        steps.append(form.flows(children, children - distance))
+    return [*steps, *(form.flows(up.dst, up.src) for up in reversed(steps))]
+
+
+def _merge(piece: Sequence[Operand], form: MessageFormat, me: Participant) -> Reducer:
+    """Merge one piece up the tree to rank 0, return it, and decode it."""
+    arrays, states = [part.array for part in piece], [part.state for part in piece]
+    packet = form.write(me.room, arrays, states, me.report)
+    distance = 1
+    while distance < me.workers and me.index % (2 * distance) == 0:
+        sender = me.index + distance
+        if sender < me.workers:
+            theirs = form.room(me.room)
+            theirs.nbytes = (yield Round([], [Message(sender, theirs.data)]))[0]
+            packet = form.merge(me.room, packet, theirs, states, name_of(sender, me))
+        distance *= 2
+    if me.index:
+        parent = me.index - distance
+        yield Round([Message(parent, packet.data)], [])
+        packet.free()
+        packet = form.room(me.room)
+        packet.nbytes = (yield Round([], [Message(parent, packet.data)]))[0]
+    children = [me.index + step for step in _halves(distance) if me.index + step < me.workers]
+    if children:
+        yield Round([Message(child, packet.data) for child in children], [])
+    form.read(packet, arrays, states, name_of(0, me), add=False)
+    packet.free()
+
+
+def _halves(distance: int) -> list[int]:
+    """The distances to a rank's children, farthest first."""
+    return [1 << bit for bit in reversed(range(distance.bit_length() - 1))]
+
+
+# All ways -------------------------------------------------------------------------------------------------------------
 
 WAYS: Mapping[Combine, Way] = {
-    "sum": summed.WAY,
-    "rounds": rounds.WAY,
+    "sum": Way(_sum_pieces, _sum_traffic, _summing, "payloads are summed by {architecture}"),
+    "rounds": Way(_round_pieces, _round_traffic, _summing, "factors are summed by {architecture}", servable=False),
     "owner": owners.WAY,
-    "gather": gathered.WAY,
-    "merge": merged.WAY,
+    "gather": Way(
+        partial(_piecewise, _gather),
+        _gather_traffic,
+        lambda workers: Computing(1, workers, 0),
+        "all payloads are gathered by all",
+        carrier="direct",
+    ),
+    # the root merges on every level; a merge takes as long as a decoding
+    "merge": Way(
+        partial(_piecewise, _merge),
+        _merge_traffic,
+        lambda workers: Computing(1, (workers - 1).bit_length() + 1, 0),
+        "payloads are merged on a tree",
+        carrier="tree",
+    ),
 }
 """Ordered: the ways that a plan sums come first, so that they start before the other ways' messages."""
 

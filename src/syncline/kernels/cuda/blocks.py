@@ -1,7 +1,16 @@
-"""Parts of all block codecs on a GPU; ``kernels.blocks`` describes the layout.
+"""Parts of all kernels on a GPU: their start, blocks of elements, 16-bit numbers and random numbers.
 
-``encode_blocks`` and ``decode_blocks`` start a program for every block. The program calls a codec's function with
-pointers to the block, its residual and its part of the payload:
+A GPU's floating-point arithmetic gives the bits of the CPU's:
+
+contraction   a*b + c stays two roundings: kernels are compiled without fused multiply-add
+division      ``/`` of float32 is approximate in Triton: kernels use ``tl.div_rn``, and ``tl.sqrt_rn`` for roots
+denormals     are kept: neither Triton nor the Numba kernels flush them to zero
+sums          of a block use lanes that are folded in halves, since ``tl.sum`` promises no order
+NaN           GPU and CPU produce different NaNs: these show in payloads of 16-bit numbers, and their sign bits in
+              payloads of signs; everywhere else a payload has one fixed NaN
+
+**Blocks.** ``kernels.blocks`` describes the layout. ``encode_blocks`` and ``decode_blocks`` start a program for every
+block. The program calls a codec's function with pointers to the block, its residual and its part of the payload:
 
     encode(x, residual, out, bad, words, n, seed, index, LANES, WHOLE, FEEDBACK, ARGUMENT)
     decode(payload, out, words, n, LANES, WHOLE, ADD, ARGUMENT)
@@ -13,6 +22,9 @@ index of the block's first element in its tensor, a uint32 like ``seed``. ``bad`
 A program treats its block as rows of lanes. Row k, elements k*W to (k+1)*W, is one vector and goes into field k of the
 block's W words. So packing is arithmetic within a lane and needs no shuffles. A whole block whose W is a power of two
 (``WHOLE``) is read and written without masks, 16 bytes at a time.
+
+**16-bit numbers** use integer arithmetic instead of the GPU's conversions, because Triton's interpreter has to give the
+same bits; a codec is limited by memory anyway. Halves are uint32 whose upper half is 0.
 """
 
 from __future__ import annotations
@@ -24,7 +36,33 @@ import triton
 import triton.language as tl
 
 from ...errors import UsageError
-from .launch import blocks_of, counter, launch, signed
+
+_MOST_WARPS = 16
+
+
+def launch(kernel: Any, programs: int, warps: int, *arguments: Any, **constants: Any) -> None:
+    """Start ``programs`` programs in the current stream of the device of the first argument, a tensor."""
+    if programs == 0:
+        return
+    warps = min(int(triton.next_power_of_2(max(1, warps))), _MOST_WARPS)
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def blocks_of(elements: int, block: int) -> int:
+    """The number of blocks in a tensor; the last block may be shorter."""
+    return -(-elements // block)
+
+
+def counter(like: torch.Tensor) -> torch.Tensor:
+    """A zero on the device of ``like``, in which kernels count."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
+
+
+def signed(word: int) -> int:
+    """The int32 with the bits of a 32-bit word, as kernels take it."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
 
 TINY = tl.constexpr(2.0**-100)
 """Blocks with a smaller maximum are sent as zeros by codecs that would have to divide by the maximum."""
@@ -225,3 +263,82 @@ def _shape(block: int, fields: int) -> dict[str, int]:
 def _warps(block: int, fields: int) -> int:
     """Warps with which a thread loads 16 bytes of a row at once, or more to keep at most 64 elements per thread."""
     return max(block // fields // 128, block // 2048)
+
+
+_HALF_SCALE = tl.constexpr(2.0**-14)
+_HALF_OVERFLOW = tl.constexpr((127 + 16) << 23)
+_HALF_NORMAL = tl.constexpr((127 - 14) << 23)
+_DENORMAL_MAGIC = tl.constexpr(0.5)
+_DENORMAL_MAGIC_BITS = tl.constexpr(126 << 23)
+_REBIAS = tl.constexpr((1 << 32) - ((127 - 15) << 23) + 0xFFF)
+
+
+@triton.jit
+def widen_float16(half):
+    """The float32 of the bits of a float16."""
+    body = (half & 0x7FFF) << 13
+    exponent = body & 0x0F800000
+    normal = body + ((127 - 15) << 23)
+    special = normal + ((128 - 16) << 23)
+    small = bits_of_float(float_of_bits(normal + (1 << 23)) - _HALF_SCALE)
+    chosen = tl.where(exponent == 0x0F800000, special, tl.where(exponent == 0, small, normal))
+    return float_of_bits(chosen | ((half & 0x8000) << 16))
+
+
+@triton.jit
+def narrow_float16(bits):
+    """The bits of the float16 nearest to the float32 with these bits."""
+    body = bits & BODY
+    large = tl.where(body > INFINITY, 0x7E00, 0x7C00).to(tl.uint32)
+    small = bits_of_float(float_of_bits(body) + _DENORMAL_MAGIC) - _DENORMAL_MAGIC_BITS
+    normal = (body + _REBIAS + ((body >> 13) & 1)) >> 13
+    chosen = tl.where(body >= _HALF_OVERFLOW, large, tl.where(body < _HALF_NORMAL, small, normal))
+    return chosen | ((bits >> 16) & 0x8000)
+
+
+@triton.jit
+def widen_bfloat16(half):
+    """The float32 of the bits of a bfloat16."""
+    return float_of_bits(half << 16)
+
+
+@triton.jit
+def narrow_bfloat16(bits):
+    """The bits of the bfloat16 nearest to the float32 with these bits."""
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = (bits >> 16) | 0x40
+    return tl.where((bits & BODY) > INFINITY, quiet, rounded)
+
+
+_FIRST = tl.constexpr(0x7FEB352D)
+_SECOND = tl.constexpr(0x846CA68B)
+_GOLDEN = tl.constexpr(0x9E3779B9)
+_UNIT = tl.constexpr(2.0**-24)
+
+
+@triton.jit
+def draw(index, key, other):
+    """32 random bits for an element; ``other`` is ``other_key(key)``."""
+    bits = index ^ key
+    bits = (bits ^ (bits >> 16)) * _FIRST
+    bits = (bits ^ (bits >> 15)) + other
+    bits = (bits ^ (bits >> 13)) * _SECOND
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def other_key(key):
+    """The second key of a seed."""
+    return draw(tl.full([], _GOLDEN, tl.uint32), key, tl.full([], 0, tl.uint32))
+
+
+@triton.jit
+def chance(bits):
+    """A float32 in [0, 1) made of the upper 24 of 32 random bits."""
+    return (bits >> 8).to(tl.int32).to(tl.float32) * _UNIT
+
+
+@triton.jit
+def below(bits, limit):
+    """A whole number in [0, ``limit``) made of 32 random bits; ``limit`` and the result are int64."""
+    return ((bits.to(tl.uint64) * limit.to(tl.uint64)) >> 32).to(tl.int64)

@@ -1,25 +1,33 @@
-"""Laws about messages: matching, order, sizes, concurrency, messages that do not fit, and traffic counters."""
+"""Laws of transports: messages arrive once, whole and in order; priorities, ends and faults follow the protocol.
+
+The ends' classes (``Adds``, ``HasAllreduce``) and the declarations determine the laws that apply. A law drives all ends
+of a few networks, which are in this process unless the caller provides others. Laws about priorities test the order of
+events, not times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from typing import Any
 
 import numpy as np
 
-from ...errors import UsageError
-from ...transports import INLINE_BYTES, Adds, Handle, Transport
-from ..laws import Laws, require, same
-from ..network import Ends, numbers, raised, together
-from .cases import SIZES, Case, Subject, between, drawn, each
+from .. import registry
+from ..errors import UsageError
+from ..strategy.grammar import read_part
+from ..transports import INLINE_BYTES, Adds, Handle, Transport
+from . import transport_ends
+from .laws import Laws, require, same
+from .network import SIZES, Case, Ends, Network, Subject, between, drawn, each, network_of, numbers, raised, together
 
 _TAGS = (0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1)
 
 
-LAWS: Laws[Subject, Case] = Laws()
+_MESSAGES: Laws[Subject, Case] = Laws()
 
 
-@LAWS.law(each(*SIZES, shared=(False, True)))
+@_MESSAGES.law(each(*SIZES, shared=(False, True)))
 def a_message_arrives_unchanged(case: Case) -> None:
     """For any size and memory. The receive reports the length."""
     (nbytes,) = case.sizes
@@ -35,7 +43,7 @@ def a_message_arrives_unchanged(case: Case) -> None:
         same(into, data, "what was received")
 
 
-@LAWS.law(each(*SIZES))
+@_MESSAGES.law(each(*SIZES))
 def a_borrowed_message_is_readable_until_released(case: Case) -> None:
     """If memory is lent, the sender of a large message waits for the release; otherwise it does not."""
     (nbytes,) = case.sizes
@@ -56,7 +64,7 @@ def a_borrowed_message_is_readable_until_released(case: Case) -> None:
         net.wait(sent)
 
 
-@LAWS.law(each(3, 100_000))
+@_MESSAGES.law(each(3, 100_000))
 def receives_may_come_in_any_order_of_tags(case: Case) -> None:
     """Each waits only for its own message."""
     (nbytes,) = case.sizes
@@ -71,7 +79,7 @@ def receives_may_come_in_any_order_of_tags(case: Case) -> None:
         net.wait(*sent)
 
 
-@LAWS.law(each(3, INLINE_BYTES + 1))
+@_MESSAGES.law(each(3, INLINE_BYTES + 1))
 def tags_are_numbers_of_64_bits(case: Case) -> None:
     """All bits distinguish messages."""
     (nbytes,) = case.sizes
@@ -85,7 +93,7 @@ def tags_are_numbers_of_64_bits(case: Case) -> None:
             same(found, item, f"what came under tag {tag}")
 
 
-@LAWS.law(drawn(0, 1, 5000, INLINE_BYTES, INLINE_BYTES + 1, 300_000, most=6))
+@_MESSAGES.law(drawn(0, 1, 5000, INLINE_BYTES, INLINE_BYTES + 1, 300_000, most=6))
 def one_tag_keeps_its_order_whatever_the_sizes(case: Case) -> None:
     """Even if receives are larger than the messages, and are posted before or after them."""
     draw = case.draw()
@@ -123,7 +131,7 @@ def every_pair(end: Transport, world: int, tags: int, nbytes: int) -> tuple[list
     return handles, check
 
 
-@LAWS.law(between(4))
+@_MESSAGES.law(between(4))
 def many_exchanges_are_in_flight_between_all_pairs(case: Case) -> None:
     """Every process exchanges with every other concurrently."""
     with case.open() as net:
@@ -133,7 +141,7 @@ def many_exchanges_are_in_flight_between_all_pairs(case: Case) -> None:
             check()
 
 
-@LAWS.law(between(3))
+@_MESSAGES.law(between(3))
 def ends_move_in_threads_of_their_own(case: Case) -> None:
     """Each end waits only for its own operations, as processes do, and no end polls for another."""
 
@@ -148,7 +156,7 @@ def ends_move_in_threads_of_their_own(case: Case) -> None:
         together(net.ends, run)
 
 
-@LAWS.law(between(2))
+@_MESSAGES.law(between(2))
 def any_number_of_messages_may_wait(case: Case) -> None:
     """Many messages in both directions at once, half of them before their receives."""
     keys = range(1500)
@@ -167,7 +175,7 @@ def any_number_of_messages_may_wait(case: Case) -> None:
         same(into.ravel(), data[::-1].ravel(), "what came")
 
 
-@LAWS.law(between(2))
+@_MESSAGES.law(between(2))
 def both_send_large_messages_before_either_receives(case: Case) -> None:
     """There is no deadlock although neither end receives first."""
     with case.open() as net:
@@ -181,7 +189,7 @@ def both_send_large_messages_before_either_receives(case: Case) -> None:
             same(into[rank], big, f"what came to rank {rank}")
 
 
-@LAWS.law(between(2))
+@_MESSAGES.law(between(2))
 def a_message_that_does_not_fit_is_an_error_and_harms_no_other(case: Case) -> None:
     """The receive's handle fails with UsageError, which names both sizes and the sender."""
     with case.open() as net:
@@ -194,7 +202,7 @@ def a_message_that_does_not_fit_is_an_error_and_harms_no_other(case: Case) -> No
             require(part in told, f"the error does not say {part!r}: {told}")
 
 
-@LAWS.law(between(2))
+@_MESSAGES.law(between(2))
 def unknown_peers_are_refused(case: Case) -> None:
     """With UsageError: waiting for an unknown process or for itself would never end."""
     with case.open() as net:
@@ -204,7 +212,7 @@ def unknown_peers_are_refused(case: Case) -> None:
             raised(lambda peer=peer: end.recv(peer, 0, memory), UsageError)  # type: ignore[misc]
 
 
-@LAWS.law(between(2))
+@_MESSAGES.law(between(2))
 def traffic_counts_every_byte_of_a_message(case: Case) -> None:
     """On both ends and only for this peer, with small headers. ``moved_bytes`` is the sum of all."""
     with case.open() as net:
@@ -218,7 +226,7 @@ def traffic_counts_every_byte_of_a_message(case: Case) -> None:
         require(100_000 <= sent[1] < 100_200, f"{sent[1]} bytes are counted for a message of 100000")
 
 
-@LAWS.law(between(2))
+@_MESSAGES.law(between(2))
 def memory_that_was_dropped_is_not_taken_for_what_lies_there_now(case: Case) -> None:
     """Allocated memory stays valid for the transport's lifetime, so an address cannot mean other data."""
     with case.open() as net:
@@ -230,7 +238,7 @@ def memory_that_was_dropped_is_not_taken_for_what_lies_there_now(case: Case) -> 
             same(into, plain, "what was received")
 
 
-@LAWS.law(each(0, 4, 132, 80_000, 1_200_004), lambda case: case.subject.adds_messages)
+@_MESSAGES.law(each(0, 4, 132, 80_000, 1_200_004), lambda case: case.subject.adds_messages)
 def what_comes_in_is_added(case: Case) -> None:
     """To the array's content, whether the message or the receive comes first."""
     (nbytes,) = case.sizes
@@ -244,3 +252,119 @@ def what_comes_in_is_added(case: Case) -> None:
             net.turn(2)
             net.wait(sent, received or end.add(0, 3, into))
             same(into, held + come, "the sum")
+
+
+_WAITING = 40
+_SIZES = 60_000, 100_000
+assert _SIZES[0] < INLINE_BYTES < _SIZES[1]
+
+
+def waiting(subject: Subject, seed: int, count: int) -> Iterator[Case]:  # noqa: ARG001
+    """Messages of both kinds: those sent at once and those that wait for their receives.
+
+    A library gets the latter only once their receives are posted; waiting inside it is not visible here.
+    """
+    for size in _SIZES if subject.ahead_bytes == 0 else _SIZES[:1]:
+        yield Case(subject, sizes=(size,), seed=seed)
+
+
+@_MESSAGES.law(waiting, lambda case: case.subject.ahead_bytes < inf)
+def an_urgent_message_overtakes_those_that_wait(case: Case) -> None:
+    """All except those that may be sent ahead; the others keep their order."""
+    (nbytes,) = case.sizes
+    urgent, ahead = _WAITING, case.subject.ahead_bytes
+    with case.open() as net:
+        received = [net.ends[1].recv(0, tag, np.zeros(nbytes, np.uint8)) for tag in range(_WAITING + 1)]
+        net.turn(2)  # the sender knows the posted receives
+        data = [numbers(nbytes, tag) for tag in range(_WAITING + 1)]
+        for tag in range(_WAITING):
+            net.ends[0].send(1, tag, data[tag], 5.0)
+        net.ends[0].send(1, urgent, data[urgent], 2.0)
+        net.wait(*received)
+        order = [handle.tag for handle in net.told if handle in received]
+    before = order.index(urgent)
+    most = 0 if ahead == 0 else int(ahead // nbytes) + 2
+    require(before <= most, f"{before} messages came before the urgent one, and {most} may")
+    order.remove(urgent)
+    require(order == sorted(order), f"messages of one priority came in the order {order}")
+
+
+@_MESSAGES.law(each(3, _SIZES[1]))
+def what_is_not_asked_for_holds_up_nothing(case: Case) -> None:
+    """Waiting receives posted one by one, the least urgent first, all complete: no message waits behind another."""
+    (nbytes,) = case.sizes
+    priorities = [1.0, 7.0, 0.0, -3.0, 7.0, 2.0]
+    with case.open() as net:
+        data = [numbers(nbytes, seed) for seed in range(len(priorities))]
+        first = [net.ends[0].send(1, 100 + tag, numbers(1_000_000)) for tag in range(3)]  # before any priorities differ
+        sent = [net.ends[0].send(1, tag, item, priorities[tag]) for tag, item in enumerate(data)]
+        for tag in (4, 0, 3, 1, 5, 2):
+            into = np.zeros(nbytes, np.uint8)
+            net.wait(net.ends[1].recv(0, tag, into))
+            same(into, data[tag], f"what came with priority {priorities[tag]}")
+        net.wait(*sent)
+        net.wait(*[net.ends[1].recv(0, 100 + tag, np.zeros(1_000_000, np.uint8)) for tag in range(3)], *first)
+
+
+@_MESSAGES.law(between(2))
+def one_tag_keeps_its_order_among_urgent_ones(case: Case) -> None:
+    """Messages of many sizes that overtake others do not overtake each other."""
+    sizes = [10, 200_000, 0, 70_000, 3, 90_000]
+    with case.open() as net:
+        data = [numbers(size, seed) for seed, size in enumerate(sizes)]
+        others = [net.ends[0].send(1, 1, numbers(100_000), 9.0) for _ in range(15)]
+        sent = [net.ends[0].send(1, 9, item, 4.0) for item in data]
+        into = [np.zeros(200_000, np.uint8) for _ in sizes]
+        received = [net.ends[1].recv(0, 9, place) for place in into]
+        net.wait(*received, *sent)
+        for number, (place, item) in enumerate(zip(into, data, strict=True)):
+            same(place[: item.nbytes], item, f"message {number}")
+        net.wait(*[net.ends[1].recv(0, 1, np.zeros(100_000, np.uint8)) for _ in others], *others)
+
+
+@_MESSAGES.law(between(2))
+def what_waits_at_the_end_is_still_sent(case: Case) -> None:
+    """Many non-urgent messages arrive from a rank that ends once it is idle."""
+    nbytes = _SIZES[0]
+    with case.open() as net:
+        data = [numbers(nbytes, tag) for tag in range(_WAITING)]
+        into = [np.zeros(nbytes, np.uint8) for _ in data]
+        received = [net.ends[1].recv(0, tag, place) for tag, place in enumerate(into)]
+        for tag, item in enumerate(data):
+            net.ends[0].send(1, tag, item, 3.0)
+        sender = net.ends[0]
+        net.until(lambda: sender.idle, lambda: "the sender has something left to write")
+        net.close(0)
+        net.wait(*received)
+        for tag, (found, item) in enumerate(zip(into, data, strict=True)):
+            same(found, item, f"what came under tag {tag}")
+
+
+LAWS: Laws[Subject, Case] = Laws(_MESSAGES, transport_ends.LAWS)
+
+_AHEAD_BYTES = 1 << 20
+
+
+def check_transport(
+    transport: str | Network,
+    *,
+    ahead_bytes: float = _AHEAD_BYTES,
+    adds: Iterable[str] = ("float32",),
+    seed: int = 0,
+    examples: int = 30,
+) -> tuple[str, ...]:
+    """Check a transport, or the registered one of a text such as ``"tcp(rate=1Gbit)"``, against all laws that apply.
+
+    A transport whose ends cannot be in one process, as under mpirun, is given as a function from the number of
+    processes to a context manager with the ends. ``ahead_bytes`` limits the bytes that may precede a more urgent
+    message submitted later; inf for transports that ignore priorities (``priority=False``). ``adds`` are the element
+    types that its own allreduce must support. Returns the names of the laws. Raises BrokenLaw, an AssertionError with
+    the law, the transport and the failing example. ``examples`` are drawn for a law, from ``seed``.
+    """
+    if not isinstance(transport, str):
+        shown, network = getattr(transport, "__name__", str(transport)), transport
+    else:
+        shown, network = transport, network_of(transport)
+        if not registry.get("transports", read_part(transport).name).capabilities.get("priority", True):
+            ahead_bytes = inf
+    return LAWS.hold(Subject(network, ahead_bytes, tuple(adds)), f"transport {shown}", seed, examples)

@@ -13,7 +13,7 @@ from telling import Served
 
 from syncline.compression.reducers import Held, ReduceError
 from syncline.compression.reducers.owners import share_out
-from syncline.compression.versions import UpdateReceiver, UpdateSender
+from syncline.compression.updates import UpdateReceiver, UpdateSender
 from syncline.nouns import numpy_dtype
 
 SERVABLE = [text for text in TEXTS if can_be_served(text) and "warmup" not in text]
@@ -33,8 +33,8 @@ class Versions:
         self.workers = served.known[:workers]
         self.has = [0] * workers
         self.hearing = [
-            UpdateReceiver(share_out(compression.parts(0, array), 1)[0], room)
-            for compression, array, room in zip(served.codecs, self.workers, served.rooms, strict=False)
+            UpdateReceiver(share_out(compression.parts(0, array), 1)[0])
+            for compression, array in zip(served.codecs, self.workers, strict=False)
         ]
 
     def update(self, seed: int, rate: float = 0.1) -> None:

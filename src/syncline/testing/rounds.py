@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...codecs import Codec, Floats, Rounds, State, codec_of
-from ...nouns import Spec
-from ..laws import Laws, require, same
-from ..tensors import ORDINARY, values
-from .cases import arrays_of, same_state
+from ..codecs import Codec, Floats, Rounds, State, codec_of
+from ..nouns import Spec
+from .laws import Laws, require, same
+from .tensors import ORDINARY, arrays_of, same_state, values
 
 SHAPES = ((8, 6), (64, 32, 3, 3), (1, 50), (50, 1), (7, 300), (300, 7), (16, 1, 5, 5), (129, 257), (50,), (), (0, 3))
 """Matrices of many proportions, and tensors that are no matrices."""
