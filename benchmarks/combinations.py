@@ -21,6 +21,7 @@ OTHERS = {
     "slice=4MiB": ("4KiB",),
     "on=ranks": ("workers",),
     "update=server": ("worker",),
+    "local=false": ("true",),
     "pieces=1": ("3",),
     "backup=0": ("1",),
     "rate=shared": ("own",),

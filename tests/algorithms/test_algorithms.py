@@ -13,7 +13,13 @@ from syncline.testing import check_algorithm
 from syncline.testing.algorithms import node_shapes
 
 ENTRIES = registry.entries("algorithms")
-TEXTS = [*(entry.name for entry in ENTRIES), "double_tree(pieces=3)", "ps(servers=2)", "ps(servers=3)"]
+TEXTS = [
+    *(entry.name for entry in ENTRIES),
+    "double_tree(pieces=3)",
+    "ps(servers=2)",
+    "ps(servers=3)",
+    "ps(servers=3, local=on)",
+]
 
 
 def test_all_promised_algorithms_are_there():
@@ -44,6 +50,22 @@ def test_parameter_servers_of_every_number(on):
     for workers in range(1, 65):
         for servers in {1, (workers + 1) // 2, workers} if on == "workers" else {workers, workers + 3}:
             check_algorithm(f"ps(servers={servers}, on={on}, update={update})", workers=[workers])
+
+
+@pytest.mark.parametrize("on", ["ranks", "workers"])
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 1, 2, 2, 2), (3, 1, 3, 1, 3)], ids=str)
+def test_hosts_push_and_pull_once(nodes: tuple[int, ...], on: str) -> None:
+    """Between hosts go the parts of servers elsewhere, once each way for every host, whatever its number of workers."""
+    servers = 2
+    plan = registry.get("algorithms", "ps").target(
+        Group(len(nodes), servers if on == "ranks" else 0, nodes), servers=servers, on=on, local=True
+    )
+    places = (*nodes, "a", "b") if on == "ranks" else nodes
+    across = [transfer for transfer in plan if places[transfer.src] != places[transfer.dst]]
+    hosts = len(set(nodes))
+    elsewhere = hosts * servers if on == "ranks" else hosts * servers - servers
+    for op in ("reduce", "copy"):
+        assert sum(one.count for one in across if one.op == op) == elsewhere * plan.chunks // servers
 
 
 def test_what_all_ranks_complete_together_has_no_halves():

@@ -1,4 +1,4 @@
-"""Two levels with a codec under real training, hosts being told: equal replicas, and layouts that are replaced."""
+"""Two levels under real training, hosts being told: equal replicas, layouts that are replaced, servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy import STAGED, Here, adam, close, on_group, sgd, train, weights
+from toy import STAGED, Here, adam, alone, close, on_group, sgd, train, weights
 
 from remade import Remade
 from syncline import registry
@@ -82,3 +82,21 @@ def test_ranks_without_batches_give_zeros(group: Any) -> None:
     for found in coded:
         close(found, coded[0], 0.0)
         close(found, plain[0], 1e-5)
+
+
+PUSHED = [
+    "ps(servers=1, local=on)",
+    "ps(servers=2, local=on) schedule=wait_free",
+    "ps(servers=2, local=on, update=worker)",
+]
+PUSHED += ["ps(servers=2, on=workers, local=on)", "ps(servers=1, on=workers, update=worker, local=on) schedule=split"]
+PUSHED += ["ps(servers=1, local=on)" + STAGED]
+
+
+@pytest.mark.parametrize("nodes", [*NODES, (0, 0, 0), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("strategy", PUSHED)
+def test_hosts_that_push_for_their_workers_train_as_one(group: Any, strategy: str, nodes: tuple[int, ...]) -> None:
+    wanted, (first, *others) = alone(adam, some_steps), on_group(group, strategy, len(nodes), adam, some_steps, nodes)
+    close(first, wanted)
+    for found in others:
+        close(found, first, 0.0)

@@ -47,6 +47,18 @@ def test_two_levels_send_every_part_once_between_hosts(pool: Pool, address: str)
         assert nbytes / 2 <= across < nbytes / 2 * 1.02
 
 
+@pytest.mark.parametrize(("local", "times"), [("on", 1), ("off", 2)])
+def test_a_host_pushes_and_pulls_once(pool: Pool, address: str, local: str, times: int) -> None:
+    """Two hosts of two workers, on each a server: half of an array is pushed and the other half answered."""
+    nodes, nbytes = [0, 0, 1, 1], 4 * 1024 * 512
+    strategy = f"ps(servers=2, on=workers, update=worker, local={local})"
+    with pool.start(host_bodies.what_is_coded, everyone(4, address, nodes, strategy, ["none"])) as group:
+        sent = [counts for ((_, _, counts, _),) in group.results()]
+    for host in (0, 1):
+        across = sum(sent[rank][peer] for rank in range(4) for peer in range(4) if nodes[rank] == host != nodes[peer])
+        assert times * nbytes <= across < 1.02 * times * nbytes
+
+
 @pytest.mark.parametrize(
     ("strategy", "nodes"),
     [("ring", [0, 0, 1, 1]), ("direct", [0, 1, 1]), ("hierarchical", [0, 0, 1, 1]), ("double_tree", [0, 1, 1])],
@@ -69,6 +81,8 @@ CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
         ("auto schedule=wait_free", [0, 1, 0], 3),
         ("ps(servers=1)", [0, 1, 1], 2),
         ("ps(servers=2, update=worker)", [0, 0, 0, 1], 2),
+        ("ps(servers=1, local=on)", [0, 0, 1, 1, 2], 4),
+        ("ps(servers=2, on=workers, local=on) schedule=wait_free", [0, 0, 1, 1], 4),
     ],
 )
 def test_processes_on_several_hosts_train_as_one(

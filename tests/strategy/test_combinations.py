@@ -312,3 +312,17 @@ def test_steps_that_end_later_are_refused_where_they_cannot(text: str, says: str
     with pytest.raises(StrategyError, match=says) as refused:
         Strategy.parse(text)
     assert f"the nearest that works is {works!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("sync=asp", "adds up the gradients of a host's workers for one push, and under sync=asp every worker's push"),
+        ("sync=bsp(backup=1)", r"and under sync=bsp\(backup=1\) owners take every worker's push by itself"),
+        ("codec=feedback(int8)", r"for one push as they are, and codec=feedback\(int8\) encodes every worker's"),
+    ],
+)
+def test_a_host_pushes_dense_gradients_of_all_its_workers(words: str, says: str) -> None:
+    with pytest.raises(StrategyError, match=says) as refused:
+        Strategy.parse(f"ps(servers=1, local=on) {words}")
+    assert f"the nearest that works is 'ps(servers=1) {words}'" in str(refused.value)

@@ -26,7 +26,8 @@ class Roles:
     An algorithm declares them with ``roles=``, a function of its arguments. ``owners`` is the number of owners:
     dedicated processes after the workers if ``apart``, else workers (``spread``). Owners that hold the weights also
     apply the update; others only sum, and every worker updates by itself. ``halves`` makes the plans of push and pull
-    for a group; ``beside`` is the algorithm for values that the workers reduce among themselves.
+    for a group; ``beside`` is the algorithm for values that the workers reduce among themselves. ``local`` says that
+    the workers of a host make one push out of theirs.
     """
 
     owners: int
@@ -34,6 +35,7 @@ class Roles:
     holds_weights: bool
     halves: Callable[[Group], tuple[Plan, Plan]]
     beside: str = "ring"
+    local: bool = False
 
     @property
     def servers(self) -> int:

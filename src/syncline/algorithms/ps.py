@@ -6,14 +6,20 @@ the servers hold weights and run a protocol of their own, whose traffic has this
 Theory. Each of S servers holds one part of S. All workers push each part to its server and pull the result from it. A
 server's port therefore carries N/S times the bytes of a worker's: the bottleneck with few servers, but with N or more
 servers less traffic per worker than any allreduce. Li et al., "Scaling distributed machine learning with the parameter
-server", OSDI 2014; Jiang et al., "A unified architecture for accelerating distributed DNN training in heterogeneous
-GPU/CPU clusters" (BytePS), OSDI 2020.
+server", OSDI 2014.
+
+With ``local`` the workers of a host first add up their gradients among themselves. Each of them then pushes and pulls
+its share for the whole host, so that an array crosses the host's port once in each direction, whatever the number of
+workers behind it. The workers of a host on which a server runs push to it directly. Jiang et al., "A unified
+architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters" (BytePS), OSDI 2020.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
+from math import lcm
 from typing import Literal
 
 from ..errors import UsageError
@@ -22,10 +28,13 @@ from ..plans.plan import COPY, REDUCE, Plan
 from ..registry import register
 from . import Roles, spread
 
+_MOST_CHUNKS = 1024
+"""With more chunks the bookkeeping costs more than exactly equal shares gain."""
 
-def _roles(servers: int, on: Literal["ranks", "workers"], update: Literal["server", "worker"]) -> Roles:
-    halves = partial(push_and_pull, servers=servers, on=on)
-    return Roles(servers, apart=on == "ranks", holds_weights=update == "server", halves=halves)
+
+def _roles(servers: int, on: Literal["ranks", "workers"], update: Literal["server", "worker"], local: bool) -> Roles:
+    halves = partial(push_and_pull, servers=servers, on=on, local=local)
+    return Roles(servers, apart=on == "ranks", holds_weights=update == "server", halves=halves, local=local)
 
 
 @register("algorithms", "ps", goal="allreduce", always_print=("servers",), roles=_roles)
@@ -35,36 +44,48 @@ def ps(
     servers: int = 1,
     on: Literal["ranks", "workers"] = "ranks",
     update: Literal["server", "worker"] = "server",  # noqa: ARG001 - updates do not change which rank sends what
+    local: bool = False,
 ) -> Plan:
     """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
 
-    Fewer serving workers than there are stand on different hosts, as far as these suffice.
+    With ``local`` the workers of a host add up their gradients first, and the host pushes and pulls once. Fewer serving
+    workers than there are stand on different hosts, as far as these suffice.
 
     Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server:
-    2N(a + nb) (Li et al. 2014). Raises UsageError for fewer than one server, more serving workers than workers, and a
-    group with other servers than those asked for.
+    2N(a + nb) (Li et al. 2014). With ``local``, N is the number of hosts on the network, and nb inside hosts is added.
+    Raises UsageError for fewer than one server, more serving workers than workers, and a group with other servers than
+    those asked for.
     """
-    pushes, pulls, _ = _transfers(group, servers, on)
-    return Plan.of("ps", group, servers, pushes + pulls if group.workers > 1 else [])
+    chunks, pushes, pulls, _ = _transfers(group, servers, on, local)
+    rows = pushes + pulls
+    if on == "ranks" and (group.workers == 1 or (local and len(group.members_by_node()) == 1)):
+        rows = [row for row in rows if max(row[1:3]) < group.workers]  # a single host knows its sum by itself
+    return Plan.of("ps", group, chunks, rows)
 
 
-def push_and_pull(group: Group, *, servers: int = 1, on: Literal["ranks", "workers"] = "ranks") -> tuple[Plan, Plan]:
+def push_and_pull(
+    group: Group, *, servers: int = 1, on: Literal["ranks", "workers"] = "ranks", local: bool = False
+) -> tuple[Plan, Plan]:
     """The two halves of a server that holds the weights: gradients are reduced to it, weights are copied from it.
 
     With dedicated servers they have transfers even for one worker, unlike the whole plan.
     """
-    pushes, pulls, places = _transfers(group, servers, on)
+    chunks, pushes, pulls, owners = _transfers(group, servers, on, local)
     return (
-        Plan.of("ps push", group, servers, pushes, goal="reduce_scatter", owners=places),
-        Plan.of("ps pull", group, servers, pulls, goal="all_gather", owners=places),
+        Plan.of("ps push", group, chunks, pushes, goal="reduce_scatter", owners=owners),
+        Plan.of("ps pull", group, chunks, pulls, goal="all_gather", owners=owners),
     )
 
 
-_Rows = list[tuple[int, int, int, int, int, int]]
+_Rows = list[tuple[int, ...]]
+_Turns = Sequence[tuple[int, int]]
+"""Workers and numbers of parts, in the order of the messages."""
+_Legs = list[tuple[int, int, int, int]]
+"""A worker, the rank at the other end, the first chunk, and the number of chunks."""
 
 
-def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, Sequence[int]]:
-    """The rows of push and pull, and the server rank of each part."""
+def _transfers(group: Group, servers: int, on: str, local: bool) -> tuple[int, _Rows, _Rows, Sequence[int]]:
+    """The number of chunks, the rows of push and pull, and the server rank of each chunk."""
     workers = group.workers
     if servers < 1:
         raise UsageError(f"ps needs at least one server, got servers={servers}")
@@ -78,9 +99,44 @@ def _transfers(group: Group, servers: int, on: str) -> tuple[_Rows, _Rows, Seque
             f"ps(on=workers) has {workers} workers to place {servers} servers on: ask for servers={workers}"
         )
     places = range(workers, workers + servers) if on == "ranks" else spread(group, servers)
+    hosts = group.members_by_node() if local else [(worker,) for worker in range(workers)]
+    host_of = {worker: ranks for ranks in hosts for worker in ranks}
+    shares = lcm(*map(len, hosts))
+    if shares * servers > _MOST_CHUNKS:
+        shares = max(map(len, hosts))
+
+    def share(worker: int, part: int) -> tuple[int, int]:
+        """The first chunk of a part that a worker exchanges with the part's server, and the number of chunks."""
+        ranks = host_of[worker]
+        if places[part] in ranks:
+            return part * shares, shares * (worker != places[part])
+        low, high = (shares * (ranks.index(worker) + end) // len(ranks) for end in (0, 1))
+        return part * shares + low, high - low
+
+    edges = sorted({shares * end // len(ranks) for ranks in hosts for end in range(len(ranks) + 1)})
+
+    def outside(turns: _Turns) -> _Legs:
+        """Between workers and servers, cut where the share of any host ends: of all chunks of a message, a server has
+        contributions already, or of none.
+        """
+        found = []
+        for worker, part in turns:
+            first, count = share(worker, part)
+            cuts = [part * shares + edge for edge in edges if 0 <= part * shares + edge - first <= count]
+            found += [(worker, places[part], low, high - low) for low, high in pairwise(cuts)]
+        return found
+
+    def inside(turns: _Turns) -> _Legs:
+        """Between workers of a host without the part's server: one of them has the share, the other needs it."""
+        remote = [(worker, part) for worker, part in turns if places[part] not in host_of[worker]]
+        found = [(worker, other, *share(worker, part)) for worker, part in remote for other in host_of[worker]]
+        return [leg for leg in found if leg[0] != leg[1] and leg[3]]
+
     # Worker w starts with the server after its own number, and servers answer in the same order: no hot spot.
     turns = [(worker, (worker + k) % servers) for k in range(servers) for worker in range(workers)]
-    pushes = [(0, worker, places[part], part, 1, REDUCE) for worker, part in turns if worker != places[part]]
+    pushes = [(0, other, worker, *chunks, REDUCE) for worker, other, *chunks in inside(turns)]
+    pushes += [(int(local), worker, place, *chunks, REDUCE) for worker, place, *chunks in outside(turns)]
     turns = [((part + k) % workers, part) for k in range(workers) for part in range(servers)]
-    pulls = [(1, places[part], worker, part, 1, COPY) for worker, part in turns if worker != places[part]]
-    return pushes, pulls, places
+    pulls = [(1 + int(local), place, worker, *chunks, COPY) for worker, place, *chunks in outside(turns)]
+    pulls += [(3, worker, other, *chunks, COPY) for worker, other, *chunks in inside(turns)]
+    return servers * shares, pushes, pulls, [place for place in places for _ in range(shares)]

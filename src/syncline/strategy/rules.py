@@ -321,6 +321,19 @@ def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
     return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
 
 
+def _hosts_push_sums(given: Combination) -> Fault | None:
+    if given.roles is None or not given.roles.local:
+        return None
+    flat = variants(given.architecture, lambda roles: not roles.local)
+    reason = f"{write('algorithms', given.architecture)} adds up the gradients of a host's workers for one push"
+    if not build("sync", given.sync).merges:
+        return f"{reason}, and {_apart(given)}", [*flat, {"sync": BSP}]
+    if given.codec not in (NONE, AUTO):
+        codec = write("codecs", given.codec)
+        return f"{reason} as they are, and codec={codec} encodes every worker's", [*flat, {"codec": NONE}]
+    return None
+
+
 def _apart(given: Combination) -> str:
     """The clause of an error that says how pushes are applied without the other workers."""
     if alone(build("sync", given.sync)):
@@ -446,6 +459,7 @@ RULES: tuple[Rule, ...] = (
     _what_is_applied_later_is_of_all,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,
+    _hosts_push_sums,
     _owners_are_told_every_push,
     _pushes_by_themselves_can_be_decoded,
     _other_buckets_need_all_workers,

@@ -206,7 +206,7 @@ class Strategy(Combination):
             raise UsageError(f"{self.architecture.name} has no servers to push to and to pull from")
         push, pull = roles.halves(group)
         for half in (push, pull):
-            if half.owners != roles.places(group):
+            if tuple(dict.fromkeys(half.owners)) != roles.places(group):
                 raise UsageError(
                     f"{half.name} leaves its parts with {half.owners}, and the roles of {self.architecture.name} say"
                     f" {roles.places(group)}: let the algorithm declare the owners that its plans have"

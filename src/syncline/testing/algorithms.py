@@ -102,7 +102,8 @@ def groups(subject: Subject, seed: int = 0, count: int = 0) -> Iterator[Case]:  
     for workers in subject.workers:
         if roles is not None:
             if roles.apart or roles.owners <= workers:
-                yield Case(subject, Group(workers, roles.servers))
+                shapes = node_shapes(workers) if roles.local else [()]
+                yield from (Case(subject, Group(workers, roles.servers, nodes)) for nodes in shapes)
             continue
         for nodes in node_shapes(workers):
             yield Case(subject, Group(workers, nodes=nodes))
@@ -191,7 +192,8 @@ def owners_are_where_the_roles_say(case: Case) -> None:
     for half, goal in ((push, "reduce_scatter"), (pull, "all_gather")):
         check(half)
         require(half.goal == goal, f"{half.name} is for {half.goal}, and the halves are push and pull: {goal}")
-        require(half.owners == places, f"{half.name} has the owners {half.owners}, and the roles say {places}")
+        owners = tuple(dict.fromkeys(half.owners))
+        require(owners == places, f"{half.name} has the owners {half.owners}, and the roles say {places}")
     registry.get("algorithms", roles.beside)
 
 

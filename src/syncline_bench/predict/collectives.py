@@ -231,6 +231,8 @@ class Asked:
         if self.part is None:
             return self.text
         served = self.part.arguments.get("on") == "workers"
+        if self.part.arguments.get("local"):
+            return ""
         return "direct" if served and self.size.servers == self.size.workers else "" if served else self.part.name
 
     @property

@@ -328,8 +328,9 @@ class Client:
         if not self.owned.together and self.replica.exchange.compression is None:  # a plain push only reads
             return False
         session = self.replica.session
-        if not session.group.servers:
-            return True  # the sums are written to the parts that this worker owns
+        roles = session.strategy.roles
+        if not session.group.servers or (roles is not None and roles.local):
+            return True  # sums are written to the parts that this worker owns, or pushes for its host
         return self._share(meeting) != 1.0
 
     def _leave(self) -> None:
