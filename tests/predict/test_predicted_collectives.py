@@ -98,7 +98,7 @@ def test_what_has_no_formula_is_refused_by_name(name, size, network, says):
         formula_of(name, size, cluster)
 
 
-TAIHULIGHT, TEN = load_network("taihulight"), load_network("10gbe")
+TAIHULIGHT, TEN = load_network("taihulight"), load_network("10gbe_k80")
 
 
 def test_rows_are_in_the_order_of_workers_sizes_and_algorithms():

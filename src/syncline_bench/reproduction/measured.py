@@ -120,7 +120,7 @@ def googlenet_cases(folder: Path) -> Cases:
     """GoogLeNet with the logged layers: with the published constants, and with the measured allreduce times."""
     known = [case for case in throughputs(folder) if case.model == "GoogleNet"]
     cases = Cases(known, googlenet_on_k80(folder, known[0].batch, _single(known)))
-    cluster = load_network("10gbe")
+    cluster = load_network("10gbe_k80")
     cases.add("given constants", cluster)
     cases.add("OSU curve", cluster, allreduce_costs(folder))
     return cases
@@ -130,7 +130,7 @@ def resnet50_cases(folder: Path) -> Cases:
     """ResNet-50, whose layers were not published: the replay's layers, scaled to the time of one node."""
     known = [case for case in throughputs(folder) if case.model == "ResNet-50"]
     cases = Cases(known, lasting(replayed("resnet50"), known[0].batch, _single(known)))
-    cluster = load_network("10gbe")
+    cluster = load_network("10gbe_k80")
     cases.add("gamma 2.5 ns", cluster)
     cases.add("gamma 0", cluster.replaced({"gamma": 0.0}))
     return cases
@@ -143,7 +143,7 @@ def bcaffe(folder: Path | None) -> Chapter:
     if lacking is not None or folder is None:
         return lacking or Chapter(title, ())
     cases, others = googlenet_cases(folder), resnet50_cases(folder)
-    constants = load_network("10gbe").constants
+    constants = load_network("10gbe_k80").constants
     alpha, beta, gamma = (constants[name].value for name in ("between.alpha", "between.beta", "gamma"))
     at_eight = {case.method: ours for case, ours in zip(cases.several, cases.ways["given constants"], strict=True)
                 if case.nodes == max(other.nodes for other in cases.several)}  # fmt: skip
@@ -156,8 +156,8 @@ def bcaffe(folder: Path | None) -> Chapter:
         (
             "Images per second of all nodes. GoogLeNet has the logged layers and 64 images per node; the rest of the"
             " iteration's time counts as forward. The system waits for each exchange before the next."
-            f" Network `10gbe`: {1e6 * alpha:.2f} us per message, {1e9 * beta:.4f} ns per byte, {1e9 * gamma:.1f} ns"
-            " per byte added. The authors fitted these constants to OSU's allreduce. The columns `OSU curve` use the"
+            f" Network `10gbe_k80`: {1e6 * alpha:.2f} us per message, {1e9 * beta:.4f} ns per byte, {1e9 * gamma:.1f}"
+            " ns per byte added. The authors fitted these constants to OSU's allreduce. The columns `OSU curve` use the"
             " measured allreduce times of 2, 4 and 8 nodes instead, with linear interpolation between sizes, and above"
             " 1 MiB the bytes per second at 1 MiB.",
             cases.grid,

@@ -28,7 +28,7 @@ A figure *{FOLLOWS}* if no constant was chosen for it and ours deviates by at mo
 maximum also follows if ours is up to {100 * REACHED:.0f} % larger. A figure is *{FIT}* if a constant was chosen to
 match it, *{UNEXPLAINED}* if the model gives another value, and *{LEFT_OUT}* if data for a simulation are missing."""
 
-_NETWORKS = ("taihulight", "10gbe", "1gbe", "25gbe", "ib100", "pcie")
+_NETWORKS = ("taihulight", "10gbe_k80", "1gbe", "25gbe", "ib100", "pcie")
 
 
 def chapters_of(data: Path | None) -> list[Chapter]:

@@ -25,7 +25,7 @@ def clusters() -> dict[str, tuple[Cluster, tuple[int, ...]]]:
     """The networks by name, each with its numbers of workers."""
     update = {"update": _UPDATE_S_PER_BYTE}
     inside = load_network("pcie").replaced(update)
-    ethernet, bus = load_network("10gbe"), inside.constants
+    ethernet, bus = load_network("10gbe_k80"), inside.constants
     constants = {
         **ethernet.constants,
         **{f"inside.{what}": bus[f"between.{what}"] for what in ("alpha", "beta")},
@@ -80,8 +80,8 @@ def stages() -> Chapter:
         (
             "Shi and Chu: Caffe-MPI, CNTK, MXNet and TensorFlow, here as their [presets](strategies.md#presets), on one"
             " host of up to four GPUs and on four such hosts. Loading, copies and prefetch are those of"
-            " [frameworks.md](frameworks.md), which has measurements. The network is `pcie` inside hosts, and `10gbe`"
-            f" or `ib100` between them. Additions on GPUs are assumed to be free, and an update to take"
+            " [frameworks.md](frameworks.md), which has measurements. The network is `pcie` inside hosts, and"
+            f" `10gbe_k80` or `ib100` between them. Additions on GPUs are assumed to be free, and an update to take"
             f" {_UPDATE_S_PER_BYTE * 1e12:.0f} ps per byte of weights. MXNet and TensorFlow have the same strategy:"
             " one server, on a host of its own. The efficiency is relative to the same workers without any exchange.",
             *blocks,
