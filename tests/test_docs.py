@@ -66,7 +66,7 @@ def test_the_page_for_newcomers_names_files_and_laws_that_exist() -> None:
                 place = ROOT / "src" / "syncline" / room / file
                 assert place.with_suffix(".py").exists(), place
                 found.add(file)
-    assert {"hooks", "overlap", "step", "owners", "reducing", "shm", "links"} <= found
+    assert {"hooks", "deferred", "step", "owners", "reducing", "shm", "links"} <= found
     assert len(page.splitlines()) <= 60
 
 
