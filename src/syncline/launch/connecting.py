@@ -1,7 +1,7 @@
 """Makes the session of a process: rendezvous, connections, transport, watcher, engine.
 
-The processes meet, prove and connect all pairs, and begin to watch the control connections. The transport is the one
-that the strategy names. A world of one worker needs none of this.
+The processes meet, connect all pairs, authenticate, and begin to watch the control connections. The strategy names the
+transport. A world of one worker needs none of this.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .rendezvous import CONNECT_S, Joined, Rendezvous
 log = logging.getLogger("syncline")
 
 _EACH = 2
-"""Connections to every other process: control, and data."""
+"""The connections to every other process: control, and data."""
 _MEETING = 3
-"""Of each in rank 0 while the group forms: the meeting, and handshakes under way."""
+"""Further connections per process in rank 0 while the group forms: the meeting, and handshakes."""
 _BESIDE = 256
-"""What the script, its framework and the start itself may have open."""
+"""The descriptors that the script, its framework and the start itself may use."""
 
 
 def in_process(
@@ -55,7 +55,7 @@ def in_process(
 ) -> list[Session]:
     """The sessions of a group between threads of this process: workers, then servers. For tests and examples.
 
-    ``observers`` are those of the first processes, ``nodes`` the workers' hosts. Nothing is proved or watched.
+    ``observers`` are those of the first processes, ``nodes`` the workers' hosts. There is no watcher.
     """
     asked = Strategy.parse(strategy)
     check_asked(asked)
@@ -77,7 +77,7 @@ def in_process(
 
 
 def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
-    """A session of one worker, who exchanges nothing with anybody."""
+    """The session of a single worker, which exchanges nothing."""
     group = Group(1)
     observer = None if recording is None else recording.file
     member = Membership(Process(group, 0, None, observer=observer))
@@ -102,14 +102,14 @@ def connect_session(
     """Join the processes that meet at ``point`` under the name ``run``: workers, then the strategy's servers.
 
     ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. If the strategy leaves the architecture
-    open, the workers measure what to run at which size (``tuning``). A ``recording`` goes on until the session ends.
+    open, the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until the session
+    ends.
     """
     check_asked(strategy)
     if point.asked.world == 1:
-        _count_workers(strategy, 1)  # there is nobody to meet, and no place
+        _count_workers(strategy, 1)  # raises for a strategy with servers, before a search for the rendezvous
     with point.join(run, secret, interface, timeout) as joined:
         environment = joined.environment
-        _count_workers(strategy, environment.world)
         make_room(environment.world)
         traced = {folder.VARIABLE: "off" if recording is None else "on"}
         formed = _form(strategy, joined, run, listen_address(environment, interface), timeout, liveness_s, traced)
@@ -123,7 +123,7 @@ def connect_session(
 
 
 def _count_workers(strategy: Strategy, processes: int) -> int:
-    """How many of the processes are workers; raises UsageError where none is."""
+    """The number of workers among the processes. Raises UsageError if there is none."""
     workers = processes - strategy.servers
     if workers < 1:
         raise UsageError(
@@ -136,9 +136,10 @@ def _count_workers(strategy: Strategy, processes: int) -> int:
 
 @dataclass(frozen=True)
 class _Formed:
-    """What a group's start leaves behind in one process."""
+    """A group that has formed, as one of its processes sees it."""
 
     roll: Roll
+    group: Group
     strategy: Strategy
     control: dict[int, socket.socket]
     transport: Transport
@@ -153,22 +154,23 @@ def _form(
     liveness_s: float,
     agreed: Mapping[str, str],
 ) -> _Formed:
-    """Roll call and connections; nothing stays open where they fail. All processes have to have ``agreed`` alike."""
+    """Roll call and connections; a failure closes them all. All processes must have the same values of ``agreed``."""
     client, index, processes = joined.client, joined.environment.rank, joined.environment.world
+    workers = _count_workers(strategy, processes)
     if strategy.transport == AUTO or strategy.transport.name == "tcp":
-        # Compiled, where nobody has, before others wait for this one.
+        # Compiled now if necessary, before others wait for this process.
         importlib.import_module("syncline.kernels.streams")
     doors = Listener(address, run_id(run), joined.secret, index, processes)
     with closing(doors), ExitStack() as undo:
         measured = {algorithm_choice.VARIABLE: algorithm_choice.mode()}
         terms = {"strategy": str(strategy), "version": __version__, **measured, **agreed}
         roll = client.call_roll(doors.describe(terms), run, joined.secret)
-        # Whoever has come is here now: the connections get their time, however long the last one took to come.
+        # All processes are present now: connecting gets its full time, however late the last one came.
         deadline = max(client.deadline, time.monotonic() + CONNECT_S)
         client.limit(deadline, max(timeout, CONNECT_S))
         client.look_after(watch.Stops(roll, liveness_s).check)
-        workers = processes - strategy.servers
-        chosen = strategy.resolve(Group(workers, strategy.servers, roll.nodes[:workers]), hosts=roll.hosts)
+        group = Group(workers, strategy.servers, roll.nodes[:workers])
+        chosen = strategy.resolve(group, hosts=roll.hosts)
         carried = _carried(chosen, roll)
         watch.prepare(roll)
         control = connect(roll, doors, "control", (), deadline, client.check)
@@ -178,9 +180,7 @@ def _form(
             left = max(0.0, deadline - time.monotonic())
             name, check = chosen.transport.name, client.check
             place = Place(index, processes, client, name, address, left, check, joined.secret, roll.near)
-            transport: Transport = registry.get("transports", chosen.transport.name).target(
-                place, **chosen.transport.arguments
-            )
+            transport: Transport = registry.get("transports", name).target(place, **chosen.transport.arguments)
         else:
             unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
             data = connect(roll, doors, "data", unix, deadline, client.check)
@@ -190,7 +190,7 @@ def _form(
             absolve()
         client.through()
         undo.pop_all()
-    return _Formed(roll, chosen, control, transport)
+    return _Formed(roll, group, chosen, control, transport)
 
 
 def _begin(
@@ -201,25 +201,15 @@ def _begin(
     limit_s: float,
     observer: Observer | None,
 ) -> Session:
-    """The session over what was formed, watched from now on; no connection stays open where that fails."""
-    roll = formed.roll
-    workers = len(roll.members) - asked.servers
-    group = Group(workers, asked.servers, roll.nodes[:workers])
+    """The session of a formed group, with its watcher. A failure closes all connections."""
+    roll, transport = formed.roll, formed.transport
     with ExitStack() as undo:
         for sock in formed.control.values():
             undo.callback(sock.close)
-        with ExitStack() as unowned:
-            unowned.callback(formed.transport.close)
-            process = Process(
-                group,
-                roll.index,
-                formed.transport,
-                roll=roll,
-                local_rank=local_rank,
-                limit_s=limit_s,
-                observer=observer,
-            )
-            unowned.pop_all()  # the end of the process closes it
+        undo.callback(transport.close)
+        process = Process(
+            formed.group, roll.index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s, observer=observer
+        )
         session = Session(formed.strategy, Membership(process), left_open=asked.architecture == AUTO)
         with _ending(session):
             process.watcher = Watcher(
@@ -231,7 +221,7 @@ def _begin(
 
 
 def _tune(session: Session, asked: Strategy) -> None:
-    """Measure what the strategy leaves open."""
+    """Make the choices that the strategy leaves open, by measuring."""
     workers = session.group.workers
     if asked.codec not in (NONE, AUTO) and session.strategy.codec == NONE:
         session.reason = f"codec={asked.codec.name} compresses between hosts only, and all ranks are on one"
@@ -252,7 +242,7 @@ def _tune(session: Session, asked: Strategy) -> None:
 
 @contextmanager
 def _ending(session: Session) -> Iterator[None]:
-    """An error inside ends the session for all."""
+    """Let an error inside the block end the session for all processes."""
     try:
         yield
     except BaseException as error:
@@ -262,7 +252,7 @@ def _ending(session: Session) -> Iterator[None]:
 
 
 def _carried(strategy: Strategy, roll: Roll) -> dict[str, frozenset[int]]:
-    """The transports that carry this process's messages, by name, and to which peers."""
+    """The transports that carry this process's messages, by name, with the peers that they reach."""
     others = frozenset(range(len(roll.members))) - {roll.index}
     if strategy.transport != AUTO:
         return {strategy.transport.name: others}
@@ -271,7 +261,7 @@ def _carried(strategy: Strategy, roll: Roll) -> dict[str, frozenset[int]]:
 
 
 def _connection(name: str) -> str:
-    """The kind of connection that a transport needs; raises UsageError for one that needs none."""
+    """The kind of connection that a transport needs. Raises UsageError for a transport within one process."""
     connection: str | None = registry.get("transports", name).capabilities.get("connection")
     if connection is None:
         raise UsageError(f"transport={name} does not reach other processes: use shm, tcp or auto")
@@ -281,7 +271,7 @@ def _connection(name: str) -> str:
 def _transport(
     strategy: Strategy, index: int, carried: Mapping[str, frozenset[int]], socks: Mapping[int, socket.socket]
 ) -> Transport:
-    """The transport over proved connections; several as one where ``carried`` names several."""
+    """The transport over authenticated connections, combined if ``carried`` names several."""
     made = {
         registry.get("transports", name).target(
             index, {peer: socks[peer] for peer in peers}, **strategy.transport.arguments
@@ -291,19 +281,15 @@ def _transport(
     return Auto(index, made) if len(made) > 1 else next(iter(made))
 
 
-def _with_crowds(world: int) -> int:
-    """As many as there can be: all that strangers may hold at rank 0's two pairs of doors, and in its meeting."""
-    doors, meeting = listener.CALLERS + 2 * world, meeting_sockets.MORE + 2 * world
-    return _EACH * world + 2 * doors + meeting + _BESIDE
-
-
 def make_room(world: int) -> None:
-    """Raise the limit of open descriptors to what a group of ``world`` needs; UsageError if the system refuses.
+    """Raise the limit of open descriptors for a group of ``world``. UsageError if the system refuses.
 
-    Systems begin with 1024 for the sake of select(2). The limit is raised further where possible, so that a crowd of
-    strangers leaves room for the group.
+    The usual limit is 1024, for select(2). It is raised further if possible, to the number that rank 0 has open while
+    strangers use up their share at its two pairs of doors and in the meeting.
     """
-    needed, most = (_EACH + _MEETING) * world + _BESIDE, _with_crowds(world)
+    needed = (_EACH + _MEETING) * world + _BESIDE
+    doors, meeting = listener.CALLERS + 2 * world, meeting_sockets.MORE + 2 * world
+    most = _EACH * world + 2 * doors + meeting + _BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= most:
         return

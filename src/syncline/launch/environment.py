@@ -1,11 +1,11 @@
-"""Which launcher started this process, and its place in the run: read from environment variables before any connection.
+"""Finds the launcher of this process and the process's place in the run, from environment variables.
 
-Owns the names of launchers' variables: one recogniser each, in ``RECOGNISERS``. A variable that is missing or
-contradicts another is a UsageError that names it. ``rank`` and ``world`` count processes: workers, then servers.
+Owns the names of launchers' variables. Each launcher has a recogniser in ``RECOGNISERS``. A missing or contradictory
+variable is a UsageError that names it. ``rank`` and ``world`` count processes: workers, then servers.
 
-RANK, WORLD_SIZE and their kin, as scripts and torch.distributed read them, count workers only, since scripts share out
-data by them. A server, which runs the script up to ``prepare``, sees the place of the last worker, on its own host if
-there is one. ``syncline run`` sets them so; under other launchers ``init`` does (``Variables``).
+RANK, WORLD_SIZE and similar variables, which scripts and torch.distributed read, count workers only, because scripts
+divide data by them. A server, which runs the script up to ``prepare``, sees the place of the last worker, on its own
+host if there is one. ``syncline run`` sets them so; under other launchers ``init`` does (``Variables``).
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ NO_GROUP = (
     "none: a server takes no part in torch.distributed; call init_process_group() after syncline.prepare(), from which"
     " servers do not return"
 )
-"""What a server finds for MASTER_PORT: init_process_group() fails there with this text instead of waiting for ever."""
+"""A server's MASTER_PORT: init_process_group() fails there with this text instead of waiting forever."""
 
 _COUNTING_ALL = ("torchrun", "variables")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A process's place in its run; raises UsageError if the numbers contradict each other.
+    """A process's place in its run. Raises UsageError if the numbers contradict each other.
 
-    ``address`` and ``port`` say where rank 0 serves the meeting; the address is empty if the launcher gives none. With
-    ``agent_store`` rank 0 tells it in torch's store there, or in ``store``, which this process has already.
+    Rank 0 serves the meeting at ``address`` and ``port``; the address is empty if the launcher gives none. With
+    ``agent_store`` torch's store is there, or it is ``store``, and rank 0 writes the meeting's address to it.
     ``meeting_fd`` is the listening socket that the launcher opened for rank 0, ``restart`` the number of restarts of
-    the run. ``secret`` is shared by the run's processes; ``servers`` and ``strategy`` are None unless the launcher was
-    told.
+    the run. The run's processes share ``secret``. ``servers`` and ``strategy`` are None unless the launcher sets them.
     """
 
     launcher: str
@@ -78,11 +77,11 @@ class Environment:
 
     @property
     def store_name(self) -> str:
-        """How messages call the store in which rank 0 tells where the processes meet."""
+        """The name of torch's store in messages."""
         return "torchrun's store" if self.store is None else "the process group's store"
 
     def where(self, rank: int) -> str:
-        """Where a process was to run, as `` (node 1, local rank 3)``; empty when the launcher did not say."""
+        """The expected place of a process, as `` (node 1, local rank 3)``. Empty if the launcher does not tell it."""
         if self.servers or not 1 < self.local_world < self.world or self.world % self.local_world:
             return ""
         node, local = divmod(rank, self.local_world)
@@ -96,10 +95,10 @@ def recognise(
     world_size: int | None = None,
     address: str | None = None,
 ) -> Environment:
-    """This process's place: from the arguments, else from its launcher, else alone (world 1).
+    """This process's place: from the arguments, else from its launcher, else a world of one.
 
-    Without a launcher, give ``rank``, ``world_size`` and ``address`` (``host:port`` of rank 0). Raises UsageError
-    naming the argument or variable that is missing, wrong, or in contradiction to others.
+    Without a launcher, give ``rank``, ``world_size`` and ``address`` (``host:port`` of rank 0). UsageError names an
+    argument or variable that is missing, wrong, or contradicts another.
     """
     variables = os.environ if environ is None else environ
     if rank is not None or world_size is not None or address is not None:
@@ -112,7 +111,7 @@ def recognise(
 
 
 def of_store(store: Any, rank: int, world_size: int, run_id: str) -> Environment:
-    """The place of a process to which torch gives its rank, and a ``store`` to meet the others in."""
+    """The place of a process that gets its rank and a ``store`` from torch."""
     inner = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
@@ -131,11 +130,11 @@ def of_store(store: Any, rank: int, world_size: int, run_id: str) -> Environment
 
 
 def _explicit(environ: Environ, rank: int | None, world_size: int | None, address: str | None) -> Environment:
-    """A place given by arguments; what launchers say of ranks is ignored."""
+    """A place given by arguments; variables of launchers are ignored."""
     if rank is None or world_size is None or (address is None and world_size > 1):
         raise UsageError("rank=, world_size= and address= belong together: give all three, or none under a launcher")
     host, port = ("127.0.0.1", 0) if address is None else _host_and_port(address)
-    # On the loopback address all processes are on this host; otherwise nothing is known of the others.
+    # On the loopback address all processes are on this host; otherwise the hosts of the others are unknown.
     local = host == "localhost" or host == "::1" or host.startswith("127.")
     return Environment(
         "arguments",
@@ -159,7 +158,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _syncline(environ: Environ) -> Environment | None:
-    """``syncline run``: which process this is, and the socket on which rank 0 serves the meeting.
+    """``syncline run``: the process's number, and the socket on which rank 0 serves the meeting.
 
     RANK and WORLD_SIZE count workers, for the script. MASTER_PORT stays free for a store of the script's own.
     """
@@ -192,7 +191,7 @@ def _variables(environ: Environ) -> Environment | None:
 
 
 def _mpirun(environ: Environ) -> Environment | None:
-    """``mpirun`` or ``mpiexec`` of Open MPI (OMPI_*, PMIX_*) and of MPICH and its kin (Hydra: PMI_*, MPI_LOCAL*)."""
+    """``mpirun`` or ``mpiexec`` of Open MPI (OMPI_*, PMIX_*) and of MPICH's family (Hydra: PMI_*, MPI_LOCAL*)."""
     if "OMPI_COMM_WORLD_SIZE" in environ:
         names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
         local = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
@@ -201,7 +200,7 @@ def _mpirun(environ: Environ) -> Environment | None:
         names, local, run_id = ("PMI_RANK", "PMI_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ""
     else:
         return None
-    # MPI knows the way: without an address the processes find each other over it.
+    # Without an address rank 0 publishes one over MPI.
     told = "MASTER_ADDR" in environ or "MASTER_PORT" in environ
     return _placed(
         environ,
@@ -218,7 +217,7 @@ def _mpirun(environ: Environ) -> Environment | None:
 
 
 _STEP = "SLURM_STEP_NUM_TASKS"
-"""Set in the tasks of a step. A batch script itself is none and runs alone, whatever SLURM_NTASKS says."""
+"""Set in the tasks of a step. A batch script is no task and runs alone, whatever SLURM_NTASKS says."""
 
 
 def _srun(environ: Environ) -> Environment | None:
@@ -242,7 +241,7 @@ def _srun(environ: Environ) -> Environment | None:
 
 
 def _first_node(environ: Environ) -> str:
-    """The host of rank 0, or the loopback when all tasks are on it."""
+    """The host of rank 0, or the loopback address if all tasks are on one host."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
             hosts = expand_hosts(environ[name])
@@ -254,7 +253,7 @@ def _first_node(environ: Environ) -> str:
 
 
 def _tasks_here(environ: Environ) -> int:
-    """How many tasks of the step are on this node."""
+    """The number of tasks of the step on this node."""
     if "SLURM_STEP_TASKS_PER_NODE" not in environ:
         return _number(environ, "SLURM_LOCALID", 0) + 1  # at least
     counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
@@ -265,16 +264,16 @@ def _tasks_here(environ: Environ) -> int:
 
 
 RECOGNISERS: tuple[Callable[[Environ], Environment | None], ...] = (_syncline, _torchrun, _variables, _mpirun, _srun)
-"""Asked in this order: torchrun, or mpirun, inside a Slurm step is torchrun, or mpirun."""
+"""Tried in this order: inside a Slurm step, torchrun and mpirun come before srun."""
 
 
 def derived_port(job: str) -> int:
-    """A port that follows from a job's name, below those that the kernel gives out by itself."""
+    """A port that follows from a job's name, below the ephemeral ports of the kernel."""
     return 20000 + zlib.crc32(os.fsencode(job)) % 12000
 
 
 def _placed(environ: Environ, launcher: str, names: tuple[str, ...], *, run_id: str, **place: Any) -> Environment:
-    """An environment of those numbers; an error shows the variables that they come from."""
+    """An environment with these numbers. An error shows the variables with the numbers."""
     try:
         return Environment(launcher, run_id=run_id, **place, **_told(environ))
     except UsageError as error:
@@ -291,10 +290,10 @@ def _ranked(
     port: str = "MASTER_PORT",
     **more: Any,
 ) -> Environment:
-    """The variables that torchrun, ``syncline run`` and ``env://`` have in common."""
+    """The common variables of torchrun, ``syncline run`` and ``env://``."""
     rank, world = _number(environ, names[0]), _number(environ, names[1])
     alone = world == 1
-    # Without local numbers (env://) nothing is known of the other processes' hosts: one process on this one.
+    # Without local numbers (env://) the other processes' hosts are unknown: count one process on this host.
     local_world = _number(environ, "LOCAL_WORLD_SIZE", 1 if "LOCAL_RANK" not in environ else world)
     return _placed(
         environ,
@@ -311,7 +310,7 @@ def _ranked(
 
 
 def _told(environ: Environ) -> dict[str, Any]:
-    """The values of Syncline's own variables, whoever has set them."""
+    """The values of Syncline's own variables."""
     secret = environ.get("SYNCLINE_SECRET") or None
     return {
         "servers": _number(environ, "SYNCLINE_SERVERS") if environ.get("SYNCLINE_SERVERS") else None,
@@ -336,9 +335,9 @@ def _number(environ: Environ, name: str, default: int | None = None) -> int:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Every host that one of Slurm's lists names (``gpu[1-3,07],login``), in its order; UsageError for other text.
+    """The hosts of one of Slurm's lists (``gpu[1-3,07],login``), in order. UsageError for other text.
 
-    A host is a name with any number of bracketed ranges in it; the numbers of a range keep their leading zeros.
+    An entry is a name with any number of bracketed ranges. The numbers of a range keep their leading zeros.
     """
     hosts: list[str] = []
     for entry in _split(text):
@@ -351,7 +350,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The counts of all nodes (``2(x3),1``) in order; UsageError for text that is no such list."""
+    """The counts of all nodes (``2(x3),1``) in order. UsageError for other text."""
     counts: list[int] = []
     for entry in text.split(","):
         found = _COUNT.fullmatch(entry.strip())
@@ -362,7 +361,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _split(text: str) -> list[str]:
-    """The entries between the commas that are in no bracket."""
+    """The entries between commas outside brackets."""
     return [entry.strip() for entry in re.split(r",(?![^\[\]]*\])", text)]
 
 
@@ -376,7 +375,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
 
 
 def worker_places(hosts: Sequence[str], servers: int) -> list[dict[str, str]]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of every process, given its host; the last are servers."""
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of every process, by its host. The last ones are servers."""
     workers = len(hosts) - servers
     on_host = Counter(hosts[:workers])
     local: Counter[str] = Counter()
@@ -391,21 +390,21 @@ def worker_places(hosts: Sequence[str], servers: int) -> list[dict[str, str]]:
 
 
 class Variables:
-    """This process's variables, in which ``count_workers`` replaces some; ``recognise`` still finds the launcher's."""
+    """This process's variables. ``count_workers`` replaces some; ``recognise`` uses the launcher's values."""
 
     def __init__(self) -> None:
         self._replaced: dict[str, tuple[str, str]] = {}  # the launcher's value, and the one in its place
 
     def recognise(self, **place: Any) -> Environment:
-        """``recognise`` of what the launcher has set."""
+        """``recognise`` with the launcher's values."""
         variables = dict(os.environ)
         for name, (before, after) in self._replaced.items():
-            if variables.get(name) == after:  # else somebody else has set it since
+            if variables.get(name) == after:  # otherwise the script has set it since
                 variables[name] = before
         return recognise(variables, **place)
 
     def count_workers(self, environment: Environment, servers: int) -> None:
-        """Let the variables that are there count workers only, where the launcher has counted the servers too."""
+        """Let the variables count workers only, if the launcher has counted the servers too."""
         if servers == 0 or environment.launcher not in _COUNTING_ALL:
             return
         first = environment.rank - environment.local_rank

@@ -1,4 +1,4 @@
-"""A process in a run and the groups in which it communicates: everything between the launcher and the training loop.
+"""A process in a run, and the groups in which it communicates.
 
 ``launch`` creates sessions; ``training``, ``serving``, the adapters in ``frameworks`` and ``torch_backend`` use them.
 Start reading in ``session``: the group of all workers, with the strategy and the models. ``member`` is the process, its

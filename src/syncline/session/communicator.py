@@ -1,10 +1,10 @@
-"""A group of workers and its collectives. A process may be in several, overlapping; all workers are one of them.
+"""A group of workers and its collectives. A process may be in several overlapping groups; one contains all workers.
 
-A communicator has its own ranks, from 0, its own keys, which tell its messages apart, and plans between its ranks only,
-so several run at the same time, each used by one thread at a time. Every collective begins with an exchange of tickets
-(``tickets``). In a group of one every collective is the identity. Arrays are averaged, whatever framework they are of.
+A communicator has its own ranks from 0, its own keys, which separate its messages from others, and plans between its
+ranks only. Several communicators can therefore be active at the same time, each in one thread. Every collective begins
+with an exchange of tickets (``tickets``). In a group of one every collective is the identity.
 
-Algorithms plan for ranks 0, 1, ...; ``among`` puts process numbers in their place. Compiled plans are cached. Servers
+Algorithms plan for ranks 0, 1, ...; ``among`` replaces these by process numbers. Compiled plans are cached. Servers
 take part in ``Everyone`` only.
 """
 
@@ -53,7 +53,7 @@ NOTHING: Array = np.empty(0, np.uint8)
 Planner = Callable[[Group, int], Plan | Collective]
 
 _GROUP_MESSAGES = 5 << 61
-"""Of the highest three bits of tags, those of single messages in a communicator; rounds of reducers have other ones."""
+"""The highest three bits of the tags of single messages in a communicator. Rounds of reducers have other bits."""
 _TOPIC_BITS = 51
 
 _TOLD_KEY, _SHARE_KEY = BUCKET_KEYS, BUCKET_KEYS + 1
@@ -62,31 +62,24 @@ _MOST_TOLD_BYTES, _MOST_SHARED_BYTES = 1 << 32, 1 << 44
 
 @lru_cache(maxsize=256)
 def compiled(plan: Plan, index: int) -> Program:
-    """A process's part in a plan."""
+    """The program of one process of a plan."""
     return compile_program(plan, index)
 
 
 @lru_cache(maxsize=256)
 def planned(algorithm: str, group: Group) -> Plan:
-    """The plan of an algorithm that needs no arguments."""
+    """The plan of an algorithm without arguments."""
     plan: Plan = registry.get("algorithms", algorithm).target(group)
     return plan
 
 
 @lru_cache(maxsize=64)
-def phases_of(plan: Plan) -> tuple[Plan, Plan]:
-    """The reduce-scatter and the all-gather of an allreduce; raises PlanError where it has none."""
-    return phases(plan)
-
-
-@lru_cache(maxsize=64)
-def has_phases(plan: Plan) -> bool:
-    """Whether it has."""
+def phases_of(plan: Plan) -> tuple[Plan, Plan] | None:
+    """The reduce-scatter and the all-gather of an allreduce, None for a plan without these halves."""
     try:
-        phases_of(plan)
+        return phases(plan)
     except PlanError:
-        return False
-    return True
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -103,10 +96,10 @@ def among(plan: Plan, ranks: tuple[int, ...]) -> Plan:
 
 
 class Communicator:
-    """The workers with the process numbers ``ranks``, in this order; this process may be one of them.
+    """The workers with the process numbers ``ranks``, in this order. This process may be one of them.
 
-    ``plan`` returns the plan of an allreduce of so many bytes in a group, or the message library's own collective.
-    ``number``, the same on all of them, belongs to no other communicator of theirs: keys follow from it.
+    ``plan`` returns the plan of an allreduce of a group and a size in bytes, or the message library's own collective.
+    ``number``, the same on all ranks, belongs to no other communicator of theirs: keys follow from it.
     """
 
     def __init__(self, member: Membership, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
@@ -115,11 +108,11 @@ class Communicator:
         self.index = member.index
         """The number of this process in the run."""
         self.is_worker = self.index in self.ranks
-        """Whether this process is one of the ranks; a server is not."""
+        """Whether this process is one of the ranks, and no server."""
         self.world_size = len(self.ranks)
         """The number of workers."""
         self.rank = self.ranks.index(self.index) if self.is_worker else self.world_size - 1
-        """This worker's rank; a server answers with the last worker's, so that scripts that shard data go on."""
+        """This worker's rank. A server has that of the last worker, so that scripts can divide data by it."""
         nodes = member.group.nodes
         self._group = Group(self.world_size, nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
         self._plan = plan
@@ -127,27 +120,27 @@ class Communicator:
         self.callers = Callers(self.titled)
         self._calls = 0
         self.keys = CallKeys(number, self._wait)
-        """Those of calls; all workers take as many for each."""
-        self._programs: dict[str, Program] = {}  # by algorithm, of those that need no arguments
+        """The keys of calls. All workers take equally many for each call."""
+        self._programs: dict[str, Program] = {}  # by name of an algorithm without arguments
 
     @property
     def engine(self) -> Engine:
-        """The engine; raises ClosedError after the end, in forked children, and in a world of one worker."""
+        """The engine. Raises ClosedError after the end, in forked children, and in a world of one worker."""
         return self.member.engine
 
     def topic(self, topic: int) -> int:
-        """The tag of single messages between these workers about ``topic``, of up to 51 bits."""
+        """The tag of single messages between these workers. ``topic`` has up to 51 bits."""
         return _GROUP_MESSAGES | self.number << _TOPIC_BITS | topic
 
     def name(self, rank: int) -> str:
-        """How messages call a rank."""
+        """The name of a rank in messages."""
         return self.member.name(self.ranks[rank])
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of some of these ranks, None on the others; all call it with the same ranks.
+        """A communicator of some of these ranks, None on the others. All ranks call it with the same ``ranks``.
 
-        It runs what this one runs. Raises UsageError if the message library's own collective takes the place of a plan,
-        and for more communicators than have keys.
+        It uses the same algorithms as this one. Raises UsageError if the message library's own collective replaces the
+        plan, and for too many communicators.
         """
         chosen = self.chosen(ranks)
         number = self.numbers.agree_on_group(chosen)
@@ -156,17 +149,17 @@ class Communicator:
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
 
     def found(self, ranks: Sequence[int], name: str, timeout: float | None = None) -> Communicator:
-        """A communicator of some of these ranks, this one among them, that make it without the others.
+        """A communicator of some of these ranks, including this one, which make it without the others.
 
-        They call it with the same ranks and ``name``, overlapping groups in one order. PeerTimeout names those that
-        have not come within ``timeout`` seconds.
+        They call it with the same ranks and ``name``, overlapping groups in one order. PeerTimeout names ranks that do
+        not call it within ``timeout`` seconds.
         """
         chosen = self.chosen(ranks)
         number = self.numbers.agree_within(chosen, name, timeout)
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
 
     def chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """These ranks, if they can be a group; raises UsageError where they cannot."""
+        """Check that these ranks can be a group. Raises UsageError otherwise."""
         chosen = tuple(map(operator.index, ranks))
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.world_size)):
             raise UsageError(f"ranks {chosen}: name some of 0 to {self.world_size - 1}, each once")
@@ -187,10 +180,10 @@ class Communicator:
         room: int = 0,
         signed: bool = False,
     ) -> Meeting:
-        """Start showing tickets to all workers; ``announce`` as in ``When``.
+        """Start to exchange tickets with all workers; ``announce`` as in ``When``.
 
-        Each may bring bytes along, up to ``room``, which all give alike at every call that could meet this one. Those
-        who come ``signed`` bring equally many: where ranks see each other's signs there is no other room.
+        Each worker may add up to ``room`` bytes. ``room`` must be the same in all calls that could meet this one. In
+        ``signed`` calls all workers add equally many bytes, because an exchange with signs has no other room.
         """
         mine, key = self.come(kind, argument, weight, flags)
         program = self._program("direct_all_gather")
@@ -203,7 +196,7 @@ class Communicator:
         work = None
         if self.world_size > 1:
             engine = self.member.unchecked
-            assert engine is not None  # whoever came is one of several
+            assert engine is not None  # there are other workers
             sign = self.sign(mine) if shown else None
             order = Order(program, table.reshape(-1), key, CALLS[kind], sign=sign)
             work = engine.start(order, NOW if announce else UNANNOUNCED)
@@ -211,7 +204,7 @@ class Communicator:
         return Meeting(work, table, mine, lambda rank, theirs: self.mismatch(rank, theirs, mine))
 
     def come(self, kind: int, argument: int = 0, weight: float = 0.0, flags: int = 0) -> tuple[Ticket, int]:
-        """Come to the next call: the ticket for it, and the key of its first exchange."""
+        """Begin the next call: its ticket, and the key of its first exchange."""
         self.process.check_usable()
         if not self.is_worker:
             raise UsageError(
@@ -223,11 +216,11 @@ class Communicator:
         return ticket, self.keys.take() if self.world_size > 1 else -1
 
     def shows(self, program: Program | Collective, array: Array) -> bool:
-        """Whether workers see in an exchange itself for which call the others have come, and need not meet before."""
+        """Whether an exchange itself shows the calls of the other workers, so that no exchange of tickets is needed."""
         return self.world_size > 1 and self.engine.shows(program, array)
 
     def sign(self, ticket: Ticket) -> Sign:
-        """A ticket as what is shown with an exchange."""
+        """A ticket as the sign of an exchange."""
 
         def differs(process: int, theirs: tuple[int, ...]) -> MismatchError:
             kind, argument, call, flags = theirs
@@ -236,44 +229,44 @@ class Communicator:
         return Sign((ticket.kind, ticket.argument, ticket.call, ticket.flags), differs)
 
     def agree(self, kind: int, argument: int = 0, timeout: float | None = None, flags: int = 0) -> tuple[Ticket, ...]:
-        """Meet and wait: returns when all workers have come for the same call."""
+        """Exchange tickets and wait until all workers have made the same call."""
         for catch_up in self.member.before_calls.values():
             catch_up()
         if not self.member.alone:
-            self.engine.check_not_driving()  # before anything of the call is under way
+            self.engine.check_not_driving()  # before the call begins
         meeting = self.meet(kind, argument, flags=flags, announce=False)
         self.await_all(meeting, CALLS[kind], timeout)
         return meeting.tickets()
 
     def await_all(self, meeting: Meeting, label: str, timeout: float | None = None) -> None:
-        """Wait until all workers have come to a meeting; PeerTimeout names who has not in ``timeout`` seconds."""
+        """Wait until all workers have come to a meeting. PeerTimeout names those missing after ``timeout`` seconds."""
         if meeting.work is None:
             return
         try:
             self.engine.wait(meeting.work, timeout=timeout)
         except PeerTimeout:
             if timeout is None or self.engine.error is not None:
-                raise  # the limit of progress, whose own error names them
+                raise  # the progress limit, whose error names the missing ranks
             awaited = self.engine.awaited
             missing = [self.ranks[rank] for rank in meeting.missing() if self.ranks[rank] in awaited]
             raise self.late(label, missing, timeout) from None
 
     def late(self, label: str, missing: Sequence[int], timeout: float) -> PeerTimeout:
-        """The error for processes that have not come in time, told to all."""
+        """The error for processes that have not come in time. Reports it to all."""
         names = ", ".join(self.member.name(index) for index in missing)
         first = self.member.number(missing[0]) if missing else -1
         late = PeerTimeout(f"{self.titled(label)}: not reached {within(timeout)} by {names}", rank=first)
         return self.process.fail(late)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until all workers are here; PeerTimeout names the missing after ``timeout`` seconds. Servers pass."""
+        """Wait until all workers call this. PeerTimeout names those missing after ``timeout`` seconds. Servers pass."""
         if self.is_worker:
             with self.callers.inside():
                 self.agree(BARRIER, timeout=timeout)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """Inside there are several exchanges, between which a signal's exception leaves the others without us."""
+        """A call of several exchanges. An exception of a signal handler between them must end the run."""
         with self.callers.inside():
             try:
                 yield
@@ -323,7 +316,7 @@ class Communicator:
         return [table[rank * widest : rank * widest + int(size)].tobytes() for rank, size in enumerate(sizes)]
 
     def tell_all(self, data: bytes, root: int = 0) -> bytes:
-        """The bytes of ``root`` on every worker; what others give does not count."""
+        """The bytes of ``root`` on every worker; ``data`` of other workers is ignored."""
         size = np.array([len(data)], np.int64)
         with self._call():
             self.broadcast(size, root)
@@ -334,39 +327,40 @@ class Communicator:
             return body.tobytes()
 
     def run(self, program: Program | Collective, array: Array, label: str) -> None:
-        """Run a plan, or a library's collective, over the workers' arrays, at the same point of their scripts."""
+        """Run a plan or a library's collective over the workers' arrays. All workers call it."""
         self.engine.run(Order(program, array, self.keys.take(), label))
 
-    # What runs.
+    # Programs.
 
     def allreduce_program(self, nbytes: int) -> Program | Collective:
-        """This process's part in an allreduce of the workers, or what the message library does instead."""
+        """This process's program of an allreduce of the workers, or the message library's own collective."""
         found = self._plan(self._group, nbytes)
         return compiled(among(found, self.ranks), self.index) if isinstance(found, Plan) else found
 
     def phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
-        """This process's part in one half of an allreduce of ``nbytes``; rank r has part r in between.
+        """This process's program of one half of an allreduce of ``nbytes``; rank r has part r in between.
 
-        A ring takes the place of an algorithm without halves.
+        A ring replaces an algorithm without halves.
         """
         found = self._plan(self._group, nbytes)
-        if isinstance(found, Plan) and has_phases(found):
-            half = phases_of(found)[phase == "all_gather"]
+        halves = phases_of(found) if isinstance(found, Plan) else None
+        if halves is not None:
+            half = halves[phase == "all_gather"]
             if half.owners == tuple(range(self.world_size)):
                 return compiled(among(half, self.ranks), self.index)
         return self._program(phase)
 
     def broadcast_program(self, root: int = 0) -> Program:
-        """This process's part in a broadcast to the workers."""
+        """This process's program of a broadcast to the workers."""
         return compiled(among(broadcast_plan(self.world_size, root), self.ranks), self.index)
 
     def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
-        """The error for workers that came for different calls."""
+        """The error for workers that make different calls. Reports it to all."""
         text = f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}"
         return self.process.fail(MismatchError(self.titled(f"{text}; {remedy(theirs, ours)}")))
 
     def titled(self, text: str) -> str:
-        """A message that says of which group it is, where that is not all workers."""
+        """A message, with the name of the group unless it contains all workers."""
         return f"{self.member.title}: {text}" if self.member.title else text
 
     def _program(self, algorithm: str) -> Program:
@@ -377,35 +371,35 @@ class Communicator:
         return found
 
     def give_back(self) -> None:
-        """Nothing more is done here among these ranks, which may use the number again; unless something goes on."""
+        """Let these ranks reuse the number, unless calls are still in flight."""
         if self.number and not self.keys.held:
             self.numbers.give_back(range(self.world_size), self.number, self._calls)
 
     def _wait(self, work: Work) -> None:
-        """For what holds a key."""
+        """Wait for a work that holds a key."""
         self.engine.wait(work)
 
 
 class Heard(NamedTuple):
-    """That worker 0 tells something, and how many bytes, once the work is done."""
+    """A server's posted receive of the next ``tell``: its size, once the work is done."""
 
     work: Work
     size: Array
 
 
 class Everyone:
-    """All processes of ``group``, servers included, as one of them sees them."""
+    """The exchanges of all processes of ``group``, including servers."""
 
     def __init__(self, member: Membership, group: Group) -> None:
         self._member, self._group = member, group
 
     def broadcast(self, array: Array, key: int, label: str, tolerant: bool = False) -> Work:
-        """Start a broadcast from worker 0; every process calls it."""
+        """Start a broadcast from worker 0. Every process calls it."""
         program = compiled(broadcast_plan(self._group.processes, 0), self._member.index)
         return self._member.engine.start(Order(program, array, key, label, tolerant))
 
     def tell(self, data: bytes, label: str) -> bytes:
-        """The bytes of worker 0 on every process; what others give does not count."""
+        """The bytes of worker 0 on every process; ``data`` of other processes is ignored."""
         try:
             size = np.array([len(data)], np.int64)
             self._member.engine.wait(self.broadcast(size, _TOLD_KEY, label))
@@ -415,12 +409,12 @@ class Everyone:
             raise
 
     def listen(self, label: str) -> Heard:
-        """Post a server's part in the next ``tell``; it never ends when the workers leave."""
+        """Post a server's part in the next ``tell``. It never completes if the workers leave."""
         size = np.zeros(1, np.int64)
         return Heard(self.broadcast(size, _TOLD_KEY, label, tolerant=True), size)
 
     def hear(self, heard: Heard) -> bytes:
-        """What worker 0 has begun to tell, once the work of ``listen`` is done."""
+        """The bytes of worker 0's ``tell``, once the work of ``listen`` is done."""
         return self._told(heard.size, b"", heard.work.label)
 
     def _told(self, size: Array, data: bytes, label: str) -> bytes:
@@ -439,14 +433,14 @@ class Everyone:
             )
 
     def meet(self, label: str) -> None:
-        """Wait until all processes have come here."""
+        """Wait until all processes call this."""
         if self._member.alone:
             return
         program = compiled(planned("direct_all_gather", Group(self._group.processes)), self._member.index)
         self._member.engine.run(Order(program, np.zeros(self._group.processes, np.uint8), _TOLD_KEY, label))
 
     def share(self, processes: Sequence[int], data: bytes, label: str) -> Iterator[bytes]:
-        """What each of these processes gives, one after the other, on all of them; they are the same at every call."""
+        """The data of each of these processes in turn, on all of them. Every call must have the same processes."""
         ranks, here = tuple(processes), processes.index(self._member.index)
         if len(ranks) == 1:
             yield data

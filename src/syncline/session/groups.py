@@ -1,7 +1,7 @@
-"""Groups of workers as scripts hold them: the results of ``syncline.new_group``, on members and on all other ranks.
+"""The groups of workers that ``syncline.new_group`` returns, on members and on all other ranks.
 
 A group is a session (``Session.within``) with a number that all workers, or its own ranks, agree on (``tickets``). This
-module checks who uses a group, and that it has not ended.
+module checks that only members use a group, and that it has not ended.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ class WorkerGroup:
         return self._session
 
     def is_of(self, world: Session) -> bool:
-        """Whether it is a group of that run's workers."""
+        """Whether the group consists of workers of that run."""
         return self._world is world
 
     def end(self) -> None:
-        """End it: its ranks wait for each other; elsewhere nothing happens.
+        """End the group. Its ranks wait for each other; other workers do nothing.
 
         A later group of the same ranks may reuse its number. Raises UsageError if models, or samplers that share a
-        pool, were made with it, which hold it until ``syncline.shutdown()``, and while another thread is in a call of
-        it.
+        pool, use the group, which they do until ``syncline.shutdown()``, and while another thread is in a call of it.
         """
         if self._session is None or self._ended:
             self._ended = True
@@ -95,7 +94,7 @@ def new_group(world: Session, ranks: Sequence[int], timeout: float | None = None
 
 
 def found_group(world: Session, ranks: Sequence[int]) -> WorkerGroup:
-    """A group of these ranks, this one among them, that they make without the others."""
+    """A group of these ranks, including this one, which they make without the others."""
     chosen = world.chosen(sorted(map(operator.index, ranks)))
     return _numbered(world, chosen, world.numbers.agree_within(chosen, f"of {ranks_text(chosen)}"))
 

@@ -1,22 +1,22 @@
-"""How a model's tensors travel: its layers, and the buckets that hold slices of them.
+"""The layout of a model: its layers, and the buckets that hold slices of their tensors.
 
-Rank 0's schedule makes the buckets, and rank 0 tells all processes, servers too: a schedule may depend on a clock, the
-order of a set, or times measured by each rank, and ranks with different buckets would add up what does not belong
-together. The result is checked before it is sent.
+Rank 0's schedule makes the buckets, and rank 0 sends them to all processes, including servers. A schedule may depend on
+a clock, the order of a set, or times measured by each rank, and ranks with different buckets would add unrelated
+elements. The buckets are checked before they are sent.
 
-A layout may replace another between two steps: when layers have been timed, or when a checkpoint says so. Memory stays
-as it is, since a script may hold references to it, so buckets have to follow the existing order of tensors. Where the
-schedule is chosen by measuring, a layout says which one it is of, and why.
+A layout may replace another between two steps: when layers have been timed, or for a checkpoint. The memory stays in
+place, because a script may hold references to it, so new buckets must follow the existing order of tensors. If the
+schedule is chosen by measuring, the layout names it and the reason.
 
-    1. workers show tickets: all have come for it; rank 0 tells everyone the layout (``decide_layout``)
-    2. all processes meet: after this nobody begins anything in the old layout
-    3. servers, which had posted the pushes of a next step, get an empty one in the old layout, which is ignored
-    4. every process cuts its memory anew, in which tensors stay where they are
-    5. servers that hold weights get those of the workers: each knew its own slices only
-    6. owners exchange what they hold, since elements change owners, and the ranks of a host, where they compress for
-       it, their residuals
+    1. workers exchange tickets; rank 0 sends the layout to all processes (``decide_layout``)
+    2. all processes meet; from then on no process starts an exchange in the old layout
+    3. servers, which have posted the pushes of the next step, get empty ones in the old layout and ignore them
+    4. every process divides its memory anew, in which tensors stay in place
+    5. servers that hold weights get those of the workers, since each server had only its own slices
+    6. owners exchange their state, since elements change owners; ranks that compress for their host exchange their
+       residuals
 
-That costs a push and a broadcast where there are servers, and each owner's memory once to every other owner.
+This costs a push and a broadcast if there are servers, and each owner's state is sent once to every other owner.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from .tickets import BUCKET_KEYS, CALLS, LAYOUT
 log = logging.getLogger("syncline")
 
 BUCKETS = MODEL_KEYS // 4
-"""A model has fewer: each has keys for two phases of two steps, all of which may be under way."""
+"""A model has fewer buckets. Each has keys for two phases of two steps, all of which may be in flight."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The layers of a model in forward order, and the buckets in the order of exchange, with their priorities.
 
-    If measuring has chosen the schedule, ``schedule`` is its text, ``reason`` says why, and ``cost`` is what exchanges
-    took. After a ``trial`` comes another layout.
+    If the schedule was chosen by measuring, ``schedule`` is its text, ``reason`` explains the choice, and ``cost``
+    models the measured exchanges. A ``trial`` is followed by another layout.
     """
 
     layers: tuple[Layer, ...]
@@ -74,15 +74,15 @@ class Layout:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """How messages and timelines call each bucket."""
+        """The names of the buckets in messages and timelines."""
         return tuple(f"bucket {number} ({one.describe(self.layers)})" for number, one in enumerate(self.buckets))
 
     def travels_like(self, other: Layout) -> bool:
-        """Whether tensors travel alike, whatever times have been measured."""
+        """Whether the other layout has the same buckets and priorities; measured times may differ."""
         return (self.buckets, self.priorities) == (other.buckets, other.priorities)
 
     def plain(self) -> dict[str, Any]:
-        """What ``read_layout`` makes it of, beside the tensors' names and shapes: plain values, as JSON has them."""
+        """The layout as plain values for JSON, without the tensors' names and shapes. ``read_layout`` reads them."""
         rows = [[bucket.dtype, [list(map(int, _range(part))) for part in bucket.slices]] for bucket in self.buckets]
         times_s = [[layer.forward_s, layer.backward_s] for layer in self.layers]
         found: dict[str, Any] = {"buckets": rows, "priorities": list(self.priorities), "times_s": times_s}
@@ -92,15 +92,14 @@ class Layout:
         return found
 
     def strategy_in(self, strategy: Strategy) -> Strategy:
-        """What runs of a strategy with these buckets; raises UsageError for a schedule that does not go with it."""
+        """The strategy with the schedule of these buckets. Raises UsageError if the two are incompatible."""
         return replace(strategy, schedule=read_part(self.schedule)) if self.schedule else strategy
 
 
 class Passed(NamedTuple):
-    """What servers cannot count: the exchanges of the present layout, and the codec's steps.
+    """Counts that servers do not have: the exchanges of the present layout, and the codec's steps.
 
-    ``anew`` says that all begin anew, even if tensors travel as before: the steps do not follow those that were
-    counted.
+    ``anew``: all processes start anew even if the buckets stay, because the next step does not follow the last one.
     """
 
     exchanges: int = 0
@@ -110,7 +109,7 @@ class Passed(NamedTuple):
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a tensor lies: element type and the range of elements in that type's block of memory."""
+    """The place of a tensor: element type, and the range of elements in that type's block of memory."""
 
     dtype: str
     start: int
@@ -118,7 +117,7 @@ class Placed:
 
 
 def place_tensors(elements: Sequence[int], buckets: Sequence[Bucket]) -> tuple[Placed, ...]:
-    """Tensors of so many elements one behind the other, in the order in which buckets first name them."""
+    """Places of tensors with these numbers of elements, contiguous and in the order of the buckets."""
     placed: dict[int, Placed] = {}
     ends: dict[str, int] = {}
     for bucket in buckets:
@@ -131,7 +130,7 @@ def place_tensors(elements: Sequence[int], buckets: Sequence[Bucket]) -> tuple[P
 
 
 def place_bucket(bucket: Bucket, tensors: Sequence[Placed]) -> int:
-    """Where a bucket begins in its block; raises UsageError unless its slices follow one another there."""
+    """The position of a bucket in its block. Raises UsageError unless its slices are contiguous there."""
     places = [tensors[part.tensor].start + part.start for part in bucket.slices]
     at = first = places[0] if places else 0
     for part, found in zip(bucket.slices, places, strict=True):
@@ -142,7 +141,7 @@ def place_bucket(bucket: Bucket, tensors: Sequence[Placed]) -> int:
 
 
 Lay = Callable[[Strategy], Layout]
-"""Makes the buckets of a strategy's schedule; raises UsageError for those that cannot be."""
+"""Makes the buckets of a strategy's schedule. Raises UsageError for impossible buckets."""
 
 
 def decide_layout(
@@ -156,12 +155,12 @@ def decide_layout(
     before: Layout | None = None,
     fits: Callable[[Sequence[Bucket]], None] = lambda _: None,
 ) -> Layout:
-    """The layout that rank 0's schedule makes of ``layers``, or has ``chosen``, on all processes, which all call it.
+    """The layout that rank 0's schedule makes of ``layers``, or rank 0's ``chosen``. All processes call it.
 
-    ``choose`` picks one of those it is offered, if the strategy leaves the schedule open. It, ``cost``, the layers'
-    times and ``chosen`` count on rank 0; ``passed`` is for servers. Raises UsageError on all processes for a schedule
-    that fails, or does not put every element into one bucket of its type. A layout ``before`` stays in that case, or if
-    ``fits`` raises UsageError for the buckets, with a warning: a run that trains well goes on.
+    ``choose`` selects a schedule if the strategy leaves it open. It, ``cost``, the layers' times and ``chosen`` are
+    used on rank 0 only; ``passed`` is for servers. Raises UsageError on all processes for a schedule that fails, or
+    does not put every element into one bucket of its type, or if ``fits`` raises UsageError for the buckets. With a
+    layout ``before`` this is a warning, and that layout stays.
     """
     told = {}
     if session.index == 0:
@@ -174,7 +173,7 @@ def decide_layout(
 
 
 def hear_layout(session: Session, layers: Sequence[Layer], heard: Heard) -> tuple[Layout, Passed]:
-    """On a server that has been listening: what workers have decided, and what has passed."""
+    """On a server: the layout that the workers have decided, and the counts."""
     return _said(session, layers, session.everyone.hear(heard))
 
 
@@ -182,7 +181,7 @@ LABEL = "telling the buckets"
 
 
 def _said(session: Session, layers: Sequence[Layer], data: bytes) -> tuple[Layout, Passed]:
-    """The layout that rank 0 has told."""
+    """Rank 0's layout and counts, from received bytes."""
     fault = ""
     try:
         told = json.loads(data)
@@ -213,7 +212,7 @@ def _count(value: Any) -> int:
 def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
     """The layout, with its measured times, from the result of ``plain``.
 
-    Raises UsageError for a layout of other layers; ValueError, TypeError, KeyError or OverflowError for other values.
+    Raises UsageError for a layout of other layers; ValueError, TypeError, KeyError or OverflowError for invalid values.
     """
     buckets = tuple(
         Bucket(tuple(Slice(*map(_count, part)) for part in slices), str(dtype)) for dtype, slices in told["buckets"]
@@ -229,7 +228,7 @@ def read_layout(layers: Sequence[Layer], told: Mapping[str, Any]) -> Layout:
     if (by := told.get("chosen")) is None:
         return Layout(tuple(timed), buckets, priorities)
     cost = None if by["cost"] is None else LinearCost(*map(_finite, by["cost"]))
-    trial = bool(by.get("trial", False))  # which states of earlier versions do not have
+    trial = bool(by.get("trial", False))  # missing in states of earlier versions
     return Layout(tuple(timed), buckets, priorities, str(by["schedule"]), str(by["reason"]), cost, trial)
 
 
@@ -254,7 +253,7 @@ def _lay_out(
 def _decide(
     session: Session, lay: Lay, chosen: Layout | None, choose: Callable[[Lay], Layout] | None
 ) -> dict[str, Any]:
-    """What rank 0 tells; whatever a schedule does, the others must not wait for it in vain."""
+    """Rank 0's message. It reports every fault of a schedule, because the other processes wait for it."""
     at = session.strategy.schedule.name
 
     def tried(by: Strategy) -> Layout:
@@ -280,7 +279,7 @@ def _range(part: Slice) -> tuple[int, int, int]:
 
 
 def check_buckets(layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
-    """Raise UsageError unless each element is in exactly one bucket, which has one element type, and keys suffice."""
+    """Raise UsageError unless each element is in exactly one bucket of its type, and there are not too many buckets."""
     if len(buckets) >= BUCKETS:
         raise UsageError(
             f"there are {len(buckets)} buckets of this model, up to {BUCKETS - 1} are possible: use schedule=fixed, or"
@@ -325,7 +324,7 @@ def _check_tensor(spec: Spec, slices: Sequence[Slice]) -> None:
 REPLACING = CALLS[LAYOUT]
 
 Choose = Callable[[bool, Lay], Layout]
-"""Makes one of the layouts that it is offered, given whether a worker objects to overlap with the next iteration."""
+"""Selects a layout, given whether a worker objects to overlap with the next iteration."""
 
 
 def agree_on_layout(
@@ -341,9 +340,9 @@ def agree_on_layout(
     before: Layout,
     fits: Callable[[Sequence[Bucket]], None],
 ) -> Layout:
-    """The workers' part until all processes know the layout; arguments as for ``decide_layout``.
+    """The workers' part until all processes know the layout. Arguments are those of ``decide_layout``.
 
-    ``choose`` is also told whether any worker ``objects`` to schedules that overlap with the next iteration.
+    ``choose`` also gets whether any worker ``objects`` to schedules that overlap with the next iteration.
     """
     text = "" if chosen is None else json.dumps(chosen.plain(), sort_keys=True)
     tickets = session.agree(LAYOUT, zlib.crc32(f"{first_key} {text}".encode()), flags=int(objects))
@@ -361,7 +360,7 @@ def push_nothing(
     compression: Compression | None,
     first_key: int,
 ) -> None:
-    """A worker's part in what servers had posted in the old layout: zeros, which they forget."""
+    """A worker's part in the pushes that servers have posted in the old layout: zeros, which servers ignore."""
     if not session.group.servers:
         return
     zeros = [np.zeros(bucket.elements, numpy_dtype(bucket.dtype)) for bucket in buckets]
@@ -378,7 +377,7 @@ def push_nothing(
 
 
 class Recompressing:
-    """What a codec remembers on its way from buckets to others; made before anything travels in the old ones."""
+    """Carries a codec's state from old buckets to new ones. Create it before the last exchange in the old ones."""
 
     def __init__(self, session: Session, compression: Compression | None) -> None:
         self._session, self._compression = session, compression
@@ -390,7 +389,7 @@ class Recompressing:
             self._kept_for_host = compression.kept_for_host()
 
     def on(self, buckets: Sequence[Bucket], arrays: Sequence[Array], passed: Passed) -> Compression | None:
-        """The codec of the new buckets; all owners call it together."""
+        """The compression of the new buckets. All owners call it together."""
         if self._compression is None:
             return None
         made, owners = self._compression.on(buckets, arrays, passed.steps), self._compression.participant.owners
@@ -401,20 +400,20 @@ class Recompressing:
         return made
 
     def _share(self, ranks: Sequence[int], kept: Saved, take_over: Callable[[Saved], None]) -> None:
-        """Give others what this process has kept back, and take up what each of them has."""
+        """Send this process's state to these ranks, and take over theirs."""
         for rank, data in zip(ranks, self._session.everyone.share(ranks, as_bytes(kept), REPLACING), strict=True):
             with from_peer(self._session, rank, REPLACING):
                 take_over(from_bytes(data))
 
 
 def copy_weights(session: Session, arrays: Sequence[Array]) -> None:
-    """Let servers have the weights of rank 0, by bucket; all processes call it."""
+    """Send rank 0's weights to the servers, by bucket. All processes call it."""
     for number, array in enumerate(arrays if session.group.servers else ()):
         session.engine.wait(session.everyone.broadcast(array, BUCKET_KEYS, f"{REPLACING}, weights of bucket {number}"))
 
 
 def gather_saved(session: Session, saved: Saved) -> list[Saved]:
-    """What the codec, or the mode, of every worker has to keep in a checkpoint, in rank order; all call it."""
+    """Every worker's state of its codec or mode for a checkpoint, in rank order. All workers call it."""
     found = []
     for rank, data in enumerate(session.gather(as_bytes(saved))):
         with from_peer(session, rank, "gathering a checkpoint"):
@@ -424,7 +423,7 @@ def gather_saved(session: Session, saved: Saved) -> list[Saved]:
 
 @contextmanager
 def from_peer(session: Session, rank: int, label: str) -> Iterator[None]:
-    """Inside, what worker ``rank`` has kept back is read: raises ProtocolError, which names it, for what is no such."""
+    """A block that reads the state of worker ``rank``. Invalid state becomes a ProtocolError that names the worker."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -437,7 +436,7 @@ def from_peer(session: Session, rank: int, label: str) -> Iterator[None]:
 
 @contextmanager
 def reading_state() -> Iterator[None]:
-    """Inside, a state that the script has loaded is read: raises UsageError for one that is none, or damaged."""
+    """A block that reads a state from the script. An invalid or damaged state becomes a UsageError."""
     try:
         yield
     except SynclineError:

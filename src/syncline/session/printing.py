@@ -1,4 +1,4 @@
-"""An exception that ends the script: printed once among all ranks (``wire.reports``), and told to the other ranks."""
+"""Prints an exception that ends the script once among all ranks (``wire.reports``), and reports it to other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .session import Session
 
 
 def watch_exceptions(current: Callable[[], Session | None]) -> None:
-    """From now on print what ends the script, and have the session that is ``current`` then fail with it."""
+    """Print exceptions that end the script from now on, and let the ``current`` session fail with them."""
     previous = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -35,20 +35,20 @@ def watch_exceptions(current: Callable[[], Session | None]) -> None:
 
 
 def end_failed(error: Exception) -> NoReturn:
-    """End the process at the end of its interpreter, where an exception would change no status."""
+    """End the process with a failure at the interpreter's exit, where an exception would not change the status."""
     say(f"syncline: ended: {error}\n")
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe without a reader
             stream.flush()
     os._exit(FAILED_STATUS)
 
 
 def end_quickly() -> None:
-    """After a failure, spare this interpreter the search for garbage at its end, for which others wait.
+    """After a failure, skip the garbage collection at the interpreter's exit, because other ranks wait for the exit.
 
-    With TensorFlow it takes a second of a core, and most of a minute where all ranks of a busy machine end at once.
-    Files' buffers are written, as collecting garbage would have done.
+    With TensorFlow it takes a second of a core, and most of a minute if all ranks of a busy machine end at once.
+    Buffers of files are written, as the collection would have done.
     """
     for one in gc.get_objects():
         if type(one) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
@@ -64,16 +64,16 @@ def _print(
     trace: types.TracebackType | None,
     previous: Callable[..., object],
 ) -> None:
-    """Print what ends the script, unless another process has said it; ``previous`` is the hook that was there."""
+    """Print an exception, unless another process has printed it. ``previous`` is the former hook."""
     fault = None if session is None or session.alone or not session.process.usable else session.engine.error
     if isinstance(fault, SynclineError) and not isinstance(error, SynclineError) and str(fault) in str(error):
-        # A framework has wrapped the fault of a call that it made in an error of its own, with a stack of its own.
+        # A framework has wrapped the engine's fault in an error of its own.
         if isinstance(fault, PeerError):
             error = fault
         elif first_time(f"{type(fault).__name__}: {fault}"):
             say(f"syncline: {type(fault).__name__}: {fault}\n")
     if isinstance(error, PeerError):
-        # Another process failed: its own message says why, and every rank's stack would bury it.
+        # Another process failed. Its own message says why; the stacks of all ranks would hide it.
         say(f"syncline: ended: {_shortened(error)}\n")
     elif (
         isinstance(error, SynclineError)
@@ -87,7 +87,7 @@ def _print(
     elif isinstance(error, KeyboardInterrupt):
         say(f"syncline: {session.name(session.index)}: interrupted\n")
     elif previous is sys.__excepthook__:
-        first_time(f"{kind.__name__}: {error}")  # nobody needs to repeat what stands at the end of this
+        first_time(f"{kind.__name__}: {error}")  # other ranks need not repeat the last line of this traceback
         say("".join(traceback.format_exception(kind, error, trace)))
     else:
         _pass_on(previous, kind, error, trace)
@@ -113,7 +113,7 @@ def _pass_on(
 
 
 def _shortened(error: PeerError) -> str:
-    """The error of another process without what that process, or somebody else of the run, has said already."""
+    """The error of another process, without a text that a process of the run has printed already."""
     text = str(error)
     before, failed, said = text.partition(f" {FAILED}")
     if not failed or first_time(said):

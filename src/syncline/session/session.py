@@ -1,8 +1,8 @@
-"""A training run as one of its processes sees it: the strategy, what runs for each bucket, and the models.
+"""A training run as one of its processes sees it: the strategy, the programs of buckets, and the models.
 
-A session is the communicator of all workers, beside whom there may be servers. A group of workers with models of its
-own is a session too, over the same process. ``launch.connecting`` makes the run's, ``Session.within`` that of a group.
-``Stats`` are its totals, what was chosen, and how this worker's steps went beside the others'.
+A session is the communicator of all workers of a run, with its strategy and models; there may also be servers. A group
+of workers with its own models is a session too, over the same process. ``launch.connecting`` makes the session of the
+run, ``Session.within`` that of a group. ``Stats`` has totals, choices, and the timing of this worker's steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..engine.order import CodedOrder, Work
 from ..engine.trace import Observer
 from ..errors import GradientError, MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
+from ..plans.check import phases
 from ..plans.messages import Program
 from ..plans.plan import Plan
 from ..plans.sums import order_of_additions
@@ -30,30 +31,30 @@ from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..wire.meeting import Roll
-from .communicator import Array, Communicator, Everyone, compiled, has_phases, phases_of, planned
+from .communicator import Array, Communicator, Everyone, compiled, phases_of, planned
 from .member import AnyError, Membership
 from .tickets import BUCKET_KEYS, TABLE
 
 MODEL_KEYS = 1 << 16
-"""Keys of one model among those of buckets: several models may be in flight at once."""
+"""The number of bucket keys of one model. Several models may be in flight at once."""
 _MESSAGE_TAGS = 1 << 63
 _TOPIC_BITS = 32
-"""Below them, in the tag of a message, who sends it."""
+"""The bits of a message's tag below the topic. They contain the sender."""
 
 
 @dataclass(frozen=True)
 class Stats:
     """Totals since the start of the session.
 
-    ``blocked_s`` is the time the training thread was blocked in Syncline; bytes are per peer process, counted at the
-    transport with all headers. ``strategy`` is what runs, ``transport`` what carries this process's messages
-    (``shm+tcp`` with peers on this host and others). If ``architecture=auto`` was measured, ``algorithms`` maps sizes
-    in bytes to what runs from there on. ``exchange`` says how gradients become one average; ``reason`` why
-    ``codec=auto`` and ``schedule=auto`` chose what they did, or why nothing is compressed.
+    ``strategy`` is the resolved strategy. ``blocked_s`` is the time the training thread was blocked in Syncline. Bytes
+    are per peer process, counted at the transport with all headers. ``transport`` names the transports of this
+    process's messages (``shm+tcp`` with peers on this host and others). If ``architecture=auto`` was measured,
+    ``algorithms`` maps sizes in bytes to the algorithms used from there on. ``exchange`` says how gradients become one
+    average; ``reason`` explains the choices of ``codec=auto`` and ``schedule=auto``, or the absence of compression.
 
-    ``staleness`` counts this worker's steps by how many clocks it was ahead of the slowest when they began;
-    ``version_lag`` its pushes by how many updates the owners had made since the weights of the push; ``waited_s`` is
-    the time it was held up before steps, by the rank it waited for.
+    ``staleness`` counts this worker's steps by its lead over the slowest worker when they began, ``version_lag`` its
+    pushes by the updates that owners had made since the push's weights. ``waited_s`` is the time for which it was held
+    up before steps, by the rank that it waited for.
     """
 
     strategy: str
@@ -70,14 +71,14 @@ class Stats:
 
     @property
     def chosen(self) -> str:
-        """The strategy with what was chosen by measuring beside it, for result rows."""
+        """The strategy and the measured choices, for result rows."""
         by_size = f", by size: {Choice(tuple(self.algorithms.items()))}" if self.algorithms else ""
         why = f" ({self.reason})" if self.reason else ""
         return f"{self.strategy}{by_size}{why}"
 
 
 class Coordination:
-    """Counts of one worker, as ``Stats`` describes them; used by the thread that trains."""
+    """The counts of one worker that ``Stats`` describes. For the training thread."""
 
     def __init__(self) -> None:
         self.staleness: Counter[int] = Counter()
@@ -85,11 +86,11 @@ class Coordination:
         self.waited_s: defaultdict[int, float] = defaultdict(float)
 
     def begun(self, ahead: int = 0) -> None:
-        """A step has begun, so many clocks ahead of the slowest worker."""
+        """Count a step that began with this lead over the slowest worker."""
         self.staleness[ahead] += 1
 
     def pushed(self, lag: int, waited_s: float, held_by: int) -> None:
-        """Its push was applied so many updates late; then the worker was held up by that rank, if for any time."""
+        """Count a push with its version lag, and the time for which a rank held up the worker after it."""
         self.version_lag[lag] += 1
         if waited_s > 0:
             self.waited_s[held_by] += waited_s
@@ -98,7 +99,7 @@ class Coordination:
 class Session(Communicator):
     """This process's place in a run, or in a group of its workers.
 
-    Used by one thread at a time; an owner of weights beside the training sends and receives messages of its own.
+    For one thread at a time. An owner of weights beside the training sends and receives its own messages.
     """
 
     def __init__(self, strategy: Strategy, member: Membership, number: int = 0, *, left_open: bool = False) -> None:
@@ -109,28 +110,28 @@ class Session(Communicator):
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
         self.left_open = left_open
-        """Whether the run was begun with ``architecture=auto``: what it is depends on who takes part."""
+        """Whether the run was started with ``architecture=auto``, which each group resolves for itself."""
         self.chooses_schedule = False
-        """Whether schedules are chosen by measuring, of each model its own."""
+        """Whether each model's schedule is chosen by measuring."""
         self.schedules: dict[int, tuple[Strategy, str]] = {}
-        """What runs with those that have been, and why, by the first keys of their models."""
+        """The strategies with chosen schedules, and the reasons, by the models' first keys."""
         self.pools: Any = None
-        """What hands out batches, once a sampler was made that takes them from a pool."""
+        """The pool that distributes batches, once a sampler uses one."""
         self.coordination = Coordination()
-        """How this worker's steps went beside those of the others."""
+        """The timing of this worker's steps relative to the others."""
         self.consolidates: dict[int, Callable[[], None]] = {}
-        """What lets each model have, on all workers that call it, its newest weights; by first keys."""
-        self._models: list[weakref.ref[Any] | None] = []  # by number; None in place of one that was never entered here
-        self._left: set[int] = set()  # the numbers of those that have been left, which others may have
-        self.prepared: dict[int, Any] = {}  # what a framework has made of each, by its first key
+        """By a model's first key: the call that gives the model its newest weights, on all workers that make it."""
+        self._models: list[weakref.ref[Any] | None] = []  # by number; None for a number that is unused here
+        self._left: set[int] = set()  # the numbers of released models, which other models may get
+        self.prepared: dict[int, Any] = {}  # the frameworks' prepared models, by first keys
         self.family: list[Session] = [self]
-        """The session of all workers, and those of groups of them that this process is in."""
+        """The session of all workers, and the sessions of this process's groups."""
         self._unfit = ""
 
     def within(self, ranks: Sequence[int], number: int) -> Session:
-        """The session of some workers of the run, this one among them, which runs what this session runs.
+        """The session of some workers of the run, including this one, with the same strategy.
 
-        ``ranks`` are theirs in the run, ascending; ``number`` is one that none of them has used (``SCOPES``).
+        ``ranks`` are their ranks in the run, ascending. None of them has used ``number`` (``SCOPES``).
         """
         member = Membership(self.process, ranks, number)
         made = Session(self.strategy, member, number, left_open=self.left_open)
@@ -142,7 +143,7 @@ class Session(Communicator):
         return made
 
     def _fit_in(self) -> None:
-        """Run what the strategy is in this group of workers; where it is nothing there, models are refused."""
+        """Resolve the strategy for this group of workers. If it is impossible there, models are refused."""
         asked = self.strategy
         if asked.servers:
             self._unfit = (
@@ -165,9 +166,9 @@ class Session(Communicator):
             )
 
     def as_here(self, strategy: str) -> str:
-        """The strategy of an earlier run with this one's transport, and architecture where that was left open.
+        """The strategy of an earlier run with this run's transport, and its architecture if that was left open.
 
-        Neither changes what is computed: they follow from who takes part, and where.
+        Neither changes the results: both follow from the processes and their hosts.
         """
         before = replace(Strategy.parse(strategy), transport=self.strategy.transport)
         if self.left_open and not before.server_holds_weights:
@@ -175,7 +176,7 @@ class Session(Communicator):
         return str(before)
 
     def check_fit(self) -> None:
-        """Raise UsageError where the strategy of the run cannot be that of models in this group of workers."""
+        """Raise UsageError if models in this group of workers cannot use the run's strategy."""
         if self._unfit:
             raise UsageError(self._unfit)
 
@@ -198,24 +199,24 @@ class Session(Communicator):
 
     @property
     def alone(self) -> bool:
-        """True when there is nobody to exchange with."""
+        """Whether there is no other process to exchange with."""
         return self.member.alone
 
     @property
     def forked(self) -> bool:
-        """True in a process that was forked from the session's own."""
+        """Whether this process was forked from the session's own."""
         return self.process.forked
 
     def name(self, rank: int) -> str:
-        """How messages call a process: a worker, or a server behind them."""
+        """The name of a worker or server in messages."""
         return self.member.name(rank)
 
     def called(self, rank: int) -> str:
-        """How short messages call a worker: by its number in the run."""
+        """The short name of a worker: its number in the run."""
         return f"rank {self.member.number(rank)}"
 
     def check_usable(self) -> None:
-        """Raise ClosedError when this session cannot be used (any more, or here)."""
+        """Raise ClosedError unless this process can communicate."""
         self.process.check_usable()
 
     def fail(self, error: AnyError) -> AnyError:
@@ -227,13 +228,13 @@ class Session(Communicator):
         return self.fail(GradientError(self.titled(f"{self.name(self.index)}: {text}")))
 
     def shutdown(self) -> Exception | None:
-        """As ``Member.shutdown``; a group ends with the run."""
+        """As ``Process.shutdown``; a group ends with the run."""
         return self.process.shutdown() if self is self.family[0] else None
 
-    # What runs.
+    # Programs.
 
     def _allreduce_in(self, group: Group, nbytes: int) -> Plan | Collective:
-        """What runs an allreduce of arrays of some workers; the servers' own exchange is not one of them."""
+        """The plan or library collective of an allreduce in a group of workers, without servers."""
         if self.strategy.collective is not None:
             return self.strategy.collective
         if self.choice is not None:
@@ -243,7 +244,7 @@ class Session(Communicator):
         return self.strategy.plan(group)
 
     def bucket_program(self, nbytes: int) -> Program | Collective:
-        """This process's part in the exchange of a bucket of ``nbytes``, or what the message library does instead."""
+        """This process's program of a bucket's exchange, or the message library's own collective."""
         return self.strategy.collective or compiled(self.bucket_plan(nbytes), self.index)
 
     def bucket_plan(self, nbytes: int) -> Plan:
@@ -253,20 +254,21 @@ class Session(Communicator):
         return self.strategy.plan(self.group)
 
     def bucket_phase_program(self, phase: Literal["reduce_scatter", "all_gather"], nbytes: int) -> Program:
-        """This process's part in one phase of a bucket's exchange; in a ring's where the chosen plan has none."""
+        """This process's program of one half of a bucket's exchange. A ring replaces a chosen plan without halves."""
         plan = self.bucket_plan(nbytes)
-        if self.choice is not None and not has_phases(plan):
+        if self.choice is not None and phases_of(plan) is None:
             plan = planned("ring", self.group)
-        return compiled(phases_of(plan)[phase == "all_gather"], self.index)
+        halves = phases_of(plan) or phases(plan)  # which raises PlanError
+        return compiled(halves[phase == "all_gather"], self.index)
 
     def push_program(self, nbytes: int) -> Program:  # noqa: ARG002 - whatever the size
-        """This process's part in the push of a bucket to the owners of the weights, by all workers at once."""
+        """This process's program of the common push of all workers to the owners of the weights."""
         return compiled(self.strategy.halves(self.group)[0], self.index)
 
     def compression(
         self, layers: Sequence[Layer], buckets: Sequence[Bucket], arrays: Sequence[Array]
     ) -> Compression | None:
-        """What the strategy's codec does to a model's buckets; None where they travel as they are."""
+        """The compression of a model's buckets by the strategy's codec. None without a codec."""
         if self.strategy.codec == NONE:
             return None
         served, held = self.strategy.roles is not None, self.strategy.server_holds_weights
@@ -293,11 +295,11 @@ class Session(Communicator):
         tolerant: bool = False,
         after: Callable[[], None] | None = None,
     ) -> CodedOrder:
-        """The order for what these reducers do, sums in which run the plan of a bucket."""
+        """The order that runs these reducers. Their sums run a bucket's plan."""
         return CodedOrder(pieces, self.bucket_program, key, label, tolerant, after)
 
     def _participant(self) -> Participant:
-        """This process among those that reduce what is compressed: owners are the servers, or else all workers."""
+        """This process's part in compressed reductions. The owners are the servers, or without servers all workers."""
         workers, roles = self.group.workers, self.strategy.roles
         owners = tuple(range(workers)) if roles is None else roles.places(self.group)
         numbers = tuple(map(self.member.number, range(workers))) if self is not self.family[0] else ()
@@ -311,7 +313,7 @@ class Session(Communicator):
 
     @property
     def adds_in_one_order(self) -> bool:
-        """Whether all algorithms that may run add in one order wherever an element lies: no bucket changes a bit."""
+        """Whether all possible algorithms add in one order at every position, so that buckets change no bit."""
         if self.strategy.collective is not None:
             return False
         if self.choice is None:
@@ -321,16 +323,16 @@ class Session(Communicator):
         return len(orders) == 1 and None not in orders
 
     def resume_with(self, choice: Choice) -> None:
-        """Choose algorithms as an earlier run did; all workers call it, and one with another table is named."""
+        """Choose algorithms as an earlier run did. All workers call it; a worker with another table is named."""
         if choice != self.choice:
             self.agree(TABLE, zlib.crc32(str(choice.table).encode()))
             self.run_by(choice)
             self.compare_plans()
 
     def resume_codec(self, text: str) -> bool:
-        """Run the strategy that an earlier run chose under ``codec=auto``; False if nothing was left open.
+        """Run the strategy that an earlier run chose under ``codec=auto``. False if the codec was not left open.
 
-        All workers call it; one with another text is named.
+        All workers call it; a worker with another text is named.
         """
         before = Strategy.parse(text)
         if not self.chose_codec or replace(before, codec=NONE) != replace(
@@ -343,9 +345,9 @@ class Session(Communicator):
         return True
 
     def compare_plans(self) -> None:
-        """Raise MismatchError if a worker has another plan of an algorithm that is not Syncline's own.
+        """Raise MismatchError if a worker has another plan of an algorithm that is not part of Syncline.
 
-        All workers call it. Ranks that list transfers in different orders would add up what does not belong together.
+        All workers call it. Ranks that list transfers in different orders would add unrelated chunks.
         """
         if self._unfit:
             return
@@ -363,9 +365,9 @@ class Session(Communicator):
                     )
 
     def enter_model(self, model: object) -> int:
-        """The first key for the buckets of a model, new or known; all processes enter models in one order.
+        """The first key for the buckets of a new or known model. All processes enter models in one order.
 
-        Raises UsageError for too many, and for more than server processes serve.
+        Raises UsageError for too many models, and for more than one model with servers.
         """
         merges = self.strategy.sync_mode().merges
         who = "server processes" if merges else f"owners of weights under sync={self.strategy.sync.name}"
@@ -390,9 +392,10 @@ class Session(Communicator):
         return (number or 0) * MODEL_KEYS
 
     def _number_for_all(self, known: int | None) -> int:
-        """The number of a model: its own, or the first that is free on all workers, who all call it.
+        """The number of a model: its own, or the first that is free on all workers. All workers call it.
 
-        Some may have let go of a model that others still have. If only some know a model, comparing models names them.
+        Some workers may have released a model that others still have. If only some know a model, the comparison of
+        models names them.
         """
         most = BUCKET_KEYS // MODEL_KEYS
         free = [i for i in range(most) if i >= len(self._models) or self._models[i] is None or i in self._left]
@@ -409,7 +412,7 @@ class Session(Communicator):
         return min(common)
 
     def leave_model(self, first_key: int) -> None:
-        """A model is trained, or goes on in another group: its keys are free. UsageError if owners serve it."""
+        """Release the keys of a model that is trained, or continues in another group. UsageError if owners serve it."""
         if self.group.servers or not self.strategy.sync_mode().merges:
             raise UsageError(
                 "the owners of the weights serve this model until the run ends: call syncline.shutdown(), and"
@@ -421,23 +424,23 @@ class Session(Communicator):
 
     @property
     def models(self) -> list[Any]:
-        """The models that were entered and still exist, in groups of workers too."""
+        """The models that were entered and still exist, including those of groups."""
         known = [one for session in self.family for one in session._entered()]
         return [model for one in known if (model := one()) is not None]
 
     def _entered(self) -> list[weakref.ref[Any]]:
-        """The models that have not been left."""
+        """References to the models that are not released."""
         return [one for i, one in enumerate(self._models) if one is not None and i not in self._left]
 
     @property
     def is_held(self) -> bool:
-        """Whether models, or samplers, go on using it."""
+        """Whether models or samplers still use the session."""
         return bool(self._entered()) or self.pools is not None
 
     # Messages between workers and servers.
 
     def send(self, dst: int, data: bytes, label: str, topic: int = 0, tolerant: bool = False) -> Work:
-        """Send a small message to a process, which may be this one; those of one topic keep their order."""
+        """Send a small message to a process, which may be this one. Messages of one topic keep their order."""
         return self.engine.send(dst, _MESSAGE_TAGS | topic << _TOPIC_BITS | self.index, data, label, tolerant)
 
     def recv(self, src: int, label: str, nbytes: int = 1 << 16, tolerant: bool = False, topic: int = 0) -> Work:
@@ -459,7 +462,7 @@ class Session(Communicator):
         return Stats(str(strategy), blocked_s, sent, received, carrier, algorithms, exchange, reason, *beside)
 
     def _running(self) -> tuple[Strategy, str]:
-        """What runs, with the schedule that was chosen for the first model, and why."""
+        """The strategy, with the schedule that was chosen for the first model, and the reason."""
         if not self.schedules:
             return self.strategy, self.reason
         chosen = sorted(self.schedules.items())

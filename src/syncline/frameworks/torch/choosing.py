@@ -32,7 +32,7 @@ import torch
 from ...costs.plans import LinearCost
 from ...errors import UsageError
 from ...nouns import Layer
-from ...session.communicator import has_phases, planned
+from ...session.communicator import phases_of, planned
 from ...session.layout import Lay, Layout
 from ...session.tickets import STEP, Ticket
 from ...strategy.strategy import Strategy
@@ -176,7 +176,7 @@ class Choosing:
         if strategy.schedule_object().phases == "whole" or session.world_size == 2:
             return True
         names = {session.strategy.architecture.name} if session.choice is None else session.choice.names
-        return all(has_phases(planned(name, session.group)) for name in names)
+        return all(phases_of(planned(name, session.group)) is not None for name in names)
 
     def replaced(self) -> None:
         """Enter the phase that belongs to the layout, which has changed or was confirmed."""
