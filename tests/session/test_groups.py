@@ -223,7 +223,7 @@ def test_a_group_whose_number_only_some_have_given_back_gets_a_new_one(group: An
         if (
             session.rank == 0
         ):  # who calls what has not been made for it gets what it asks for, and nobody else a wrong sum
-            session.numbers.give_back((0, 1), 1)
+            session.give_back_number((0, 1), 1)
         third = new_group(session, [0, 1])
         return [all_calls(one.session, session.rank) for one in (third, second, first)]
 

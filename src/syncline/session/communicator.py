@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -35,14 +36,19 @@ from .tickets import (
     BROADCAST,
     BUCKET_KEYS,
     CALLS,
+    FOUNDING,
+    FOUNDING_MESSAGES,
     GATHER,
+    SPLIT,
     TICKET_BYTES,
     Callers,
     CallKeys,
     Meeting,
-    Numbers,
     Ticket,
+    check_number,
     fingerprint,
+    making,
+    numbers_of,
     remedy,
     size_of,
     ticket_table,
@@ -116,7 +122,6 @@ class Communicator:
         nodes = member.group.nodes
         self._group = Group(self.world_size, nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
         self._plan = plan
-        self.numbers = Numbers(member, self.ranks, self.agree, self.late)
         self.callers = Callers(self.titled)
         self._calls = 0
         self.keys = CallKeys(number, self._wait)
@@ -143,7 +148,7 @@ class Communicator:
         plan, and for too many communicators.
         """
         chosen = self.chosen(ranks)
-        number = self.numbers.agree_on_group(chosen)
+        number = self.agree_on_group(chosen)
         if self.rank not in chosen:
             return None
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
@@ -155,7 +160,7 @@ class Communicator:
         not call it within ``timeout`` seconds.
         """
         chosen = self.chosen(ranks)
-        number = self.numbers.agree_within(chosen, name, timeout)
+        number = self.agree_within(chosen, name, timeout)
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
 
     def chosen(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -166,6 +171,79 @@ class Communicator:
         if not isinstance(self._plan(self._group, 1), Plan):
             raise UsageError("the message library's own collective is between all ranks: choose ring, or another plan")
         return chosen
+
+    # Numbers of groups.
+
+    def agree_on_group(self, chosen: tuple[int, ...], timeout: float | None = None) -> int:
+        """The number for a group of these ranks, which all workers make at the same point of their scripts.
+
+        No rank of the group has used the number, except for an ended group of the same ranks. MismatchError names ranks
+        that make another group; PeerTimeout names ranks that do not arrive.
+        """
+        process, processes = self.process, self._processes(chosen)
+        try:
+            with process.splitting:
+                free = process.given_back.get(processes, [])
+                asked = making(chosen, process.communicators, free[-1][0] if free else 0)
+                tickets = self.agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
+                numbers = [numbers_of(tickets[rank]) for rank in chosen]
+                number, again = max(new for new, _ in numbers), {old for _, old in numbers}
+                if len(again) == 1 and 0 not in again:
+                    return free.pop()[0] if process.index in processes else again.pop()
+                check_number(number)
+                if process.index in processes:
+                    process.communicators = number + 1
+                return number
+        except BaseException as error:
+            process.interrupted(error)
+            raise
+
+    def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
+        """The number for a group that these ranks make without the others.
+
+        They must pass the same ranks and ``name``, and make overlapping groups in one order. PeerTimeout names ranks
+        that have not arrived within ``timeout`` seconds. A number is reused if all have given it back after equally
+        many calls: all messages of the old group have arrived then.
+        """
+        process = self.process
+        with process.splitting:
+            free = process.given_back.get(self._processes(chosen), [])
+            mine = process.communicators, *(free[-1] if free else (0, 0))
+            peers = [self.ranks[rank] for rank in chosen if self.ranks[rank] != self.index]
+            label, tag = f"making the group {name}", FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
+            told = [mine, *self._founding(peers, tag, FOUNDING.pack(*mine), label, timeout)]
+            if free and len({tuple(old) for _, *old in told}) == 1:
+                return free.pop()[0]
+            number = max(new for new, *_ in told)
+            check_number(number)
+            process.communicators = number + 1
+            return number
+
+    def _founding(
+        self, peers: Sequence[int], tag: int, data: bytes, label: str, timeout: float | None
+    ) -> list[tuple[int, ...]]:
+        """Exchange the numbers of a new group with its other processes."""
+        if not peers:
+            return []
+        engine = self.engine
+        sent = [engine.send(peer, tag, data, label) for peer in peers]
+        heard = {peer: engine.recv(peer, tag, FOUNDING.size, label) for peer in peers}
+        try:
+            engine.wait(*sent, *heard.values(), timeout=timeout)
+        except PeerTimeout:
+            if timeout is None or engine.error is not None:
+                raise
+            raise self.late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
+        return [FOUNDING.unpack(work.result) for work in heard.values()]
+
+    def give_back_number(self, ranks: Iterable[int], number: int, calls: int = 0) -> None:
+        """Release the number of a group without calls in flight. ``calls`` were made in it since its ranks agreed on
+        the number."""
+        self.process.given_back.setdefault(self._processes(ranks), []).append((number, calls))
+
+    def _processes(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The process numbers of these ranks in the run."""
+        return tuple(self.member.number(self.ranks[rank]) for rank in ranks)
 
     # Collectives.
 
@@ -373,7 +451,7 @@ class Communicator:
     def give_back(self) -> None:
         """Let these ranks reuse the number, unless calls are still in flight."""
         if self.number and not self.keys.held:
-            self.numbers.give_back(range(self.world_size), self.number, self._calls)
+            self.give_back_number(range(self.world_size), self.number, self._calls)
 
     def _wait(self, work: Work) -> None:
         """Wait for a work that holds a key."""

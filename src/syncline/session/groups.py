@@ -80,7 +80,7 @@ class WorkerGroup:
             raise
         self._ended = True
         here.family.remove(here)
-        self._world.numbers.give_back(self.ranks, self._number)
+        self._world.give_back_number(self.ranks, self._number)
 
 
 def new_group(world: Session, ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup:
@@ -90,13 +90,13 @@ def new_group(world: Session, ranks: Sequence[int], timeout: float | None = None
     seconds. UsageError for ranks that do not exist, and for too many groups of a process.
     """
     chosen = world.chosen(sorted(map(operator.index, ranks)))
-    return _numbered(world, chosen, world.numbers.agree_on_group(chosen, timeout))
+    return _numbered(world, chosen, world.agree_on_group(chosen, timeout))
 
 
 def found_group(world: Session, ranks: Sequence[int]) -> WorkerGroup:
     """A group of these ranks, including this one, which they make without the others."""
     chosen = world.chosen(sorted(map(operator.index, ranks)))
-    return _numbered(world, chosen, world.numbers.agree_within(chosen, f"of {ranks_text(chosen)}"))
+    return _numbered(world, chosen, world.agree_within(chosen, f"of {ranks_text(chosen)}"))
 
 
 def _numbered(world: Session, ranks: tuple[int, ...], number: int) -> WorkerGroup:

@@ -20,15 +20,14 @@ import contextlib
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.order import Work
-from ..errors import PeerTimeout, UsageError
-from .member import Membership
+from ..errors import UsageError
 
 COMMUNICATORS = 1 << 10
 """The maximum number of communicators of a process."""
@@ -329,102 +328,15 @@ class Callers:
         self._closed_by = None
 
 
-_FOUNDING = struct.Struct("<IIQ")
+FOUNDING = struct.Struct("<IIQ")
 """The least unused number here, and a number to reuse with the calls made in its group, or zeros."""
 
-_FOUNDING_MESSAGES = 7 << 61
+FOUNDING_MESSAGES = 7 << 61
 """The tag bits of messages by which some processes make a group. No other tags have all of the highest three bits."""
 
 
-class Numbers:
-    """Agrees on the numbers of groups of the workers with the process numbers ``ranks``.
-
-    ``agree`` makes one joint call of all of them; ``late`` makes the error for processes that do not arrive in time.
-    """
-
-    def __init__(
-        self,
-        member: Membership,
-        ranks: Sequence[int],
-        agree: Callable[[int, int, float | None, int], tuple[Ticket, ...]],
-        late: Callable[[str, Sequence[int], float], PeerTimeout],
-    ) -> None:
-        self._member, self._ranks, self._agree, self._late = member, ranks, agree, late
-
-    def agree_on_group(self, chosen: tuple[int, ...], timeout: float | None = None) -> int:
-        """The number for a group of these ranks, which all ranks make at the same point of their scripts.
-
-        No rank of the group has used the number, except for an ended group of the same ranks. MismatchError names ranks
-        that make another group; PeerTimeout names ranks that do not arrive.
-        """
-        process = self._member.process
-        try:
-            with process.splitting:
-                return self._agree_on(chosen, timeout)
-        except BaseException as error:
-            process.interrupted(error)
-            raise
-
-    def _agree_on(self, chosen: tuple[int, ...], timeout: float | None) -> int:
-        process, processes = self._member.process, self._processes(chosen)
-        free = process.given_back.get(processes, [])
-        asked = making(chosen, process.communicators, free[-1][0] if free else 0)
-        tickets = self._agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
-        numbers = [numbers_of(tickets[rank]) for rank in chosen]
-        number, again = max(new for new, _ in numbers), {old for _, old in numbers}
-        if len(again) == 1 and 0 not in again:
-            return free.pop()[0] if process.index in processes else again.pop()
-        _check(number)
-        if process.index in processes:
-            process.communicators = number + 1
-        return number
-
-    def agree_within(self, chosen: tuple[int, ...], name: str, timeout: float | None = None) -> int:
-        """The number for a group that these ranks make without the others.
-
-        They must pass the same ranks and ``name``, and make overlapping groups in one order. PeerTimeout names ranks
-        that have not arrived within ``timeout`` seconds. A number is reused if all have given it back after equally
-        many calls: all messages of the old group have arrived then.
-        """
-        member, process, label = self._member, self._member.process, f"making the group {name}"
-        free = process.given_back.get(self._processes(chosen), [])
-        mine = _FOUNDING.pack(process.communicators, *(free[-1] if free else (0, 0)))
-        peers = [self._ranks[rank] for rank in chosen if self._ranks[rank] != member.index]
-        tag = _FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
-        with process.splitting:
-            number = process.communicators
-            if peers:
-                engine = member.engine
-                sent = [engine.send(peer, tag, mine, label) for peer in peers]
-                heard = {peer: engine.recv(peer, tag, _FOUNDING.size, label) for peer in peers}
-                try:
-                    engine.wait(*sent, *heard.values(), timeout=timeout)
-                except PeerTimeout:
-                    if timeout is None or engine.error is not None:
-                        raise
-                    raise self._late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
-                told = [_FOUNDING.unpack(work.result) for work in heard.values()]
-                number = max(number, *(new for new, *_ in told))
-                alike = {tuple(old) for _, *old in told} == {free[-1] if free else (0, 0)}
-            else:
-                alike = True
-            if free and alike:
-                return free.pop()[0]
-            _check(number)
-            process.communicators = number + 1
-        return number
-
-    def give_back(self, ranks: Iterable[int], number: int, calls: int = 0) -> None:
-        """Release the number of a group without calls in flight. ``calls`` were made in it since its ranks agreed on
-        the number."""
-        self._member.process.given_back.setdefault(self._processes(ranks), []).append((number, calls))
-
-    def _processes(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """The process numbers of these ranks in the run."""
-        return tuple(self._member.number(self._ranks[rank]) for rank in ranks)
-
-
-def _check(number: int) -> None:
+def check_number(number: int) -> None:
+    """Raise UsageError if there are no keys for a group with that number."""
     if number >= COMMUNICATORS:
         raise UsageError(
             f"a process can be in up to {COMMUNICATORS} communicators in a run, and numbers of destroyed groups are"
