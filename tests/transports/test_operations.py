@@ -10,19 +10,23 @@ import pytest
 from syncline.errors import ClosedError, PeerLost, UsageError
 from syncline.transports import Handle
 from syncline.transports._envelope import Turns
-from syncline.transports._operations import Matcher, Operations, Receive
+from syncline.transports._operations import Operations, Receive
 
 
 def receive(peer: int, nbytes: int = 8) -> Receive:
     return Receive(Handle("recv", peer, 5, nbytes, None), np.zeros(nbytes, np.uint8))
 
 
+matched: list[tuple[Receive, str]] = []
+
+
 @pytest.fixture
-def operations() -> Operations:
-    return Operations(0, [1, 2], "rank {} has left")
+def operations() -> Operations[str]:
+    matched.clear()
+    return Operations(0, [1, 2], "rank {} has left", lambda *both: matched.append(both))
 
 
-def test_an_operation_ends_once_and_is_taken_once(operations: Operations) -> None:
+def test_an_operation_ends_once_and_is_taken_once(operations: Operations[str]) -> None:
     handle = receive(1).handle
     assert operations.admit(handle)
     operations.finish(handle)
@@ -33,13 +37,12 @@ def test_an_operation_ends_once_and_is_taken_once(operations: Operations) -> Non
     assert handle.error is None
 
 
-def test_what_waits_for_a_peer_that_goes_fails_and_what_begins_later_too(operations: Operations) -> None:
-    matcher: Matcher[Receive, str] = Matcher()
+def test_what_waits_for_a_peer_that_goes_fails_and_what_begins_later_too(operations: Operations[str]) -> None:
     waits, other, late = receive(1), receive(2), receive(1)
-    assert operations.post(waits, matcher) is None
-    assert operations.post(other, matcher) is None
+    assert operations.post(waits)
+    assert operations.post(other)
     operations.lose(1)
-    assert operations.post(late, matcher) is None
+    assert not operations.post(late)
     assert operations.take() == [waits.handle, late.handle]
     for handle in (waits.handle, late.handle):
         with pytest.raises(PeerLost, match="rank 1 has left") as lost:
@@ -48,15 +51,15 @@ def test_what_waits_for_a_peer_that_goes_fails_and_what_begins_later_too(operati
     assert not other.handle.done
 
 
-def test_a_message_that_is_there_is_had_from_a_peer_that_is_gone(operations: Operations) -> None:
-    matcher: Matcher[Receive, str] = Matcher()
-    matcher.arrive(1, 5, "hello")
+def test_a_message_that_is_there_is_had_from_a_peer_that_is_gone(operations: Operations[str]) -> None:
+    operations.arrive(1, 5, "hello")
     operations.lose(1)
-    assert operations.post(receive(1), matcher) == "hello"
+    assert not operations.post(one := receive(1))
+    assert matched == [(one, "hello")]
     assert operations.take() == []
 
 
-def test_strangers_and_work_after_the_end_are_refused(operations: Operations) -> None:
+def test_strangers_and_work_after_the_end_are_refused(operations: Operations[str]) -> None:
     with pytest.raises(UsageError, match="rank 0 cannot exchange messages with 3 in a world of 3"):
         operations.admit(receive(3).handle)
     assert not operations.fits(receive(2), 90)

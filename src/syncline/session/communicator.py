@@ -29,30 +29,9 @@ from ..nouns import Group
 from ..plans.check import phases
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
+from . import tickets
 from .member import Membership
-from .tickets import (
-    ALLREDUCE,
-    BARRIER,
-    BROADCAST,
-    BUCKET_KEYS,
-    CALLS,
-    FOUNDING,
-    FOUNDING_MESSAGES,
-    GATHER,
-    SPLIT,
-    TICKET_BYTES,
-    Callers,
-    CallKeys,
-    Meeting,
-    Ticket,
-    check_number,
-    fingerprint,
-    making,
-    numbers_of,
-    remedy,
-    size_of,
-    ticket_table,
-)
+from .tickets import BUCKET_KEYS, CALLS, Callers, CallKeys, Meeting, Ticket
 
 Array = NDArray[Any]
 NOTHING: Array = np.empty(0, np.uint8)
@@ -184,13 +163,13 @@ class Communicator:
         try:
             with process.splitting:
                 free = process.given_back.get(processes, [])
-                asked = making(chosen, process.communicators, free[-1][0] if free else 0)
-                tickets = self.agree(SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
-                numbers = [numbers_of(tickets[rank]) for rank in chosen]
+                asked = tickets.making(chosen, process.communicators, free[-1][0] if free else 0)
+                shown = self.agree(tickets.SPLIT, zlib.crc32(str(chosen).encode()), timeout, asked)
+                numbers = [tickets.numbers_of(shown[rank]) for rank in chosen]
                 number, again = max(new for new, _ in numbers), {old for _, old in numbers}
                 if len(again) == 1 and 0 not in again:
                     return free.pop()[0] if process.index in processes else again.pop()
-                check_number(number)
+                tickets.check_number(number)
                 if process.index in processes:
                     process.communicators = number + 1
                 return number
@@ -210,12 +189,15 @@ class Communicator:
             free = process.given_back.get(self._processes(chosen), [])
             mine = process.communicators, *(free[-1] if free else (0, 0))
             peers = [self.ranks[rank] for rank in chosen if self.ranks[rank] != self.index]
-            label, tag = f"making the group {name}", FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode())
-            told = [mine, *self._founding(peers, tag, FOUNDING.pack(*mine), label, timeout)]
+            label, tag = (
+                f"tickets.making the group {name}",
+                tickets.FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode()),
+            )
+            told = [mine, *self._founding(peers, tag, tickets.FOUNDING.pack(*mine), label, timeout)]
             if free and len({tuple(old) for _, *old in told}) == 1:
                 return free.pop()[0]
             number = max(new for new, *_ in told)
-            check_number(number)
+            tickets.check_number(number)
             process.communicators = number + 1
             return number
 
@@ -227,14 +209,14 @@ class Communicator:
             return []
         engine = self.engine
         sent = [engine.send(peer, tag, data, label) for peer in peers]
-        heard = {peer: engine.recv(peer, tag, FOUNDING.size, label) for peer in peers}
+        heard = {peer: engine.recv(peer, tag, tickets.FOUNDING.size, label) for peer in peers}
         try:
             engine.wait(*sent, *heard.values(), timeout=timeout)
         except PeerTimeout:
             if timeout is None or engine.error is not None:
                 raise
             raise self.late(label, [peer for peer, work in heard.items() if not work.done], timeout) from None
-        return [FOUNDING.unpack(work.result) for work in heard.values()]
+        return [tickets.FOUNDING.unpack(work.result) for work in heard.values()]
 
     def give_back_number(self, ranks: Iterable[int], number: int, calls: int = 0) -> None:
         """Release the number of a group without calls in flight. ``calls`` were made in it since its ranks agreed on
@@ -268,9 +250,9 @@ class Communicator:
         shown = signed and self.shows(program, NOTHING)
         if shown:
             room = 0 if brings is None else brings.size
-        table = ticket_table(self.world_size, self.rank, mine, room)
+        table = tickets.ticket_table(self.world_size, self.rank, mine, room)
         if brings is not None:
-            table[self.rank, TICKET_BYTES : TICKET_BYTES + brings.size] = brings
+            table[self.rank, tickets.TICKET_BYTES : tickets.TICKET_BYTES + brings.size] = brings
         work = None
         if self.world_size > 1:
             engine = self.member.unchecked
@@ -340,7 +322,7 @@ class Communicator:
         """Wait until all workers call this. PeerTimeout names those missing after ``timeout`` seconds. Servers pass."""
         if self.is_worker:
             with self.callers.inside():
-                self.agree(BARRIER, timeout=timeout)
+                self.agree(tickets.BARRIER, timeout=timeout)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
@@ -359,7 +341,7 @@ class Communicator:
         if average and array.dtype.kind in "iu":
             raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
         with self._call():
-            self.agree(ALLREDUCE, fingerprint(array, average), flags=size_of(array))
+            self.agree(tickets.ALLREDUCE, tickets.fingerprint(array, average), flags=tickets.size_of(array))
             if self.world_size > 1:
                 self.run(self.allreduce_program(array.nbytes), array, "allreduce")
             if average:
@@ -370,7 +352,7 @@ class Communicator:
         if not 0 <= root < self.world_size:
             raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
         with self._call():
-            self.agree(BROADCAST, fingerprint(array, root), flags=size_of(array))
+            self.agree(tickets.BROADCAST, tickets.fingerprint(array, root), flags=tickets.size_of(array))
             if self.world_size > 1:
                 self.run(self.broadcast_program(root), array, "broadcast")
 
@@ -380,7 +362,7 @@ class Communicator:
             return self._gather(data)
 
     def _gather(self, data: bytes) -> list[bytes]:
-        self.agree(GATHER)
+        self.agree(tickets.GATHER)
         if self.world_size == 1:
             return [data]
         gather = self._program("all_gather")
@@ -435,7 +417,7 @@ class Communicator:
     def mismatch(self, rank: int, theirs: Ticket, ours: Ticket) -> MismatchError:
         """The error for workers that make different calls. Reports it to all."""
         text = f"{self.name(rank)} is {theirs.text} while {self.name(self.rank)} is {ours.text}"
-        return self.process.fail(MismatchError(self.titled(f"{text}; {remedy(theirs, ours)}")))
+        return self.process.fail(MismatchError(self.titled(f"{text}; {tickets.remedy(theirs, ours)}")))
 
     def titled(self, text: str) -> str:
         """A message, with the name of the group unless it contains all workers."""

@@ -99,19 +99,8 @@ CALLS = {
 
 
 ELEMENT_TYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-    "complex64",
-    "complex128",
-    "another type",
+    *("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
+    *("bool", "complex64", "complex128", "another type"),
 )
 """The element types that tickets can name."""
 
@@ -331,7 +320,7 @@ class Callers:
 FOUNDING = struct.Struct("<IIQ")
 """The least unused number here, and a number to reuse with the calls made in its group, or zeros."""
 
-FOUNDING_MESSAGES = 7 << 61
+FOUNDING_TAGS = 7 << 61
 """The tag bits of messages by which some processes make a group. No other tags have all of the highest three bits."""
 
 

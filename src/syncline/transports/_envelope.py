@@ -50,24 +50,9 @@ from ..kernels.cpu import add_all_into
 from ..wire.bell import Bell
 from ..wire.links import CONTROL, broken
 from ..wire.scratch import Scratch, can_add
-from . import INLINE_BYTES, Bytes, Handle, HasAllreduce
-from ._frames import (
-    ANNOUNCED,
-    ASKED,
-    COMING,
-    END,
-    HEADER_BYTES,
-    OFFERED,
-    SLOTS,
-    TURN,
-    WHOLE,
-    Event,
-    Outbox,
-    frame_bytes,
-    read,
-    written,
-)
-from ._operations import UNCLAIMED_BYTES, Matcher, Operations, Receive
+from . import INLINE_BYTES, Bytes, Handle, HasAllreduce, _frames
+from ._frames import HEADER_BYTES, SLOTS, Event, Outbox
+from ._operations import UNCLAIMED_BYTES, Operations, Receive
 
 _MOST_TURNS = 1 << 16
 """The most collectives that rank 0 may be ahead."""
@@ -186,8 +171,7 @@ class Enveloped(ABC):
         self.bell = bell or Bell()
         self._events: deque[Event] = deque()  # reported by other threads
         self._peers = [peer for peer in range(world) if peer != rank]
-        self._operations = Operations(rank, self._peers, "rank {} has ended its part")
-        self._matcher: Matcher[Receive, _Message] = Matcher()
+        self._operations = Operations(rank, self._peers, "rank {} has ended its part", self._deliver)
         self._slots = dict.fromkeys(self._peers, 0)
         self._bodies: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not left yet
         self._unasked: dict[tuple[int, int], Event] = {}  # (peer, slot) -> sends a body that has not been requested yet
@@ -263,7 +247,7 @@ class Enveloped(ABC):
             return handle
         self._outbox.ranked = self._outbox.ranked or priority != 0.0
         if data.nbytes <= INLINE_BYTES:
-            self._tell(dst, WHOLE, tag, data=data, priority=priority)
+            self._tell(dst, _frames.WHOLE, tag, data=data, priority=priority)
             self._finish(handle)
             return handle
         slot = self._free_slot(dst)
@@ -274,7 +258,9 @@ class Enveloped(ABC):
         self._bodies.add((dst, slot))
         handle.note = slot
         offers, push = self._outbox.ranked, partial(self._push, dst, Body(slot, data, partial(self._pushed, handle)))
-        self._tell(dst, OFFERED if offers else ANNOUNCED, tag, slot=slot, size=data.nbytes, priority=priority)
+        self._tell(
+            dst, _frames.OFFERED if offers else _frames.ANNOUNCED, tag, slot=slot, size=data.nbytes, priority=priority
+        )
         if offers:
             self._unasked[dst, slot] = partial(self._queue, handle, data, priority)
         elif self.asks:
@@ -288,7 +274,7 @@ class Enveloped(ABC):
         peer, slot = handle.peer, handle.note
 
         def begin(done: Event) -> None:
-            self._put(peer, self._frame(peer, COMING, slot=slot), _nothing)
+            self._put(peer, self._frame(peer, _frames.COMING, slot=slot), _nothing)
             self._push(peer, Body(slot, data, done))
 
         self._outbox.put(peer, priority, data.nbytes, begin, partial(self._pushed, handle))
@@ -332,7 +318,7 @@ class Enveloped(ABC):
         self._turns.come(key, handle, array)
         if self.rank == 0:
             for peer in self._peers:
-                self._tell(peer, TURN, key)
+                self._tell(peer, _frames.TURN, key)
             self._turns.add(key)
         self._take_turns()
         return handle
@@ -369,7 +355,7 @@ class Enveloped(ABC):
             for peer in self._peers:
                 self._outbox.empty(peer)
                 if self.answers or peer not in self._operations.gone:
-                    self._tell(peer, END, self._turns.begun)
+                    self._tell(peer, _frames.END, self._turns.begun)
         self._leave()
 
     # For the library's methods
@@ -390,21 +376,21 @@ class Enveloped(ABC):
 
     def _understand(self, peer: int, frame: Bytes, nbytes: int) -> None:
         """Act on a frame. Raises ProtocolError for one that no rank of this version sends."""
-        kind, slot, tag, size = read(peer, frame, nbytes)
-        if kind == WHOLE:
-            self._arrived(peer, tag, _Message(size, frame=frame))
+        kind, slot, tag, size = _frames.read(peer, frame, nbytes)
+        if kind == _frames.WHOLE:
+            self._operations.arrive(peer, tag, _Message(size, frame=frame), frame.nbytes)
             return
         self.scratch.give(frame)
-        if kind in (ANNOUNCED, OFFERED) and 1 <= slot <= SLOTS and size > INLINE_BYTES:
-            self._arrived(peer, tag, _Message(size, slot=slot, offered=kind == OFFERED))
-        elif kind == ASKED and (peer, slot) in self._unasked:
+        if kind in (_frames.ANNOUNCED, _frames.OFFERED) and 1 <= slot <= SLOTS and size > INLINE_BYTES:
+            self._operations.arrive(peer, tag, _Message(size, slot=slot, offered=kind == _frames.OFFERED))
+        elif kind == _frames.ASKED and (peer, slot) in self._unasked:
             self._unasked.pop((peer, slot))()
-        elif kind == COMING and (peer, slot) in self._promised:
+        elif kind == _frames.COMING and (peer, slot) in self._promised:
             self._promised.pop((peer, slot))()
-        elif kind == TURN and peer == 0 and isinstance(self, HasAllreduce) and not self._turns.full:
+        elif kind == _frames.TURN and peer == 0 and isinstance(self, HasAllreduce) and not self._turns.full:
             self._turns.add(tag)
             self._take_turns()
-        elif kind == END:
+        elif kind == _frames.END:
             self._ended(peer, tag)
         else:
             raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
@@ -434,7 +420,6 @@ class Enveloped(ABC):
         """
         if peer in self._operations.gone:
             return
-        self._matcher.forget(peer)
         self._outbox.forget(peer)
         for bodies in (self._unasked, self._promised):
             for key in [key for key in bodies if key[0] == peer]:
@@ -478,7 +463,7 @@ class Enveloped(ABC):
 
     def _read_frame(self, peer: int, frame: Bytes) -> None:
         """Handle a frame in memory for the largest one, and let the library receive the next (``_await_frame``)."""
-        nbytes = frame_bytes(frame)
+        nbytes = _frames.frame_bytes(frame)
         if nbytes <= _SMALL_BYTES:
             small = self.scratch.take(nbytes)
             small[:nbytes] = frame[:nbytes]
@@ -534,21 +519,13 @@ class Enveloped(ABC):
     def _frame(
         self, peer: int, kind: int, tag: int = 0, *, slot: int = 0, size: int = 0, data: Bytes | None = None
     ) -> Bytes:
-        frame = written(kind, tag, slot, size, data)
+        frame = _frames.written(kind, tag, slot, size, data)
         self._sent[peer] += frame.nbytes
         return frame
 
     def _post(self, receive: Receive) -> Handle:
-        message = self._operations.post(receive, self._matcher)
-        if message is not None:
-            self._deliver(receive, message)
+        self._operations.post(receive)
         return receive.handle
-
-    def _arrived(self, peer: int, tag: int, message: _Message) -> None:
-        kept = 0 if message.frame is None else message.frame.nbytes
-        receive = self._matcher.arrive(peer, tag, message, kept)
-        if receive is not None:
-            self._deliver(receive, message)
 
     def _deliver(self, receive: Receive, message: _Message) -> None:
         """Complete a receive with its message, or receive the message's body."""
@@ -572,7 +549,7 @@ class Enveloped(ABC):
         else:
             take()
         if message.offered or self.asks:
-            self._tell(receive.handle.peer, ASKED, receive.handle.tag, slot=message.slot)
+            self._tell(receive.handle.peer, _frames.ASKED, receive.handle.tag, slot=message.slot)
 
     def _take(self, receive: Receive, message: _Message, fits: bool) -> None:
         """Receive a body. One that does not fit goes to scratch memory and is discarded."""

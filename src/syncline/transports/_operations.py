@@ -4,7 +4,7 @@ Messages match receives by (sender, tag) in order; whichever comes first waits f
 one sender are limited, because a broken sender could otherwise fill the memory. Every operation ends exactly once and
 is reported exactly once. If its peer is gone, it fails.
 
-All transports use ``Operations`` and ``Matcher``, which do no I/O. ``LoopTransport`` is the base of ``tcp`` and
+All transports use ``Operations``, which do no I/O. ``LoopTransport`` is the base of ``tcp`` and
 ``shm``: an end whose connections one event loop drives, and which can wait alone or together with other transports
 (``_auto.Member``). It does not know the meaning of frames.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -104,20 +104,22 @@ class Receive:
     adds: NDArray[Any] | None = None
 
 
-class Operations:
+class Operations(Generic[Arrived]):
     """The operations of process ``rank`` with its ``peers``. ``completed`` have ended and were not returned yet.
 
-    ``gone`` are the peers that have ended. ``lost`` is the error text for them, with ``{}`` for the rank.
+    ``gone`` are the peers that have ended. ``lost`` is the error text for them, with ``{}`` for the rank. ``matched``
+    is called with a receive and its message.
     """
 
-    def __init__(self, rank: int, peers: Iterable[int], lost: str, gone: set[int] | None = None) -> None:
+    def __init__(self, rank: int, peers: Iterable[int], lost: str, matched: Callable[[Receive, Arrived], None]) -> None:
         self.rank = rank
         self.peers = frozenset(peers)
         self.completed: list[Handle] = []
-        self.gone: set[int] = set() if gone is None else gone
+        self.gone: set[int] = set()
         self.closed = False
         self.under_way: set[Handle] = set()
-        self._lost = lost
+        self.matcher: Matcher[Receive, Arrived] = Matcher()
+        self._lost, self._matched = lost, matched
 
     def check_open(self) -> None:
         """Raise ClosedError after the end."""
@@ -143,21 +145,25 @@ class Operations:
             return False
         return True
 
-    def post(self, receive: Receive, matcher: Matcher[Receive, Arrived]) -> Arrived | None:
-        """Start a receive. Returns the message that it matches; None if it waits or has failed.
-
-        Raises as ``admit`` does.
-        """
+    def post(self, receive: Receive) -> bool:
+        """Start a receive. Returns whether it waits for its message. Raises as ``admit`` does."""
         handle = receive.handle
         if self.closed or handle.peer not in self.peers:
             self._raise(handle.peer)
         self.under_way.add(handle)
-        message = matcher.post(handle.peer, handle.tag, receive)
+        message = self.matcher.post(handle.peer, handle.tag, receive)
         # A message that arrived before its sender left still matches; only a receive that would wait fails.
-        if message is None and handle.peer in self.gone:
-            matcher.forget(handle.peer)
-            self.finish(handle, self.lost(handle.peer))
-        return message
+        if message is not None:
+            self._matched(receive, message)
+        elif handle.peer in self.gone:
+            self.lose(handle.peer)
+        return message is None and not handle.done
+
+    def arrive(self, src: int, tag: int, message: Arrived, nbytes: int = 0) -> None:
+        """Handle a message, which is kept in ``nbytes`` of memory until its receive is posted."""
+        receive = self.matcher.arrive(src, tag, message, nbytes)
+        if receive is not None:
+            self._matched(receive, message)
 
     def finish(self, handle: Handle, error: Exception | None = None) -> None:
         """End an operation, with an error if given. Further calls do nothing."""
@@ -198,8 +204,9 @@ class Operations:
         return handle.payload is None and receive.into is not memory
 
     def lose(self, peer: int) -> None:
-        """Record that a peer is gone and fail what waits for it."""
+        """Record that a peer is gone and fail all operations that wait for it."""
         self.gone.add(peer)
+        self.matcher.forget(peer)
         for handle in [handle for handle in self.under_way if handle.peer == peer]:
             self.finish(handle, self.lost(peer))
 
@@ -222,11 +229,15 @@ class LoopTransport(ABC):
         self.rank = rank
         self.world = len(links) + 1
         self._links = links
-        self._operations = Operations(rank, links, "the connection to rank {} closed")
+        self._operations: Operations[Any] = Operations(rank, links, "the connection to rank {} closed", self._deliver)
 
     @abstractmethod
+    def _deliver(self, receive: Receive, message: Any) -> None:
+        """Complete a receive with its message."""
+
     def _post(self, receive: Receive) -> Handle:
-        """Start a receive, or complete it with a message that has arrived."""
+        self._operations.post(receive)
+        return receive.handle
 
     def recv(self, src: int, tag: int, into: Bytes, owner: Any = None) -> Handle:
         return self._post(Receive(Handle("recv", src, tag, into.nbytes, owner), into))

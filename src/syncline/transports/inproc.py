@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..registry import register
 from ..wire.links import CONTROL
 from . import Bytes, Handle
-from ._operations import Matcher, Operations, Receive
+from ._operations import Operations, Receive
 
 
 @dataclass
@@ -52,11 +52,6 @@ class _Inbox:
                 self._priorities.add(message.priority)
             self.bell.notify()
 
-    def holds_of(self, src: int) -> bool:
-        """Whether anything from a rank is queued, the notice of its end included."""
-        with self.bell:
-            return any(message.src == src for message in self.queue)
-
     def take(self, timeout: float) -> list[_Message]:
         with self.bell:
             if not self.queue and not self.woken and timeout > 0:
@@ -78,7 +73,6 @@ class Hub:
             raise UsageError(f"a hub needs at least one rank, got {world}")
         self.world = world
         self.inboxes = [_Inbox() for _ in range(world)]
-        self.gone: set[int] = set()
 
     def transport(self, rank: int) -> InProc:
         """The end of that rank, for use by one thread."""
@@ -88,7 +82,6 @@ class Hub:
 
     def kill(self, rank: int) -> None:
         """Let a rank vanish like a process that dies."""
-        self.gone.add(rank)
         for peer, inbox in enumerate(self.inboxes):
             if peer != rank:
                 inbox.put(_Message("gone", rank, priority=inf))
@@ -105,8 +98,7 @@ class InProc:
         self.world = hub.world
         self._hub = hub
         peers = [peer for peer in range(hub.world) if peer != rank]
-        self._operations = Operations(rank, peers, "rank {} is gone", hub.gone)
-        self._matcher: Matcher[Receive, _Message] = Matcher()
+        self._operations = Operations(rank, peers, "rank {} is gone", self._deliver)
         self._sent = dict.fromkeys(peers, 0)
         self._received = dict(self._sent)
 
@@ -170,28 +162,16 @@ class InProc:
             self._hub.kill(self.rank)
 
     def _post(self, receive: Receive) -> Handle:
-        handle, operations = receive.handle, self._operations
-        operations.check_open()
-        message = self._matcher.post(handle.peer, handle.tag, receive) if handle.peer in operations.peers else None
-        if message is not None:
-            operations.under_way.add(handle)
-            self._deliver(receive, message)
-        elif handle.peer in operations.gone and self._hub.inboxes[self.rank].holds_of(handle.peer):
-            operations.under_way.add(handle)
-        elif not operations.admit(handle):
-            self._matcher.forget(handle.peer)
-        return handle
+        self._operations.post(receive)
+        return receive.handle
 
     def _handle(self, message: _Message) -> None:
         if message.kind == "data":
-            receive = self._matcher.arrive(message.src, message.tag, message)
-            if receive is not None:
-                self._deliver(receive, message)
+            self._operations.arrive(message.src, message.tag, message)
         elif message.kind == "consumed":
             assert message.handle is not None
             self._operations.finish(message.handle)
         else:
-            self._matcher.forget(message.src)
             self._operations.lose(message.src)
 
     def _deliver(self, receive: Receive, message: _Message) -> None:

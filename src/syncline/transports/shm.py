@@ -29,7 +29,7 @@ from ..kernels.board import BOARD_BYTES, MOST_SEGMENTS
 from ..registry import register
 from ..wire.links import CONTROL, Frame, Link, Loop, broken, moved_bytes
 from . import Bytes, Handle, Words
-from ._operations import LoopTransport, Matcher, Receive
+from ._operations import LoopTransport, Receive
 from ._segments import Segments, check_bell, map_segment
 
 _DATA, _REFERENCE, _CONSUMED, _SEGMENT, _BELL, _MAPPED = 1, 2, 3, 4, 5, 6
@@ -75,7 +75,6 @@ class Shm(LoopTransport):
         self.gone = self._operations.gone
         self._segments = Segments()
         self._loop = Loop(self._links.values(), self._lost)
-        self._matcher: Matcher[Receive, _Message] = Matcher()
         self._mapped: dict[tuple[int, int], Bytes] = {}  # (peer, segment number) -> its memory
         self._segment_counts = dict.fromkeys(socks, 0)  # how many of each peer's segments are mapped here
         self._mapped_there = dict.fromkeys(socks, 0)  # how many of this process's segments each peer has mapped
@@ -184,12 +183,6 @@ class Shm(LoopTransport):
         self._in_place[0] += sent
         self._in_place[1] += received
 
-    def _post(self, receive: Receive) -> Handle:
-        message = self._operations.post(receive, self._matcher)
-        if message is not None:
-            self._deliver(receive, message)
-        return receive.handle
-
     def _sink(self, link: Link, frame: Frame) -> memoryview | None:
         self._check_frame(link.peer, frame)
         body = np.empty(frame.size, np.uint8)
@@ -227,9 +220,7 @@ class Shm(LoopTransport):
 
     def _arrived(self, frame: Frame, message: _Message) -> None:
         kept = message.data.nbytes if message.number is None else 0
-        receive = self._matcher.arrive(message.src, frame.tag, message, kept)
-        if receive is not None:
-            self._deliver(receive, message)
+        self._operations.arrive(message.src, frame.tag, message, kept)
 
     def _map(self, link: Link, frame: Frame) -> None:
         """Map a segment that a peer shares: number ``tag``, ``argument`` bytes. Peers share their segments in order."""
@@ -304,6 +295,5 @@ class Shm(LoopTransport):
         self._mapped_there.pop(peer, None)
         self._note_known()
         self._bodies.pop(peer, None)
-        self._matcher.forget(peer)
         for number in [number for number, sending in self._sending.items() if sending.handle.peer == peer]:
             del self._sending[number]

@@ -30,7 +30,7 @@ from ..wire.links import CONTROL, Frame, Link, Loop, broken
 from ..wire.scratch import Adding, Scratch, can_add
 from ..wire.shaped import NO_DELAY, Line, Shape, ShapedLoop
 from . import INLINE_BYTES, Bytes, Handle
-from ._operations import UNCLAIMED_BYTES, LoopTransport, Matcher, Receive
+from ._operations import UNCLAIMED_BYTES, LoopTransport, Receive
 
 _DATA, _CREDIT = 1, 2
 
@@ -40,9 +40,9 @@ _MOST_CREDITS = 1 << 18
 
 @dataclass
 class _Arrived:
-    """A message that came before its receive, in scratch memory."""
+    """A received message, and the memory that it is in."""
 
-    data: Bytes
+    data: Bytes | None
     size: int
 
 
@@ -79,7 +79,6 @@ class Tcp(LoopTransport):
         links = self._links.values()
         self._loop = Loop(links, self._lost) if shape.plain else ShapedLoop(links, self._lost, shape)
         self.scratch = Scratch()
-        self._matcher: Matcher[Receive, _Arrived] = Matcher()
         self._reading: dict[int, _Reading] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Handle, Bytes, float]]] = {}  # sends without credit
         self._credits: dict[tuple[int, int], int] = {}  # credits that came before their send
@@ -137,10 +136,7 @@ class Tcp(LoopTransport):
     def _post(self, receive: Receive) -> Handle:
         handle = receive.handle
         key = handle.peer, handle.tag
-        arrived = self._operations.post(receive, self._matcher)
-        if arrived is not None:
-            self._deliver(receive, arrived.data, arrived.size)
-        elif handle.nbytes > INLINE_BYTES and not handle.done:
+        if self._operations.post(receive) and handle.nbytes > INLINE_BYTES:
             self._wanted[key] = self._wanted.get(key, 0) + 1
             # If a small message has filled an earlier large receive, that receive's credit is still unused.
             if self._offered.get(key, 0) < self._wanted[key]:
@@ -153,7 +149,7 @@ class Tcp(LoopTransport):
             raise broken(link.peer, f"{frame.size} bytes came behind a frame of kind {frame.kind}, which has none")
         if frame.size > INLINE_BYTES and (link.peer, frame.tag) not in self._offered:
             raise broken(link.peer, f"a message of {frame.size} bytes came without being asked for")
-        receive = self._matcher.take(link.peer, frame.tag)
+        receive = self._operations.matcher.take(link.peer, frame.tag)
         if receive is not None and frame.size > receive.handle.nbytes:
             self._reading[link.peer] = _Reading(receive, None)
             return None
@@ -179,14 +175,13 @@ class Tcp(LoopTransport):
         if frame.size == 0:
             self._sink(link, frame)
         reading = self._reading.pop(link.peer)
+        message = _Arrived(reading.data, frame.size)
         if reading.receive is not None:
-            self._deliver(reading.receive, reading.data, frame.size)
+            self._deliver(reading.receive, message)
             return
         assert reading.data is not None
         # The receive may have been posted while the body was being read.
-        receive = self._matcher.arrive(*key, _Arrived(reading.data, frame.size), reading.data.nbytes)
-        if receive is not None:
-            self._deliver(receive, reading.data, frame.size)
+        self._operations.arrive(*key, message, reading.data.nbytes)
 
     def _credited(self, key: tuple[int, int]) -> None:
         waiting = self._waiting.get(key)
@@ -206,9 +201,9 @@ class Tcp(LoopTransport):
         if not waiting:
             del self._waiting[key]
 
-    def _deliver(self, receive: Receive, data: Bytes | None, size: int) -> None:
+    def _deliver(self, receive: Receive, message: _Arrived) -> None:
         """Complete a receive whose message is in place, in scratch memory, or (None) already added or too long."""
-        handle = receive.handle
+        handle, data, size = receive.handle, message.data, message.size
         if handle.nbytes > INLINE_BYTES and (handle.peer, handle.tag) in self._wanted:
             self._spend(self._wanted, (handle.peer, handle.tag))
         if data is not None:
@@ -227,6 +222,5 @@ class Tcp(LoopTransport):
     def _lost(self, peer: int) -> None:
         self._operations.lose(peer)
         self._reading.pop(peer, None)
-        self._matcher.forget(peer)
         for key in [key for key in self._waiting if key[0] == peer]:
             del self._waiting[key]
