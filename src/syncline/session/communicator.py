@@ -189,10 +189,7 @@ class Communicator:
             free = process.given_back.get(self._processes(chosen), [])
             mine = process.communicators, *(free[-1] if free else (0, 0))
             peers = [self.ranks[rank] for rank in chosen if self.ranks[rank] != self.index]
-            label, tag = (
-                f"tickets.making the group {name}",
-                tickets.FOUNDING_MESSAGES | zlib.crc32(f"{name} {chosen}".encode()),
-            )
+            label, tag = f"making the group {name}", tickets.FOUNDING_TAGS | zlib.crc32(f"{name} {chosen}".encode())
             told = [mine, *self._founding(peers, tag, tickets.FOUNDING.pack(*mine), label, timeout)]
             if free and len({tuple(old) for _, *old in told}) == 1:
                 return free.pop()[0]

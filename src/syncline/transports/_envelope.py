@@ -257,11 +257,10 @@ class Enveloped(ABC):
             return handle
         self._bodies.add((dst, slot))
         handle.note = slot
-        offers, push = self._outbox.ranked, partial(self._push, dst, Body(slot, data, partial(self._pushed, handle)))
-        self._tell(
-            dst, _frames.OFFERED if offers else _frames.ANNOUNCED, tag, slot=slot, size=data.nbytes, priority=priority
-        )
-        if offers:
+        push = partial(self._push, dst, Body(slot, data, partial(self._pushed, handle)))
+        kind = _frames.OFFERED if self._outbox.ranked else _frames.ANNOUNCED
+        self._tell(dst, kind, tag, slot=slot, size=data.nbytes, priority=priority)
+        if self._outbox.ranked:
             self._unasked[dst, slot] = partial(self._queue, handle, data, priority)
         elif self.asks:
             self._unasked[dst, slot] = push
