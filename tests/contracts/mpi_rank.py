@@ -21,8 +21,7 @@ from syncline.errors import PeerError
 from syncline.launch.environment import recognise
 from syncline.nouns import Size, numpy_dtype
 from syncline.transports import Bytes, Handle, Place, mpi
-from syncline.transports._mpi_window import NOWHERE, Window
-from syncline.transports.mpi import Mpi
+from syncline.transports.mpi import NOWHERE, Mpi, Window
 
 WINDOW_BYTES = 64 << 20
 

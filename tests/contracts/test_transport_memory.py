@@ -10,7 +10,7 @@ from remote import RemoteEnd
 
 from syncline.errors import UsageError
 from syncline.testing.network import numbers
-from syncline.transports._mpi_window import check_room
+from syncline.transports.mpi import check_room
 from syncline.transports.tcp import Tcp
 
 

@@ -25,7 +25,7 @@ from syncline.kernels import board
 from syncline.kernels.board import SIGN_WORDS, SLOTS
 from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan
-from syncline.transports import _segments as segments
+from syncline.transports import shm as segments
 from syncline.transports.shm import Shm
 
 LIMIT_S = 30.0

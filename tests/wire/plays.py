@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from syncline.wire.meeting import (
-    Action,
-    Dismiss,
-    Frames,
-    Kind,
-    Meeting,
-    Member,
-    Say,
-    told,
-)
+from syncline.wire.meeting import Frames, Kind, Meeting, Member, told
 
 KEY = b"a key for those without a secret"
 
@@ -34,21 +25,21 @@ class Play:
         self.dismissed: set[int] = set()
         self.frames: dict[int, Frames] = {}
 
-    def act(self, actions: Iterable[Action]) -> None:
-        for action in list(actions):
-            if isinstance(action, Dismiss):
-                self.dismissed.add(action.caller)
-            else:
-                assert isinstance(action, Say)
-                assert action.caller not in self.dismissed, "nothing is said after the end"
-                self.frames[action.caller].feed(action.frame)
+    def act(self, call: Callable[..., None], *arguments: Any) -> None:
+        call(*arguments)
+        while self.meeting.said:
+            caller, data, last = self.meeting.said.popleft()
+            assert caller not in self.dismissed, "nothing is said after the end"
+            self.frames[caller].feed(data)
+            if last:
+                self.dismissed.add(caller)
 
     def enter(self, caller: int, rank: int) -> None:
         self.frames[caller] = Frames(told(self.world))
-        self.act(self.meeting.enter(caller, rank, f"from 10.0.0.{rank}:1"))
+        self.act(self.meeting.enter, caller, rank, f"from 10.0.0.{rank}:1")
 
     def say(self, caller: int, kind: Kind, body: bytes = b"") -> None:
-        self.act(self.meeting.hear(caller, kind, body))
+        self.act(self.meeting.hear, caller, kind, body)
 
     def come(self, rank: int, caller: int | None = None, **changes: Any) -> None:
         number = rank if caller is None else caller

@@ -53,7 +53,7 @@ def test_all_come_in_any_order_and_leave_together(coming: list[int], leaving: li
     assert play.meeting.fault is None
     for rank in range(5):
         assert play.heard(rank) == [(Kind.OVER, b"")]
-        play.act(play.meeting.leave(rank))
+        play.act(play.meeting.leave, rank)
     assert play.meeting.fault is None
 
 
@@ -68,7 +68,7 @@ def test_the_first_fault_is_the_one_that_all_read() -> None:
     play.come(0)
     play.come(2)
     play.say(2, Kind.FAULT, b"burnt down")
-    play.act(play.meeting.fail("a later fault"))
+    play.act(play.meeting.fail, "a later fault")
     assert play.fault() == "rank 2 (host2, pid 102): burnt down"
     assert play.meeting.awaited
     for late in (1, 3):
@@ -110,7 +110,7 @@ def test_a_second_connection_that_says_nothing_is_no_duplicate() -> None:
     play = Play(2)
     play.enter(5, 1)
     play.come(1)
-    play.act(play.meeting.leave(5))
+    play.act(play.meeting.leave, 5)
     play.come(0)
     assert play.meeting.fault is None
     assert play.heard(1)[-1][0] is Kind.ROLL
@@ -194,7 +194,7 @@ def test_one_that_dies_in_the_meeting_is_named(through: bool) -> None:
     play = called(3)
     if through:
         play.say(1, Kind.THROUGH)
-    play.act(play.meeting.leave(1))
+    play.act(play.meeting.leave, 1)
     del play.frames[1]
     assert play.fault() == "rank 1 (host1, pid 101) ended while the processes were meeting; see what it printed"
 
@@ -202,7 +202,7 @@ def test_one_that_dies_in_the_meeting_is_named(through: bool) -> None:
 def test_one_that_goes_before_it_has_come_ends_nothing() -> None:
     play = Play(2)
     play.enter(1, 1)
-    play.act(play.meeting.leave(1))
+    play.act(play.meeting.leave, 1)
     assert play.meeting.fault is None
 
 
@@ -483,6 +483,6 @@ def test_noise_never_harms_more_than_the_start(noise: bytes) -> None:
         while (said := frames.take()) is not None:
             play.say(1, *said)
     except Broken as broken:
-        play.act(play.meeting.break_off(1, str(broken)))
+        play.act(play.meeting.break_off, 1, str(broken))
     if play.meeting.fault is not None:
         play.fault()

@@ -9,7 +9,7 @@ often at first and then sleeps for a quarter of the time it has already waited. 
 quarter of the wait, and never by more than a millisecond. ``wake`` ends the sleep.
 
 **One-sided.** With ``mpi(onesided=on)`` a body in memory allocated by the transport, as that of buckets, is not sent.
-The sender announces its place; the receiver reads it through a window (``_mpi_window``), in pieces that it adds at once
+The sender announces its place; the receiver reads it through a window (``Window``), in pieces that it adds at once
 if required, and then notifies the sender. Other bodies, such as payloads of a codec, are still messages.
 
 **Allreduce.** MPI_Allreduce also spins while it waits. The ranks therefore meet in a non-blocking barrier first and
@@ -28,6 +28,7 @@ import importlib
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,11 +43,10 @@ from ..errors import GroupError, UsageError
 from ..nouns import Size
 from ..registry import register
 from ..wire.links import broken
-from ..wire.scratch import can_add
+from ..wire.scratch import address_of, can_add
 from . import INLINE_BYTES, Bytes, Handle, Place
 from ._envelope import Body, Enveloped
 from ._frames import FRAME_BYTES, SLOTS, Event
-from ._mpi_window import NOWHERE, Window, check_room
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,6 +69,13 @@ _SHORTEST_S = 20e-6
 _LONGEST_S = 1e-3
 _RESTING_S = 10e-3
 """The longest sleep while this rank waits for nothing; MPI may still have to serve its peers."""
+
+
+_PAGE_BYTES = 4096
+_SHARED = "/dev/shm"
+
+NOWHERE = -1
+"""The place of bytes outside the window."""
 
 
 def load() -> Any:
@@ -112,6 +119,102 @@ def _finalize(pid: int) -> None:
     if all(request.Test() for requests, *_ in _left_behind for request in requests):
         _communicator.end()
         MPI.Finalize()
+
+
+class Window:
+    """The memory through which the processes of a job read each other's data, ``nbytes`` for every process of ``comm``.
+
+    Creating and freeing a window is collective, so there is one per process, locked for all from then on (passive
+    target): a read needs no call of the owner. MPI allocates the memory (``MPI_Win_allocate``), which lets ranks of one
+    host share it. It is only reserved: pages that are never written use no memory. Attaching foreign memory to a
+    dynamic window was four to six times slower here, because both MPI libraries then move it in fragments that need
+    both processes. UsageError if the library cannot make the window.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
+        library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
+        try:
+            self._window = mpi.Win.Allocate(nbytes, 1, mpi.INFO_NULL, comm)
+        except mpi.Exception as error:
+            raise UsageError(
+                f"transport=mpi(onesided=on): {library} has no window of {nbytes} bytes here ({error}): use a smaller"
+                " window= or transport=mpi"
+            ) from error
+        self._window.Set_errhandler(mpi.ERRORS_RETURN)
+        if self._window.Get_attr(mpi.WIN_MODEL) != mpi.WIN_UNIFIED:
+            raise UsageError(
+                f"transport=mpi(onesided=on): {library} keeps two copies of a window's memory here: use transport=mpi"
+            )
+        self._window.Lock_all(mpi.MODE_NOCHECK)
+        self._byte = mpi.BYTE
+        self._memory = memoryview(self._window.tomemory())
+        self._first = address_of(np.frombuffer(self._memory, np.uint8))
+        self.nbytes = nbytes
+        self._taken = 0
+        self._begun = 0  # everything from here on is free
+        self._free: dict[int, list[int]] = {}  # places by size
+
+    def take(self, nbytes: int) -> Bytes | None:
+        """Zeroed memory that other processes can read, owned until it is garbage collected.
+
+        None if the window is full.
+        """
+        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        free = self._free.get(size)
+        if free:
+            place = free.pop()
+        elif self._begun + size <= self.nbytes:
+            place, self._begun = self._begun, self._begun + size
+        else:
+            return None
+        memory: Bytes = np.frombuffer(self._memory[place : place + nbytes], np.uint8)
+        memory[:] = 0
+        self._taken += 1
+        weakref.finalize(memory, self._give, place, size).atexit = False
+        return memory
+
+    def _give(self, place: int, size: int) -> None:
+        self._taken -= 1
+        if self._taken:
+            self._free.setdefault(size, []).append(place)
+        else:  # empty: start again, whatever sizes follow
+            self._begun = 0
+            self._free.clear()
+
+    def place_of(self, data: Bytes) -> int:
+        """The place of some bytes in the window, ``NOWHERE`` if they are not in it."""
+        place = address_of(data) - self._first
+        return place if 0 <= place <= self.nbytes - data.nbytes else NOWHERE
+
+    def show(self) -> None:
+        """Make this process's writes visible to the reads of others."""
+        self._window.Sync()
+
+    def read(self, into: Bytes, rank: int, place: int) -> Any:
+        """Start to read from another process. Returns the request."""
+        return self._window.Rget([into, into.nbytes, self._byte], rank, (place, into.nbytes, self._byte))
+
+    def unlock(self) -> None:
+        """Free the window. Call before MPI_Finalize, which takes the memory back."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def check_room(nbytes: int) -> None:
+    """Raise UsageError if the host has no room for the shared files of its ranks.
+
+    A write beyond a full file system would end in SIGBUS.
+    """
+    try:
+        found = os.statvfs(_SHARED)
+    except OSError:
+        return
+    room = found.f_bavail * found.f_frsize
+    if room < nbytes:
+        raise UsageError(
+            f"transport=mpi(onesided=on, window={nbytes >> 20}MiB): {_SHARED} has room for {room >> 20} MiB: use a"
+            " smaller window=, which has to hold the buckets of a rank, or transport=mpi"
+        )
 
 
 @dataclass

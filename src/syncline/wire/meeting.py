@@ -25,10 +25,10 @@ import enum
 import json
 import re
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import RollCallError
 from .reports import in_bytes
@@ -279,22 +279,12 @@ class Frames:
         return kind, body
 
 
-@dataclass(frozen=True)
-class Say:
-    """Send a frame to a caller."""
+class Say(NamedTuple):
+    """A frame for a caller. After the ``last`` one the caller closes the connection."""
 
     caller: int
     frame: bytes
-
-
-@dataclass(frozen=True)
-class Dismiss:
-    """Send a caller nothing more. It closes the connection when it has read its frames."""
-
-    caller: int
-
-
-Action = Say | Dismiss
+    last: bool = False
 
 
 @dataclass
@@ -326,6 +316,7 @@ class Meeting:
     hint: Callable[[int], str] = lambda _: ""
     fault: str | None = None
     over: bool = False
+    said: deque[Say] = field(default_factory=deque)  # to be sent
     refused: dict[int, str] = field(default_factory=dict)  # by claimed rank: the refusal
     _callers: dict[int, _Caller] = field(default_factory=dict)
     _come: dict[int, _Caller] = field(default_factory=dict)  # by rank
@@ -338,17 +329,17 @@ class Meeting:
         """Whether any rank has not been sent the fault."""
         return len(self._told) < self.world
 
-    def enter(self, caller: int, rank: int, whence: str) -> Iterator[Action]:
+    def enter(self, caller: int, rank: int, whence: str) -> None:
         """Handle a new authenticated connection of ``rank``; ``whence`` is for messages."""
         self._callers[caller] = _Caller(rank, whence)
         if self.fault is not None:
-            yield from self._tell_fault(caller)
+            self._tell_fault(caller)
         elif self.over:
-            yield Dismiss(caller)  # it was authenticated before the doors were closed
+            self._say(caller, b"", last=True)  # it was authenticated before the doors were closed
         else:
-            yield Say(caller, frame(Kind.WELCOME, self.key))
+            self._say(caller, frame(Kind.WELCOME, self.key))
 
-    def hear(self, caller: int, kind: Kind, body: bytes) -> Iterator[Action]:
+    def hear(self, caller: int, kind: Kind, body: bytes) -> None:
         """Handle a caller's frame."""
         who = self._callers[caller]
         if self.fault is not None or self.over:
@@ -356,29 +347,29 @@ class Meeting:
         try:
             if kind not in _MAY[who.state]:
                 raise Broken(f"said {kind.name.lower()} {who.state.value}")
-            yield from self._obey(caller, who, kind, body)
+            self._obey(caller, who, kind, body)
         except Broken as broken:
-            yield from self.break_off(caller, str(broken))
+            self.break_off(caller, str(broken))
 
-    def break_off(self, caller: int, how: str) -> Iterator[Action]:
+    def break_off(self, caller: int, how: str) -> None:
         """Handle a caller that has broken a rule."""
-        yield from self.fail(
+        self.fail(
             f"{self._callers[caller].name} broke the rules of the meeting: it {how}; does it run another version of"
             " Syncline?"
         )
 
-    def leave(self, caller: int) -> Iterator[Action]:
+    def leave(self, caller: int) -> None:
         """Handle the end of a caller's connection."""
         who = self._callers.pop(caller)
         if who.state is not State.PROVED and not self.over:
-            yield from self.fail(f"{who.name} ended while the processes were meeting; see what it printed")
+            self.fail(f"{who.name} ended while the processes were meeting; see what it printed")
 
-    def fail(self, text: str) -> Iterator[Action]:
+    def fail(self, text: str) -> None:
         """End the start. All processes are sent the text, late ones too. The first text stays."""
         if self.fault is None and not self.over:
             self.fault = printable(text)
             for caller in list(self._callers):
-                yield from self._tell_fault(caller)
+                self._tell_fault(caller)
 
     def missing(self, limit_s: float) -> str:
         """The error text for a process whose time is over."""
@@ -399,38 +390,39 @@ class Meeting:
             return f" (it has connected, {silent[0]}, and not said who it is)"
         return f" ({self.refused[rank]})" if rank in self.refused else ""
 
-    def _tell_fault(self, caller: int) -> Iterator[Action]:
+    def _say(self, caller: int, frame: bytes, last: bool = False) -> None:
+        self.said.append(Say(caller, frame, last))
+
+    def _tell_fault(self, caller: int) -> None:
         assert self.fault is not None
         self._told.add(self._callers[caller].rank)
-        yield Say(caller, fault_frame(self.fault))
-        yield Dismiss(caller)
+        self._say(caller, fault_frame(self.fault), last=True)
 
-    def _obey(self, caller: int, who: _Caller, kind: Kind, body: bytes) -> Iterator[Action]:
+    def _obey(self, caller: int, who: _Caller, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.RECORD:
-                yield from self._admit(who, body)
+                self._admit(who, body)
             case Kind.THROUGH:
                 who.state = State.THROUGH
                 if all(other.state is State.THROUGH for other in self._come.values()):
                     self.over = True
                     for number in self._callers:
-                        yield Say(number, frame(Kind.OVER))
-                        yield Dismiss(number)
+                        self._say(number, frame(Kind.OVER), last=True)
             case Kind.FAULT:
-                yield from self.fail(f"{who.name}: {body.decode(errors='replace')}")
+                self.fail(f"{who.name}: {body.decode(errors='replace')}")
             case Kind.LATE:
                 if not body.isdigit():
                     raise Broken("has a time limit that is no number")
-                yield from self.fail(self.missing(int(body)))
+                self.fail(self.missing(int(body)))
             case _:
-                yield Say(caller, self._answer(who, kind, body))
+                self._say(caller, self._answer(who, kind, body))
 
-    def _admit(self, who: _Caller, body: bytes) -> Iterator[Action]:
+    def _admit(self, who: _Caller, body: bytes) -> None:
         """Handle a record, whose process joins unless it contradicts another."""
         try:
             member = read_member(body)
         except RollCallError as error:
-            yield from self.fail(f"{who.name}: {error}")
+            self.fail(f"{who.name}: {error}")
             return
         if member.index != who.rank:
             raise Broken(f"says that it is rank {member.index}")
@@ -438,13 +430,13 @@ class Meeting:
         who.member = member
         if first is not None and first is not who:
             assert first.member is not None
-            yield from self.fail(
+            self.fail(
                 f"rank {who.rank} is taken by {first.member.where}; {member.where} claims it too: give every process"
                 " its own"
             )
             return
         if member.world != self.world:
-            yield from self.fail(
+            self.fail(
                 f"{who.name} counts {member.world} processes, rank 0 counts {self.world}: give all the same world size"
             )
             return
@@ -452,11 +444,11 @@ class Meeting:
             raise Broken(f"is none of the {self.world} processes")
         self._come[who.rank] = who
         who.state = State.COME
-        yield from self._compare(who)
+        self._compare(who)
         if len(self._come) == self.world and self.fault is None:
-            yield from self._call()
+            self._call()
 
-    def _compare(self, who: _Caller) -> Iterator[Action]:
+    def _compare(self, who: _Caller) -> None:
         """Compare terms with those of rank 0, as soon as it has come."""
         first = self._come.get(0)
         if first is None or first.member is None:
@@ -467,20 +459,20 @@ class Meeting:
             theirs = other.member.terms
             for term in sorted(mine.keys() | theirs.keys()):
                 if theirs.get(term) != mine.get(term):
-                    yield from self.fail(
+                    self.fail(
                         f"{other.name} has {term} {theirs.get(term)!r}, {first.name} has {mine.get(term)!r}: all ranks"
                         " need the same"
                     )
                     return
 
-    def _call(self) -> Iterator[Action]:
+    def _call(self) -> None:
         members = [self._come[rank].member for rank in range(self.world)]
         texts = [member.to_text() for member in members if member is not None]
         roll = frame(Kind.ROLL, f"[{','.join(texts)}]".encode())
         for caller, who in self._callers.items():
             if who.state is State.COME:
                 who.state = State.CALLED
-                yield Say(caller, roll)  # all callers share these bytes
+                self._say(caller, roll)  # all callers share these bytes
 
     def _answer(self, who: _Caller, kind: Kind, body: bytes) -> bytes:
         """The answer about a note. Only its writer may write it again, and it counts against the writer's limit."""

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import GroupError, HandshakeError, RollCallError
@@ -24,14 +24,12 @@ from .listener import Doors
 from .meeting import (
     AMOUNT,
     HEARD,
-    Action,
     Broken,
     Frames,
     Kind,
     Meeting,
     Member,
     Roll,
-    Say,
     fault_frame,
     frame,
     note,
@@ -153,7 +151,8 @@ class MeetingServer:
         """The time limit of the next wait for events. None ends the server."""
         now = time.monotonic()
         if now >= self._limit and not self._ended:
-            self._act(self._meeting.fail("the time for this start is over"))
+            self._meeting.fail("the time for this start is over")
+            self._act()
         for line in list(self._lines.values()):
             if line.dismissed_at is not None and now >= line.dismissed_at + _READ_S:
                 self._hang_up(line)
@@ -178,7 +177,8 @@ class MeetingServer:
         line = self._lines[self._count] = _Line(self._count, sock)
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ, line)
-        self._act(self._meeting.enter(line.number, rank, whence))
+        self._meeting.enter(line.number, rank, whence)
+        self._act()
 
     def _read(self, line: _Line) -> None:
         try:
@@ -197,20 +197,24 @@ class MeetingServer:
         """Act on received frames one by one, until one has an answer that the process has not read."""
         try:
             while not line.unsent and line.dismissed_at is None and (said := line.frames.take()) is not None:
-                self._act(self._meeting.hear(line.number, *said))
+                self._meeting.hear(line.number, *said)
+                self._act()
         except Broken as broken:
-            self._act(self._meeting.break_off(line.number, str(broken)))
+            self._meeting.break_off(line.number, str(broken))
+            self._act()
 
-    def _act(self, actions: Iterable[Action]) -> None:
-        for action in list(actions):  # first complete the decision: sending may cause further calls of the meeting
+    def _act(self) -> None:
+        """Send the frames of the meeting."""
+        while self._meeting.said:
             if self._meeting.over:
                 self._doors.close()
-            line = self._lines.get(action.caller)
+            caller, data, last = self._meeting.said.popleft()
+            line = self._lines.get(caller)
             if line is None:
                 continue
-            if isinstance(action, Say):
-                line.unsent.append(memoryview(action.frame))
-            else:
+            if data:
+                line.unsent.append(memoryview(data))
+            if last:
                 line.dismissed_at = time.monotonic()
             self._write(line)
 
@@ -240,7 +244,8 @@ class MeetingServer:
         del self._lines[line.number]
         self._selector.unregister(line.sock)
         line.sock.close()
-        self._act(self._meeting.leave(line.number))
+        self._meeting.leave(line.number)
+        self._act()
 
 
 class MeetingClient:

@@ -11,8 +11,8 @@ import pytest
 
 from syncline.errors import SynclineError
 from syncline.transports import Bytes
-from syncline.transports import _segments as module
-from syncline.transports._segments import Segments, map_segment, staging_size
+from syncline.transports import shm as module
+from syncline.transports.shm import Segments, map_segment, staging_size
 
 MIB = 1 << 20
 
