@@ -79,7 +79,7 @@ def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     if any(apart):
         found["averaging"] = [one and one.saved() for one in apart]
     clients = [made.client for made in prepared]
-    if any(client is not None and client.keeps for client in clients):
+    if any(client is not None and client.owned.keeps for client in clients):
         found["weights"] = [client and client.owners_weights() for client in clients]
     return found
 
@@ -178,11 +178,11 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
     for made, step, saved, other, owned in zip(prepared, state["steps"], codecs, apart, weights, strict=True):
         made.replica.trained.resume(step, dict(zip(_OF_CODECS, (_arrays(saved), _arrays(other)), strict=True)))
         compression, client = made.replica.exchange.compression, made.client
-        if client is not None and (compression is not None or client.keeps):
+        if client is not None and (compression is not None or client.owned.keeps):
             client.resume(step, owned or {})
         if compression is None:
             continue
-        lost = (saved is None and compression.keeps) or (owned is None and client is not None and client.keeps)
+        lost = (saved is None and compression.keeps) or (owned is None and client is not None and client.owned.keeps)
         compression.warn_of_loss(str(session.strategy), lost, 4)
     for made, agreed in zip(prepared, state.get("averaging") or nothing, strict=True):
         if made.replica.averaging is not None:  # nothing stays of the run until now

@@ -55,7 +55,7 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "why"),
     [
         ("later", r"a step later \(apply='next_step'\)"),
-        ("remade", r"makes its buckets anew .*\(measures=2\)"),
+        ("remade", r"forms new buckets .*\(measures=2\)"),
     ],
 )
 def test_what_a_framework_cannot_do_is_refused_by_name(name: str, why: str) -> None:

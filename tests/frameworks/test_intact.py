@@ -242,7 +242,7 @@ def test_ranks_that_change_weights_differently_are_named(group: Any, strategy: s
 def test_under_a_codec_weights_of_which_the_owners_know_more_are_only_loaded_whole(group: Any, strategy: str) -> None:
     def body(here: Here) -> None:
         assert here.client is not None
-        assert here.client.keeps
+        assert here.client.owned.keeps
         halved(here.model[0].weight.data)  # type: ignore[index]
         train(here, range(1))
         here.model.load_state_dict(here.model.state_dict())

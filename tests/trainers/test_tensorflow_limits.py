@@ -73,9 +73,9 @@ RING = {
     ("ring", "integers"): "is int32: Syncline trains",
     ("ring", "no model"): "the model is int: give one of Keras",
     ("ring", "weight"): "weight= is for models of PyTorch",
-    ("ring", "jit fit"): "say compile(..., jit_compile=False)",
+    ("ring", "jit fit"): "use compile(..., jit_compile=False)",
     ("ring", "jit loop"): "is compiled by XLA (jit_compile=True)",
-    ("ring", "compiled anew"): "give compile() the very optimizer",
+    ("ring", "compiled anew"): "give compile() the same optimizer",
     ("ring", "unused"): "there is no gradient of 'unused/",
     ("ring", "many unused"): " and 1 more: the loss does not depend on it",
     ("ring", "device"): "lies on a device of kind GPU: syncline.tensorflow serves the CPU",
@@ -85,7 +85,7 @@ RING = {
     ("ring", "no such root"): "broadcast() from rank 2 of 2: give one of 0 to 1",
     ("ring", "no state"): "this is no state that syncline.tensorflow.state_dict() gave",
     ("ring", "no epochs"): "a checkpoint every 0 epochs: give 1 or more",
-    ("ring", "cut file"): "run.npz is no whole checkpoint that syncline.tensorflow.Checkpoint wrote",
+    ("ring", "cut file"): "run.npz is no complete checkpoint of syncline.tensorflow.Checkpoint",
 }
 OF_SERVERS = {
     ("ps(servers=1)", "average"): "use syncline.tensorflow.prepare(model, optimizer)",
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
             "other_optimizers",
             "rank 1 (*) has the optimizer SGD with {'momentum': 0.5}, rank 0 (*) has SGD",
         ),
-        ("other_metrics", "report other metrics of an epoch, of which 'mae' is one's alone"),
+        ("other_metrics", "report different metrics of an epoch, and only one has 'mae'"),
         ("shared_variables", "has been prepared again: use the result of the last syncline.prepare() for it"),
         ("traced_before", "the optimizer counts 1 steps that were made without the other ranks"),
         ("other_shapes", "rank 1 (*): the gradient of 'Variable' is of shape (1, 3)"),
@@ -152,7 +152,7 @@ TENSORFLOW, KERAS = "__version__ = '2.21.0'", "__version__ = '3.15.1'"
         (
             TENSORFLOW,
             f"{KERAS}\nclass backend:\n    backend = staticmethod(lambda: 'jax')",
-            "needs Keras to compute by TensorFlow, and here it does by jax: set KERAS_BACKEND=tensorflow",
+            "needs Keras with the backend tensorflow, and this one has the backend jax: set KERAS_BACKEND=tensorflow",
         ),
     ],
 )

@@ -96,13 +96,11 @@ class HeldWeights:
         return Values(arrays, arrays)
 
     def read(self, into: Values) -> None:
-        """Through the copies."""
         self._weights.read(self._held.tensors)
         for array, mine in zip(into.blocks, self._held.arrays, strict=True):
             array[...] = mine
 
     def write(self, values: Values) -> None:
-        """Through the copies."""
         for mine, array in zip(self._held.arrays, values.blocks, strict=True):
             mine[...] = array
         self._weights.write(self._held.tensors)
@@ -213,7 +211,7 @@ class Coming:
         self._left = dict.fromkeys(range(len(self.names)))
 
     def end(self) -> None:
-        """End the step."""
+        """Note that no gradient of the present step is awaited any more: it is over."""
         self._left = None
 
     def came(self, tensor: int) -> None:
@@ -387,11 +385,7 @@ class FlatModel:
         self.session.check_usable()
         self._check_not_gone()
         due = self.trained.machine.due
-        if self.owned is not None and not due:
-            raise self.fault(
-                f"sync={self.session.strategy.sync.name} exchanges nothing in step {self.steps}, but owners of the"
-                " weights must take part in every step: use ring or another allreduce, or ps(update=worker)"
-            )
+        self.trained.check_due()
         self._alone = self.averaging is not None and not due
         self._share = self.trained.share if due else 1.0
         self.coming.begin()

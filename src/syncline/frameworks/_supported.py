@@ -57,7 +57,7 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
     if schedule.apply == "next_step":
         why = "applies gradients a step later (apply='next_step')"
     if schedule.measures:
-        why = f"makes its buckets anew from the times of layers (measures={schedule.measures})"
+        why = f"forms new buckets from the times of layers (measures={schedule.measures})"
     if why:
         raise UsageError(
             f"schedule={name} {why}, which Syncline does not support with {framework} yet: use schedule=fixed, or"

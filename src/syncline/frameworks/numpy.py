@@ -63,7 +63,7 @@ class Rule:
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{name} does not say what it takes ({error}): wrap it in a function") from error
+            raise UsageError(f"the parameters of {name} are unknown ({error}): wrap it in a function") from error
         named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         if len(parameters) < 3 or any(one.default is one.empty for one in named[3:]):
             raise UsageError(
@@ -232,7 +232,6 @@ class ArrayWeights:
             np.copyto(flat.reshape(array.shape), array)
 
     def write(self, values: Sequence[Array]) -> None:
-        """In place."""
         for array, flat in zip(self.arrays.values(), values, strict=True):
             np.copyto(array, flat.reshape(array.shape))
 

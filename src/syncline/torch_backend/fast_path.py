@@ -115,7 +115,7 @@ class FastAllreduce:
         return prepared
 
     def close(self) -> None:
-        """Release all prepared runs."""
+        """Release all prepared runs and their memory."""
         while self._known:
             prepared = self._known.popitem()[1]
             if prepared is not None and self._us.engine.error is None:

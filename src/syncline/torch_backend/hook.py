@@ -169,8 +169,8 @@ class HookState:
                 known.compression.resume_at(step)
         elif known.numbers != numbers:
             raise UsageError(
-                "DistributedDataParallel has put its buckets together anew after the second step, and what the"
-                " codec has kept back is of the others: make a new hook state, or use syncline.prepare()"
+                "DistributedDataParallel has formed new buckets after the second step, and the codec's residuals"
+                " belong to the former ones: make a new hook state, or use syncline.prepare()"
             )
         return known
 

@@ -107,7 +107,7 @@ def chosen(text: str | None) -> Strategy:
     if found.codec != NONE:
         codec = replace(Strategy.parse(""), codec=found.codec)
         raise UsageError(
-            f"{found}: what a process group sums is not known to be gradients, so it is not compressed; give the codec"
+            f"{found}: a process group may sum other values than gradients, so it compresses nothing; give the codec"
             " to DistributedDataParallel's hook:"
             f" ddp.register_comm_hook(syncline.hook_state({str(codec)!r}), syncline.comm_hook)"
         )
@@ -132,16 +132,12 @@ def _end_all() -> None:
             end_failed(error)
 
 
-def _current() -> Session | None:
-    return _live[0] if _live else None
-
-
 def _watch_the_end() -> None:
     global _watching
     if _watching:
         return
     _watching = True
-    watch_exceptions(_current)
+    watch_exceptions(lambda: _live[0] if _live else None)
     atexit.register(_end_all)
     # Children of multiprocessing, and of torch.multiprocessing.spawn, do not run the functions of atexit.
     multiprocessing.util.Finalize(None, _end_all, exitpriority=100)

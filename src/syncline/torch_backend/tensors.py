@@ -63,7 +63,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         raise NotImplementedError(
-            f"sparse tensors are not there in the backend syncline: use the backend gloo for {tuple(tensor.shape)} of"
+            f"the backend syncline does not exchange sparse tensors: use the backend gloo for {tuple(tensor.shape)} of"
             f" {tensor.layout}, or give .to_dense()"
         )
     if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
@@ -198,7 +198,7 @@ def reduction_of(op: Any, dtype: np.dtype[Any], complex_numbers: bool = False) -
     found = _REDUCTIONS.get(name)
     if found is None:
         raise NotImplementedError(
-            f"ReduceOp.{name} is not there in the backend syncline: use the backend nccl, or multiply before a sum"
+            f"the backend syncline has no ReduceOp.{name}: use the backend nccl, or multiply before a sum"
         )
     if found.combine in _BITWISE and dtype.kind not in "iub":
         raise UsageError(f"ReduceOp.{name} is for whole numbers, not for {dtype}")

@@ -538,7 +538,7 @@ class BucketExchange:
     def _fits(self, buckets: Sequence[Bucket]) -> None:
         """Raise UsageError for buckets that cannot replace these."""
         if place_tensors([layer.spec.elements for layer in self.layout.layers], buckets) != self.storages[0].placed:
-            raise UsageError("other buckets list tensors in another order than the first ones, which memory has")
+            raise UsageError("these buckets list tensors in another order than the present ones, which have the memory")
         if self.compression is not None:
             self.compression.check_cuts(buckets)
 

@@ -40,8 +40,8 @@ class _Exchange(effects.Effect):  # type: ignore[misc]
 
 _BRANCH = "inside of a branch (jax.lax.cond or switch)"
 _LOOP = (
-    "inside of a loop whose length every rank finds out by itself (jax.lax.while_loop, fori_loop between bounds that"
-    " are traced; jax.lax.scan has one that is known)"
+    "inside of a loop whose length each rank determines by itself (jax.lax.while_loop, fori_loop between traced"
+    " bounds; the length of jax.lax.scan is known)"
 )
 
 
@@ -85,7 +85,7 @@ def _forget_effect(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
 
 
 def _refuse_batch(_values: Any, _axes: Any, *, effect: _Exchange, **_: Any) -> NoReturn:
-    effect.refuse("under jax.vmap, which has no one value of each gradient")
+    effect.refuse("under jax.vmap, where a gradient has no single value")
 
 
 partial_eval.dce_rules[_watched] = _forget_effect

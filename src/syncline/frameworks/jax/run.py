@@ -29,18 +29,21 @@ from .._computations import KINDS, tensors_of_calls
 from .._flat import Array, FlatModel, serve_flat
 from .._supported import check_average, check_mode, check_schedule, warn_of_plain_steps
 from .calls import PUT, TAKE, TOKEN, Buckets, Call, calls, invoke, invoke_code, shared, unseen, wait_for_steps
-from .slices import OptaxSlices, device_of_owners, outline, probe
 from .trees import (
+    OptaxSlices,
     SynclineState,
     TreeWeights,
     bare,
+    device_of_owners,
     devices_of,
     fresh,
     given,
     host,
     is_traced,
     named,
+    outline,
     placed,
+    probe,
     specs_of,
     state_of,
     told_to_all,
@@ -50,8 +53,8 @@ try:
     from .branches import watched
 except (ImportError, AttributeError) as error:  # what it stands on is JAX's own
     warn(
-        f"JAX {jax.__version__} does not tell of exchanges inside of branches and loops ({error}): call update()"
-        " outside of jax.lax.cond, switch and while_loop, where ranks that leave one out would pair gradients of"
+        f"with JAX {jax.__version__} exchanges in branches and loops cannot be detected ({error}): call update()"
+        " outside of jax.lax.cond, switch and while_loop, because a rank that skips an exchange would pair gradients of"
         " different steps",
         stacklevel=1,
     )
@@ -114,7 +117,7 @@ class Run:
         if not all(
             np.array_equal(_bits(one), _bits(other)) for one, other in zip(mine, self._weights.now, strict=True)
         ):
-            text = f"{session.name(session.index)} begins with other parameters than rank 0: say params ="
+            text = f"{session.name(session.index)} begins with other parameters than rank 0: call params ="
             raise session.fail(UsageError(f"{text} syncline.jax.broadcast(params) before init(params)"))
         self._compare(params)
         session.barrier()  # nobody goes on from parameters that are not everyone's
@@ -203,9 +206,13 @@ class Run:
         gradients = self._checked(self._model, updates)
         self._structure = jax.tree.structure(updates)  # of arrays, where init() may have had Variables of flax around
         if params is None and (self._held or self._periodic):
-            raise self._model.fault(f"{self._session.strategy} exchanges weights: say update(gradients, state, params)")
+            raise self._model.fault(
+                f"{self._session.strategy} exchanges weights: call update(gradients, state, params)"
+            )
         if self._held and extra:
-            raise self._model.fault(f"owners of the weights are not told {', '.join(extra)}: use ring or an allreduce")
+            raise self._model.fault(
+                f"owners of the weights do not receive {', '.join(extra)}: use ring or an allreduce"
+            )
         step, *gradients = watched(self.number, partial(_refuse, self.number), [state.step, *gradients])
         state = state._replace(step=step)
         if self._periodic:
@@ -286,10 +293,10 @@ class Run:
         self._session.check_usable()
         if step != model.steps:
             raise model.fault(
-                f"a computation makes step {step} where the run is at step {model.steps}: every step goes on"
-                " from the optimizer state of the one before. Resume by syncline.jax.load_state_dict(), put the"
-                " parameters on all devices that compute before init(params), and let nothing around this"
-                f" transformation call it more than once in a step or drop its state: {_ORDER}"
+                f"a computation makes step {step}, and the run is at step {model.steps}: every step goes on"
+                " from the optimizer state of the step before. Resume with syncline.jax.load_state_dict(), put the"
+                " parameters on all devices that compute before init(params), and let no other transformation"
+                f" call this one more than once in a step or drop its state: {_ORDER}"
             )
         return model
 
@@ -398,7 +405,7 @@ def run_of(state: Any) -> Run:
 
 
 def _refuse(run: int, where: str) -> NoReturn:
-    text = f"update() is traced {where}, and ranks that leave one out would pair gradients of different steps: {_ORDER}"
+    text = f"update() is traced {where}, and a rank that skips it would pair gradients of different steps: {_ORDER}"
     found = _runs.get(run)
     raise GradientError(text) if found is None or found._model is None else found._model.fault(text)
 

@@ -21,7 +21,7 @@ import keras  # noqa: E402 - only now it is known to be there
 
 if (backend := keras.backend.backend()) != "tensorflow":
     raise UsageError(
-        f"syncline.tensorflow needs Keras to compute by TensorFlow, and here it does by {backend}: set"
+        f"syncline.tensorflow needs Keras with the backend tensorflow, and this one has the backend {backend}: set"
         " KERAS_BACKEND=tensorflow before anything imports keras"
     )
 

@@ -47,8 +47,8 @@ class MeanMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         for rank, data in enumerate(session.gather(json.dumps(names).encode())):
             if other := sorted(set(names) ^ set(json.loads(data))):
                 text = (
-                    f"{session.name(session.index)} and {session.name(rank)} report other metrics of an epoch, of which"
-                    f" {other[0]!r} is one's alone: compile models with the same metrics, and validate on all or none"
+                    f"{session.name(session.index)} and {session.name(rank)} report different metrics of an epoch, and"
+                    f" only one has {other[0]!r}: compile models with the same metrics, and validate on all or none"
                 )
                 raise session.fail(MismatchError(text))
 
@@ -109,8 +109,8 @@ def _from_bytes(data: bytes, name: object) -> dict[str, Any]:
         found = _given(json.loads(str(arrays[_TREE])), arrays)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{name} is no whole checkpoint that syncline.tensorflow.Checkpoint wrote ({error}): give another one, or"
-            " remove it to begin anew"
+            f"{name} is no complete checkpoint of syncline.tensorflow.Checkpoint ({error}): give another one, or remove"
+            " it to start from the beginning"
         ) from error
     return dict(found)
 
@@ -127,7 +127,7 @@ def _taken(value: Any, arrays: list[Any]) -> Any:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UsageError(f"a state with {type(value).__name__} cannot be written: it has arrays, numbers and words")
+    raise UsageError(f"a state with {type(value).__name__} cannot be written, only arrays, numbers and texts")
 
 
 def _given(value: Any, file: Any) -> Any:

@@ -22,8 +22,8 @@ from .._checkpoint import checked, load, load_alone, save, save_alone
 from .._computations import broadcast_into
 from .._supported import check_average, warn_of_plain_steps
 from .run import Matching, Run, Unused
-from .slices import KerasSlices, probe
 from .variables import (
+    KerasSlices,
     Slots,
     VariableWeights,
     assign,
@@ -31,6 +31,7 @@ from .variables import (
     innermost,
     moving,
     names_of,
+    probe,
     resource,
     specs_of,
     trained,
@@ -112,21 +113,21 @@ class Prepared:
             self._since += alone
             warnings.warn(
                 f"{self.session.name(self.session.index)}: the optimizer counts {alone} steps that were made without"
-                " the other ranks. A tf.function that was traced before prepare() makes such ones: call prepare()"
-                " before the step is called first, or make the tf.function anew behind it. Where the script has set"
-                " optimizer.iterations by itself all is well",
+                " the other ranks, as a tf.function makes them that was traced before prepare(): call prepare() before"
+                " the first call of the step, or create the tf.function again after it. If the script has set"
+                " optimizer.iterations itself, this is no fault",
                 stacklevel=2,
             )
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a saved state."""
+        """Continue from a result of ``state_dict``, with any number of workers."""
         names = names_of(self.untrained)
         if not {"untrained", "weights", "steps", "strategy"} <= set(saved):
-            raise UsageError("this is no state that syncline.tensorflow.state_dict() gave: give that of a run before")
+            raise UsageError("this is no result of syncline.tensorflow.state_dict(): give that of an earlier run")
         told = saved["untrained"]
         if sorted(told) != sorted(names):
             raise UsageError(
-                f"this state is of another model: what it does not train is {', '.join(told) or 'nothing'}"
+                f"this state is of another model, whose untrained variables are {', '.join(told) or 'nothing'}"
             )
         if self.run is None:
             self.steps = load_alone(self.specs, self.weights, saved)
@@ -173,8 +174,8 @@ def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buf
     used = getattr(model, "optimizer", None) if optimizer is None else optimizer
     if used is None:
         raise UsageError(
-            "a model of TensorFlow needs its optimizer: say prepare(model, optimizer), or compile() the model before;"
-            " loops with an optimizer that is not Keras' say syncline.tensorflow.average(model)"
+            "a model of TensorFlow needs its optimizer: call prepare(model, optimizer), or compile() the model before;"
+            " with an optimizer that is not of Keras, call syncline.tensorflow.average(model)"
         )
     return _entered(session, model, used, unused, buffers)
 
@@ -197,8 +198,8 @@ def prepared(model: Any) -> Prepared:
             made.session.check_usable()
             return made
     raise UsageError(
-        "this model, with the variables of it that are trainable now, has not been prepared in this run: call"
-        " syncline.tensorflow.prepare(model, optimizer), or average(model), before"
+        "this model, with its present trainable variables, has not been prepared in this run: call"
+        " syncline.tensorflow.prepare(model, optimizer), or average(model), first"
     )
 
 
@@ -221,13 +222,13 @@ def _guard(model: Any, run: Run, optimizer: Any) -> None:
     def make_train_function(force: bool = False) -> Any:
         if model.optimizer is not optimizer:
             raise run.model.fault(
-                "the model is compiled with another optimizer than the one that it was prepared with, which would train"
-                " without the other ranks: give compile() the very optimizer, or call prepare() after it"
+                "the model is compiled with another optimizer than that of prepare(), which would train without the"
+                " other ranks: give compile() the same optimizer, or call prepare() after compile()"
             )
         if model.jit_compile:
             raise run.model.fault(
                 "the model is compiled with jit_compile=True, and computations of XLA on the CPU cannot call Syncline:"
-                " say compile(..., jit_compile=False)"
+                " use compile(..., jit_compile=False)"
             )
         before = model.train_function
         made = original(force)
@@ -266,7 +267,7 @@ def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}: give one of Keras, as keras.optimizers.Adam(1e-3), or keep"
-            " your own and say syncline.tensorflow.average(model)"
+            " your own and call syncline.tensorflow.average(model)"
         )
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):

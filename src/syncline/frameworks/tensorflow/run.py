@@ -78,7 +78,7 @@ class Matching:
             more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
             raise self.fault(
                 f"there is no gradient of {names}{more}: the loss does not depend on it, or it was frozen after"
-                " prepare(); set trainable=False before prepare(), or say prepare(..., unused='zeros')"
+                " prepare(); set trainable=False before prepare(), or use prepare(..., unused='zeros')"
             )
         return [
             found[number] if number in found else tf.zeros(spec.shape, spec.dtype)
@@ -114,7 +114,7 @@ class Buffers:
         return [one.read_value() for one in self.variables]
 
     def assign(self, values: Sequence[Any]) -> None:
-        """Set the variables."""
+        """Set the variables to these values, at this point in a graph."""
         for variable, one in zip(self.variables, values, strict=True):
             variable.assign(one)
 
@@ -287,7 +287,7 @@ class Run:
         ):
             raise self.model.fault(
                 "the step is compiled by XLA (jit_compile=True), whose computations on the CPU cannot call Syncline:"
-                " say compile(..., jit_compile=False), or tf.function without jit_compile around the step, and with it"
+                " use compile(..., jit_compile=False), or tf.function without jit_compile around the step, and with it"
                 " around the model only"
             )
 

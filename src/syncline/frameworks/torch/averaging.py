@@ -131,8 +131,7 @@ class Averaging:
         self._weights = weight_exchange(session, replica.first_key, mode, self._memory)
         replica.trained.weights, replica.exchange.mix = self._weights, self._weights.mix
         replica.listeners.loaded = self._weights.anew
-        staging = replica.exchange.staging
-        self._buffers = MeanBuffers(replica.session, replica.selection, staging, replica.first_key, replica.fault)
+        self._buffers = MeanBuffers(replica.exchange, replica.selection, replica.fault)
         self._in_step = self._counted = False  # the optimizer is running; it has begun a step since its call
         self._scaled = False  # a GradScaler has asked the optimizer and not called it since
         self._telling: ScalerCalls | None = None
@@ -181,13 +180,13 @@ class Averaging:
 
     def _after_step(self) -> None:
         self._in_step = False
-        self.settle()
+        self._replica.trained.settle()
 
     def before_forward(self) -> None:
         """Exchange weights for a step without a call of the optimizer, if this forward pass is one of training."""
         training = torch.is_grad_enabled() and self._replica.model.training
         if training and not self._in_step and torch._C._current_graph_task_id() == -1:
-            self.settle()
+            self._replica.trained.settle()
 
     def _note_scaler(self) -> None:
         self._scaled = True
@@ -195,11 +194,7 @@ class Averaging:
     def _catch_up(self) -> None:
         """Exchange now if a GradScaler has skipped the step: the other ranks have exchanged before this call."""
         if self._scaled:
-            self.settle()
-
-    def settle(self) -> None:
-        """Exchange weights that are due before the next step."""
-        self._replica.trained.settle()
+            self._replica.trained.settle()
 
     # Exchange.
 

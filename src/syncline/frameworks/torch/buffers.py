@@ -30,7 +30,7 @@ from ...plans.messages import Program
 from ...session.layout import BUCKETS
 from ...session.session import MODEL_KEYS, Session
 from ...session.tickets import JOINED, Meeting
-from ...training.memory import Staging
+from ...training.exchange import BucketExchange
 from .compiled import eager
 from .options import Selection
 from .storage import Pair, pack_bytes, unpack_bytes
@@ -44,18 +44,16 @@ class Buffers:
 
     def __init__(
         self,
-        session: Session,
+        exchange: BucketExchange,
         selection: Selection,
-        staging: Staging,
-        first_key: int,
         fault: Callable[[str], Exception],
         among: Callable[[torch.Tensor], bool] = lambda _: True,
     ) -> None:
-        self._session, self._staging, self._fault = session, staging, fault
-        self._key = first_key + MODEL_KEYS - 1
+        self._session, self._staging, self._fault = exchange.session, exchange.staging, fault
+        self._key = exchange.key + MODEL_KEYS - 1
         self._buffers = [buffer for buffer in selection.buffers().values() if among(buffer())]
-        self._packed = staging.allocate(sum(buffer().nbytes for buffer in self._buffers), np.dtype(np.uint8))
-        packed, device = torch.from_numpy(self._packed), staging.device
+        self._packed = self._staging.allocate(sum(buffer().nbytes for buffer in self._buffers), np.dtype(np.uint8))
+        packed, device = torch.from_numpy(self._packed), self._staging.device
         self._pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
         self._works: list[Work] = []
 
@@ -92,22 +90,15 @@ class MeanBuffers:
     The sum over the workers is computed in float32, or in float64 if any buffer has that type.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        selection: Selection,
-        staging: Staging,
-        first_key: int,
-        fault: Callable[[str], Exception],
-    ) -> None:
-        self._session, self._staging, self._fault = session, staging, fault
-        self._key = first_key + BUCKETS - 1  # buckets are numbered from 0 and never reach this key
-        self._others = Buffers(session, selection, staging, first_key, fault, lambda buffer: not _is_mean(buffer))
+    def __init__(self, exchange: BucketExchange, selection: Selection, fault: Callable[[str], Exception]) -> None:
+        self._session, self._staging, self._fault = exchange.session, exchange.staging, fault
+        self._key = exchange.key + BUCKETS - 1  # buckets are numbered from 0 and never reach this key
+        self._others = Buffers(exchange, selection, fault, lambda buffer: not _is_mean(buffer))
         self._buffers = [buffer for buffer in selection.buffers().values() if _is_mean(buffer())]
         wide = any(buffer().dtype == torch.float64 for buffer in self._buffers)
         dtype = np.dtype(np.float64 if wide else np.float32)
-        self._packed = staging.allocate(sum(buffer().numel() for buffer in self._buffers) * dtype.itemsize, dtype)
-        packed, device = torch.from_numpy(self._packed), staging.device
+        self._packed = self._staging.allocate(sum(buffer().numel() for buffer in self._buffers) * dtype.itemsize, dtype)
+        packed, device = torch.from_numpy(self._packed), self._staging.device
         self._pair = Pair(packed if device is None else torch.zeros_like(packed, device=device), packed)
         self._works: list[Work] = []
         self._parts = 1

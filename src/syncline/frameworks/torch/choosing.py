@@ -130,7 +130,7 @@ class Choosing:
     ) -> Layout:
         """Make rank 0's choice. ``objected``: a rank objects now. ``resumed``: the layout in the state of a resumed
         run."""
-        if resumed is not None and not (objected and _overlaps(resumed.strategy_in(self._strategy))):
+        if resumed is not None and not (objected and self._overlaps_in(resumed)):
             return resumed
         if self._phase == _BEGUN and resumed is None:
             return with_measuring_buckets(self._strategy, lay)
@@ -202,7 +202,7 @@ class Choosing:
 
     def resume(self, layout: Layout, measured: bool) -> None:
         """Prepare for the layout of a resumed run, which is about to replace the present one."""
-        if measured and _overlaps(layout.strategy_in(self._strategy)):
+        if measured and self._overlaps_in(layout):
             self._watch()
 
     def resumed(self, measured: bool) -> None:

@@ -332,7 +332,7 @@ class DeferredUpdates:
         if number in self._unread and torch._C._current_graph_task_id() == self._pass:
             raise self._replica.fault(
                 f"the weights of {self._replica.named[number][0]!r} were read in this forward pass before their update"
-                " had come, by something that PyTorch does not tell of (an extension?), and not so in the first step:"
+                " had come, by a use that PyTorch does not report (an extension?) and that the first step did not have:"
                 " call syncline.flush() before it, or use schedule=fixed"
             )
 
@@ -343,7 +343,7 @@ class DeferredUpdates:
             gradient.data_ptr() == pending.storage.places[number] for pending in self._pending.values()
         ):
             raise self._replica.fault(
-                f"backward() adds to the gradient of {self._replica.named[number][0]!r}, which is still under way from"
+                f"backward() adds to the gradient of {self._replica.named[number][0]!r}, which is still in flight from"
                 f" the step before: call zero_grad() before backward(), of all models that it goes through, or use"
                 f" another schedule than {self.name}"
             )

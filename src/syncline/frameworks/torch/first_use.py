@@ -83,12 +83,10 @@ class DeferredParameter(torch.nn.Parameter):
         return torch.nn.Parameter(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Complete the parameter first."""
         _complete([self])
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Complete the parameter first."""
         _complete([self])
         return self.__reduce_ex__(protocol)
 

@@ -80,7 +80,7 @@ class Hooks:
         self._handles += kept
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and give modules their own class and copy methods back."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -107,9 +107,6 @@ class Listeners:
 
     exchanged: Callable[[Meeting | None], None] = nothing
     """Called at the end of every step's backward pass with its meeting, if any; pushes may still be in flight."""
-
-    local_step: Callable[[], None] = nothing
-    """Called if a step is not exchanged; a parameter server refuses it."""
 
     loaded: Callable[[], None] = nothing
     """Called when the script has loaded a state into the model."""
@@ -298,5 +295,5 @@ class Telling:
         self._tell = tell
 
     def __call__(self, *_: Any) -> None:
-        """Report the step."""
+        """Report the step, whatever torch passes to its hooks."""
         self._tell()

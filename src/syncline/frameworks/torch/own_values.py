@@ -37,6 +37,8 @@ ADDED = ("_client", "_deferred", "_hidden", "_pieces", "_owners", "_parameters")
 """The attributes that ``optimizer`` adds to a user's optimizer."""
 OF_STEPS = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """The attributes that belong to the steps of the user's optimizer alone."""
+_NOT_COPIED = frozenset((*ADDED, "param_groups", "state"))
+_NOT_IN_STEPS = _NOT_COPIED.union(OF_STEPS)
 _OF_OTHERS = ("grad_scale", "found_inf", "_opt_called", *ADDED)
 """Attributes that GradScaler, learning-rate schedulers and Syncline add to an optimizer."""
 _MOST_TOLD = 64 * 1024
@@ -51,16 +53,11 @@ class OwnValues:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
-        self._optimizer, self._own = optimizer, own
+        self._optimizer, self.own = optimizer, own
         self._told: list[dict[str, Any]] = []
         self._sent: dict[str, Any] = {}  # the attributes sent in the present step, which owners may still skip
         self._begun = {name: value for name, value in attributes(optimizer).items() if name not in own[-1]}
         self.forget()
-
-    @property
-    def advance(self) -> bool:
-        """Whether owners have anything to send back."""
-        return any(self._own)
 
     def to_send(self, groups: Groups) -> list[dict[str, Any]]:
         """The group values and attributes that the owners do not have yet. Without any attributes, their entry is
@@ -71,12 +68,12 @@ class OwnValues:
         ]
         for number, (values, told) in enumerate(zip((*changed, self._sent), self._told, strict=True)):
             for key in values.keys() & told.keys():  # a constant may be long, such as the names of all parameters
-                _check_short(_name(self._optimizer), name_of(key, number, len(self._own)), json.dumps(values[key]))
+                _check_short(_name(self._optimizer), name_of(key, number, len(self.own)), json.dumps(values[key]))
         return [*changed, self._sent] if self._sent else changed
 
     def forget(self) -> None:
         """Send all new values once more, because the slices have other owners now."""
-        self._told = [*({} for _ in self._own[:-1]), dict(self._begun)]
+        self._told = [*({} for _ in self.own[:-1]), dict(self._begun)]
 
     def take(self, records: Sequence[Record]) -> None:
         """Write the owners' values to the optimizer. Raises UsageError if owners disagree."""
@@ -90,9 +87,9 @@ class OwnValues:
                 raise refusal(
                     _name(self._optimizer),
                     f"owners of different slices have computed {found[at]} and {record.value} as"
-                    f" {name_of(at[1], at[0], len(self._own))}",
+                    f" {name_of(at[1], at[0], len(self.own))}",
                 )
-        for number, (place, own) in enumerate(zip(places(self._optimizer), self._own, strict=True)):
+        for number, (place, own) in enumerate(zip(places(self._optimizer), self.own, strict=True)):
             told = {key: json.loads(found[number, key]) for key in own if (number, key) in found}
             put(place, told)
             self._told[number].update(told)
@@ -276,7 +273,7 @@ def copy_with(
     It has all other attributes; ``apart``: its plain values are copies. ``steps``: it makes steps in place of the
     user's object, whose hooks, and whose step if the script has set one on the object, run once per step and not here.
     """
-    left_out = {*ADDED, "param_groups", "state", *(OF_STEPS if steps else ())}
+    left_out = _NOT_IN_STEPS if steps else _NOT_COPIED
     kept = {name: value for name, value in vars(optimizer).items() if name not in left_out}
     if apart:
         kept = {name: copy.deepcopy(value) if is_plain(value) else value for name, value in kept.items()}

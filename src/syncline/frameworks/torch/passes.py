@@ -95,7 +95,7 @@ class Backward:
         self.leave()
 
     def leave(self) -> None:
-        """Forget the present pass."""
+        """Forget the present pass and its tasks."""
         self.tasks.clear()
 
     def _task_ended(self) -> None:
@@ -258,7 +258,7 @@ class TrainedReplica(Replica):
     ) -> None:
         framework = Framework(
             check=self.check_start,
-            begin=self._begin,
+            begin=lambda: self.listeners.begin(),
             weight=self.weight,
             met=self._met,
             apply=self._apply,
@@ -282,7 +282,7 @@ class TrainedReplica(Replica):
         self._produced = Produced(self.named, self.storage, self.fault)
         self._untold: list[int] = []  # complete gradients that the state machine does not know yet
         self.made_local_steps = False  # whether any step was not exchanged
-        self.buffers = Buffers(session, self.selection, self.exchange.staging, first_key, self.fault)
+        self.buffers = Buffers(self.exchange, self.selection, self.fault)
         self.normalises_over_ranks = any(isinstance(module, SyncBatchNorm) for module in model.modules())
 
     deferred: DeferredUpdates | None = None
@@ -307,8 +307,7 @@ class TrainedReplica(Replica):
         """``flush``, and exchange weights that are due, without counting as a read by the script."""
         if self.deferred is not None:
             self.deferred.settle()
-        if self.averaging is not None:
-            self.averaging.settle()
+        self.trained.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -336,12 +335,12 @@ class TrainedReplica(Replica):
                 flat.zero_()
 
     def replace_layout(self) -> None:
-        """As ``TrainedModel.replace_layout``."""
+        """Finish deferred updates, then as ``TrainedModel.replace_layout``."""
         self.settle()
         self.trained.replace_layout()
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
-        """As ``TrainedModel.resume_with``."""
+        """Finish deferred updates, then as ``TrainedModel.resume_with``."""
         self.settle()
         self.trained.resume_with(layout, measured)
 
@@ -357,7 +356,7 @@ class TrainedReplica(Replica):
     # What the script does with the model.
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """A forward pass begins."""
+        """Check the model at the start of a forward pass, and finish what the pass must not meet."""
         self.guard.check_only_ours()
         if self.deferred is not None:
             self.deferred.before_forward()
@@ -506,8 +505,7 @@ class TrainedReplica(Replica):
         """Make a step of the pass. If it was ``held``, none of its gradients has been sent."""
         due = self.trained.machine.due
         try:
-            if not due:
-                self.listeners.local_step()
+            self.trained.check_due()
             self._send_rest(held and due)
         except BaseException as error:
             if self.trained.begun:  # the other ranks wait for the rest of this step
@@ -548,9 +546,6 @@ class TrainedReplica(Replica):
             self.exchange.times.end_step()
         self.made_local_steps |= not due
         self.exchanged = True
-
-    def _begin(self) -> None:
-        self.listeners.begin()
 
     def _met(self, kind: int, meeting: Meeting, step: int) -> None:
         if kind == STEP:

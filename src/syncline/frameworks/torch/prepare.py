@@ -23,11 +23,12 @@ import numpy as np
 import torch
 
 from ...errors import MismatchError, SynclineError, UsageError
+from ...serving.owner import check_kept
 from ...serving.records import pack, unpack
 from ...session.layout import decide_layout
 from ...session.session import Session
 from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
-from ...sync import Averages
+from ...sync import Averages, momentum_of
 from ...training.memory import check_same_model
 from ...training.owners import OwnedModel, add_up, serve_model
 from .averaging import Averaging
@@ -35,28 +36,14 @@ from .choosing import Choosing
 from .hooks import steps_of
 from .optimizer import defer_steps, end_deferred_steps, give_back, put_together, take_over
 from .options import Named, Options, Selection
-from .own_values import OwnValues, copy_with, group_values, name_of
+from .own_values import OwnValues, copy_with, name_of
 from .passes import TrainedReplica
 from .replica import Forms
 from .served import Client, pull_by_layer
 from .shard import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
 from .staging import CudaCopier
 from .storage import Storage, distinct, layers_of, pack_bytes, unpack_bytes
-from .supported import (
-    check_averaging,
-    check_by_itself,
-    check_deferred,
-    check_held_once,
-    check_momentum,
-    check_normalisation,
-    check_only_ours,
-    check_optimizer,
-    check_own_values,
-    check_parameters,
-    check_served,
-    foreign_to,
-    tell_of_slow_start,
-)
+from .supported import check_own_values, check_parameters, checked_alone, foreign_to, tell_of_slow_start
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,8 @@ def prepare(
     On a server this serves until the workers have left, and returns None. ``copier`` replaces the copier between the
     model's device and the host. A model that was prepared before is released first.
     """
-    selection = _checked_alone(session, model, optimizer, options)
+    known: list[Prepared] = [made for one in session.family for made in one.prepared.values()]
+    selection = checked_alone(session.strategy, model, optimizer, options, [made.replica for made in known])
     first_key = session.enter_model(model)
     let_go(session, model)
     before: Prepared | None = session.prepared.pop(first_key, None)
@@ -135,28 +123,6 @@ def prepare(
     return made
 
 
-def _checked_alone(
-    session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
-) -> Selection:
-    """The parts of the model that take part. Raises UsageError for faults that this rank finds without the others."""
-    check_only_ours(model)
-    selection = Selection(model, options)
-    check_normalisation(model, options)
-    known: list[Prepared] = [made for one in session.family for made in one.prepared.values()]
-    check_held_once(model, selection.trained(), [made.replica for made in known])
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-    if session.strategy.server_holds_weights:
-        check_served(optimizer, selection)
-    if session.strategy.schedule_object().apply != "step":
-        check_deferred(session.strategy, optimizer, selection)
-    if isinstance(session.strategy.sync_mode(), Averages):
-        check_averaging(session.strategy, optimizer, options)
-    if not session.strategy.sync_mode().merges and optimizer is not None:
-        check_by_itself(session.strategy, group_values(optimizer.param_groups), selection)
-    return selection
-
-
 def _checked_together(
     session: Session, optimizer: torch.optim.Optimizer | None, selection: Selection, options: Options, first_key: int
 ) -> Probed:
@@ -166,7 +132,8 @@ def _checked_together(
         roles = session.strategy.roles
         probed = probe(optimizer, 1 if roles is None else roles.owners)
     if optimizer is not None:
-        check_momentum(session.strategy, optimizer, probed.keeps_state)
+        strategy, name = session.strategy, type(optimizer).__name__
+        check_kept(momentum_of(strategy.sync_mode()), strategy.sync.name, name, probed.keeps_state)
     calls = [f"has called syncline.prepare() with {one}" for one in options.agreed]
     tensors = [_described(name, tensor) for name, tensor in selection.tensors()]
     check_same_model(session, first_key, tensors, *((call, "give the same on all ranks") for call in calls))
@@ -238,7 +205,6 @@ def _attach_served(
     parameters = [parameter for _, parameter in replica.named]
     _move_into(weights, parameters)
     replica.guard.forms = Forms(replica.named)  # parameters with gaps have got other strides
-    replica.listeners.local_step = partial(_refuse_local_step, replica)
     # Of the user's class, also after ``take_over`` has added a mixin.
     plain = copy_with(optimizer, type(optimizer), optimizer.param_groups, optimizer.state, steps=False)
     learnt = records_of(optimizer, parameters) if session.rank == 0 or not session.group.servers else []
@@ -251,13 +217,6 @@ def _attach_served(
         pull_by_layer(replica, optimizer, client, weights)
     take_over(optimizer, client)
     return Prepared(replica.model, optimizer, replica, client)
-
-
-def _refuse_local_step(replica: TrainedReplica) -> None:
-    raise replica.fault(
-        f"sync={replica.session.strategy.sync.name} exchanges nothing in step {replica.steps}, but servers that hold"
-        " the weights must take part in every step: use ring or another allreduce, or ps(update=worker)"
-    )
 
 
 def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | None, probed: Probed) -> None:

@@ -11,7 +11,7 @@ Each such change is refused with the parameter's name and a remedy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ class Replica:
             session, first_key, layout, self.storages, staging, measuring=partial(_measuring, model, self.named)
         )
         self.trained = TrainedModel(session, self.exchange, len(self.named), framework)
-        self.guard = Guard(model, self.named, self.selection, self.storages, self.fault)
+        self.guard = Guard(self)
         self.exchanged = False  # an exchange has ended, and no backward pass has begun since
         self.listeners = Listeners()
 
@@ -124,48 +124,34 @@ class Forms:
     """The element types, shapes, strides and devices of parameters at the time of construction."""
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        self._known = [
-            (name, parameter, parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
-            for name, parameter in named
-        ]
+        self._known = [(name, parameter, _form(parameter)) for name, parameter in named]
 
     def changed(self) -> str | None:
         """A text on the first parameter whose form has changed; None if none has."""
-        for name, parameter, dtype, shape, stride, device in self._known:
-            if (
-                parameter.dtype != dtype
-                or parameter.shape != shape
-                or parameter.stride() != stride
-                or parameter.device != device
-            ):
-                now = _form(parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+        for name, parameter, before in self._known:
+            if (now := _form(parameter)) != before:
+                was, is_now = ("{} {} with strides {} on {}".format(*form) for form in (before, now))
                 return (
-                    f"parameter {name!r} was {_form(dtype, shape, stride, device)} at syncline.prepare() and is {now}"
-                    " now (by .double(), .half(), .to() or .data?): bring the model into its form before prepare()"
+                    f"parameter {name!r} was {was} at syncline.prepare() and is {is_now} now (by .double(), .half(),"
+                    " .to() or .data?): bring the model into its form before prepare()"
                 )
         return None
 
 
 class Guard:
-    """Checks one model between exchanges. ``fault`` makes an error of this rank that ends the run for all."""
+    """Checks the model of a replica between exchanges. An error ends the run for all."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        named: Named,
-        selection: Selection,
-        storages: Sequence[Storage],
-        fault: Callable[[str], GradientError],
-    ) -> None:
-        self._model, self._named, self._storages, self._fault = model, named, storages, fault
-        self.forms = Forms(named)
+    def __init__(self, replica: Replica) -> None:
+        self._model, self._named, self._storages = replica.model, replica.named, replica.storages
+        self._fault = replica.fault
+        self.forms = Forms(replica.named)
         self._looked_through = False
-        *self._path, self._first = named[0][0].split(".")
-        self._known = {id(parameter) for parameter in model.parameters()}
+        *self._path, self._first = replica.named[0][0].split(".")
+        self._known = {id(parameter) for parameter in replica.model.parameters()}
         self._required = [
             (name, parameter, parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-            if not selection.ignores(parameter)
+            for name, parameter in replica.model.named_parameters()
+            if not replica.selection.ignores(parameter)
         ]
 
     def check_only_ours(self) -> None:
@@ -232,8 +218,8 @@ class Guard:
             )
 
 
-def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device: torch.device) -> str:
-    return f"{dtype} {tuple(shape)} with strides {stride} on {device}"
+def _form(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return parameter.dtype, tuple(parameter.shape), parameter.stride(), parameter.device
 
 
 def _for_one_call(weight: Any) -> bool:

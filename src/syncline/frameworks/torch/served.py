@@ -200,7 +200,7 @@ class Client:
         """
         if self._own is not None:
             # ``ask`` may be a collective call, so every worker makes it in every step that advances values.
-            found = self.owned.owners.ask("advanced") if self._own.advance else []
+            found = self.owned.owners.ask("advanced") if any(self._own.own) else []
             if not skipped:
                 self._own.take(found)
 
@@ -250,11 +250,6 @@ class Client:
                 f" step and step(): under schedule={schedule} owners of the weights have updated the earlier values;"
                 " change weights between step() and the next backward(), or use schedule=fixed"
             )
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the owners' weights may be more precise than the workers', so that a checkpoint needs them."""
-        return self.owned.keeps
 
     def owners_weights(self) -> dict[str, torch.Tensor]:
         """The owners' weights, by name; all workers must call it."""
@@ -454,7 +449,7 @@ class Client:
         if not found:
             return
         whole = self._loaded and len(found) == len(self.parameters)
-        if self.keeps and self.owned.together and not whole and self.owned.steps:
+        if self.owned.keeps and self.owned.together and not whole and self.owned.steps:
             raise self.replica.fault(
                 f"the weights {self.replica.named[found[0]][0]!r} were changed on this worker since the last step. With"
                 " a codec the owners' weights are more precise than the workers', and this precision would be lost:"

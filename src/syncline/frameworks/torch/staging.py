@@ -133,7 +133,7 @@ class CudaCopier:
             )
 
     def unpin(self, host: torch.Tensor) -> None:
-        """Unpin memory of ``pin``."""
+        """Undo ``pin``, before the memory is freed."""
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())  # type: ignore[no-untyped-call]
 

@@ -20,21 +20,50 @@ from torch.nn.parallel import DistributedDataParallel
 from ...codecs import Codec, Sparse, codec_of
 from ...errors import UsageError
 from ...nouns import Spec
-from ...serving.owner import PushGroups, check_kept
+from ...serving.owner import PushGroups
 from ...serving.shard import Groups
 from ...session.session import Session
 from ...strategy.parts import write
 from ...strategy.strategy import Strategy
 from ...strategy.words import NONE
-from ...sync import Mixes, momentum_of
+from ...sync import Averages, Mixes
 from .buffers import unsynchronised
 from .options import Named, Options, Selection
+from .own_values import group_values
 from .shard import DECLARED, probe_parts, updates_alone
 from .storage import layers_of
 
 log = logging.getLogger("syncline")
 
 _EITHER = "give it either to Syncline or to that; leave the other out"
+
+
+def checked_alone(
+    strategy: Strategy,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: Options,
+    others: Iterable[Prepared],
+) -> Selection:
+    """The parts of the model that take part. Raises UsageError for faults that this rank finds without the others.
+
+    ``others`` are the models that were prepared before.
+    """
+    check_only_ours(model)
+    selection = Selection(model, options)
+    _check_normalisation(model, options)
+    _check_held_once(model, selection.trained(), others)
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+    if strategy.server_holds_weights:
+        _check_served(optimizer, selection)
+    if strategy.schedule_object().apply != "step":
+        check_deferred(strategy, optimizer, selection)
+    if isinstance(strategy.sync_mode(), Averages):
+        _check_averaging(strategy, optimizer, options)
+    if not strategy.sync_mode().merges and optimizer is not None:
+        _check_by_itself(strategy, group_values(optimizer.param_groups), selection)
+    return selection
 
 
 def check_only_ours(model: torch.nn.Module) -> None:
@@ -69,7 +98,7 @@ def check_parameters(model: torch.nn.Module, named: Named) -> None:
             )
 
 
-def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError if the optimizer holds no parameter of the model: it belongs to another model."""
     foreign = foreign_to([model], optimizer)
     if foreign and len(foreign) == sum(len(group["params"]) for group in optimizer.param_groups):
@@ -86,7 +115,7 @@ def foreign_to(models: Iterable[object], optimizer: torch.optim.Optimizer) -> li
     return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
 
 
-def check_normalisation(model: torch.nn.Module, options: Options) -> None:
+def _check_normalisation(model: torch.nn.Module, options: Options) -> None:
     """Raise UsageError for SyncBatchNorm modules that cannot be taken over, or not with these options."""
     if unsynchronised(model) and not options.fixed:
         raise UsageError(
@@ -95,7 +124,7 @@ def check_normalisation(model: torch.nn.Module, options: Options) -> None:
         )
 
 
-def check_held_once(model: torch.nn.Module, named: Named, others: Iterable[Prepared]) -> None:
+def _check_held_once(model: torch.nn.Module, named: Named, others: Iterable[Prepared]) -> None:
     """Raise UsageError if another prepared model has one of the parameters: both would average its gradient."""
     for other in others:
         held = set() if other.model is model else {id(parameter) for _, parameter in other.named}
@@ -107,7 +136,7 @@ def check_held_once(model: torch.nn.Module, named: Named, others: Iterable[Prepa
                 )
 
 
-def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
+def _check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) -> None:
     """Raise UsageError if servers would lack an optimizer, or if it updates tensors that the servers do not hold."""
     if optimizer is None:
         raise UsageError(
@@ -130,7 +159,7 @@ def check_served(optimizer: torch.optim.Optimizer | None, selection: Selection) 
             )
 
 
-def check_averaging(strategy: Strategy, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+def _check_averaging(strategy: Strategy, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
     """Raise UsageError if no optimizer would report updates of weights, or if the mode does not support ``weight=``."""
     sync = strategy.sync.name
     if isinstance(strategy.sync_mode(), Mixes) and options.weight != 1:
@@ -203,7 +232,7 @@ def _check_apart(schedule: str, named: Named) -> None:
             )
 
 
-def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) -> None:
+def _check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) -> None:
     """Raise UsageError for anything that workers would have to do together in a step, under a mode without joint steps.
 
     Also refuses values of the optimizer's groups with which a single push cannot be applied.
@@ -220,11 +249,6 @@ def check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) ->
             f"SyncBatchNorm sums over all ranks, which make no joint step under sync={sync}: use BatchNorm, or a"
             " synchronous mode"
         )
-
-
-def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer, keeps_state: bool) -> None:
-    """Raise UsageError if each worker needs an optimizer state of its own, but the optimizer keeps none."""
-    check_kept(momentum_of(strategy.sync_mode()), strategy.sync.name, type(optimizer).__name__, keeps_state)
 
 
 def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
@@ -265,7 +289,9 @@ RARELY = 0.1
 
 def tell_of_slow_start(session: Session, named: Named, optimizer: torch.optim.Optimizer | None) -> None:
     """Warn on rank 0 if a codec sends few elements from the first step on, and the optimizer is adaptive."""
-    if session.index or session.strategy.codec == NONE or optimizer is None or not _adaptive(optimizer):
+    if session.index or session.strategy.codec == NONE or optimizer is None:
+        return
+    if not any("eps" in group for group in optimizer.param_groups):  # added to the divisor by adaptive optimizers
         return
     ratio = _rarest(session.strategy.codec_object(), [layer.spec for layer in layers_of(named)])
     if ratio >= RARELY:
@@ -283,11 +309,6 @@ def tell_of_slow_start(session: Session, named: Named, optimizer: torch.optim.Op
         steps,
         RARELY,
     )
-
-
-def _adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides gradients by their size: such optimizers add an ``eps`` to the divisor."""
-    return any("eps" in group for group in optimizer.param_groups)
 
 
 def _rarest(codec: Codec, specs: list[Spec]) -> float:

@@ -174,7 +174,7 @@ class LayerTimes:
         )
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; the times so far are kept."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
