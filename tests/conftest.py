@@ -71,7 +71,7 @@ FIRST = (
 )
 
 
-KERNELS = ("selection", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear", "pairs")
+KERNELS = ("sparse", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear")
 
 
 def pytest_configure(config: pytest.Config) -> None:

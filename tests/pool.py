@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 LIMIT_S = 120.0
-KERNELS = ("streams", "onesided", "cast", "linear", "pairs", "selection", "signs", "stochastic", "ternary", "low_rank")
+KERNELS = ("streams", "onesided", "cast", "linear", "sparse", "signs", "stochastic", "ternary", "low_rank")
 PARTS = (
     "api", "checkpoint", "compression.updates", "kernels.streams", "launch.child", "sampling", "serving.server",
     "session.groups", "session.printing", "training.model", "training.owners",

@@ -20,8 +20,8 @@ from rich.console import Console
 from syncline.codecs import Chooses, Wraps
 from syncline.errors import UsageError
 from syncline.strategy.grammar import Part, read_part
-from syncline.strategy.parts import build
 from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import build
 from syncline.tuning.codec_times import every_codec, told, ways
 
 from .cases import Case, Comparison, comparison_of, console_beside

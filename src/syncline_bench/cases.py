@@ -16,7 +16,7 @@ from rich.console import Console
 from syncline.errors import UsageError
 from syncline.nouns import Rate
 from syncline.strategy.grammar import read_value
-from syncline.strategy.presets import Preset
+from syncline.strategy.words import Preset
 from syncline.timeline.folder import checked_target
 
 from .contenders import Contender, belongs, check_peers, check_strategies, contender_of

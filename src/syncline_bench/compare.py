@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from syncline.errors import UsageError
+from syncline.timeline.chrome import middle
 from syncline.timeline.folder import Assembly
-from syncline.timeline.window import middle
 
 from .batches import in_step
 from .bound import bounded, link_bytes_per_s

@@ -14,9 +14,8 @@ from syncline import registry
 from syncline.errors import StrategyError, UsageError
 from syncline.nouns import Group
 from syncline.strategy.grammar import Part, read_part, read_words
-from syncline.strategy.parts import bind, build, write
-from syncline.strategy.presets import Preset, preset_of
 from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import Preset, bind, build, preset_of, write
 
 
 @dataclass(frozen=True)

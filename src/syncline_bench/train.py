@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from syncline.launch.environment import recognise
-from syncline.strategy.parts import build
+from syncline.strategy.words import build
 
 from .batches import Batch, batches, pooled, weighed
 from .contenders import peer_of

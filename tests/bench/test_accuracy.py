@@ -10,7 +10,7 @@ import pytest
 from accuracies import CURVE, Trained, command, read
 
 from syncline import registry
-from syncline.strategy import presets
+from syncline.strategy import words as presets
 from syncline.strategy.strategy import Strategy
 from syncline_bench import accuracy, compare, processes
 from syncline_bench.accuracy import strategy_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from syncline.errors import StrategyError, SynclineError, UsageError
-from syncline.strategy import presets
-from syncline.strategy.presets import PRESETS
+from syncline.strategy import words as presets
+from syncline.strategy.words import PRESETS
 from syncline_bench.cases import Comparison, comparison_of
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from syncline.engine.trace import begin
 from syncline.errors import UsageError
-from syncline.strategy.presets import PRESETS
+from syncline.strategy.words import PRESETS
 from syncline.timeline.folder import open_part
 from syncline_bench import compare
 from syncline_bench.cases import Case, Comparison

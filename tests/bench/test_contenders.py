@@ -11,7 +11,7 @@ import pytest
 
 from syncline.errors import StrategyError, SynclineError, UsageError
 from syncline.registry import entries
-from syncline.strategy.presets import PRESETS
+from syncline.strategy.words import PRESETS
 from syncline_bench.contenders import Contender, contender_of, peer_of, trainers
 
 

@@ -14,8 +14,8 @@ from syncline.codecs.sparse import TopK
 from syncline.codecs.threshold import Threshold
 from syncline.errors import UsageError
 from syncline.nouns import Size, Spec
-from syncline.strategy.parts import bind, build, part_of, signature
 from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import bind, build, part_of, signature
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from syncline.codecs._device import kernels_for, to_device, to_host
 from syncline.errors import UsageError
 from syncline.nouns import Spec
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import build
+from syncline.strategy.words import build
 
 torch = pytest.importorskip("torch")
 if find_spec("triton") is None:

@@ -7,7 +7,7 @@ import numpy as np
 from syncline import registry
 from syncline.codecs import Codec
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import build
+from syncline.strategy.words import build
 from syncline.testing.reducing import SHAPES
 
 TEXTS = [text for entry in registry.entries("codecs") for text in entry.capabilities.get("examples", (entry.name,))]

@@ -14,7 +14,7 @@ from syncline.codecs import Decays, codec_of
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Spec, numpy_dtype
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import build
+from syncline.strategy.words import build
 from syncline.testing.reducing import Ranks
 
 MESSAGES = [text for text in TEXTS if codec(text).combine not in ("sum", "rounds") and "warmup" not in text]

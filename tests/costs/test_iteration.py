@@ -17,8 +17,7 @@ from syncline.errors import UsageError
 from syncline.nouns import Bucket, Layer, Spec
 from syncline.schedules import Schedule
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import build
-from syncline.strategy.words import bind_word
+from syncline.strategy.words import bind_word, build
 from syncline.sync import SyncMode
 from syncline.sync.bsp import Bsp
 from syncline.testing.schedules import Every

@@ -21,7 +21,7 @@ from syncline.codecs import Codec
 from syncline.kernels.cuda import blocks, quantisers, sparse
 from syncline.nouns import Spec
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import build
+from syncline.strategy.words import build
 
 TYPES = {
     torch.float32: "*fp32",

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from syncline import registry
 from syncline.errors import PlanError
 from syncline.nouns import Group
-from syncline.plans.check import check, depends, phases
+from syncline.plans.check import check, depends, order_of_additions, phases
 from syncline.plans.plan import COPY, REDUCE, Plan, Transfer
-from syncline.plans.sums import order_of_additions
 
 PAIR = [(0, 1, 0, 0, 1, REDUCE), (1, 0, 1, 0, 1, COPY)]
 """The smallest allreduce: rank 1 gives its array to rank 0, and gets the sum back."""

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from test_page import read
 
-from syncline.timeline.window import Bar, Iteration
+from syncline.timeline.chrome import Bar, Iteration
 from syncline_bench.report.page import comparison_page
 from syncline_bench.report.rows import Result
 from syncline_bench.report.timeline_charts import _merged, timeline_charts

@@ -102,7 +102,7 @@ class TestCombinations:
             ("codec=feedback", r"needs codec, as in feedback\(CODEC, decay=1.0\)"),
             ("codec=feedback(topk(ratio=1), codec=qsgd)", "given twice"),
             ("codec=topk", "topk needs ratio"),
-            ("codec=feedback(int8)", "'int8' is not built yet"),
+            ("codec=feedback(int8)", "unknown codec 'int8'"),
             ("codec=feedback(tokp(ratio=1))", "did you mean 'topk'"),
         ],
     )

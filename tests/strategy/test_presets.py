@@ -12,8 +12,8 @@ from syncline import registry
 from syncline.errors import StrategyError
 from syncline.nouns import Group
 from syncline.registry import Entry
-from syncline.strategy.presets import PRESETS, Preset
 from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import PRESETS, Preset
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from syncline import registry
 from syncline.codecs import Floats, Rounds, State, Wraps
-from syncline.errors import NotBuiltError, StrategyError, UsageError
+from syncline.errors import StrategyError, UsageError
 from syncline.frameworks._supported import check_schedule
 from syncline.nouns import Group, Rate, Seconds, Size, Spec
 from syncline.plans.check import check
 from syncline.strategy import words
 from syncline.strategy.grammar import Part, read_part, read_value, write_value
 from syncline.strategy.strategy import Strategy, check_asked
-from syncline.strategy.words import PLANNED, WORDS, kind_of, vocabulary
+from syncline.strategy.words import WORDS, kind_of, vocabulary
 
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(10**12), 10**12),
@@ -96,15 +96,13 @@ def test_a_wrong_value_says_what_is_right(text: str, annotation: Any, says: str)
 
 def some_parts(word: str) -> st.SearchStrategy[Part]:
     """Any built part of a word with any arguments, in and out of their ranges."""
-    auto = (
-        [Part("auto")] if any(item.word == word and item.name == "auto" and item.built for item in vocabulary()) else []
-    )
+    auto = [Part("auto")] if any(item.word == word and item.name == "auto" for item in vocabulary()) else []
     found: list[st.SearchStrategy[Part]] = [st.sampled_from(auto)] if auto else []
     for item in vocabulary():
-        if item.word == word == "codec" and item.built and item.name != "auto":
+        if item.word == word == "codec" and item.name != "auto":
             texts = registry.get("codecs", item.name).capabilities.get("examples", (item.name,))
             found.append(st.sampled_from([read_part(text) for text in texts]))
-        elif item.word == word and item.built and item.name != "auto":
+        elif item.word == word and item.name != "auto":
             given_args = {
                 parameter.name: small(parameter.annotation)
                 for parameter in registry.get(kind_of(word, item.name), item.name).parameters
@@ -195,20 +193,6 @@ def test_one_strategy_has_one_text(text: str, canonical: str) -> None:
 def test_a_mistake_is_named_with_its_remedy(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Strategy.parse(text)
-
-
-def test_words_of_the_grammar_without_a_part_are_not_built_yet() -> None:
-    built = {(item.word, item.name) for item in vocabulary() if item.built}
-    for word, names in PLANNED.items():
-        for name in names:
-            text = name if word == "architecture" else f"{word}={name}"
-            if (word, name) in built:
-                continue
-            with pytest.raises(NotBuiltError, match=f"{name!r} is not built yet; built are"):
-                Strategy.parse(text)
-    if "backup" not in [parameter.name for parameter in registry.get("sync", "bsp").parameters]:
-        with pytest.raises(NotBuiltError, match="backup"):
-            Strategy.parse("sync=bsp(backup=1)")
 
 
 @pytest.mark.parametrize(
@@ -351,11 +335,11 @@ def test_what_a_part_may_be_told_is_found_out_once(monkeypatch: pytest.MonkeyPat
     assert (str(before), before.exchange) == shown
 
 
-def test_the_vocabulary_shows_arguments_and_what_is_missing() -> None:
+def test_the_vocabulary_shows_arguments() -> None:
     words = vocabulary()
-    texts = {item.text for item in words if item.built}
+    texts = {item.text for item in words}
     assert {"auto", "ring", "ps(servers=1, on=ranks, update=server, local=false)", "fixed(bucket=25MiB)"} <= texts
-    assert all(item.summary for item in words if item.built)
+    assert all(item.summary for item in words)
     assert [item.word for item in words] == sorted((item.word for item in words), key=list(WORDS).index)
 
 
@@ -381,8 +365,8 @@ def test_what_others_call_it_is_understood(text: str, says: str) -> None:
 def test_what_others_call_it_leads_to_words_of_the_grammar() -> None:
     for word, names in words._ELSEWHERE.items():
         for found in (each for all_found in names.values() for each in all_found):
-            assert found.partition("(")[0].split()[0] in (*words.PLANNED[word], *words.built_names(word), "auto")
-        assert not set(names) & {*words.PLANNED[word], *words.built_names(word)}
+            assert found.partition("(")[0].split()[0] in (*words.built_names(word), "auto")
+        assert not set(names) & set(words.built_names(word))
 
 
 TEXTS = [text for entry in registry.entries("codecs") for text in entry.capabilities.get("examples", (entry.name,))]

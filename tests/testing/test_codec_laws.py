@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from syncline.codecs import Codec, Encoded, Floats, Payload, PayloadError, State
 from syncline.nouns import Spec
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import build
+from syncline.strategy.words import build
 from syncline.testing import BrokenLaw, check_codec
 from syncline.testing.codecs import LAWS
 

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.timeline.chrome import RecordedRun
-from syncline.timeline.clocks import Offset, Reading, best, identity, offset_of
-from syncline.timeline.spans import ProcessSpans, TimedSpan
-from syncline.timeline.window import Bar, middle
+from syncline.timeline.chrome import Bar, RecordedRun, middle
+from syncline.timeline.spans import Offset, ProcessSpans, Reading, TimedSpan, best, identity, offset_of
 from timelines import process, span
 
 

@@ -16,7 +16,7 @@ from syncline.compression.reducers.ways import WAYS
 from syncline.errors import UsageError
 from syncline.nouns import Spec
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import build
+from syncline.strategy.words import build
 from syncline.tuning import codec_times
 from syncline.tuning.codec_times import (
     ANY_LINK_BIT_PER_S,

@@ -14,8 +14,8 @@ from syncline.costs.plans import LinearCost
 from syncline.errors import UsageError
 from syncline.nouns import Group, Layer, Spec
 from syncline.session.layout import Layout
-from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import write
 from syncline.tuning import schedule_choice
 from syncline.tuning.schedule_choice import (
     CANDIDATES,

@@ -26,8 +26,7 @@ from ..session.session import Session
 from ..session.tickets import WEIGHT_KEYS
 from .protocol import ALL
 from .records import Array, Record, write_into
-from .shard import Holding, coded, placed, planned
-from .traffic import Model, Update
+from .shard import Holding, Model, Update, coded, placed, planned
 
 
 class Merged:

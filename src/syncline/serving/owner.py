@@ -35,8 +35,7 @@ from ..session.session import Session
 from ..sync import Momentum, SyncMode, alone, application_of, backup_of, momentum_of
 from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
 from .records import Array, Record, pack, unpack
-from .shard import Build, Groups, Holding, Shard
-from .traffic import Pushes
+from .shard import Build, Groups, Holding, Pushes, Shard
 
 MOST_WEIGHT = 1e18
 """The largest weight of a push; larger ones would make sums overflow."""

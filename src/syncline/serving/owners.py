@@ -22,8 +22,7 @@ from .owner import Owner
 from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
 from .server import REPLY_BYTES, REQUEST_BYTES, check_values
-from .shard import Shard, StepValues, Told
-from .traffic import Traffic, Update
+from .shard import Shard, StepValues, Told, Traffic, Update
 
 NOTHING: Mapping[str, type] = {}
 

@@ -29,9 +29,8 @@ from .messages import ANSWERS, check_fields, nonsense, read_message, receive_bod
 from .owner import MOST_WEIGHT, Owner, shard_of
 from .protocol import ALL, Release, Request
 from .records import Array, Record, pack, unpack
-from .shard import Build, Shard
+from .shard import Build, Model, Shard, Traffic
 from .single import Single
-from .traffic import Model, Traffic
 
 REQUEST_BYTES = 1 << 20
 """The longest request of a worker, with the values of its parameter groups."""

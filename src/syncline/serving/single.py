@@ -37,8 +37,7 @@ from ..session.session import MODEL_KEYS, Session
 from ..session.tickets import WEIGHT_KEYS
 from .protocol import ALL
 from .records import Array, Record
-from .shard import Holding, held
-from .traffic import Model, Update
+from .shard import Holding, Model, Update, held
 
 _ALIGNED_BYTES = 64
 """The alignment of arrays, since arrays of several types share a block of memory."""

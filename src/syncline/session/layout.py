@@ -43,9 +43,8 @@ from ..nouns import Bucket, Layer, Slice, Spec, numpy_dtype
 from ..plans.messages import Program
 from ..schedules import Cost
 from ..strategy.grammar import read_part
-from ..strategy.parts import write
 from ..strategy.strategy import Strategy
-from ..strategy.words import AUTO, NONE
+from ..strategy.words import AUTO, NONE, write
 from .communicator import Array, Heard
 from .session import MODEL_KEYS, Session
 from .tickets import BUCKET_KEYS, CALLS, LAYOUT

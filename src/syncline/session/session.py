@@ -23,10 +23,9 @@ from ..engine.order import CodedOrder, Work
 from ..engine.trace import Observer
 from ..errors import GradientError, MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
-from ..plans.check import phases
+from ..plans.check import order_of_additions, phases
 from ..plans.messages import Program
 from ..plans.plan import Plan
-from ..plans.sums import order_of_additions
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE

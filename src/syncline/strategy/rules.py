@@ -1,28 +1,106 @@
 """Validates combinations: the rules that every strategy must satisfy, and the search for the nearest valid one.
 
-A rule is a function of the whole combination; parts do not know each other. It returns the fault and changes that may
-fix it. The nearest valid combination is found by breadth-first search over these changes. Rules of schedules and sync
-modes check that engines support a part's answers and that the other words can execute it. ``strategy`` prints
-strategies and resolves ``auto``.
+A ``Combination`` is the five words as a value. A rule is a function of it; parts do not know each other. A rule returns
+the fault and changes that may fix it. The nearest valid combination is found by breadth-first search over these
+changes. Rules of schedules and sync modes check that engines support a part's answers and that the other words can
+execute it. ``strategy`` prints strategies and resolves ``auto``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, get_args
 
 from .. import registry
+from ..algorithms import Roles
 from ..codecs import Codec, LeavesOut, NeedsFeedback, Sparse, Wraps, relay_of, warmup_of
+from ..collectives import Collective
 from ..compression.reducers.ways import way_of
 from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
 from ..plans.check import phases
 from ..schedules import Application, GoesAhead, Phases, Release, Schedule
 from ..sync import TESTED_STEPS, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients, wrong_application
-from .combination import SOME_WORKERS, Combination, Fault, Rule, codec_of, variants, with_arguments
 from .grammar import Part
-from .parts import build, write
-from .words import AUTO, BSP, NONE, bind_word
+from .words import AUTO, BSP, NONE, WORDS, bind_word, build, roles_of, write
+
+SOME_WORKERS = 4
+"""The number of workers with which rules test answers that depend on it."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Architecture, sync mode, codec, schedule and transport as bound parts, in a possibly invalid combination."""
+
+    architecture: Part = AUTO
+    sync: Part = BSP
+    codec: Part = NONE
+    schedule: Part = AUTO
+    transport: Part = AUTO
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """The five words with their parts, in printing order."""
+        for word in WORDS:
+            yield word, getattr(self, word)
+
+    @cached_property
+    def roles(self) -> Roles | None:
+        """The roles of an architecture with owners; None if all workers are alike."""
+        return roles_of(self.architecture)
+
+    @property
+    def servers(self) -> int:
+        """The number of dedicated server processes that the strategy needs."""
+        return 0 if self.roles is None else self.roles.servers
+
+    @property
+    def server_holds_weights(self) -> bool:
+        """Whether servers apply the update. Otherwise every worker does."""
+        return self.roles is not None and self.roles.holds_weights
+
+    @cached_property
+    def collective(self) -> Collective | None:
+        """The library's collective that replaces a plan; None if there is a plan."""
+        if self.architecture.name not in registry.names("collectives"):
+            return None
+        found: Collective = build("collectives", self.architecture)
+        return found
+
+
+Fault = tuple[str, list[dict[str, Part]]]
+"""The fault of a combination, and changes that may fix it, the nearest first."""
+
+Rule = Callable[[Combination], Fault | None]
+"""A rule returns the fault of a combination, None if it satisfies the rule."""
+
+
+def with_arguments(part: Part, **changes: Any) -> Part:
+    """The part with some arguments changed."""
+    return Part(part.name, tuple((part.arguments | changes).items()))
+
+
+def variants(architecture: Part, wanted: Callable[[Roles], bool]) -> list[dict[str, Part]]:
+    """The architecture with one argument changed, to 1 or to one of a few values, if its roles are then as
+    ``wanted``.
+    """
+    found = []
+    for parameter in registry.get("algorithms", architecture.name).parameters:
+        few: dict[Any, tuple[Any, ...]] = {int: (1,), bool: (True, False)}
+        for value in few.get(parameter.annotation, get_args(parameter.annotation)):
+            changed = with_arguments(architecture, **{parameter.name: value})
+            roles = roles_of(changed)
+            if roles is not None and wanted(roles):
+                found.append({"architecture": changed})
+    return found
+
+
+def codec_of(given: Combination) -> Codec:
+    """The codec object, with nested codecs. The word must not be ``auto``."""
+    codec: Codec = build("codecs", given.codec)
+    return codec
 
 
 def fault_of(combination: Combination) -> Fault | None:

@@ -37,12 +37,9 @@ from ..compression.reducers.ways import OWNERS, way_of
 from ..errors import StrategyError, UsageError
 from ..nouns import Group, Seconds
 from ..sync import Averages, Mixes, backup_of
-from .combination import Combination
 from .grammar import Part, nearest, read_part, read_value, read_words, write_value
-from .parts import build, write
-from .presets import preset_of
-from .rules import fault_of, nearest_that_works
-from .words import AUTO, NONE, WORDS, belongs_to, bind_word, built_names, kind_of, known_sync
+from .rules import Combination, fault_of, nearest_that_works
+from .words import AUTO, NONE, WORDS, belongs_to, bind_word, build, built_names, kind_of, known_sync, preset_of, write
 
 if TYPE_CHECKING:
     from ..codecs import Codec
@@ -58,7 +55,7 @@ class Strategy(Combination):
     """Architecture, sync mode, codec, schedule and transport; raises StrategyError when they cannot be combined.
 
     A part may be given as ``Part`` or, without arguments, by name. The constructor validates every name, every argument
-    and the combination. NotBuiltError means that a word belongs to the grammar but does not exist yet.
+    and the combination.
     """
 
     budget_s: float = 0.0
@@ -82,7 +79,7 @@ class Strategy(Combination):
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Parse a strategy; an empty text is ``auto``. Raises StrategyError or NotBuiltError.
+        """Parse a strategy; an empty text is ``auto``. Raises StrategyError.
 
         The name of a preset gives the strategy that it stands for.
         """
@@ -319,7 +316,7 @@ def _needs_feedback(codec: Part) -> bool:
 
 # ``auto(budget=60s)`` tries schedules on the live run for so many seconds, among those that leave the weights equal to
 # the bit: other schedules, bucket sizes and slice sizes, with architectures that add in one order wherever an element
-# is (``plans.sums``). The rest of the strategy must be such that a schedule changes only time.
+# is (``plans.check``). The rest of the strategy must be such that a schedule changes only time.
 
 SAME_BITS = "halving_doubling"
 """The bytes of a ring, with one order of additions for all chunks."""

@@ -21,7 +21,7 @@ from ..nouns import Group
 from ..plans.check import check, phases
 from ..plans.plan import Goal, Plan
 from ..strategy.grammar import read_part
-from ..strategy.parts import bind, roles_of
+from ..strategy.words import bind, roles_of
 from .laws import Laws, require, same
 
 Held = list[list[NDArray[Any] | None]]

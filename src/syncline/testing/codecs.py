@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..codecs import Codec, Decays, PayloadError, Stochastic, Sums
 from ..nouns import numpy_dtype
 from ..strategy.grammar import read_part
-from ..strategy.parts import build
+from ..strategy.words import build
 from . import reducing, rounds
 from .laws import Laws, require, same
 from .tensors import (

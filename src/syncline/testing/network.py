@@ -20,7 +20,7 @@ import numpy as np
 from .. import registry
 from ..errors import UsageError
 from ..strategy.grammar import read_part
-from ..strategy.parts import bind
+from ..strategy.words import bind
 from ..transports import INLINE_BYTES, Adds, Bytes, Handle, HasAllreduce, MemoryStore, Place, Transport
 from .laws import require
 

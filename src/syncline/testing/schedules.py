@@ -20,7 +20,7 @@ from ..engine.step import Agree, Steps, Submit, Wait
 from ..nouns import Bucket, Layer, Slice, Spec
 from ..schedules import Application, Cost, GoesAhead, Phases, Release, Schedule
 from ..strategy.grammar import read_part
-from ..strategy.parts import build
+from ..strategy.words import build
 from ..sync import Averages, Elements, SyncMode
 from .laws import Laws, require
 

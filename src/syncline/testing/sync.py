@@ -20,7 +20,7 @@ from ..plans.check import check_mixing
 from ..serving import protocol
 from ..serving.protocol import ALL, Action, Ledger, Measure, Release, Request, Rule
 from ..strategy.grammar import read_part
-from ..strategy.parts import build
+from ..strategy.words import build
 from ..sync import Agrees, Averages, Mixes, SyncMode, backup_of, mixes_of, wrong_application
 from .laws import Laws, require
 from .schedules import SLICED, Worker, go_together

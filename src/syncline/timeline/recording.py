@@ -32,9 +32,8 @@ from ..kernels.private import new_file
 from ..session.session import Session
 from ..wire.reports import first_time, say
 from .chrome import RecordedRun, write
-from .clocks import Reading, best, identity
 from .folder import PARTS, VARIABLE, checked_target, folder_of, open_part, part_name
-from .spans import LIMIT, SUFFIXES, SpanFile, parse, parse_names
+from .spans import LIMIT, SUFFIXES, Reading, SpanFile, best, identity, parse, parse_names
 
 PATIENCE_S = 10.0
 """The time for which processes wait for each other at the end of a run."""

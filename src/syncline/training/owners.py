@@ -23,8 +23,7 @@ from ..serving.owner import PushGroups, shard_of
 from ..serving.owners import LocalOwners, Owners, RemoteOwners
 from ..serving.records import Record
 from ..serving.server import Summing, serve, serve_beside, traffic_of
-from ..serving.shard import Build, Groups, StepValues
-from ..serving.traffic import Model, Traffic
+from ..serving.shard import Build, Groups, Model, StepValues, Traffic
 from ..session.communicator import Array
 from ..session.layout import Layout, copy_weights
 from ..session.session import Session

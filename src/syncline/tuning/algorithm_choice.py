@@ -33,10 +33,9 @@ from ..costs.cluster import Cluster
 from ..costs.plans import fit_ring, plan_s
 from ..errors import PlanError, UsageError
 from ..nouns import Group
-from ..plans.check import check
+from ..plans.check import check, order_of_additions
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
-from ..plans.sums import order_of_additions
 from ..session.session import Session
 from ..strategy.choice import Choice, choose
 from ..strategy.strategy import SAME_BITS, Strategy

@@ -44,7 +44,7 @@ from ..compression.reducers.ways import WAYS, without_data
 from ..errors import UsageError
 from ..nouns import Spec
 from ..strategy.grammar import Part, read_part
-from ..strategy.parts import bind, build, write
+from ..strategy.words import bind, build, write
 
 ANY_LINK_BIT_PER_S = 1e12
 """Means any link: a codec that computes less than the dense allreduce adds pays at every speed."""

@@ -32,9 +32,8 @@ from ..errors import StrategyError, UsageError
 from ..nouns import Layer
 from ..session.layout import Lay, Layout
 from ..strategy.grammar import read_part
-from ..strategy.parts import write
 from ..strategy.strategy import Strategy
-from ..strategy.words import AUTO
+from ..strategy.words import AUTO, write
 from ..sync import Averages
 from .algorithm_choice import mode
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
     """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
     from syncline.errors import UsageError
-    from syncline.strategy.parts import bind, build, roles_of, write
+    from syncline.strategy.words import bind, build, roles_of, write
 
     from ..report.plan_drawing import draw_plan
 
@@ -43,9 +43,8 @@ def _planned(text: str) -> Part:
     from syncline import registry
     from syncline.errors import UsageError
     from syncline.strategy.grammar import read_words
-    from syncline.strategy.presets import preset_of
     from syncline.strategy.strategy import Strategy
-    from syncline.strategy.words import built_names, known_as
+    from syncline.strategy.words import built_names, known_as, preset_of
 
     words = read_words(text)
     alone = len(words) == 1 and not words[0][0] and preset_of(words) is None

@@ -8,18 +8,14 @@ import click
 @click.command()
 def strategies() -> None:
     """List the words of strategies with a sentence on each, and the presets, which name whole strategies."""
-    from syncline.strategy.presets import PRESETS
-    from syncline.strategy.words import vocabulary
+    from syncline.strategy.words import PRESETS, vocabulary
 
     words = vocabulary()
     for word in dict.fromkeys(item.word for item in words):
         click.secho(word, bold=True)
         for item in words:
-            if item.word == word and item.built:
+            if item.word == word:
                 click.echo(f"  {item.text}\n      {item.summary}" if item.summary else f"  {item.text}")
-        later = [item.text for item in words if item.word == word and not item.built]
-        if later:
-            click.echo(f"  not built yet: {', '.join(later)}")
     click.secho("presets", bold=True)
     for preset in PRESETS.values():
         noted = f"; {preset.note}" if preset.note else ""

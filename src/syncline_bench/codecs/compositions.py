@@ -26,7 +26,7 @@ from torch import Tensor
 from syncline import registry
 from syncline.codecs import Floats
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import bind
+from syncline.strategy.words import bind
 from syncline.tuning.codec_times import Trial
 
 BLOCK = "block"

@@ -15,10 +15,8 @@ from syncline.costs.cluster import Cluster
 from syncline.errors import StrategyError, UsageError
 from syncline.registry import names
 from syncline.strategy.grammar import Part, nearest, read_list, read_part, read_value, read_words
-from syncline.strategy.parts import write
-from syncline.strategy.presets import preset_of
 from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import AUTO
+from syncline.strategy.words import AUTO, preset_of, write
 from syncline.sync import Averages, exchanges_gradients
 from syncline.tuning import codec_choice, schedule_choice
 from syncline.tuning.algorithm_choice import candidates as algorithms

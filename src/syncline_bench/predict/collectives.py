@@ -38,9 +38,8 @@ from syncline.errors import UsageError
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
 from syncline.strategy.grammar import Part, nearest, read_part
-from syncline.strategy.parts import bind, build, roles_of, write
 from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import AUTO
+from syncline.strategy.words import AUTO, bind, build, roles_of, write
 
 from ..report.files import STANDARD_OUTPUT, result_paths
 from ..report.predictions import CollectivePrediction, CollectiveRow, render_collectives

@@ -17,9 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from syncline.costs.cluster import Cluster, Switch
-from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import NONE
+from syncline.strategy.words import NONE, write
 
 from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from ..report.predictions import Predicted, Prediction, Stated, render

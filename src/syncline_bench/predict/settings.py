@@ -41,9 +41,8 @@ from syncline.errors import UsageError
 from syncline.nouns import Bucket, Group, Layer
 from syncline.plans.plan import COPY, REDUCE, Plan
 from syncline.schedules import Cost
-from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import NONE
+from syncline.strategy.words import NONE, write
 from syncline.sync import Averages, Mixes, SyncMode, mixes_of
 
 from ..workloads import EVEN, Speed, Trace, Workload

@@ -22,8 +22,7 @@ from typing import Any
 
 from syncline.costs.cluster import Cluster, Switch
 from syncline.costs.iteration import Batches
-from syncline.strategy.parts import write
-from syncline.strategy.words import NONE
+from syncline.strategy.words import NONE, write
 
 from ..report import units
 from .asked import Asked, Question, settled

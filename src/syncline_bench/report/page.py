@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jinja2
 from markupsafe import Markup
 
-from syncline.timeline.window import Iteration
+from syncline.timeline.chrome import Iteration
 
 from . import accuracy, bench, charts, predictions, table, units
 from .accuracy import AccuracyResult, AccuracyRow

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 
 from syncline.engine.trace import Kind
-from syncline.timeline.window import Bar, Iteration
+from syncline.timeline.chrome import Bar, Iteration
 
 from . import units
 from .figures import PAPER, Chart, Key, new_figure, styled, svg

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from syncline.costs.cluster import Cluster
-from syncline.strategy.presets import PRESETS
+from syncline.strategy.words import PRESETS
 
 from ..predict.networks import load_network
 from ..report.units import milliseconds, significant

@@ -21,9 +21,8 @@ from syncline.errors import StrategyError, UsageError
 from syncline.nouns import Group, Layer
 from syncline.schedules import Schedule
 from syncline.strategy.grammar import Part, read_part
-from syncline.strategy.parts import bind, build, write
 from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import AUTO, NONE, kind_of
+from syncline.strategy.words import AUTO, NONE, bind, build, kind_of, write
 from syncline.tuning.algorithm_choice import candidates as distinct_algorithms
 
 from ..searchers import Axis, Space

@@ -14,9 +14,8 @@ from dataclasses import replace
 
 from syncline.costs.cluster import Cluster
 from syncline.errors import UsageError
-from syncline.strategy.parts import write
 from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import AUTO, WORDS, kind_of
+from syncline.strategy.words import AUTO, WORDS, kind_of, write
 
 from ..predict import settings
 from ..predict.asked import Settled, asked_of, settled

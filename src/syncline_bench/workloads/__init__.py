@@ -22,7 +22,7 @@ from syncline.errors import UsageError
 from syncline.nouns import Seconds
 from syncline.registry import get, parameters_of
 from syncline.strategy.grammar import read_part
-from syncline.strategy.parts import bind, write
+from syncline.strategy.words import bind, write
 
 from ._blueprint import Blueprint
 from ._computing import PLAIN, Computing

@@ -23,9 +23,8 @@ from ...nouns import Spec
 from ...serving.owner import PushGroups
 from ...serving.shard import Groups
 from ...session.session import Session
-from ...strategy.parts import write
 from ...strategy.strategy import Strategy
-from ...strategy.words import NONE
+from ...strategy.words import NONE, write
 from ...sync import Averages, Mixes
 from .buffers import unsynchronised
 from .options import Named, Options, Selection
