@@ -62,10 +62,6 @@ Output = Callable[[int, str], None]
 """Called with a rank and a line of its output, without the line's end."""
 
 
-def _bind_loopback(port: int) -> socket.socket:
-    return bind_here(port=port)
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where a process is started, by default on this machine without changes.
@@ -78,7 +74,7 @@ class Placement:
     host: str = ""
     prefix: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    bind: Callable[[int], socket.socket] = _bind_loopback
+    bind: Callable[[int], socket.socket] = lambda port: bind_here(port=port)
 
 
 def here(rank: int) -> Placement:  # noqa: ARG001 - the signature of all that place ranks
@@ -267,7 +263,16 @@ class LocalRun:
         address, port = self._reserved[0].getsockname()[:2]
         with bind(port) as door:
             door.listen(2 * self._processes + 128)
-            shared = _environ(self._processes, self._servers, address, port)
+            shared = {
+                **_inherited(),
+                "MASTER_ADDR": address,
+                "SYNCLINE_MEETING_PORT": str(port),
+                "SYNCLINE_PROCESSES": str(self._processes),
+                "SYNCLINE_LAUNCHER": str(os.getpid()),
+                "SYNCLINE_RUN_ID": secrets.token_hex(8),
+                "SYNCLINE_SECRET": secrets.token_hex(32),
+                "SYNCLINE_SERVERS": str(self._servers),
+            }
             seats = worker_places([placement.host for placement in self._placements], self._servers)
             for rank, seat in enumerate(seats):
                 own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
@@ -294,22 +299,20 @@ class LocalRun:
         """Wait for events once and handle them, and send due signals."""
         if self._due:
             timeout_s = min(timeout_s, max(0.0, self._due[0][0] - time.monotonic()))
-        ready = [key for key, _ in self._selector.select(timeout_s)]
-        for key in ready:
+        ended: list[Child] = []
+        for key, _ in self._selector.select(timeout_s):
             if key.fileobj == self._bell:
                 os.eventfd_read(self._bell)
             elif key.fileobj is key.data.output:
                 self._read(key.data)
+            else:
+                ended.append(key.data)
         self._take_requests()
         # Of processes that ended at the same moment a killed one is the likelier cause of the others' end.
-        ended = [child for child in self._children if child in (key.data for key in ready) and self._is_news(child)]
         for child in sorted(ended, key=lambda child: (child.look() or 0) <= 128):
             self._note(child)
         while self._due and self._due[0][0] <= time.monotonic():
             self._tell(self._due.popleft()[1])
-
-    def _is_news(self, child: Child) -> bool:
-        return child.look() is not None and all(ending.rank != child.rank for ending in self._endings)
 
     def _note(self, child: Child) -> None:
         """Record the end of a process."""
@@ -442,17 +445,3 @@ def _inherited(stale: tuple[str, ...] = _STALE) -> dict[str, str]:
     # N processes with a thread per core each would fight for the cores.
     inherited.setdefault("OMP_NUM_THREADS", "1")
     return inherited
-
-
-def _environ(processes: int, servers: int, address: str, port: int) -> dict[str, str]:
-    """The environment of all processes of a run, without their ranks."""
-    return {
-        **_inherited(),
-        "MASTER_ADDR": address,
-        "SYNCLINE_MEETING_PORT": str(port),
-        "SYNCLINE_PROCESSES": str(processes),
-        "SYNCLINE_LAUNCHER": str(os.getpid()),
-        "SYNCLINE_RUN_ID": secrets.token_hex(8),
-        "SYNCLINE_SECRET": secrets.token_hex(32),
-        "SYNCLINE_SERVERS": str(servers),
-    }

@@ -119,14 +119,13 @@ class Process:
 
     def check_usable(self) -> None:
         """Raise ClosedError unless this process can communicate."""
-        if not (self._closed or os.getpid() != self._pid):
-            return
         if self.forked:
             raise ClosedError(
                 "this process was forked from one that uses Syncline; only the parent can communicate: call"
                 " syncline.init() after starting processes, or start them with the spawn method"
             )
-        raise ClosedError("this session has been shut down")
+        if self._closed:
+            raise ClosedError("this session has been shut down")
 
     # News of peers.
 
@@ -323,19 +322,13 @@ class Membership:
             self.group = Group(len(ranks), nodes=tuple(nodes[rank] for rank in ranks) if nodes else ())
             self.title = scope.title
             self.unchecked = process.engine.within(scope) if len(ranks) > 1 else None
-
-    @property
-    def roll(self) -> Roll | None:
-        """The list of the processes."""
-        found = self.process.roll
-        if found is None or not self.title:
-            return found
-        return replace(found, index=self.index, members=tuple(found.members[rank] for rank in self.ranks))
-
-    @property
-    def alone(self) -> bool:
+        self.alone = self.unchecked is None
         """Whether there is no other process to exchange with."""
-        return self.unchecked is None
+        self.roll = process.roll
+        """The records of the processes. None if they are threads of one process."""
+        if ranks is not None and self.roll is not None:
+            members = tuple(self.roll.members[rank] for rank in ranks)
+            self.roll = replace(self.roll, index=self.index, members=members)
 
     @property
     def engine(self) -> Engine:

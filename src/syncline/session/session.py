@@ -20,7 +20,6 @@ from ..collectives import Collective
 from ..compression.compression import Compression
 from ..compression.reducers import Participant, Reducer
 from ..engine.order import CodedOrder, Work
-from ..engine.trace import Observer
 from ..errors import GradientError, MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
 from ..plans.check import order_of_additions, phases
@@ -29,7 +28,6 @@ from ..plans.plan import Plan
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
-from ..wire.meeting import Roll
 from .communicator import Array, Communicator, Everyone, compiled, phases_of, planned
 from .member import AnyError, Membership
 from .tickets import BUCKET_KEYS, TABLE
@@ -105,6 +103,11 @@ class Session(Communicator):
         super().__init__(member, range(member.group.workers), self._allreduce_in, number)
         self.strategy = strategy
         self.group = member.group
+        self.roll = member.roll
+        """The processes of the run. None if ranks are threads of one process."""
+        self.alone = member.alone
+        """Whether there is no other process to exchange with."""
+        self.local_rank, self.observer = self.process.local_rank, self.process.observer
         self.everyone = Everyone(member, member.group)
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
@@ -180,26 +183,6 @@ class Session(Communicator):
             raise UsageError(self._unfit)
 
     # This process.
-
-    @property
-    def roll(self) -> Roll | None:
-        """The processes of the run; None if ranks are threads of one process."""
-        return self.member.roll
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number on its host."""
-        return self.process.local_rank
-
-    @property
-    def observer(self) -> Observer | None:
-        """The observer of this session's operations, if there is one."""
-        return self.process.observer
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other process to exchange with."""
-        return self.member.alone
 
     @property
     def forked(self) -> bool:

@@ -37,7 +37,7 @@ import select
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -436,7 +436,7 @@ class _Start:
 
     def _exchange_notes(self, mine: _Note) -> None:
         place = self._place
-        place.store.set(f"{place.key}/{place.rank}", mine.to_text().encode())
+        place.store.set(f"{place.key}/{place.rank}", json.dumps(asdict(mine)).encode())
         for peer in self._peers:
             self._notes[peer] = _Note.read(peer, place.read(str(peer), self._deadline, self._late(peer)))
 
@@ -510,12 +510,6 @@ class _Note:
     at: dict[int, str]
     token: str
     key: str
-
-    def to_text(self) -> str:
-        """Serialize for the store."""
-        return json.dumps(
-            {"at": {str(peer): where for peer, where in self.at.items()}} | {"token": self.token, "key": self.key}
-        )
 
     @classmethod
     def read(cls, peer: int, text: bytes) -> _Note:

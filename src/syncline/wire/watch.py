@@ -443,39 +443,32 @@ class Watcher:
                 return
             if not self._told_own:
                 self.failure = error
-        if self.failure is None:  # the others end because of this process, so it must end too
-            self._begin_to_insist()
-            return
+        if not self._insisting:
+            self._insisting = True
+            threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
+        if self.failure is None:
+            return  # the others end because of this process, so it must end too
         self.abort(reason, culprit)
         self.failed.set()
         with self._answered:
             self._answered.notify()
         self._on_failure(error)
-        self._begin_to_insist()
         # Printing may block on the reader of stderr, so it comes last, when all processes are informed.
         if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
             say(f"syncline: {self._roll.name(self._roll.index)}: {error}\n")
-
-    def _begin_to_insist(self) -> None:
-        if not self._insisting:
-            self._insisting = True
-            threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
 
     def _insist(self) -> None:
         """End the process if the user's thread does not return."""
         if not self._came_back.wait(GRACE_S):
             index = self._roll.index if self.failure is None else self.failure.rank
             culprit = "this process" if index == self._roll.index else self._roll.name(index)
-            self._end(
+            say(
                 f"syncline: {self._roll.name(self._roll.index)}: the script did not return to Syncline within"
-                f" {GRACE_S:.0f} s after the failure of {culprit}, ending"
+                f" {GRACE_S:.0f} s after the failure of {culprit}, ending\n"
             )
-
-    def _end(self, text: str) -> None:
-        say(f"{text}\n")
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        os._exit(FAILED_STATUS)
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            os._exit(FAILED_STATUS)
 
 
 class Stops:
