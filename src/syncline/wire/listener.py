@@ -82,12 +82,12 @@ class Refusals:
         self._told = 0
         self._latest: tuple[str, str] = "", ""
 
-    def add(self, whence: str, why: str) -> None:
-        """Record that a caller from the address ``whence`` was refused."""
+    def add(self, origin: str, why: str) -> None:
+        """Record that a caller from the address ``origin`` was refused."""
         self._count += 1
-        self._latest = whence, why
+        self._latest = origin, why
         if self._count <= IN_FULL:
-            self._log.warning("refused a connection from %s: %s", whence, why)
+            self._log.warning("refused a connection from %s: %s", origin, why)
             self._told = self._count
         elif self._count >= 2 * self._told:
             self._tell_count()
@@ -141,7 +141,7 @@ class _Caller:
     """A connection in its handshake: the size and the received part of its next message, and its messages so far."""
 
     sock: socket.socket
-    whence: str
+    origin: str
     deadline: float
     wanted: int = handshake.HELLO_BYTES
     got: bytes = b""
@@ -217,7 +217,7 @@ class Doors:
 
     def _accept(self, door: socket.socket) -> None:
         try:
-            sock, whence = door.accept()
+            sock, origin = door.accept()
         except BlockingIOError:
             return
         except OSError as error:
@@ -227,7 +227,7 @@ class Doors:
         if len(self._callers) >= self._most:
             self._refuse(next(iter(self._callers.values())), "too many handshakes are unfinished")
         sock.setblocking(False)
-        name = f"{whence[0]}:{whence[1]}" if isinstance(whence, tuple) else "this machine"
+        name = f"{origin[0]}:{origin[1]}" if isinstance(origin, tuple) else "this machine"
         caller = _Caller(sock, name, time.monotonic() + self._handshake_s)
         self._callers[sock.fileno()] = caller
         self._selector.register(sock, selectors.EVENT_READ, caller)
@@ -263,13 +263,13 @@ class Doors:
         caller.sock.sendall(handshake.WELCOME)
         self._forget(caller)
         caller.sock.setblocking(True)
-        self._admit(caller.said, caller.sock, caller.whence)
+        self._admit(caller.said, caller.sock, caller.origin)
 
     def _refuse(self, caller: _Caller, why: str) -> None:
         claim = "" if caller.said is None else f", which says that it is rank {caller.said.source}"
-        self._refusals.add(caller.whence + claim, why)
+        self._refusals.add(caller.origin + claim, why)
         if caller.said is not None:
-            self._refused(caller.said, caller.whence, why)
+            self._refused(caller.said, caller.origin, why)
         self._forget(caller)
         caller.sock.close()
 
@@ -353,7 +353,7 @@ class Listener:
             if (said.source, said.purpose) in self._ready:
                 raise HandshakeError(f"rank {said.source} is connected already")
 
-    def _admit(self, said: handshake.Hello, sock: socket.socket, whence: str) -> None:  # noqa: ARG002
+    def _admit(self, said: handshake.Hello, sock: socket.socket, origin: str) -> None:  # noqa: ARG002
         with self._came:
             self._ready[said.source, said.purpose] = sock
             self._came.notify_all()

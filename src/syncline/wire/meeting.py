@@ -292,14 +292,14 @@ class _Caller:
     """An authenticated connection of ``rank``."""
 
     rank: int
-    whence: str
+    origin: str
     state: State = State.PROVED
     member: Member | None = None
     kept_bytes: int = 0
 
     @property
     def name(self) -> str:
-        where = self.whence if self.member is None else self.member.where
+        where = self.origin if self.member is None else self.member.where
         return f"rank {self.rank} ({where})"
 
 
@@ -329,52 +329,52 @@ class Meeting:
         """Whether any rank has not been sent the fault."""
         return len(self._told) < self.world
 
-    def enter(self, caller: int, rank: int, whence: str) -> None:
-        """Handle a new authenticated connection of ``rank``; ``whence`` is for messages."""
-        self._callers[caller] = _Caller(rank, whence)
+    def enter(self, number: int, rank: int, origin: str) -> None:
+        """Handle a new authenticated connection of ``rank``; ``origin`` is for messages."""
+        self._callers[number] = _Caller(rank, origin)
         if self.fault is not None:
-            self._tell_fault(caller)
+            self._tell_fault(number)
         elif self.over:
-            self._say(caller, b"", last=True)  # it was authenticated before the doors were closed
+            self._say(number, b"", last=True)  # it was authenticated before the doors were closed
         else:
-            self._say(caller, frame(Kind.WELCOME, self.key))
+            self._say(number, frame(Kind.WELCOME, self.key))
 
-    def hear(self, caller: int, kind: Kind, body: bytes) -> None:
+    def hear(self, number: int, kind: Kind, body: bytes) -> None:
         """Handle a caller's frame."""
-        who = self._callers[caller]
+        caller = self._callers[number]
         if self.fault is not None or self.over:
             return  # the caller has not read the last frame yet
         try:
-            if kind not in _MAY[who.state]:
-                raise Broken(f"said {kind.name.lower()} {who.state.value}")
-            self._obey(caller, who, kind, body)
+            if kind not in _MAY[caller.state]:
+                raise Broken(f"said {kind.name.lower()} {caller.state.value}")
+            self._obey(number, caller, kind, body)
         except Broken as broken:
-            self.break_off(caller, str(broken))
+            self.break_off(number, str(broken))
 
-    def break_off(self, caller: int, how: str) -> None:
+    def break_off(self, number: int, how: str) -> None:
         """Handle a caller that has broken a rule."""
         self.fail(
-            f"{self._callers[caller].name} broke the rules of the meeting: it {how}; does it run another version of"
+            f"{self._callers[number].name} broke the rules of the meeting: it {how}; does it run another version of"
             " Syncline?"
         )
 
-    def leave(self, caller: int) -> None:
+    def leave(self, number: int) -> None:
         """Handle the end of a caller's connection."""
-        who = self._callers.pop(caller)
-        if who.state is not State.PROVED and not self.over:
-            self.fail(f"{who.name} ended while the processes were meeting; see what it printed")
+        caller = self._callers.pop(number)
+        if caller.state is not State.PROVED and not self.over:
+            self.fail(f"{caller.name} ended while the processes were meeting; see what it printed")
 
     def fail(self, text: str) -> None:
         """End the start. All processes are sent the text, late ones too. The first text stays."""
         if self.fault is None and not self.over:
             self.fault = printable(text)
-            for caller in list(self._callers):
-                self._tell_fault(caller)
+            for number in list(self._callers):
+                self._tell_fault(number)
 
     def missing(self, limit_s: float) -> str:
         """The error text for a process whose time is over."""
         if len(self._come) == self.world:
-            late = [who.name for _, who in sorted(self._come.items()) if who.state is not State.THROUGH]
+            late = [caller.name for _, caller in sorted(self._come.items()) if caller.state is not State.THROUGH]
             return f"all have come, but these have no connections to all others within {limit_s:.0f} s: {_some(late)}"
         absent = [rank for rank in range(self.world) if rank not in self._come]
         notes = [f"rank {rank}{self.hint(rank)}{self._seen(rank)}" for rank in absent]
@@ -385,76 +385,77 @@ class Meeting:
 
     def _seen(self, rank: int) -> str:
         """A note on a missing rank, for messages."""
-        silent = [who.whence for who in self._callers.values() if who.rank == rank]
+        silent = [caller.origin for caller in self._callers.values() if caller.rank == rank]
         if silent:
             return f" (it has connected, {silent[0]}, and not said who it is)"
         return f" ({self.refused[rank]})" if rank in self.refused else ""
 
-    def _say(self, caller: int, frame: bytes, last: bool = False) -> None:
-        self.said.append(Say(caller, frame, last))
+    def _say(self, number: int, frame: bytes, last: bool = False) -> None:
+        self.said.append(Say(number, frame, last))
 
-    def _tell_fault(self, caller: int) -> None:
+    def _tell_fault(self, number: int) -> None:
         assert self.fault is not None
-        self._told.add(self._callers[caller].rank)
-        self._say(caller, fault_frame(self.fault), last=True)
+        self._told.add(self._callers[number].rank)
+        self._say(number, fault_frame(self.fault), last=True)
 
-    def _obey(self, caller: int, who: _Caller, kind: Kind, body: bytes) -> None:
+    def _obey(self, number: int, caller: _Caller, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.RECORD:
-                self._admit(who, body)
+                self._admit(caller, body)
             case Kind.THROUGH:
-                who.state = State.THROUGH
+                caller.state = State.THROUGH
                 if all(other.state is State.THROUGH for other in self._come.values()):
                     self.over = True
-                    for number in self._callers:
-                        self._say(number, frame(Kind.OVER), last=True)
+                    for each in self._callers:
+                        self._say(each, frame(Kind.OVER), last=True)
             case Kind.FAULT:
-                self.fail(f"{who.name}: {body.decode(errors='replace')}")
+                self.fail(f"{caller.name}: {body.decode(errors='replace')}")
             case Kind.LATE:
                 if not body.isdigit():
                     raise Broken("has a time limit that is no number")
                 self.fail(self.missing(int(body)))
             case _:
-                self._say(caller, self._answer(who, kind, body))
+                self._say(number, self._answer(caller, kind, body))
 
-    def _admit(self, who: _Caller, body: bytes) -> None:
+    def _admit(self, caller: _Caller, body: bytes) -> None:
         """Handle a record, whose process joins unless it contradicts another."""
         try:
             member = read_member(body)
         except RollCallError as error:
-            self.fail(f"{who.name}: {error}")
+            self.fail(f"{caller.name}: {error}")
             return
-        if member.index != who.rank:
+        if member.index != caller.rank:
             raise Broken(f"says that it is rank {member.index}")
-        first = self._come.get(who.rank)
-        who.member = member
-        if first is not None and first is not who:
+        first = self._come.get(caller.rank)
+        caller.member = member
+        if first is not None and first is not caller:
             assert first.member is not None
             self.fail(
-                f"rank {who.rank} is taken by {first.member.where}; {member.where} claims it too: give every process"
+                f"rank {caller.rank} is taken by {first.member.where}; {member.where} claims it too: give every process"
                 " its own"
             )
             return
         if member.world != self.world:
             self.fail(
-                f"{who.name} counts {member.world} processes, rank 0 counts {self.world}: give all the same world size"
+                f"{caller.name} counts {member.world} processes, rank 0 counts {self.world}: give all the same world"
+                " size"
             )
             return
-        if who.rank >= self.world:
+        if caller.rank >= self.world:
             raise Broken(f"is none of the {self.world} processes")
-        self._come[who.rank] = who
-        who.state = State.COME
-        self._compare(who)
+        self._come[caller.rank] = caller
+        caller.state = State.COME
+        self._compare(caller)
         if len(self._come) == self.world and self.fault is None:
             self._call()
 
-    def _compare(self, who: _Caller) -> None:
+    def _compare(self, caller: _Caller) -> None:
         """Compare terms with those of rank 0, as soon as it has come."""
         first = self._come.get(0)
         if first is None or first.member is None:
             return
         mine = first.member.terms
-        for other in [who] if who is not first else list(self._come.values()):
+        for other in [caller] if caller is not first else list(self._come.values()):
             assert other.member is not None
             theirs = other.member.terms
             for term in sorted(mine.keys() | theirs.keys()):
@@ -469,12 +470,12 @@ class Meeting:
         members = [self._come[rank].member for rank in range(self.world)]
         texts = [member.to_text() for member in members if member is not None]
         roll = frame(Kind.ROLL, f"[{','.join(texts)}]".encode())
-        for caller, who in self._callers.items():
-            if who.state is State.COME:
-                who.state = State.CALLED
-                self._say(caller, roll)  # all callers share these bytes
+        for number, caller in self._callers.items():
+            if caller.state is State.COME:
+                caller.state = State.CALLED
+                self._say(number, roll)  # all callers share these bytes
 
-    def _answer(self, who: _Caller, kind: Kind, body: bytes) -> bytes:
+    def _answer(self, caller: _Caller, kind: Kind, body: bytes) -> bytes:
         """The answer about a note. Only its writer may write it again, and it counts against the writer's limit."""
         key, rest = _read_note(body)
         if kind is Kind.GET:
@@ -482,25 +483,25 @@ class Meeting:
                 raise Broken("asked for a note with a value")
             return frame(Kind.VALUE, self._notes[key][1]) if key in self._notes else frame(Kind.NOTHING)
         if kind is Kind.SET:
-            owner, before = self._notes.get(key, (who.rank, None))
-            if owner != who.rank:
+            owner, before = self._notes.get(key, (caller.rank, None))
+            if owner != caller.rank:
                 raise Broken(f"wrote over a note of rank {owner}")
-            self._charge(who, len(rest) - len(before) if before is not None else len(key) + len(rest) + NOTE_BYTES)
-            self._notes[key] = who.rank, rest
+            self._charge(caller, len(rest) - len(before) if before is not None else len(key) + len(rest) + NOTE_BYTES)
+            self._notes[key] = caller.rank, rest
             return frame(Kind.VALUE)
         if len(rest) != AMOUNT.size:
             raise Broken("counted by what is no number")
         if key not in self._counters:
-            self._charge(who, len(key) + NOTE_BYTES)
+            self._charge(caller, len(key) + NOTE_BYTES)
         count = self._counters.get(key, 0) + AMOUNT.unpack(rest)[0]
         if not -(1 << 63) <= count < 1 << 63:
             raise Broken("counted too far")
         self._counters[key] = count
         return frame(Kind.VALUE, AMOUNT.pack(count))
 
-    def _charge(self, who: _Caller, nbytes: int) -> None:
-        who.kept_bytes += nbytes
-        if who.kept_bytes > NOTES_BYTES:
+    def _charge(self, caller: _Caller, nbytes: int) -> None:
+        caller.kept_bytes += nbytes
+        if caller.kept_bytes > NOTES_BYTES:
             raise Broken(f"left more than {NOTES_BYTES} bytes in notes")
 
 

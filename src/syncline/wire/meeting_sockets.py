@@ -85,7 +85,7 @@ class MeetingServer:
             run,
             secret,
             0,
-            lambda said, sock, whence: self._admit(said.source, sock, f"from {whence}"),
+            lambda said, sock, origin: self._admit(said.source, sock, f"from {origin}"),
             check=self._check,
             refused=self._note_refusal,
             world=meeting.world,
@@ -94,10 +94,10 @@ class MeetingServer:
         self._thread = threading.Thread(target=self._serve, name="syncline-meeting", daemon=False)
         self._thread.start()
 
-    def adopt(self, rank: int, whence: str) -> socket.socket:
+    def adopt(self, rank: int, origin: str) -> socket.socket:
         """A connection for rank ``rank`` within this process, which need not authenticate."""
         here, there = socket.socketpair()
-        self._admit(rank, there, whence)
+        self._admit(rank, there, origin)
         return here
 
     def close(self, stay_s: float = 0.0) -> None:
@@ -114,8 +114,8 @@ class MeetingServer:
         """Wait for the end after ``close``."""
         self._thread.join()
 
-    def _admit(self, rank: int, sock: socket.socket, whence: str) -> None:
-        self._new.append((rank, sock, whence))
+    def _admit(self, rank: int, sock: socket.socket, origin: str) -> None:
+        self._new.append((rank, sock, origin))
         self._bell.ring()
 
     def _check(self, said: Hello) -> None:
@@ -124,9 +124,9 @@ class MeetingServer:
         if len(self._lines) + len(self._new) >= 2 * self._meeting.world + MORE:
             raise HandshakeError("too many connections")
 
-    def _note_refusal(self, said: Hello, whence: str, why: str) -> None:
+    def _note_refusal(self, said: Hello, origin: str, why: str) -> None:
         if said.source < self._meeting.world:
-            self._meeting.refused[said.source] = f"one that claims to be it was refused at {whence}: {why}"
+            self._meeting.refused[said.source] = f"one that claims to be it was refused at {origin}: {why}"
 
     def _serve(self) -> None:
         try:
@@ -172,12 +172,12 @@ class MeetingServer:
     def _ended(self) -> bool:
         return self._meeting.over or self._meeting.fault is not None
 
-    def _enter(self, rank: int, sock: socket.socket, whence: str) -> None:
+    def _enter(self, rank: int, sock: socket.socket, origin: str) -> None:
         self._count += 1
         line = self._lines[self._count] = _Line(self._count, sock)
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ, line)
-        self._meeting.enter(line.number, rank, whence)
+        self._meeting.enter(line.number, rank, origin)
         self._act()
 
     def _read(self, line: _Line) -> None:
