@@ -193,11 +193,10 @@ def _variables(environ: Environ) -> Environment | None:
 def _mpirun(environ: Environ) -> Environment | None:
     """``mpirun`` or ``mpiexec`` of Open MPI (OMPI_*, PMIX_*) and of MPICH's family (Hydra: PMI_*, MPI_LOCAL*)."""
     if "OMPI_COMM_WORLD_SIZE" in environ:
-        names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
-        local = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
         run_id = environ.get("PMIX_NAMESPACE", "")
     elif "PMI_SIZE" in environ and ("MPI_LOCALNRANKS" in environ or _STEP not in environ):
-        names, local, run_id = ("PMI_RANK", "PMI_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ""
+        names, run_id = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ""
     else:
         return None
     # Without an address rank 0 publishes one over MPI.
@@ -205,11 +204,7 @@ def _mpirun(environ: Environ) -> Environment | None:
     return _placed(
         environ,
         "mpirun",
-        (*names, *local),
-        rank=_number(environ, names[0]),
-        world=_number(environ, names[1]),
-        local_rank=_number(environ, local[0], 0),
-        local_world=_number(environ, local[1], 1),
+        names,
         address=_text(environ, "MASTER_ADDR") if told else "",
         port=_number(environ, "MASTER_PORT") if told else 0,
         run_id=run_id,
@@ -225,14 +220,12 @@ def _srun(environ: Environ) -> Environment | None:
     if _STEP not in environ:
         return None
     run_id = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+    _number(environ, "SLURM_PROCID")  # raises first if it is missing
     alone = _number(environ, _STEP) == 1
     return _placed(
         environ,
         "srun",
         ("SLURM_PROCID", _STEP, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-        rank=_number(environ, "SLURM_PROCID"),
-        world=_number(environ, _STEP),
-        local_rank=_number(environ, "SLURM_LOCALID", 0),
         local_world=_tasks_here(environ),
         address=environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else _first_node(environ)),
         port=_number(environ, "MASTER_PORT", derived_port(run_id)),
@@ -272,10 +265,15 @@ def derived_port(job: str) -> int:
     return 20000 + zlib.crc32(os.fsencode(job)) % 12000
 
 
-def _placed(environ: Environ, launcher: str, names: tuple[str, ...], *, run_id: str, **place: Any) -> Environment:
-    """An environment with these numbers. An error shows the variables with the numbers."""
+def _placed(
+    environ: Environ, launcher: str, names: tuple[str, ...], *, local_world: int | None = None, **more: Any
+) -> Environment:
+    """An environment with the numbers in four variables. An error shows their values."""
+    place: dict[str, Any] = {"rank": _number(environ, names[0]), "world": _number(environ, names[1])}
+    place["local_rank"] = _number(environ, names[2], 0)
+    place["local_world"] = _number(environ, names[3], 1) if local_world is None else local_world
     try:
-        return Environment(launcher, run_id=run_id, **place, **_told(environ))
+        return Environment(launcher, **place, **more, **_told(environ))
     except UsageError as error:
         given = (*names, "MASTER_PORT", "SYNCLINE_SERVERS")
         values = ", ".join(f"{name}={environ[name]}" for name in given if name in environ)
@@ -291,18 +289,15 @@ def _ranked(
     **more: Any,
 ) -> Environment:
     """The common variables of torchrun, ``syncline run`` and ``env://``."""
-    rank, world = _number(environ, names[0]), _number(environ, names[1])
+    _number(environ, names[0])  # raises first if it is missing
+    world = _number(environ, names[1])
     alone = world == 1
-    # Without local numbers (env://) the other processes' hosts are unknown: count one process on this host.
-    local_world = _number(environ, "LOCAL_WORLD_SIZE", 1 if "LOCAL_RANK" not in environ else world)
     return _placed(
         environ,
         launcher,
         (*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        rank=rank,
-        world=world,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_world=local_world,
+        # Without local numbers (env://) the other processes' hosts are unknown: count one process on this host.
+        local_world=_number(environ, "LOCAL_WORLD_SIZE", 1 if "LOCAL_RANK" not in environ else world),
         address=environ.get("MASTER_ADDR", "127.0.0.1") if alone else _text(environ, "MASTER_ADDR"),
         port=_number(environ, port, 0 if alone else None),
         **more,

@@ -462,13 +462,16 @@ class Watcher:
         if not self._came_back.wait(GRACE_S):
             index = self._roll.index if self.failure is None else self.failure.rank
             culprit = "this process" if index == self._roll.index else self._roll.name(index)
-            say(
+            self._end(
                 f"syncline: {self._roll.name(self._roll.index)}: the script did not return to Syncline within"
-                f" {GRACE_S:.0f} s after the failure of {culprit}, ending\n"
+                f" {GRACE_S:.0f} s after the failure of {culprit}, ending"
             )
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-            os._exit(FAILED_STATUS)
+
+    def _end(self, text: str) -> None:
+        say(f"{text}\n")
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(FAILED_STATUS)
 
 
 class Stops:
