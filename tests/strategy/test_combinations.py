@@ -74,27 +74,30 @@ class TestCombinations:
         ("text", "says"),
         [
             ("native transport=tcp", "the nearest that works is 'native transport=torch'"),
-            ("native codec=qsgd", "knows nothing of codec=qsgd; the nearest that works is 'codec=qsgd'"),
+            ("native codec=qsgd", "cannot apply codec=qsgd; the nearest that works is 'codec=qsgd'"),
             ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
             ("native(x=1)", "native takes no arguments"),
             ("ring sync=asp", r"owners of the weights .* ring has none; the nearest .* 'ps\(servers=1\) sync=asp'"),
             ("sync=ssp(staleness=3)", r"auto has none; .* is 'ps\(servers=1\) sync=ssp\(staleness=3\)'"),
             ("native sync=asp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=asp'"),
             ("ps(servers=2, update=worker) sync=asp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=asp'"),
-            ("ps(servers=1) sync=asp schedule=delayed", r"two steps under way.* is 'ps\(servers=1\) sync=asp'"),
+            ("ps(servers=1) sync=asp schedule=delayed", r"two steps in flight.* is 'ps\(servers=1\) sync=asp'"),
             (
                 "ring sync=bsp(backup=1)",
-                r"owners take .*'ps\(servers=1\) sync=bsp\(backup=1\)'",
+                r"owners receive .*'ps\(servers=1\) sync=bsp\(backup=1\)'",
             ),
-            ("ps sync=bsp(backup=-1)", r"backup=-1: it is a number of workers that updates do not wait for, 0 or more"),
+            (
+                "ps sync=bsp(backup=-1)",
+                r"backup=-1: the number of workers that updates do not wait for must be 0 or more",
+            ),
             (
                 "ps sync=ssp(staleness=-1)",
-                r"staleness=-1: it is a number of steps, 0 or more; ssp\(staleness=0\) keeps",
+                r"staleness=-1: the number of steps must be 0 or more; ssp\(staleness=0\) keeps",
             ),
             ("ps sync=ssp", r"ssp needs staleness, as in ssp\(staleness=..."),
             (
                 "ps sync=asp(compensate=-0.5)",
-                "compensate=-0.5: it is the lambda of delay",
+                "compensate=-0.5: the lambda of delay",
             ),
             ("ps sync=asp(rate=none)", "rate of asp"),
             ("ps sync=asp(momentum=0.9)", "momentum of asp"),
@@ -140,25 +143,25 @@ AGREES = {"agree": lambda *_: None, "pull": lambda *_: 1.0, "remembers": True}
 @pytest.mark.parametrize(
     ("kind", "properties", "says"),
     [
-        ("schedules", {"release": "whenever"}, "release='whenever', which no engine supports: it is 'ready' or"),
-        ("schedules", {"phases": "thirds"}, "phases='thirds', which no engine supports: it is 'whole' or 'split'"),
+        ("schedules", {"release": "whenever"}, "release='whenever', which no engine supports: it must be 'ready' or"),
+        ("schedules", {"phases": "thirds"}, "phases='thirds', which no engine supports: it must be 'whole' or 'split'"),
         ("schedules", {"apply": "never"}, "apply='never', which .* 'step' or 'layer' or 'next_step'"),
         ("schedules", {"apply": None}, "apply=None"),
-        ("schedules", {"in_flight": -1}, "lets -1 buckets be in flight"),
-        ("schedules", {"in_flight": "all"}, "lets 'all' buckets be in flight"),
-        ("schedules", {"measures": -1}, "measures -1 steps: it has to be 0 or more"),
-        ("schedules", {"measures": None}, "measures None steps"),
+        ("schedules", {"in_flight": -1}, "in_flight=-1: it must be the number of buckets in flight at once, 1 or more"),
+        ("schedules", {"in_flight": "all"}, "in_flight='all'"),
+        ("schedules", {"measures": -1}, "measures=-1: it must be a number of steps, 0 or more"),
+        ("schedules", {"measures": None}, "measures=None"),
         ("schedules", {"priority": None}, r"has no priority\(\)"),
         (
             "schedules",
             {"local": True},
-            r"steps of their own \(local=True\) with apply='step', which .*'next_step' only",
+            r"local=True \(workers make steps of their own\) and apply='step': .* with apply='next_step' only",
         ),
-        ("schedules", {"local": True, "apply": "layer"}, "with apply='layer', which"),
+        ("schedules", {"local": True, "apply": "layer"}, "and apply='layer': engines support local steps"),
         ("schedules", {"local": "on", "apply": "next_step"}, "has local='on': it must be True or False"),
-        ("sync", {"averages": lambda *_: True}, r"says neither what workers agree on .agree\(\). nor whose"),
-        ("sync", AGREES | {"averages": lambda *_: True}, "True of whether weights are averaged .* 0, which is due as"),
-        ("sync", AGREES | {"averages": lambda *_: "yes"}, "says 'yes' of whether weights are averaged after step 0"),
+        ("sync", {"averages": lambda *_: True}, r"exchanges weights, but has neither agree\(\), .* nor mix\(\)"),
+        ("sync", AGREES | {"averages": lambda *_: True}, r"True from averages\(0\), but due\(\) is True as well"),
+        ("sync", AGREES | {"averages": lambda *_: "yes"}, r"returns 'yes' from averages\(0\)"),
         ("sync", AGREES | {"averages": lambda *_: 1 // 0}, "fails at step 0 .ZeroDivisionError"),
         ("sync", {"may_proceed": lambda *_: True}, "lets workers run ahead of each other"),
         (
@@ -167,12 +170,12 @@ AGREES = {"agree": lambda *_: None, "pull": lambda *_: 1.0, "remembers": True}
             "run ahead of each other",
         ),
         ("sync", {"may_proceed": lambda *_: False}, "lets no worker go on after step 0"),
-        ("sync", {"due": lambda _, step: 1 / (step - 3)}, "says -0.33.* of whether step 0 is due"),
+        ("sync", {"due": lambda _, step: 1 / (step - 3)}, r"returns -0.33.* from due\(0\)"),
         ("sync", {"due": lambda _, step: 1 // (step - 3) == 0}, "fails at step 3 .ZeroDivisionError"),
-        ("sync", {"merges": None}, "has merges=None: it must be True or False: whether all pushes are one update"),
+        ("sync", {"merges": None}, "merges=None: it must be True or False, and says whether all pushes form one"),
         ("sync", {"due": None}, r"has no due\(\)"),
         ("sync", {"rate": "half", "compensate": 0.5}, "has rate='half', which no owner supports.* 'shared' or 'own'"),
-        ("sync", {"rate": "own", "compensate": "off"}, "has compensate='off': it is the lambda"),
+        ("sync", {"rate": "own", "compensate": "off"}, "has compensate='off': the lambda"),
     ],
 )
 def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str, Any], says: str) -> None:
@@ -185,7 +188,7 @@ def test_what_a_part_asks_for_is_done_or_refused(kind: str, properties: dict[str
 @pytest.mark.usefixtures("later_parts")
 def test_a_mode_whose_pushes_are_not_merged_pushes_in_every_step() -> None:
     registry.register("sync", "own")(own(Bound, due=lambda _, step: step % 2 == 1))
-    with pytest.raises(StrategyError, match=r"which owners of the weights miss; .* works is 'ps\(servers=1\)'"):
+    with pytest.raises(StrategyError, match=r"owners of the weights miss updates; .* works is 'ps\(servers=1\)'"):
         Strategy.parse("ps sync=own")
 
 
@@ -193,8 +196,8 @@ def test_a_mode_whose_pushes_are_not_merged_pushes_in_every_step() -> None:
 @pytest.mark.parametrize(
     ("text", "says", "works"),
     [
-        ("native schedule=urgent", "which native's collectives cannot", "schedule=urgent"),
-        ("ring schedule=urgent transport=slow", "which messages of transport=slow cannot", "ring schedule=urgent"),
+        ("native schedule=urgent", "but collectives of native cannot", "schedule=urgent"),
+        ("ring schedule=urgent transport=slow", "but messages of transport=slow cannot", "ring schedule=urgent"),
     ],
 )
 def test_a_schedule_with_urgent_buckets_needs_parts_that_let_them_overtake(text: str, says: str, works: str) -> None:
@@ -209,11 +212,11 @@ def test_a_schedule_with_urgent_buckets_needs_parts_that_let_them_overtake(text:
 
 
 @pytest.mark.usefixtures("later_parts")
-def test_buckets_of_measured_times_need_workers_that_come_together() -> None:
+def test_buckets_of_measured_times_need_workers_that_meet() -> None:
     registry.register("schedules", "timed")(own(Fixed, measures=3))
     registry.register("sync", "free")(Free)
     assert str(Strategy.parse("ring schedule=timed")) == "ring schedule=timed"
-    with pytest.raises(StrategyError, match=r"schedule=timed makes its .* under sync=free they never come together"):
+    with pytest.raises(StrategyError, match=r"schedule=timed changes its .* under sync=free they never meet"):
         Strategy.parse("ps(servers=1) sync=free schedule=timed")
 
 
@@ -226,28 +229,32 @@ def test_what_some_engine_does_is_accepted(properties: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("later_parts")
-def test_two_steps_under_way_are_those_of_every_step() -> None:
+def test_two_steps_in_flight_need_an_exchange_in_every_step() -> None:
     registry.register("schedules", "late")(own(Fixed, apply="next_step"))
     registry.register("sync", "odd")(own(Bsp, due=lambda _, step: step % 2 == 1))
-    with pytest.raises(StrategyError, match=r"two steps under way.*every step.*nearest that works is 'ring sch"):
+    with pytest.raises(StrategyError, match=r"two steps in flight.*every step.*nearest that works is 'ring sch"):
         Strategy.parse("ring sync=odd schedule=late")
 
 
 @pytest.mark.parametrize(
     ("text", "says", "works"),
     [
-        ("ps(servers=1) sync=local(steps=4)", "owners hold them", "ps(servers=1, update=worker) sync=local(steps=4)"),
+        (
+            "ps(servers=1) sync=local(steps=4)",
+            "owners hold the weights",
+            "ps(servers=1, update=worker) sync=local(steps=4)",
+        ),
         ("sync=diloco(steps=4) schedule=delayed", "end in the next iteration", "sync=diloco(steps=4)"),
         ("sync=easgd(steps=4) schedule=priority", "end in the next iteration", "sync=easgd(steps=4)"),
-        ("sync=local(steps=4) schedule=merged", "times exchanges of gradients", "sync=local(steps=4)"),
+        ("sync=local(steps=4) schedule=merged", "measures an exchange of gradients", "sync=local(steps=4)"),
         (
             "ps(servers=1, update=worker) sync=post_local(after=2, steps=4) codec=int8",
-            "left of one to the other",
+            "residual of the gradients to the differences",
             "sync=post_local(after=2, steps=4) codec=feedback(int8)",
         ),
         (
             "sync=easgd(steps=4) codec=topk(ratio=0.1)",
-            "at a distance from the agreed weights, .*; the error feedback",
+            "keep a distance from the agreed weights, .*; the error feedback",
             "sync=easgd(steps=4) codec=topk(ratio=0.1) feedback=off",
         ),
         (
@@ -275,13 +282,13 @@ def test_weights_that_are_exchanged_are_refused_where_they_cannot_be(text: str, 
     [
         ("local(steps=0)", r"steps=0 of local: workers exchange weights after 1 step or more, as local\(steps=16\)"),
         ("local(steps=-1)", "steps=-1 of local"),
-        ("post_local(after=-1, steps=2)", "after=-1 of post_local: choose from 0"),
+        ("post_local(after=-1, steps=2)", "after=-1 of post_local: choose a number of steps"),
         ("post_local(after=1, steps=0)", "steps=0 of post_local"),
         ("easgd(steps=0)", "steps=0 of easgd"),
-        ("easgd(steps=2, beta=0)", "beta=0.0 of easgd: choose how far .* above 0 and up to 1"),
+        ("easgd(steps=2, beta=0)", "beta=0.0 of easgd: choose a share above 0 and up to 1"),
         ("easgd(steps=2, beta=1.01)", "beta=1.01 of easgd"),
         ("diloco(steps=0)", "steps=0 of diloco"),
-        ("diloco(steps=2, lr=0)", "lr=0.0 of diloco: choose a learning rate above 0"),
+        ("diloco(steps=2, lr=0)", "lr=0.0 of diloco: choose a learning rate of the outer optimizer above 0"),
         ("diloco(steps=2, momentum=1)", "momentum=1.0 of diloco: choose a number from 0 up to below 1"),
         ("diloco(steps=2, momentum=-0.1)", "momentum=-0.1 of diloco"),
         ("local", r"local needs steps, as in local\(steps=...\)"),
@@ -296,15 +303,15 @@ def test_periods_and_shares_that_make_no_sense_are_refused(sync: str, says: str)
     ("text", "says", "works"),
     [
         ("recursive_doubling schedule=split", "two phases.*cannot be split", "schedule=split"),
-        ("ring codec=int8 schedule=split", r"two phases.*\(int8\) sends is not a sum", "ring schedule=split"),
+        ("ring codec=int8 schedule=split", r"two phases.*\(int8\) are not sums", "ring schedule=split"),
         (
             "native schedule=split transport=torch",
-            "which native's collectives cannot",
+            "but collectives of native cannot",
             "schedule=split transport=torch",
         ),
         ("ps(servers=1, update=worker) schedule=split", "servers return", "schedule=split"),
-        ("ps(servers=1) schedule=split", "push and pull are these already", "ps(servers=1) schedule=priority"),
-        ("ps(servers=1) schedule=delayed", "owners of the weights take them one by one", "ps(servers=1)"),
+        ("ps(servers=1) schedule=split", "push and pull are two phases", "ps(servers=1) schedule=priority"),
+        ("ps(servers=1) schedule=delayed", "owners of the weights handle one step at a time", "ps(servers=1)"),
         ("ps(servers=1, update=worker) schedule=delayed", "servers that only sum", "schedule=delayed"),
     ],
 )

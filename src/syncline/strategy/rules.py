@@ -137,28 +137,28 @@ def _native_needs_its_library(given: Combination) -> Fault | None:
         return None
     if registry.get("transports", given.transport.name).capabilities.get("allreduce"):
         return None
-    reason = f"native calls the library's own collective, and transport={given.transport.name} has none"
+    reason = f"native calls the transport's own collectives, and transport={given.transport.name} has none"
     return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": AUTO}]
 
 
 def _native_sends_what_it_is_given(given: Combination) -> Fault | None:
     if given.collective is None or given.codec in (NONE, AUTO):
         return None
-    reason = f"native hands the gradients to a library that knows nothing of codec={given.codec.name}"
+    reason = f"native passes gradients to a message library, which cannot apply codec={given.codec.name}"
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
 
 
 def _nccl_knows_collectives_only(given: Combination) -> Fault | None:
     if given.transport.arguments.get("backend") != "nccl" or given.collective is not None:
         return None
-    reason = "NCCL has no messages that are matched by tag, so no plan runs over it"
+    reason = "NCCL does not match messages by tag, so it can run no plan"
     return reason, [{"architecture": Part("native")}, {"transport": with_arguments(given.transport, backend="gloo")}]
 
 
 def _servers_are_needed(given: Combination) -> Fault | None:
     if given.roles is None or given.roles.owners >= 1:
         return None
-    reason = f"{write('algorithms', given.architecture)} has no server, and at least one has to own the sums"
+    reason = f"{write('algorithms', given.architecture)} has no server, but it needs at least one to own the sums"
     return reason, variants(given.architecture, lambda roles: roles.owners >= 1)
 
 
@@ -169,7 +169,7 @@ def _weights_follow_updates(given: Combination) -> Fault | None:
     inner = relay_of(codec.codec if isinstance(codec, Wraps) else codec)
     if inner.contraction or not inner.biased:
         return None
-    reason = f"codec={given.codec.name} gives no magnitudes, and servers that hold the weights send updates"
+    reason = f"servers that hold the weights send encoded updates, and codec={given.codec.name} loses their magnitudes"
     return reason, [*variants(given.architecture, lambda roles: not roles.holds_weights), {"codec": NONE}]
 
 
@@ -179,7 +179,7 @@ def _memory_needs_feedback(given: Combination) -> Fault | None:
     codec = codec_of(given)
     if not isinstance(codec, NeedsFeedback) or not codec.needs_feedback:
         return None
-    reason = f"codec={given.codec.name} accumulates what is not sent, which it cannot with feedback=off"
+    reason = f"codec={given.codec.name} accumulates unsent values in the error feedback, so feedback=off is impossible"
     return reason, [{"codec": Part("feedback", (("", given.codec),))}]
 
 
@@ -187,7 +187,7 @@ def _rounds_need_sums(given: Combination) -> Fault | None:
     if given.roles is None or given.codec == AUTO or way_of(codec_of(given)).servable:
         return None
     codec = write("codecs", given.codec)
-    reason = f"codec={codec} needs sums over the workers while it computes, which servers do not make"
+    reason = f"codec={codec} works in rounds that each end with a sum over the workers, which servers do not support"
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
 
 
@@ -208,8 +208,8 @@ def _feedback_needs_a_contraction(given: Combination) -> Fault | None:
     if build("codecs", inner).contraction:
         return None
     reason = (
-        f"error feedback around {inner.name} diverges: its error can be larger than the gradient, so that what is left"
-        " for the next step grows from step to step"
+        f"error feedback around {inner.name} diverges: its error can be larger than the gradient, so the residual grows"
+        " from step to step"
     )
     return reason, [{"codec": inner}]
 
@@ -226,13 +226,14 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
         value = getattr(schedule, what, None)
         if value not in get_args(known):
             words = " or ".join(map(repr, get_args(known)))
-            return f"schedule={name} has {what}={value!r}, which no engine supports: it is {words}", remedies
+            return f"schedule={name} has {what}={value!r}, which no engine supports: it must be {words}", remedies
     in_flight = getattr(schedule, "in_flight", None)
     if not isinstance(in_flight, int) or in_flight < 1:
-        return f"schedule={name} lets {in_flight!r} buckets be in flight at once: it has to be 1 or more", remedies
+        why = "it must be the number of buckets in flight at once, 1 or more"
+        return f"schedule={name} has in_flight={in_flight!r}: {why}", remedies
     measures = getattr(schedule, "measures", None)
     if not isinstance(measures, int) or measures < 0:
-        return f"schedule={name} measures {measures!r} steps: it has to be 0 or more", remedies
+        return f"schedule={name} has measures={measures!r}: it must be a number of steps, 0 or more", remedies
     if why := _cannot_go_ahead(schedule):
         return f"schedule={name} {why}", remedies
     for what in ("buckets", "priority"):
@@ -246,14 +247,14 @@ def _engines_do_what_the_schedule_says(given: Combination) -> Fault | None:
 
 
 def _cannot_go_ahead(schedule: Schedule) -> str:
-    """The fault in what a schedule says about local steps, if any."""
+    """The fault in a schedule's declaration of local steps, if any."""
     local: object = isinstance(schedule, GoesAhead) and schedule.local
     if not isinstance(local, bool):
-        return f"has local={local!r}: it must be True or False: whether workers go ahead"
+        return f"has local={local!r}: it must be True or False, and says whether workers make steps of their own"
     if local and schedule.apply != "next_step":
         return (
-            f"has workers make steps of their own (local=True) with apply={schedule.apply!r}, which engines do with"
-            " apply='next_step' only"
+            f"has local=True (workers make steps of their own) and apply={schedule.apply!r}: engines support local"
+            " steps with apply='next_step' only"
         )
     return ""
 
@@ -261,12 +262,13 @@ def _cannot_go_ahead(schedule: Schedule) -> str:
 def _urgent_buckets_can_overtake(given: Combination) -> Fault | None:
     if given.schedule == AUTO or not _has_urgent_buckets(build("schedules", given.schedule)):
         return None
-    reason = f"schedule={given.schedule.name} lets urgent buckets overtake others, which"
+    reason = f"schedule={given.schedule.name} lets urgent buckets overtake others, but"
     if given.collective is not None and not _honours_priority("collectives", given.architecture):
-        return f"{reason} {given.architecture.name}'s collectives cannot", [{"architecture": AUTO}, {"schedule": AUTO}]
+        why = f"collectives of {given.architecture.name} cannot overtake"
+        return f"{reason} {why}", [{"architecture": AUTO}, {"schedule": AUTO}]
     if given.transport != AUTO and not _honours_priority("transports", given.transport):
-        name = given.transport.name
-        return f"{reason} messages of transport={name} cannot", [{"transport": AUTO}, {"schedule": AUTO}]
+        why = f"messages of transport={given.transport.name} cannot overtake"
+        return f"{reason} {why}", [{"transport": AUTO}, {"schedule": AUTO}]
     return None
 
 
@@ -276,19 +278,19 @@ def _two_phases_need_owners_of_chunks(given: Combination) -> Fault | None:
     reason = f"schedule={given.schedule.name} exchanges in two phases, reduce-scatter and all-gather"
     remedies: list[dict[str, Part]] = [{"architecture": AUTO}, {"schedule": AUTO}]
     if given.codec != NONE:
-        why = f"and what codec={write('codecs', given.codec)} sends is not a sum, which the second one needs"
+        why = f"but payloads of codec={write('codecs', given.codec)} are not sums, which the all-gather needs"
         return f"{reason}, {why}", [{"codec": NONE}, {"schedule": AUTO}]
     if given.collective is not None:
-        return f"{reason}, and {given.architecture.name} makes both at once", remedies
+        return f"{reason}, but {given.architecture.name} performs both at once", remedies
     if given.servers:
-        return f"{reason}, and servers return their sums at once", remedies
+        return f"{reason}, but servers return their sums at once", remedies
     if given.architecture == AUTO:
         return None
     algorithm = registry.get("algorithms", given.architecture.name).target
     try:
         phases(algorithm(Group(SOME_WORKERS, servers=given.servers), **dict(given.architecture.args)))
     except PlanError as error:
-        return f"{reason}, and {error}", remedies
+        return f"{reason}, but {error}", remedies
     except UsageError:
         return None  # invalid for this number of workers; the real number is known later
     return None
@@ -301,12 +303,12 @@ def _owners_have_an_order_of_their_own(given: Combination) -> Fault | None:
     others = variants(given.architecture, lambda roles: not roles.holds_weights)
     if schedule.phases != "whole":
         reason = (
-            f"schedule={name} exchanges in two phases, and where owners hold the weights push and pull are these"
-            " already: a bucket is pulled as soon as it has been updated"
+            f"schedule={name} exchanges in two phases, but with owners of the weights, push and pull are two phases"
+            " already: workers pull a bucket as soon as it is updated"
         )
         return reason, [{"schedule": Part("priority")}, *others, {"schedule": AUTO}]
     if schedule.apply == "next_step":
-        reason = f"schedule={name} has two steps under way, and owners of the weights take them one by one"
+        reason = f"schedule={name} has two steps in flight, but owners of the weights handle one step at a time"
         return reason, [*others, {"schedule": AUTO}]
     return None
 
@@ -331,18 +333,16 @@ def _has_urgent_buckets(schedule: Schedule) -> bool:
 # Sync modes -----------------------------------------------------------------------------------------------------------
 
 
-def _what_is_applied_later_is_of_all(given: Combination) -> Fault | None:
+def _two_steps_in_flight_need_merged_pushes(given: Combination) -> Fault | None:
     if given.schedule == AUTO or build("schedules", given.schedule).apply != "next_step":
         return None
-    reason = f"schedule={given.schedule.name} has two steps under way"
+    reason = f"schedule={given.schedule.name} has two steps in flight"
     mode = build("sync", given.sync)
     if not (mode.merges and all(mode.due(step) for step in range(TESTED_STEPS))):
-        return f"{reason}, which needs a sync mode that merges all pushes in every step", [
-            {"sync": BSP},
-            {"schedule": AUTO},
-        ]
+        why = "which needs a sync mode that merges the pushes of all workers in every step"
+        return f"{reason}, {why}", [{"sync": BSP}, {"schedule": AUTO}]
     if given.servers:
-        why = "and servers that only sum take them one by one"
+        why = "but servers that only sum handle one step at a time"
         return f"{reason}, {why}", [{"architecture": AUTO}, {"schedule": AUTO}]
     return None
 
@@ -354,18 +354,18 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
             return f"sync={name} has no {what}()", remedies
     averages = mode.averages if isinstance(mode, Averages) else None
     if averages is not None and not isinstance(mode, Agrees | Mixes):
-        why = "and says neither what workers agree on (agree()) nor whose weights they take (mix())"
+        why = "but has neither agree(), for weights common to all workers, nor mix(), for means of some workers"
         return f"sync={name} exchanges weights, {why}", remedies
     merges = getattr(mode, "merges", None)
     if merges not in (True, False):
         return (
-            f"sync={name} has merges={merges!r}: it must be True or False: whether all pushes are one update",
+            f"sync={name} has merges={merges!r}: it must be True or False, and says whether all pushes form one update",
             remedies,
         )
     if why := wrong_application(mode):
         return f"sync={name} {why}", remedies
     if averages is not None and not merges:
-        return f"sync={name} exchanges weights, in which all workers take part, and has merges=False", remedies
+        return f"sync={name} has merges=False, but exchanges weights, in which all workers take part", remedies
     for clock in range(TESTED_STEPS):
         try:
             due, goes_on, runs_ahead = (
@@ -377,10 +377,11 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
         except Exception as error:
             return f"sync={name} fails at step {clock} ({type(error).__name__}: {error})", remedies
         if due not in (True, False):
-            return f"sync={name} says {due!r} of whether step {clock} is due", remedies
+            return f"sync={name} returns {due!r} from due({clock}), which must be True or False", remedies
         if comes not in (True, False) or (comes and due):
-            why = "which is due as well: gradients or weights are exchanged" if due else "not True or False"
-            return f"sync={name} says {comes!r} of whether weights are averaged after step {clock}, {why}", remedies
+            why = "but due() is True as well, and a step exchanges gradients or weights, not both"
+            why = why if due else "which must be True or False"
+            return f"sync={name} returns {comes!r} from averages({clock}), {why}", remedies
         if runs_ahead and merges and averages is None:
             return (
                 f"sync={name} lets workers run ahead of each other, which no engine supports with merges=True",
@@ -394,7 +395,7 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
 def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
     if build("sync", given.sync).merges or given.server_holds_weights:
         return None
-    reason = f"{_apart(given)}, which needs owners of the weights that apply it, and {given.architecture.name} has none"
+    reason = f"{_apart(given)}, which only owners of the weights can apply, and {given.architecture.name} has none"
     others = [] if given.roles is None else variants(given.architecture, lambda roles: roles.holds_weights)
     return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
 
@@ -415,15 +416,15 @@ def _hosts_push_sums(given: Combination) -> Fault | None:
 def _apart(given: Combination) -> str:
     """The clause of an error that says how pushes are applied without the other workers."""
     if alone(build("sync", given.sync)):
-        return f"under sync={given.sync.name} every worker's push is an update by itself"
-    return f"under sync={write('sync', given.sync)} owners take every worker's push by itself"
+        return f"under sync={given.sync.name} every worker's push is an update of its own"
+    return f"under sync={write('sync', given.sync)} owners receive every worker's push separately"
 
 
 def _owners_are_told_every_push(given: Combination) -> Fault | None:
     mode = build("sync", given.sync)
     if mode.merges or all(mode.due(step) for step in range(TESTED_STEPS)):
         return None
-    reason = f"sync={given.sync.name} lets workers update by themselves in some steps, which owners of the weights miss"
+    reason = f"under sync={given.sync.name} workers push nothing in some steps, so owners of the weights miss updates"
     return reason, [{"sync": BSP}]
 
 
@@ -432,10 +433,10 @@ def _pushes_by_themselves_can_be_decoded(given: Combination) -> Fault | None:
         return None
     where = _apart(given)
     if given.codec == AUTO:
-        reason = f"{where}, and what codec=auto measures are payloads that are summed"
+        reason = f"{where}, but codec=auto measures exchanges that sum payloads"
         return reason, [{"codec": NONE}, {"sync": BSP}]
     if warmup_of(codec_of(given)):
-        reason = f"{where}, and its owners do not know whether a worker that resumes still warms up"
+        reason = f"{where}, but owners do not know whether a resumed worker still warms up"
         return reason, [{"codec": with_arguments(given.codec, warmup=0)}, {"sync": BSP}]
     return None
 
@@ -446,8 +447,8 @@ def _other_buckets_need_all_workers(given: Combination) -> Fault | None:
     if not build("schedules", given.schedule).measures:
         return None
     reason = (
-        f"schedule={given.schedule.name} makes its buckets anew between two steps, which all workers do together, and"
-        f" under sync={given.sync.name} they never come together"
+        f"schedule={given.schedule.name} changes its buckets between two steps, for which all workers have to meet, but"
+        f" under sync={given.sync.name} they never meet"
     )
     return reason, [{"schedule": AUTO}, {"sync": BSP}]
 
@@ -455,21 +456,21 @@ def _other_buckets_need_all_workers(given: Combination) -> Fault | None:
 def _weights_are_averaged_between_steps(given: Combination) -> Fault | None:
     if not isinstance(build("sync", given.sync), Averages):
         return None
-    what = f"sync={given.sync.name} has every worker update its own weights, which are exchanged between two steps"
+    what = f"under sync={given.sync.name} every worker updates its own weights, which are exchanged between two steps"
     if given.server_holds_weights:
         others = variants(given.architecture, lambda roles: not roles.holds_weights)
-        return f"{what}, and with {given.architecture.name} owners hold them", [*others, {"architecture": AUTO}]
+        return f"{what}, but with {given.architecture.name} owners hold the weights", [*others, {"architecture": AUTO}]
     if given.schedule == AUTO:
         return None
     schedule, name = build("schedules", given.schedule), given.schedule.name
     if schedule.apply != "step":
-        return f"{what}, and schedule={name} would have steps end in the next iteration", [{"schedule": AUTO}]
+        return f"{what}, but under schedule={name} steps end in the next iteration", [{"schedule": AUTO}]
     if schedule.measures:
-        return f"{what}, and schedule={name} times exchanges of gradients in every step", [{"schedule": AUTO}]
+        return f"{what}, but schedule={name} measures an exchange of gradients in every step", [{"schedule": AUTO}]
     return None
 
 
-def _what_is_left_is_told_once(given: Combination) -> Fault | None:
+def _distances_need_no_feedback(given: Combination) -> Fault | None:
     mode: SyncMode = build("sync", given.sync)
     if given.codec == AUTO or not isinstance(mode, Agrees) or mode.pull(SOME_WORKERS) == 1:
         return None
@@ -477,9 +478,9 @@ def _what_is_left_is_told_once(given: Combination) -> Fault | None:
     if not (isinstance(codec, Wraps) and _leaves_out(codec.codec)):
         return None
     reason = (
-        f"sync={given.sync.name} leaves workers at a distance from the agreed weights, which every exchange sends"
-        f" again; the error feedback in codec={write('codecs', given.codec)} would add what earlier exchanges have not"
-        " sent of it, until training diverges"
+        f"under sync={given.sync.name} workers keep a distance from the agreed weights, and every exchange sends this"
+        f" distance again; the error feedback in codec={write('codecs', given.codec)} would add the parts that earlier"
+        " exchanges left out, until training diverges"
     )
     inner = [value for _, value in given.codec.args if isinstance(value, Part)]
     without: list[dict[str, Part]] = [{"codec": part} for part in inner if given.codec.name == "feedback"]
@@ -496,14 +497,16 @@ def _mixes_are_plans_between_workers(given: Combination) -> Fault | None:
         return None
     what = f"sync={given.sync.name} averages the weights of some workers"
     if given.codec != NONE:
-        reason = f"{what} as they are, and codec={given.codec.name} encodes gradients, or weights on which all agree"
+        why = f"and codec={given.codec.name} encodes only gradients, or weights on which all workers agree"
+        reason = f"{what} uncompressed, {why}"
         return reason, [{"codec": NONE}]
     if given.servers:
-        return f"{what}, which servers take no part in", [{"architecture": AUTO}]
+        return f"{what}, in which servers take no part", [{"architecture": AUTO}]
     if given.transport.arguments.get("backend") == "nccl":
-        return f"{what} by messages, which NCCL does not match by tag", [{"transport": AUTO, "architecture": AUTO}]
+        why = "by messages with tags, which NCCL does not support"
+        return f"{what} {why}", [{"transport": AUTO, "architecture": AUTO}]
     if given.schedule != AUTO and build("schedules", given.schedule).phases != "whole":
-        return f"{what} in one phase, and schedule={given.schedule.name} exchanges in two", [{"schedule": AUTO}]
+        return f"{what} in one phase, but schedule={given.schedule.name} exchanges in two", [{"schedule": AUTO}]
     return None
 
 
@@ -514,8 +517,8 @@ def _servers_that_sum_remember_one_thing(given: Combination) -> Fault | None:
     if not (exchanges_gradients(mode) and isinstance(mode, Averages)):
         return None
     reason = (
-        f"sync={given.sync.name} exchanges gradients first and then differences of weights, and servers that only sum"
-        " would add what a codec has left of one to the other"
+        f"sync={given.sync.name} exchanges gradients first and differences of weights later, and servers that only sum"
+        " would add the codec's residual of the gradients to the differences"
     )
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
 
@@ -534,7 +537,7 @@ RULES: tuple[Rule, ...] = (
     _two_phases_need_owners_of_chunks,
     _weights_are_averaged_between_steps,
     _mixes_are_plans_between_workers,
-    _what_is_applied_later_is_of_all,
+    _two_steps_in_flight_need_merged_pushes,
     _engines_do_what_the_sync_mode_says,
     _pushes_by_themselves_need_owners,
     _hosts_push_sums,
@@ -542,7 +545,7 @@ RULES: tuple[Rule, ...] = (
     _pushes_by_themselves_can_be_decoded,
     _other_buckets_need_all_workers,
     _servers_that_sum_remember_one_thing,
-    _what_is_left_is_told_once,
+    _distances_need_no_feedback,
     _servers_that_sum_count_no_steps,
     _feedback_needs_a_contraction,
 )
