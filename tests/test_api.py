@@ -60,7 +60,7 @@ def test_calls_do_not_pass_over_a_model_of_another_framework(
     syncline.init()
     weights, _ = syncline.prepare({"a": np.zeros(3)}, Descent())
     monkeypatch.setattr(Session, "models", [weights])  # as where there are several workers
-    with pytest.raises(NotBuiltError, match=rf"{request.node.callspec.id}\(\) knows models of PyTorch only"):
+    with pytest.raises(NotBuiltError, match=rf"{request.node.callspec.id}\(\) supports only models of PyTorch"):
         call()
 
 
@@ -92,7 +92,7 @@ def test_a_world_of_one() -> None:
 
 def test_init_again_needs_shutdown_first() -> None:
     syncline.init()
-    with pytest.raises(UsageError, match="was called before"):
+    with pytest.raises(UsageError, match="was called already"):
         syncline.init()
     syncline.shutdown()
     syncline.shutdown()

@@ -244,8 +244,8 @@ def join() -> Iterator[None]:
         for made in process.prepared
     ):
         raise UsageError(
-            "join() where owners of the weights update each bucket when it comes, as under schedule=priority, is not"
-            " possible: a rank without batches cannot say with which values; use schedule=fixed"
+            "join() is not possible if owners of the weights update each bucket on arrival, as under"
+            " schedule=priority: a rank without batches has no optimizer values to send; use schedule=fixed"
         )
     if not here.alone and len(process.prepared) > 1:
         raise NotBuiltError("join() with several models is not built yet: give every rank the same number of batches")
@@ -256,13 +256,14 @@ def join() -> Iterator[None]:
         )
     if any(made.replica.synchronous_at_first for made in process.prepared):
         raise UsageError(
-            f"join() under sync={here.strategy.sync.name}: a rank without batches makes no update in synchronous steps,"
-            " and others train by themselves from there on; use sync=local, or give every rank as many batches"
+            f"join() under sync={here.strategy.sync.name}: a rank without batches makes no update in synchronous"
+            " steps, and the others train alone from then on; use sync=local, or give every rank the same number of"
+            " batches"
         )
     if any(made.replica.normalises_over_ranks for made in process.prepared):
         raise UsageError(
-            "join() with SyncBatchNorm: a rank without batches has nothing to add to the statistics of the others; use"
-            " BatchNorm, or give every rank the same number of batches"
+            "join() with SyncBatchNorm: a rank without batches cannot contribute to the statistics; use BatchNorm, or"
+            " give every rank the same number of batches"
         )
     yield
     if not process.prepared:
@@ -427,7 +428,7 @@ def _session_of_torch(call: str) -> Session:
     here = session()
     if any(all(known.model is not model for known in process.prepared) for model in here.models):
         raise NotBuiltError(
-            f"{call} knows models of PyTorch only, and this run has one of another framework"
+            f"{call} supports only models of PyTorch, but this run has a model of another framework"
             + ("; its optimizer has state_dict() and load_state_dict()" if "state_dict" in call else "")
         )
     return here
@@ -448,7 +449,7 @@ def _flat(tensor: Any) -> tuple[np.ndarray[Any, Any], Callable[[], object]]:
     """A one-dimensional numpy array over the tensor's memory or a copy, and the function that writes a copy back."""
     if isinstance(tensor, np.ndarray):
         if not tensor.flags.writeable:
-            raise UsageError("this array is read-only: the result could not be written into it")
+            raise UsageError("this array is read-only: the result cannot be written into it")
         if tensor.flags.c_contiguous:
             return tensor.reshape(-1), lambda: None
         copy = np.ascontiguousarray(tensor)

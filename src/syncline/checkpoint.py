@@ -103,8 +103,9 @@ def load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any
             state = _of_one(state, all_workers[1])
         elif len(states := state.get("groups") or []) != len(groups):
             raise UsageError(
-                f"this state has models of {len(states)} groups, and this rank has prepared some in {len(groups)}:"
-                " prepare them as in the run that is resumed, and load the state that this group's ranks have saved"
+                f"this state has models of {len(states)} groups, but this rank has prepared models in {len(groups)}:"
+                " prepare the same models in the same groups as before, and load the state that this group's ranks"
+                " saved"
             )
         else:
             as_many = state["world_size"] == session.world_size
@@ -122,9 +123,9 @@ def _of_group(here: Mapping[str, Any], states: Sequence[Mapping[str, Any]], as_m
         if state["models"] == here["models"] and (state["ranks"] == here["ranks"] or not as_many):
             return state
     raise UsageError(
-        f"this rank has prepared {_placed(here)}, and this state has {'; '.join(map(_placed, states))} (models are"
-        " counted as they are prepared): prepare the same models in the same groups as in the run that is resumed, and"
-        " load the state that this group's ranks have saved"
+        f"this rank has prepared {_placed(here)}, but this state has {'; '.join(map(_placed, states))} (models are"
+        " numbered in the order of their preparation): prepare the same models in the same groups as before, and load"
+        " the state that this group's ranks saved"
     )
 
 
@@ -141,8 +142,8 @@ def _of_one(state: Mapping[str, Any], prepared: Sequence[Prepared]) -> dict[str,
 def _warn_of_steps(session: Session) -> None:
     if session.strategy.sync.name != "bsp" or session.strategy.codec != NONE:
         warnings.warn(
-            "this state is of one worker, which counts no steps: what follows from their number in"
-            f" {str(session.strategy)!r} begins anew, such as when weights are exchanged, or how a codec begins",
+            f"this state comes from a single worker, which does not count steps: {str(session.strategy)!r} counts its"
+            " steps from 0 again, for exchanges of weights and for a codec's warm-up",
             stacklevel=4,
         )
 
@@ -152,15 +153,18 @@ def _go_on_alone(session: Session, state: Mapping[str, Any]) -> None:
     _check_strategy(session, state)
     if any("codec" in one or "averaging" in one for one in (state, *(state.get("groups") or []))):
         warnings.warn(
-            f"one worker takes up nothing of what {state['world_size']} had beside the weights that were loaded into"
-            " the model: call consolidate() before such a checkpoint, and what codecs had not sent yet is lost",
+            "a single worker restores only the weights that were loaded into the model; the other state of"
+            f" {state['world_size']} workers is dropped, and residuals of codecs are lost: call consolidate() before"
+            " such a checkpoint",
             stacklevel=4,
         )
 
 
 def _check_strategy(session: Session, state: Mapping[str, Any]) -> None:
     if session.as_here(state["strategy"]) != str(session.strategy):
-        raise UsageError(f"this state is of a run with {state['strategy']!r}, this run has {str(session.strategy)!r}")
+        raise UsageError(
+            f"this state belongs to a run with {state['strategy']!r}, but this run has {str(session.strategy)!r}"
+        )
 
 
 def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
@@ -170,7 +174,7 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
             made.replica.exchange.compress()
     _check_strategy(session, state)
     if len(state["steps"]) != len(prepared):
-        raise UsageError(f"this state is of {len(state['steps'])} prepared models, this run has {len(prepared)}")
+        raise UsageError(f"this state has {len(state['steps'])} prepared models, but this run has {len(prepared)}")
     nothing = [None] * len(prepared)
     if state["world_size"] == session.world_size and _has_layouts(session):
         _resume_layouts(prepared, state.get("layouts") or nothing)
@@ -213,7 +217,7 @@ def _resume_layouts(prepared: Sequence[Prepared], layouts: Sequence[Mapping[str,
                 chosen = read_layout(made.replica.exchange.layout.layers, saved)
                 made.replica.resume_with(chosen, bool(saved["measured"]))
             except (ValueError, TypeError, KeyError, OverflowError) as error:
-                raise UsageError(f"the buckets in this state are of another model: {error}") from error
+                raise UsageError(f"the buckets in this state belong to another model: {error}") from error
 
 
 def _tensors(ranks: Sequence[Saved]) -> list[dict[str, Any]]:

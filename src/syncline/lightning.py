@@ -36,7 +36,7 @@ _SAVED = "syncline"
 
 def _strategies() -> Any:
     """Lightning's module of strategies, from the package that the script has imported or else from an installed one."""
-    remedy = f"pip install 'syncline[lightning]', which brings lightning {_OLDEST[0]}.{_OLDEST[1]} or newer"
+    remedy = f"pip install 'syncline[lightning]', which installs lightning {_OLDEST[0]}.{_OLDEST[1]} or newer"
     for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
         try:
             package = import_module(name.partition(".")[0])
@@ -46,7 +46,7 @@ def _strategies() -> Any:
                 raise
             continue
         if tuple(int(part) for part in package.__version__.split(".")[:2]) < _OLDEST:
-            raise UsageError(f"syncline.lightning does not know {package.__name__} {package.__version__}: {remedy}")
+            raise UsageError(f"syncline.lightning does not support {package.__name__} {package.__version__}: {remedy}")
         return module
     raise UsageError(f"syncline.lightning needs Lightning: {remedy}")
 
@@ -80,7 +80,7 @@ class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
     def __init__(self, strategy: str | None = None, **others: Any) -> None:
         taken = sorted({"process_group_backend", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"} & set(others))
         if taken:
-            raise UsageError(f"SynclineStrategy is given {taken[0]}, which is its own: use Lightning's DDPStrategy")
+            raise UsageError(f"SynclineStrategy sets {taken[0]} itself: leave it out, or use Lightning's DDPStrategy")
         self._group, self._codec = divided(strategy)
         self._hook: HookState | None = None
         self._kept: Mapping[str, Any] | None = None
@@ -117,8 +117,8 @@ class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
                 self._hook.load_state_dict(self._kept)
             elif self._kept is not None and self._hook.keeps:
                 warnings.warn(
-                    f"this checkpoint has nothing of the codec in {self._codec!r}: what it had not sent yet is lost,"
-                    " and training does not go on with the same bits; go on from one that this strategy has saved",
+                    f"this checkpoint lacks the residuals of the codec in {self._codec!r}: they are lost, and"
+                    " training does not continue bit for bit; resume from a checkpoint that this strategy saved",
                     stacklevel=2,
                 )
             self.model.register_comm_hook(self._hook, comm_hook)

@@ -44,7 +44,7 @@ class Group:
         if self.servers < 0:
             raise UsageError(f"the number of servers cannot be negative, got {self.servers}")
         if self.nodes and len(self.nodes) != self.workers:
-            raise UsageError(f"nodes names {len(self.nodes)} workers, the group has {self.workers}")
+            raise UsageError(f"nodes names {len(self.nodes)} workers, but the group has {self.workers}")
 
     @property
     def processes(self) -> int:
@@ -153,6 +153,6 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     if known is None or known.isbuiltin != 1:
         raise UsageError(
             f"elements of type {dtype} cannot be added, so such gradients cannot be exchanged: keep these tensors as"
-            " buffers, or as parameters that need no gradient"
+            " buffers, or as parameters without gradients"
         )
     return known

@@ -74,8 +74,7 @@ class Process:
         if all(kind.__module__.partition(".")[0] != "torch" for kind in type(group).__mro__):
             raise UsageError(
                 "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup of"
-                f" torch, not {type(group).__name__}; torch gives ranks that are not in a group another object in place"
-                " of one"
+                f" torch, not {type(group).__name__}; torch returns a different object on ranks outside a group"
             )
         from .frameworks.torch.options import ranks_of
 
@@ -100,7 +99,7 @@ class Process:
     ) -> None:
         """Join the run's processes, as ``syncline.init`` documents."""
         if self.joined is not None:
-            raise UsageError("syncline.init() was called before: call syncline.shutdown() first")
+            raise UsageError("syncline.init() was called already: call syncline.shutdown() first")
         self._watch_exceptions()
         secret_bytes(secret)
         environment = self._variables.recognise(rank=rank, world_size=world_size, address=address)
@@ -210,7 +209,7 @@ def _choose(strategy: str | None, environment: Environment) -> Strategy:
     chosen = Strategy.parse(text)
     if started is not None and started != chosen.servers and environment.world > 1:
         raise UsageError(
-            f"{str(chosen)!r} has {chosen.servers} server processes, {started} were started: use syncline run"
+            f"{str(chosen)!r} has {chosen.servers} server processes, but {started} were started: use syncline run"
             f" --servers {chosen.servers}"
         )
     return chosen

@@ -186,8 +186,8 @@ def _load_foreign(kind: str, point: importlib.metadata.EntryPoint) -> None:
                 _entries[its_kind][name] = before
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         why = (
-            f"{_singular(kind)} {point.name!r} of the package {_distribution(point)} cannot be loaded ({text}): mend,"
-            " upgrade or uninstall that package"
+            f"{_singular(kind)} {point.name!r} of the package {_distribution(point)} cannot be loaded ({text}):"
+            " repair, upgrade or uninstall that package"
         )
         _left_out[kind][point.name] = why
         log.warning("syncline: %s", why)

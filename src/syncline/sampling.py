@@ -199,7 +199,7 @@ class Pool:
         if worker not in self._at:
             raise ValueError("it has left")
         if not self._at[worker] <= epoch < MOST_EPOCHS:
-            raise ValueError(f"it asks for epoch {epoch} behind epoch {self._at[worker]}")
+            raise ValueError(f"it asks for epoch {epoch} after epoch {self._at[worker]}")
         if epoch not in self._taken and len(self._taken) == MOST_OPEN:
             raise ValueError(f"it begins epoch {epoch} while {MOST_OPEN} are open")
         self._at[worker] = epoch
@@ -344,8 +344,8 @@ class Pooled:
         """
         if epoch <= self._last:
             raise UsageError(
-                f"epoch {epoch} is over: under this strategy every sample of an epoch is handed out once, so let"
-                f" set_epoch() go up, to {self._last + 1} or more"
+                f"epoch {epoch} is over: under this strategy every sample of an epoch is handed out once; call"
+                f" set_epoch() with {self._last + 1} or more"
             )
         self._last = epoch
         return self._parts(epoch, self._pools.ask(self._number, epoch))

@@ -78,9 +78,9 @@ def test_what_all_ranks_complete_together_has_no_halves():
     ("name", "group", "options", "reason"),
     [
         ("ps", Group(4), {"servers": 0}, "at least one server"),
-        ("ps", Group(4), {"servers": 2}, "needs 2 server processes of their own, the group has 0"),
+        ("ps", Group(4), {"servers": 2}, "needs 2 server processes of their own, but the group has 0"),
         ("ps", Group(4, 2), {"servers": 2, "on": "workers"}, "needs 0 server processes of their own"),
-        ("ps", Group(4), {"servers": 5, "on": "workers"}, "ask for servers=4"),
+        ("ps", Group(4), {"servers": 5, "on": "workers"}, "use servers=4"),
         ("double_tree", Group(4), {"pieces": 0}, "at least one piece"),
         ("broadcast", Group(4), {"root": 4}, "root 4 is no worker"),
     ],

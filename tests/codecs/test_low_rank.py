@@ -142,7 +142,7 @@ def test_it_is_no_codec_of_payloads_and_says_so() -> None:
     assert isinstance(codec, Rounds)
     state = codec.init(Spec("w", (9, 9)), 0)
     for call in (codec.encode, codec.decode):
-        with pytest.raises(UsageError, match="summed over the ranks"):
+        with pytest.raises(UsageError, match="sums its factors over the ranks"):
             call(np.zeros(81, np.float32), np.zeros(81, np.uint32), state)  # type: ignore[arg-type]
 
 

@@ -126,7 +126,7 @@ def test_pairs_have_sizes_and_order_as_declared(data: Any, stretches: int, rest:
         (lambda words: _with(words, 1, 200 << 16 | 3), "element beyond the tensor's 100"),
         (lambda words: _with(words, 1, 3 << 16 | 4), "out of order"),
         (lambda words: _with(words, 1, 4 << 16 | 4), "out of order"),
-        (lambda words: _with(words[[0, 1, 3, 4]], 0, 2), "2 pairs came where 4 were expected"),
+        (lambda words: _with(words[[0, 1, 3, 4]], 0, 2), "a payload of 2 pairs, expected 4"),
     ],
 )
 def test_an_altered_payload_is_refused_before_anything_is_written(altered: Any, says: str) -> None:
@@ -274,5 +274,5 @@ def test_a_decay_is_a_share(decay: str) -> None:
 def test_a_decay_needs_a_residual() -> None:
     assert str(Strategy.parse("codec=randomk(ratio=0.01)")) == "codec=feedback(randomk(ratio=0.01))"
     assert str(Strategy.parse("codec=randomk(ratio=0.01, decay=1)")) == "codec=feedback(randomk(ratio=0.01, decay=1.0))"
-    with pytest.raises(UsageError, match="which it cannot with feedback=off"):
+    with pytest.raises(UsageError, match="so feedback=off is impossible"):
         Strategy.parse("codec=randomk(ratio=0.01, decay=1) feedback=off")

@@ -134,9 +134,9 @@ def test_what_must_not_be_kept_is_dropped_on_both_sides(text: str) -> None:
     ("change", "says"),
     [
         (lambda said: said[:5], "of 5 bytes is too short"),
-        (lambda said: said[:-4], "brings 1 payloads"),
-        (lambda said: np.concatenate([said[:4], said[:4], said[8:]]), "brings 3 payloads"),
-        (lambda said: np.concatenate([np.full(8, 255, np.uint8), said[8:]]), "bytes of weights in place of"),
+        (lambda said: said[:-4], "has 1 payloads"),
+        (lambda said: np.concatenate([said[:4], said[:4], said[8:]]), "has 3 payloads"),
+        (lambda said: np.concatenate([np.full(8, 255, np.uint8), said[8:]]), "bytes of weights instead of"),
     ],
 )
 def test_a_message_that_cannot_be_names_its_sender(change: Any, says: str) -> None:
@@ -151,6 +151,6 @@ def test_a_message_that_cannot_be_names_its_sender(change: Any, says: str) -> No
         versions.hearing[0].take(change(said), "rank 5")
     assert versions.workers[0].tobytes() == before.tobytes()
     versions.update(3)
-    with pytest.raises(ReduceError, match="up to version 4, after 2"):
+    with pytest.raises(ReduceError, match="leads to version 4, but this worker has version 2"):
         versions.hearing[0].take(versions.telling.since(3), "rank 5")
     assert versions.workers[0].tobytes() == before.tobytes()

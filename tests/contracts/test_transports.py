@@ -35,7 +35,7 @@ def test_every_transport_keeps_all_laws(kind: str) -> None:
     ahead = AHEAD_BYTES if kind in (*LIBRARY_KINDS, *MESSAGE_KINDS) else 0
     held = check_transport(TEXTS.get(kind, network_for(kind)), ahead_bytes=ahead, adds=ADDED)
     assert ("its allreduce adds every type" in held) == (kind in LIBRARY_KINDS)
-    assert ("what comes in is added" in held) == (kind in ADDING or kind.endswith(ONESIDED))
+    assert ("received data is added" in held) == (kind in ADDING or kind.endswith(ONESIDED))
 
 
 def test_every_registered_transport_is_tried() -> None:

@@ -31,7 +31,7 @@ def test_arrays_are_as_numbers_one_by_one(rows, data):
 
 @pytest.mark.parametrize("pieces", [(), (Piece(1, 0, 0),), (Piece(0, 0, 0), Piece(9, 0, 0), Piece(9, 1, 1))])
 def test_pieces_begin_at_zero_and_ascend(pieces):
-    with pytest.raises(UsageError, match="begin at 0"):
+    with pytest.raises(UsageError, match="start at 0"):
         LinkCost(pieces)
 
 

@@ -148,7 +148,7 @@ def test_a_link_that_is_never_given_what_is_waited_for_says_so() -> None:
     link = VirtualLink(lambda _: Spent(0.0, 1.0), 1)
     first = BucketPhase(0, 0, "reduce_scatter")
     link.submit(0.0, Submit(BucketPhase(0, 0, "all_gather"), 0.0, after=first))
-    with pytest.raises(UsageError, match="no operation in progress leads to it"):
+    with pytest.raises(UsageError, match="no operation in progress completes it"):
         link.carry_until(BucketPhase(0, 0, "all_gather"))
     link.submit(2.0, Submit(first, 0.0))
     assert link.carry_until(BucketPhase(0, 0, "all_gather")) == 4.0

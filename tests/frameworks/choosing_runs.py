@@ -35,7 +35,7 @@ def schedule_of(here: Here) -> str:
     return here.session.stats().strategy.split("schedule=")[1].split()[0]
 
 
-def crosses(here: Here) -> bool:
+def overlaps(here: Here) -> bool:
     return schedule_of(here).startswith("priority")
 
 
@@ -47,18 +47,18 @@ def clips(here: Here, number: int) -> None:
 
 
 def answered(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Whether iterations might be crossed, each time rank 0 has chosen: then they are, and all else is decided too."""
+    """Whether iterations may overlap at each choice of rank 0; if so they overlap, and the rest is decided too."""
     monkeypatch.setenv("SYNCLINE_TUNING", "on")
     given: Asked = []
 
     def choose(
-        strategy: Strategy, layers: Sequence[Layer], cost: LinearCost | None, lay: Lay, crossing: bool, *, crowded: bool
+        strategy: Strategy, layers: Sequence[Layer], cost: LinearCost | None, lay: Lay, overlap: bool, *, crowded: bool
     ) -> Layout:
         assert not crowded  # ranks are threads of one process here
         assert cost is not None
         assert any(layer.backward_s > 0 for layer in layers)
-        given.append(crossing)
-        text = "priority(slice=40B)" if crossing else "wait_free"
+        given.append(overlap)
+        text = "priority(slice=40B)" if overlap else "wait_free"
         laid = lay(replace(strategy, schedule=read_part(text)))
         return replace(laid, schedule=text, reason="as a test would have it", cost=cost)
 

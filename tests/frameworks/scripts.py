@@ -1,4 +1,4 @@
-"""What training scripts do, each a body that runs alone or on a group, and the schedules that cross iterations."""
+"""What training scripts do, each a body that runs alone or on a group, and the schedules that overlap iterations."""
 
 from __future__ import annotations
 

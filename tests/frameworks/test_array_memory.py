@@ -117,16 +117,16 @@ def read_only() -> Any:
 
 
 WRONG = {
-    "read-only": ({"a": np.ones(2), "b": read_only()}, "the model's 'b' is read-only memory"),
-    "of bytes": ({"b": memoryview(bytes(24)).cast("d")}, "the model's 'b' is read-only memory"),
-    "exported read-only": ({"b": Exports(read_only())}, "the model's 'b' is read-only memory"),
-    "exported in an old way": ({"b": Old(np.zeros(3))}, "the model's 'b' is read-only memory"),
+    "read-only": ({"a": np.ones(2), "b": read_only()}, "the model's 'b' is in read-only memory"),
+    "of bytes": ({"b": memoryview(bytes(24)).cast("d")}, "the model's 'b' is in read-only memory"),
+    "exported read-only": ({"b": Exports(read_only())}, "the model's 'b' is in read-only memory"),
+    "exported in an old way": ({"b": Old(np.zeros(3))}, "the model's 'b' is in read-only memory"),
     "on a GPU": ({"b": Exports(np.zeros(3), CUDA)}, r"'b' is a Exports on a CUDA device \(3\): .* cupy.asnumpy"),
     "on some device": ({"b": Exports(np.zeros(3), 99)}, r"on a device of kind 99 \(3\)"),
     "on CUDA": ({"b": Cuda()}, "'b' is a Cuda on a CUDA device"),
-    "whole numbers": ({"b": array.array("i", [1])}, "the model's 'b' is int32: give floating-point"),
+    "for integers": ({"b": array.array("i", [1])}, "the model's 'b' is int32: give floating-point"),
     "of another machine": ({"b": np.zeros(3, ">f8")}, "the model's 'b' is >f8"),
-    "named by a number": ({1: np.zeros(3)}, "the model's 1 is named by int"),
+    "named by a number": ({1: np.zeros(3)}, "the model's 1 has a int as its name"),
     "strings": ({"b": np.zeros(3), "c": "words"}, "the model's 'c' is str"),
 }
 
@@ -217,5 +217,5 @@ def test_gradients_on_a_device_are_named_and_read_only_ones_are_read(group: Any)
 def test_memory_of_no_known_framework_is_numpys_affair() -> None:
     for weights in ({"a": array.array("d")}, {"a": Exports(np.zeros(2))}, {"a": Cuda(), "b": bytearray(8)}):
         assert adapter_of(weights) is adapt
-    with pytest.raises(UsageError, match="the model is dict, which belongs to no framework that Syncline knows"):
+    with pytest.raises(UsageError, match="the model is dict, which belongs to no framework that Syncline supports"):
         adapter_of({"a": [1.0]})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from choosing_runs import STEPS, Asked, Script, answered, clips, crosses, schedule_of, step
+from choosing_runs import STEPS, Asked, Script, answered, clips, overlaps, schedule_of, step
 from torch.optim.lr_scheduler import StepLR
 from toy import (
     STAGED,
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("place", ["ring", "direct", "ps(servers=1, update=worker)", "ring" + STAGED])
-def test_iterations_are_crossed_when_nobody_looks(group: Any, asked: Asked, place: str, make: Any) -> None:
+def test_iterations_overlap_when_no_rank_looks(group: Any, asked: Asked, place: str, make: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         seen = []
         for number in range(STEPS + 4):
@@ -67,7 +67,7 @@ def test_iterations_are_crossed_when_nobody_looks(group: Any, asked: Asked, plac
 
 
 @pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=2, on=workers)"])
-def test_what_cannot_cross_chooses_among_the_others(group: Any, asked: Asked, place: str) -> None:
+def test_without_overlap_the_other_schedules_are_candidates(group: Any, asked: Asked, place: str) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         for number in range(STEPS + 2):
             step(here, number)
@@ -86,14 +86,14 @@ def test_a_parameter_of_something_else_that_is_added_makes_all_go_back(group: An
         other = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
         for number in range(STEPS + 6):
             if number == STEPS + 2:
-                assert here.session is None or crosses(here)
+                assert here.session is None or overlaps(here)
                 here.optimizer.add_param_group({"params": [other], "lr": 0.5})
             here.optimizer.zero_grad()
             (loss_of(here.model(here.share(batch(number)))) + other.sum() / here.world).backward()
             if other.grad is not None:
                 other.grad.mul_(here.world)  # nobody averages it
             here.optimizer.step()
-        assert here.session is None or not crosses(here)
+        assert here.session is None or not overlaps(here)
         return other.detach()
 
     wanted = alone(sgd, body)
@@ -177,7 +177,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(
     wanted = on_group(group, strategy, 2, sgd, first)
     for found, known in zip(on_group(group, strategy, 2, sgd, resumed), wanted, strict=True):
         close(found, known, 0.0)
-    # Who saves has looked, too, where iterations were crossed or might have been.
+    # Saving also counts as a look if iterations overlapped or might have overlapped.
     assert len(asked) >= 1
 
 
@@ -217,8 +217,8 @@ def test_schedules_are_chosen_for_the_codec_that_is_resumed(group: Any, monkeypa
     """Where codec=auto has taken another one than the run before: it may not go with what goes with that."""
     asked_for: list[Strategy] = []
 
-    def choose(strategy: Strategy, _: Any, cost: LinearCost, lay: Lay, crossing: bool, **_more: Any) -> Layout:
-        assert crossing
+    def choose(strategy: Strategy, _: Any, cost: LinearCost, lay: Lay, overlap: bool, **_more: Any) -> Layout:
+        assert overlap
         asked_for.append(strategy)
         laid = lay(replace(strategy, schedule=read_part("wait_free")))
         return replace(laid, schedule="wait_free", reason="as a test would have it", cost=cost)
@@ -262,8 +262,8 @@ def test_a_push_and_its_pull_are_predicted_as_one_and_cut_as_two(
         cut.append(cost)
         return buckets(self, layers, cost)
 
-    def choose(strategy: Strategy, _: Any, cost: LinearCost | None, lay: Lay, crossing: bool, **_more: Any) -> Layout:
-        assert not crossing
+    def choose(strategy: Strategy, _: Any, cost: LinearCost | None, lay: Lay, overlap: bool, **_more: Any) -> Layout:
+        assert not overlap
         predicted.append(cost)
         laid = lay(replace(strategy, schedule=read_part("merged")))
         return replace(laid, schedule="merged", reason="as a test would have it", cost=cost)

@@ -139,17 +139,17 @@ def test_the_strategy_says_what_really_happens() -> None:
 
     resolved = Strategy.parse("ring codec=int8").resolve(Group(2))
     assert resolved.architecture.name == "direct"
-    assert "encoded again" in resolved.exchange
+    assert "encode the sums" in resolved.exchange
     assert Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).architecture.name == "ps"
-    assert "what their update changes" in Strategy.parse("ps codec=int8").resolve(Group(2)).exchange
-    with pytest.raises(StrategyError, match=r"servers do not make; the nearest.*'codec=feedback\(powersgd"):
+    assert "send the encoded change" in Strategy.parse("ps codec=int8").resolve(Group(2)).exchange
+    with pytest.raises(StrategyError, match=r"servers do not support; the nearest.*'codec=feedback\(powersgd"):
         Strategy.parse("ps codec=powersgd(rank=2)")
     with pytest.raises(StrategyError, match=r"still warms up; the nearest.*'ps\(servers=2\) codec=feedback\(onebit"):
         Strategy.parse("ps(servers=2, update=worker) codec=feedback(onebit, warmup=9)")
     with pytest.raises(StrategyError, match="still warms up"):
         Strategy.parse("ps(servers=2, update=worker) codec=adaptive(feedback(onebit, warmup=9))")
     for inner in ("momentum=0.9", "clip=1", "warmup=5"):
-        with pytest.raises(UsageError, match="would only begin afterwards"):
+        with pytest.raises(UsageError, match="would begin only after these steps"):
             Strategy.parse(f"codec=feedback(threshold(ratio=0.01, {inner}), warmup=9)")
     assert "what" not in Strategy.parse("ps(update=worker) codec=int8").resolve(Group(2)).exchange
 

@@ -38,7 +38,7 @@ def test_gradients_are_multiplied_as_numpy_does(dtype: str, share: float, shape:
         np.arange(12, dtype=">f4").reshape(3, 4),
         np.frombuffer(bytes(range(49)), np.uint8)[1:].view(np.float32).reshape(3, 4),
     ],
-    ids=["transposed", "strided", "wider", "whole numbers", "other byte order", "not aligned"],
+    ids=["transposed", "strided", "wider", "for integers", "other byte order", "not aligned"],
 )
 def test_gradients_may_lie_in_any_way(gradient: Any) -> None:
     found = np.full((3, 4), np.nan, np.float32)

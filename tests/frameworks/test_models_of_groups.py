@@ -269,7 +269,9 @@ def test_a_state_with_other_groups_is_refused(group: Any) -> None:
         made = prepare(one.session, *sgd())
         assert made is not None
         state = checkpoint.save(session, [made])
-        with pytest.raises(UsageError, match="this state has models of 1 groups, and this rank has prepared some in 0"):
+        with pytest.raises(
+            UsageError, match="this state has models of 1 groups, but this rank has prepared models in 0"
+        ):
             checkpoint.load(session, [], state)
 
     group("ring", 2, body)

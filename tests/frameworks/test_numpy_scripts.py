@@ -81,7 +81,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
     "read-only": lambda: read_only(np.arange(4, dtype=np.float32) / 3),
     "doubles": lambda: np.arange(4.0) / 3,
     "halves": lambda: np.arange(4, dtype=np.float16) / 3,
-    "whole numbers": lambda: np.arange(4),
+    "for integers": lambda: np.arange(4),
 }
 
 
@@ -285,7 +285,7 @@ def test_values_that_part_in_a_later_step_are_named(group: Any) -> None:
             optimizer.step({"a": np.ones(4)})
             steps.append(step)
 
-    with pytest.raises(MismatchError, match=r"rank \d.* updates with other values in step 2 than rank \d.*lr=0\.1"):
+    with pytest.raises(MismatchError, match=r"rank \d.* has other optimizer values in step 2 than rank \d.*lr=0\.1"):
         group("ring", 2, body)
     assert max(steps) == 1
 

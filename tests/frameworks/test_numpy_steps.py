@@ -216,7 +216,7 @@ def wants_more(weights: Any, gradient: Any, state: Any, lr: float) -> None:
         (wants_more, "wants_more must have the form update.weights, gradient, state., with defaults"),
         (lambda *_, lr: lr, "<lambda> must have the form update"),
         (partial(sgd, lr=np.ones(2)), "the optimizer's 'lr' is ndarray"),
-        (3, r"needs an optimizer with update\(weights, gradient, state\), or such a function"),
+        (3, r"needs an optimizer with update\(weights, gradient, state\), or a function"),
     ],
 )
 def test_rules_that_are_none_are_refused(group: Any, rule: Any, says: str) -> None:
@@ -346,9 +346,11 @@ def test_a_state_of_something_else_is_refused(group: Any) -> None:
         with pytest.raises(UsageError, match="this state belongs to a run with 'tree"):
             handed.result[1].load_state_dict(of_ring | {"strategy": "tree"})
         mine = of_ring | {"strategy": str(session.strategy)}
-        with pytest.raises(UsageError, match="of another model: it has 'bias'"):
+        with pytest.raises(UsageError, match="belongs to another model, with 'bias'"):
             handed.result[1].load_state_dict(mine | {"weights": {"bias": np.zeros(7)}})
-        with pytest.raises(UsageError, match=r"its 'bias' is float64 of shape \(6,\), not float64 of \(7,\)"):
+        with pytest.raises(
+            UsageError, match=r"its 'bias' is float64 of shape \(6,\), but this model's is float64 of shape \(7,\)"
+        ):
             handed.result[1].load_state_dict(mine | {"weights": mine["weights"] | {"bias": np.zeros(6)}})
 
     group("ring", 2, body)
@@ -365,11 +367,11 @@ def test_a_codec_that_was_chosen_is_taken_up_and_one_without_its_state_warns(gro
         known = pickle.loads(pickle.dumps(handed.result[1].state_dict()))
         del known["codec"]
         if session.rank == 0:  # whose warning is caught is not known between threads
-            with pytest.warns(UserWarning, match=r"nothing of the codec in '.* codec=feedback\(topk"):
+            with pytest.warns(UserWarning, match=r"lacks the residuals of the codec in '.* codec=feedback\(topk"):
                 handed.result[1].load_state_dict(known)
         session.barrier()
         if session.rank == 1:
-            with pytest.warns(UserWarning, match="its residuals are lost"):
+            with pytest.warns(UserWarning, match="lacks the residuals"):
                 handed.result[1].load_state_dict(known)
         return str(session.strategy), str(handed.result[1]._model.exchange.compression._codec)
 

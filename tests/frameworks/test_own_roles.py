@@ -113,7 +113,7 @@ def test_what_the_workers_reduce_among_themselves_goes_by_the_algorithm_that_is_
     ("text", "says"),
     [
         ("aggregator(count=0)", "has no server.*the nearest that works is 'aggregator'"),
-        ("aggregator codec=powersgd(rank=2)", "which servers do not make"),
+        ("aggregator codec=powersgd(rank=2)", "which servers do not support"),
         ("aggregator codec=sign(vote=on)", r"works is 'aggregator\(apply=workers\) codec=sign\(vote=on\)'"),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_same_rules_hold(text: str, says: str) -> None:
 def test_its_roles_are_the_strategys() -> None:
     strategy = Strategy.parse("aggregator(count=2) codec=int8")
     assert (strategy.servers, strategy.server_holds_weights) == (2, True)
-    assert "what their update changes" in strategy.resolve(Group(WORKERS)).exchange
+    assert "send the encoded change" in strategy.resolve(Group(WORKERS)).exchange
     assert Strategy.parse("aggregator(beside=off)").servers == 0
     with pytest.raises(UsageError, match="ring has no servers"):
         Strategy.parse("ring").halves(Group(WORKERS))
@@ -136,7 +136,7 @@ def test_halves_that_leave_parts_with_others_are_refused() -> None:
     def mistaken(group: Group) -> Plan:
         return ps(group)
 
-    with pytest.raises(UsageError, match="let the algorithm declare the owners that its plans have"):
+    with pytest.raises(UsageError, match="let the algorithm declare the owners of its plans"):
         Strategy.parse("mistaken").halves(Group(WORKERS, 1))
 
 

@@ -306,9 +306,9 @@ def test_ranks_whose_values_differ_are_named(group: Any, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("ps(servers=1) schedule=split", r"push and pull are these already: .* works is 'ps\(servers=1\) schedule=pri"),
-        ("ps(servers=1, on=workers) schedule=split", r"push and pull are these already"),
-        ("ps(servers=1) schedule=delayed", r"owners of the weights take them one by one; .* works is"),
+        ("ps(servers=1) schedule=split", r"push and pull are two phases .* works is 'ps\(servers=1\) schedule=pri"),
+        ("ps(servers=1, on=workers) schedule=split", "push and pull are two phases"),
+        ("ps(servers=1) schedule=delayed", r"owners of the weights handle one step at a time; .* works is"),
     ],
 )
 def test_what_owners_of_weights_do_not_do_is_refused_by_its_reason(text: str, says: str) -> None:

@@ -52,7 +52,7 @@ def go_on(session: Session, state: Any, given_up: int) -> Any:
     return weights["a"].copy()
 
 
-@pytest.mark.filterwarnings("ignore:this state has nothing of the codec")
+@pytest.mark.filterwarnings("ignore:this state lacks the residuals of the codec")
 @pytest.mark.parametrize("given_up", [1, 4])
 @pytest.mark.parametrize("strategy", KEPT)
 def test_one_workers_state_leaves_nothing_of_the_steps_before(group: Any, strategy: str, given_up: int) -> None:

@@ -69,8 +69,8 @@ def test_a_state_of_other_ranks_is_refused_by_their_names(group: Any) -> None:
             assert made is not None
             with pytest.raises(
                 UsageError,
-                match=r"prepared model 0 in the group of ranks 0-1, and this state has model 0 in the group of ranks"
-                r" 0-2 \(models are counted as they are prepared\): prepare the same models in the same groups",
+                match=r"prepared model 0 in the group of ranks 0-1, but this state has model 0 in the group of ranks"
+                r" 0-2 \(models are numbered in the order of their preparation\): prepare the same models in the same",
             ):
                 checkpoint.load(session, [made], state)
 
@@ -128,7 +128,7 @@ def test_the_state_of_one_worker_says_that_steps_are_not_in_it(group: Any) -> No
         assert made is not None
         checkpoint.load(session, [made], {**state, "strategy": str(session.strategy)})
 
-    with pytest.warns(UserWarning, match="this state is of one worker, which counts no steps: what follows from their"):
+    with pytest.warns(UserWarning, match="this state comes from a single worker, which does not count steps"):
         group("sync=local(steps=2)", 2, body)
 
 
@@ -145,7 +145,7 @@ def test_one_worker_takes_up_what_several_have_saved(group: Any) -> None:
     state = group(strategy, 2, save)[0]
 
     def body(session: Session) -> None:
-        with pytest.warns(UserWarning, match="one worker takes up nothing of what 2 had beside the weights"):
+        with pytest.warns(UserWarning, match="a single worker restores only the weights"):
             checkpoint.load(session, [], {**state, "strategy": str(session.strategy)})
 
     group(strategy, 1, body)

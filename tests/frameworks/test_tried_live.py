@@ -115,7 +115,7 @@ def test_other_buckets_do_change_bits_on_a_ring(group: Any) -> None:
     assert not all(torch.equal(fixed[name], alone[name]) for name in fixed)
 
 
-def test_iterations_are_not_crossed_where_the_script_looks_at_gradients(group: Any) -> None:
+def test_iterations_do_not_overlap_if_the_script_looks_at_gradients(group: Any) -> None:
     def script(here: Here, number: int) -> None:
         here.model(here.share(data(number))).pow(2).mean().backward()
         torch.nn.utils.clip_grad_norm_(here.model.parameters(), 0.5)
@@ -128,7 +128,7 @@ def test_iterations_are_not_crossed_where_the_script_looks_at_gradients(group: A
     assert not any(name.startswith(("priority", "split")) for name in seen)
 
 
-def test_a_script_that_looks_late_ends_the_trials_of_what_crosses(group: Any) -> None:
+def test_a_script_that_looks_late_ends_the_trials_of_overlapping_schedules(group: Any) -> None:
     def script(here: Here, number: int) -> None:
         (plain if number < 8 + 2 * STEPS else looks)(here, number)
 

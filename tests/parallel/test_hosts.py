@@ -102,7 +102,7 @@ def test_payloads_cross_between_hosts_once_for_each_host(pool: Pool, address: st
         rows = list(zip(*group.results(), strict=True))
     for (codec, bits), found in zip(codecs.items(), rows, strict=True):
         assert all(one[0].startswith("hierarchical codec=") and codec in one[0] for one in found)
-        assert all(one[1].startswith("gradients are summed inside hosts as they are; between hosts ") for one in found)
+        assert all(one[1].startswith("gradients are summed uncompressed inside hosts; between hosts ") for one in found)
         assert len({one[3] for one in found}) == 1
         for host in (0, 1):
             here = [rank for rank in range(5) if nodes[rank] == host]

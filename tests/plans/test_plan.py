@@ -129,7 +129,7 @@ def test_columns_given_directly_must_be_sorted_and_equally_long():
         (
             2,
             [*PAIR, (2, 0, 1, 0, 1, COPY)],
-            "step 2, 0 -> 1 copy chunk 0: brings nothing new, chunk 0 of rank 1 holds the contributions of ranks 0-1",
+            "step 2, 0 -> 1 copy chunk 0: brings nothing new: chunk 0 of rank 1 already holds the contributions",
         ),
         (2, [(0, 0, 1, 0, 1, COPY)], "step 0, 0 -> 1 copy chunk 0: destroys the contribution of rank 1"),
         (2, PAIR[:1], "rank 1 does not hold the result of chunk 0: the contribution of rank 0 missing"),
@@ -156,7 +156,7 @@ def test_servers_start_empty_and_the_first_reduce_into_them_is_a_copy():
     check(Plan.of("ps", group, 1, push + pull))
     with pytest.raises(PlanError, match=r"step 0, 2 -> 0 copy chunk 0: chunk 0 of rank 2 is empty"):
         check(Plan.of("ps", group, 1, [(0, *row[1:]) for row in push + pull]))
-    with pytest.raises(PlanError, match="some of these chunks are empty at rank 2 and some are not"):
+    with pytest.raises(PlanError, match="some of these chunks are empty at rank 2 and others are not"):
         check(Plan.of("ps", group, 2, [(0, 0, 2, 0, 1, REDUCE), (1, 1, 2, 0, 2, REDUCE)]))
 
 

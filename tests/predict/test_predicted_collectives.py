@@ -189,9 +189,9 @@ def test_a_hundred_thousand_workers_are_answered_by_formulas():
         ([], [1], [2], "--collective is missing"),
         (["ring"], [], [2], "--bytes is missing"),
         (["ring"], [1], [0], "--workers has to be 1 or more"),
-        (["ps(servers=3, on=workers)"], [1], [2], "ask for servers=2"),
-        (["double_tree"], [1], [100_000], "too large to be timed"),
-        (["ring"], [1], [100_000], "too large to be timed.*on ring"),
+        (["ps(servers=3, on=workers)"], [1], [2], "use servers=2"),
+        (["double_tree"], [1], [100_000], "too large to simulate"),
+        (["ring"], [1], [100_000], "too large to simulate.*for ring"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(texts, sizes, workers, says):

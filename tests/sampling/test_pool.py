@@ -45,7 +45,7 @@ class Asking(RuleBasedStateMachine):
         if self.epochs.get(rank, 0) == 0:
             return
         self.take(rank)  # the pool knows by now where it is
-        with pytest.raises(ValueError, match="behind epoch"):
+        with pytest.raises(ValueError, match="after epoch"):
             self.pool.take(rank, self.epochs[rank] - 1)
 
     @precondition(lambda self: len(self.epochs) > 0)

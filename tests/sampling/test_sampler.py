@@ -232,7 +232,7 @@ def test_a_pool_has_no_length_and_no_epoch_twice(group: Any) -> None:
         sampler.set_epoch(4)
         list(sampler)
         sampler.set_epoch(4)
-        with pytest.raises(UsageError, match=r"epoch 4 is over: .*set_epoch\(\) go up, to 5 or more"):
+        with pytest.raises(UsageError, match=r"epoch 4 is over: .*set_epoch\(\) with 5 or more"):
             iter(sampler)
         session.barrier()
 

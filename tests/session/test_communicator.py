@@ -251,7 +251,7 @@ def test_a_plan_among_other_numbers_is_as_right(data: st.DataObject) -> None:
 def test_numbers_that_are_no_ranks_are_refused() -> None:
     plan: Plan = registry.get("algorithms", "ring").target(Group(3))
     for numbers in ([0, 1], [0, 1, 1], [0, 1, 2, 3]):
-        with pytest.raises(PlanError, match="3 ranks need as many different numbers"):
+        with pytest.raises(PlanError, match="3 ranks need 3 different numbers"):
             plan.among(numbers)
 
 

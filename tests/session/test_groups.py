@@ -476,7 +476,7 @@ def test_one_that_does_not_come_to_a_call_of_a_group_is_named_by_its_number_in_t
         ),
         (
             "ps(servers=3, on=workers)",
-            r"in a group of 2: ps\(on=workers\) has 2 workers to place 3 servers on: ask for",
+            r"in a group of 2: ps\(on=workers\) cannot place 3 servers on 2 workers: use",
         ),
     ],
 )

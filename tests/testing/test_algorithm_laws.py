@@ -100,7 +100,7 @@ def test_a_broken_algorithm_is_caught_by_the_law(law: str, algorithm: Callable[[
 @pytest.mark.parametrize(
     ("law", "name", "wrong"),
     [
-        ("numbers come out right and alike", "wanted", lambda plan, given, chunk: given[0, chunk]),  # noqa: ARG005
+        ("sums are right and equal everywhere", "wanted", lambda plan, given, chunk: given[0, chunk]),  # noqa: ARG005
         ("halves add up to the whole", "phases", lambda plan: (plan, plan)),
     ],
 )
@@ -137,7 +137,7 @@ def test_roles_that_are_not_so_are_caught(fault: str, monkeypatch: pytest.Monkey
 
     with pytest.raises(BrokenLaw, match="aggregator") as caught:
         check_algorithm("aggregator", workers=range(1, 5))
-    assert caught.value.law == "owners are where the roles say"
+    assert caught.value.law == "owners are at the declared places"
 
 
 def test_laws_that_do_not_concern_an_algorithm_are_not_counted() -> None:

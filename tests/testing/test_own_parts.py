@@ -27,7 +27,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_codec(example: Any) -> None:
     example("own_codec.py")
-    assert "what is not sent is kept" in check_codec("upper")
+    assert "unsent parts are kept" in check_codec("upper")
 
 
 def test_the_algorithm(example: Any) -> None:
@@ -43,5 +43,5 @@ def test_the_schedule(example: Any) -> None:
 def test_a_part_that_no_law_concerns_does_not_pass() -> None:
     laws: Laws[str, str] = Laws()
     laws.law(lambda *case: [str(case)], lambda _: False)(lambda _: None)
-    with pytest.raises(UsageError, match="no law concerns the part mine: what it does is seen in a training only"):
+    with pytest.raises(UsageError, match="no law applies to the part mine: only a training can test it"):
         laws.hold("mine", "part mine", 0, 1)

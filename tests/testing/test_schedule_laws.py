@@ -65,13 +65,13 @@ class Ahead(Broken):
 @pytest.mark.parametrize(
     ("law", "schedule"),
     [
-        ("what it asks for is done by engines", Broken(release="soon")),
-        ("what it asks for is done by engines", Broken(phases="thirds")),
-        ("what it asks for is done by engines", Broken(apply="never")),
-        ("what it asks for is done by engines", Broken(in_flight=0)),
-        ("what it asks for is done by engines", Ahead(apply="layer")),
-        ("what it asks for is done by engines", Ahead(apply="next_step", local="now and then")),
-        ("what it asks for is done by engines", Broken(urgency=lambda: float("nan"))),
+        ("engines support its declarations", Broken(release="soon")),
+        ("engines support its declarations", Broken(phases="thirds")),
+        ("engines support its declarations", Broken(apply="never")),
+        ("engines support its declarations", Broken(in_flight=0)),
+        ("engines support its declarations", Ahead(apply="layer")),
+        ("engines support its declarations", Ahead(apply="next_step", local="now and then")),
+        ("engines support its declarations", Broken(urgency=lambda: float("nan"))),
         ("every element is in one bucket of its type", Broken(lambda buckets: buckets[1:])),
         ("every element is in one bucket of its type", Broken(lambda buckets: buckets[:1] + buckets)),
         ("every element is in one bucket of its type", Broken(mixed)),
@@ -153,7 +153,7 @@ class Equal(Steps):
         (Hasty, "before its gradients are complete"),
         (Lame, "before it has arrived"),
         (Lazy, "before it has arrived"),
-        (Equal, "has the priority -1.0 in place of 0.0"),
+        (Equal, "has the priority -1.0 instead of 0.0"),
     ],
 )
 def test_training_finds_what_breaks_a_promise(steps: type[Steps], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +165,6 @@ def test_training_finds_what_breaks_a_promise(steps: type[Steps], fault: str, mo
 
 def test_training_finds_workers_that_submit_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "Steps", AsItCompletes)
-    with pytest.raises(BrokenLaw, match="submit in different orders") as caught:
+    with pytest.raises(BrokenLaw, match="submit buckets in different orders") as caught:
         check_schedule(Broken())
-    assert caught.value.law == "workers submit alike whatever order backward has"
+    assert caught.value.law == "workers submit in the same order whatever backward does"

@@ -255,32 +255,32 @@ BROKEN: dict[str, list[Network]] = {
         broken("inproc", traffic=lambda _: ({0: 100_000}, {0: 100_000})),
         broken("inproc", moved_bytes=99_999),
     ],
-    "memory that was dropped is not taken for what lies there now": [
+    "freed memory is not confused with new memory": [
         broken("inproc", send=another(lambda _, data: data.nbytes == 1 << 21)),
     ],
-    "what comes in is added": [broken("tcp", add=overwrites)],
-    "an urgent message overtakes those that wait": [
+    "received data is added": [broken("tcp", add=overwrites)],
+    "an urgent message overtakes waiting messages": [
         broken("inproc", send=with_priority(lambda *_: 0.0)),
         broken("inproc", send=with_priority(lambda priority, _: -priority)),
     ],
-    "what is not asked for holds up nothing": [broken("inproc", send=dropping(lambda _, priority: priority < 0))],
-    "one tag keeps its order among urgent ones": [broken("inproc", send=with_priority(lambda _, nbytes: nbytes))],
-    "what waits at the end is still sent": [broken("inproc", close=takes_along)],
+    "unreceived messages hold up nothing": [broken("inproc", send=dropping(lambda _, priority: priority < 0))],
+    "one tag keeps its order among urgent messages": [broken("inproc", send=with_priority(lambda _, nbytes: nbytes))],
+    "waiting messages are still sent at the end": [broken("inproc", close=takes_along)],
     "poll returns after its time limit": [broken("inproc", poll=lambda self, _: right(self).poll(4 * SHORT_S))],
     "wake ends a poll from another thread": [
         broken("inproc", wake=lambda self: None, poll=lambda self, _: right(self).poll(4 * SHORT_S))  # noqa: ARG005
     ],
-    "a peer that ends fails what waits for it only": [
+    "the end of a peer fails only operations that wait for it": [
         broken("inproc", poll=told(blame_another)),
         broken("inproc", poll=told(forgive)),
     ],
-    "what waits for a peer that has ended keeps nobody from ending": [
+    "messages for an ended peer delay no end": [
         broken("inproc", idle=property(lambda _: False)),
     ],
-    "what a peer sent before it ended still arrives": [
+    "messages sent before the end still arrive": [
         broken("inproc", poll=lambda *_: [], close=takes_along),
     ],
-    "what was acknowledged last is written before the end": [broken("inproc", close=takes_along)],
+    "the last acknowledgements are written before the end": [broken("inproc", close=takes_along)],
     "a closed transport refuses work": [broken("inproc", poll=lambda *_: [])],
     "a wake after the end touches no file": [broken("inproc", **wake_by_pipe())],
     "nothing is left behind": [
@@ -289,8 +289,8 @@ BROKEN: dict[str, list[Network]] = {
     ],
     "its allreduce adds every type": [broken(summing, allreduce=adds_one)],
     "allreduces match by key whatever the order of ranks": [broken(summing, allreduce=in_turn)],
-    "messages and allreduces share the way": [broken(summing, send=another(lambda *_: True))],
-    "what it cannot add is refused": [broken(summing, allreduce=adds_anything)],
+    "messages and allreduces share the transport": [broken(summing, send=another(lambda *_: True))],
+    "unsupported types of sums are refused": [broken(summing, allreduce=adds_anything)],
     "an allreduce that a peer leaves out fails": [broken(summing)],
 }
 
@@ -318,7 +318,7 @@ def test_a_transport_that_reaches_nobody_is_refused(monkeypatch: pytest.MonkeyPa
     registry.names("transports")
     monkeypatch.setitem(registry._entries, "transports", dict(registry._entries["transports"]))
     registry.register("transports", "loose", connection="string")(lambda *_: None)
-    with pytest.raises(BrokenLaw, match=r"connection='string': it is 'tcp', 'unix' or 'own'"):
+    with pytest.raises(BrokenLaw, match=r"connection='string': it must be 'tcp', 'unix' or 'own'"):
         check_transport("loose")
 
 
@@ -326,6 +326,6 @@ def test_a_transport_without_urgency_is_not_held_to_it(monkeypatch: pytest.Monke
     entry = registry.get("transports", "inproc")
     monkeypatch.setitem(registry._entries, "transports", dict(registry._entries["transports"]))
     registry.register("transports", "plain", priority=False, **entry.capabilities)(type("Plain", (entry.target,), {}))
-    urgent = "an urgent message overtakes those that wait"
+    urgent = "an urgent message overtakes waiting messages"
     assert urgent not in check_transport("plain", examples=1)
     assert urgent in check_transport("inproc", ahead_bytes=0, examples=1)

@@ -89,7 +89,7 @@ def test_sessions_of_one_process_share_its_lines(path: Path) -> None:
 
 def test_what_has_no_end_and_what_was_left_out_are_said(path: Path) -> None:
     one = process(0, span(1, 0, label="bucket 1"), span(2, 4, kind="forward"), left_out=1234)
-    assert "1,234 more were left out" in write(path, [RecordedRun([one])]).text
+    assert "1,234 more left out" in write(path, [RecordedRun([one])]).text
     (wait,) = events(path, "wait")
     assert (wait["dur"], wait["args"]["unfinished"]) == (3e6, True)
     assert load(path)["otherData"]["left out"] == 1234

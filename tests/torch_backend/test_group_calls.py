@@ -253,12 +253,12 @@ def header(tag: int, nbytes: int, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("message", "what"),
     [
-        (b"short", "5 bytes in place of a header of 24"),
+        (b"short", "5 bytes instead of a header of 24"),
         (header(0, 8, 1) + b"x", "1 bytes with the header of a message of 8"),
         (header(0, 8, 1) + b"xxxxxxxxx", "9 bytes with the header of a message of 8"),
         (header(0, 80_000, 1) + b"x", "1 bytes with the header of a message of 80000"),
         (header(0, -8, 1), "0 bytes with the header of a message of -8"),
-        (header(0, 80_000, 1 << 62), f"message {1 << 62} where 1 is the next"),
+        (header(0, 80_000, 1 << 62), f"message {1 << 62}, but message 1 is due"),
     ],
 )
 def test_what_no_rank_sends_is_an_error_that_names_who_has_sent_it(group: Any, message: bytes, what: str) -> None:

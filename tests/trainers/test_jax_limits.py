@@ -30,20 +30,23 @@ def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
 
 SLICES = "gives other weights for slices of the parameters"
 RING = {
-    ("ps(servers=1, on=workers)", "no client"): "does not give owners of weights on workers a device of their own",
+    ("ps(servers=1, on=workers)", "no client"): "cannot give owners of weights on workers their own device",
     ("ps(servers=1, on=workers)", "coupled"): SLICES,
     ("ring sync=local(steps=2)", "average"): "use syncline.jax.distributed(optimizer)",
     ("ring sync=gossip", "average"): "use syncline.jax.distributed(optimizer)",
     ("ring schedule=merged", "distributed"): "does not support with JAX yet: use schedule=fixed",
     ("ring", "integers"): "the parameter ['w'] is int32: Syncline trains float16, float32, float64",
     ("ring", "bfloat16"): "the parameter ['w'] is bfloat16: Syncline trains float16, float32, float64; keep parameters",
-    ("ring", "gpu"): "['w'] lies on a device of kind gpu: syncline.jax serves CPU devices; run with JAX_PLATFORMS=cpu",
+    (
+        "ring",
+        "gpu",
+    ): "['w'] lies on a device of kind gpu: syncline.jax supports CPU devices; run with JAX_PLATFORMS=cpu",
     ("ring", "gpu broadcast"): "['w'] lies on a device of kind gpu",
-    ("ring", "none"): "there are no parameters in this tree",
+    ("ring", "none"): "this tree has no parameters",
     ("ring", "no optimizer"): "the optimizer is int: give a transformation of optax",
-    ("ring", "traced"): "init() of this transformation was traced only",
-    ("ring", "another state"): "the state is tuple: give that of this transformation's init(params)",
-    ("ring", "keys"): "give jax.random.key_data(key), which is numbers",
+    ("ring", "traced"): "init() of this transformation was only traced",
+    ("ring", "another state"): "the state is tuple: give the result of this transformation's init(params)",
+    ("ring", "keys"): "give its numbers, jax.random.key_data(key)",
 }
 
 
@@ -64,14 +67,14 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("other_parameters", "rank 1 (*) begins with other parameters than rank 0"),
+        ("other_parameters", "rank 1 (*) starts with other parameters than rank 0"),
         ("other_trees", "rank 1 (*) broadcasts another tree than rank 0"),
         ("other_shapes", "rank 1 (*): update() is traced with gradients that have"),
         (
             "other_types",
-            "rank 1 (*): update() is traced with gradients that have * and type bfloat16, where init() had",
+            "rank 1 (*): update() is traced with gradients that have * and type bfloat16, but init() had",
         ),
-        ("other_rate", "the optimizer of rank 1 (*) makes other updates of the same gradients than that of rank 0 ("),
+        ("other_rate", "the optimizer of rank 1 (*) makes other updates from the same gradients than that of rank 0 ("),
         ("other_state", "the optimizer of rank 1 (*) keeps other state than that of rank 0 ("),
         ("dies", "rank 1 (*) died"),
         ("forgets", "a computation makes step 0, and the run is at step 1"),
@@ -129,7 +132,7 @@ def test_what_skips_steps_belongs_inside(tmp_path: Path, name: str) -> None:
     """Around an exchange, a rank that skips would pair its gradients with others' of another step."""
     for said in ranks(tmp_path, "jax_bodies.wrapped_around", WORKERS, name).found():
         for text in said:
-            assert "is traced inside of a branch" in text
+            assert "is traced inside a branch" in text
             assert f"{name}" in text
             assert "belong inside" in text
     for params, wanted in ranks(tmp_path, "jax_bodies.wrapped_inside", WORKERS, name).found():

@@ -31,7 +31,7 @@ def test_what_a_codec_has_kept_back_is_in_checkpoints(tmp_path: Path) -> None:
     """As under torchrun. A run that is resumed without it goes on otherwise."""
     script = HERE / "lightning_resumed.py"
     told = scripts.run_forked("lightning", script, tmp_path)
-    assert told.count("this checkpoint has nothing of the codec in") == 2, told
+    assert told.count("this checkpoint lacks the residuals of the codec in") == 2, told
     whole, again, without = (scripts.weights(tmp_path, name) for name in ("resumed", "again", "without"))
     assert scripts.distance(whole, again) == 0
     assert scripts.distance(whole, without) > 0

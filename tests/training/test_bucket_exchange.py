@@ -63,7 +63,7 @@ def test_who_updates_by_another_rule_is_named_before_anything_goes() -> None:
     rank = Rank("sgd(lr=0.1)")
     before = rank.exchange.flags
     rank.rule = "sgd(lr=0.2)"
-    text = r"rank 1 updates with other values in step 4 than rank 0, which has sgd\(lr=0.2\)"
+    text = r"rank 1 has other optimizer values in step 4 than rank 0, which has sgd\(lr=0.2\)"
     for _ in range(2):
         with pytest.raises(MismatchError, match=text):
             rank.goes(step(before))

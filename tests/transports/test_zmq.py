@@ -64,7 +64,7 @@ def until(holds: Any, *polled: Zmq) -> None:
 
 
 def test_all_laws_hold_with_encryption() -> None:
-    assert "what comes in is added" in check_transport("zmq(curve=on)", ahead_bytes=1 << 20, examples=5)
+    assert "received data is added" in check_transport("zmq(curve=on)", ahead_bytes=1 << 20, examples=5)
 
 
 @pytest.mark.parametrize("near", [TCP, NEAR], ids=["tcp", "ipc"])

@@ -51,4 +51,4 @@ def test_on_one_host_there_is_nothing_to_measure(group: Any) -> None:
     text, exchange, reason = chosen(group, (0, 0))
     assert "codec" not in text
     assert exchange == "allreduce by hierarchical"
-    assert reason == "codec=none: all ranks are on one host, inside which two levels compress nothing"
+    assert reason == "codec=none: all ranks are on one host, and two levels compress only between hosts"

@@ -57,7 +57,7 @@ OVERLAPPING = {"priority", "split"}
 
 
 @pytest.mark.parametrize(
-    ("text", "cross"),
+    ("text", "overlap"),
     [
         ("ring", OVERLAPPING),
         ("direct", OVERLAPPING),
@@ -68,9 +68,9 @@ OVERLAPPING = {"priority", "split"}
         ("native transport=torch", set()),  # nothing overtakes there
     ],
 )
-def test_candidates_are_those_that_go_with_the_rest(text: str, cross: set[str]) -> None:
+def test_candidates_are_those_that_go_with_the_rest(text: str, overlap: set[str]) -> None:
     """Never one that changes the mathematics, or fifo, which is no faster than fixed with all in one bucket."""
-    assert names(text) == INSIDE | cross
+    assert names(text) == INSIDE | overlap
     assert names(text, overlap=False) == INSIDE
 
 
@@ -123,7 +123,7 @@ def test_crowded_cores_overlap_nothing() -> None:
     exchange_s = 20 * 4 * MEGABYTE * SLOW.per_byte_s + SLOW.base_s * len(crowded.buckets)
     assert crowded.schedule == "fixed"
     assert f"predicted {1e3 * (0.6 + exchange_s):.4g} ms" in crowded.reason
-    assert crowded.reason.endswith("without overlap as processes outnumber cores")
+    assert crowded.reason.endswith("without overlap because processes outnumber cores")
     layers, by = made.layers, strategy("ring")
     first, *_ = worth_a_trial(by, layers, SLOW, made.lay, True, lambda _: True, crowded=True)
     assert first.buckets == crowded.buckets
@@ -171,7 +171,7 @@ def test_a_candidate_that_fails_is_named_and_the_first_one_runs(caplog: pytest.L
         return made.lay(by)
 
     found = choose_schedule(strategy("ring"), made.layers, SLOW, lay, overlap=True)
-    why = "nothing was predicted, as merged failed (ZeroDivisionError: no time at all)"
+    why = "no schedule was predicted, because merged failed (ZeroDivisionError: no time at all)"
     assert (found.schedule, found.cost, found.reason) == ("fixed", SLOW, f"schedule=fixed: {why}")
     assert why in caplog.text
 
@@ -181,7 +181,9 @@ def test_where_no_schedule_fits_that_is_said(cost: LinearCost | None) -> None:
     def lay(by: Strategy) -> Layout:
         raise UsageError(f"{by.schedule.name} is too large")
 
-    with pytest.raises(UsageError, match="split is too large; no other schedule that schedule=auto chooses from fits"):
+    with pytest.raises(
+        UsageError, match="split is too large; none of the other schedules that schedule=auto tries fits"
+    ):
         choose_schedule(strategy("ring"), model(3, 10, 0.01, 0.02), cost, lay, overlap=True)
 
 
@@ -254,7 +256,7 @@ def test_what_may_not_run_does_not_where_nothing_else_ends_its_steps_by_itself()
     assert [one.schedule for one in found] == [
         write("schedules", one.schedule) for one in candidates(strategy("ring"), True) if fits(one)
     ][:1]
-    with pytest.raises(UsageError, match="no schedule that schedule=auto chooses from can run here"):
+    with pytest.raises(UsageError, match="none of the schedules that schedule=auto tries can run here"):
         worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, lambda _: False)
 
 
@@ -280,7 +282,7 @@ def test_what_cannot_be_predicted_is_named_and_not_tried(
     found = [one.schedule for one in worth_a_trial(strategy("ring"), made.layers, SLOW, made.lay, True, lambda _: True)]
     assert "wait_free" not in found
     assert len(found) > 1
-    assert "wait_free is not tried, as it failed (ZeroDivisionError: no time at all)" in caplog.text
+    assert "wait_free is not tried, because it failed (ZeroDivisionError: no time at all)" in caplog.text
 
 
 def test_where_nothing_can_be_predicted_the_simplest_that_may_run_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +315,7 @@ class Run:
     ) -> None:
         self.now_s, self.seconds, self.held_up = 0.0, seconds, held_up or {}
         layouts = [Layout((), (), (), name) for name in seconds]
-        self.trials = Trials(layouts, until_s, lambda: self.now_s, lambda layout: layout.schedule.startswith("cross"))
+        self.trials = Trials(layouts, until_s, lambda: self.now_s, lambda layout: layout.schedule.startswith("overlap"))
         self.ran: list[str] = []
         self.steps: dict[str, int] = {}
 
@@ -339,7 +341,7 @@ def test_the_fastest_is_taken_and_every_one_has_run() -> None:
     assert found.schedule == "b"
     assert set(run.ran) == {"first", "a", "b", "c"}
     assert run.ran.count("first") == run.ran.count("b") == TURNS
-    assert "950 ms per iteration, 1000 ms with first, of 4 that were tried on the live run" in found.reason
+    assert "950 ms per iteration, 1000 ms with first, the fastest of 4 schedules tried on the live run" in found.reason
     assert not found.trial
 
 
@@ -406,8 +408,8 @@ def test_no_more_than_so_many_run_in_a_turn() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_what_crosses_is_not_run_any_more_once_that_is_refused(after: int) -> None:
-    run = Run({"first": 1.0, "cross a": 0.1, "b": 0.5, "cross c": 0.2})
+def test_overlapping_schedules_stop_once_overlap_is_refused(after: int) -> None:
+    run = Run({"first": 1.0, "overlap a": 0.1, "b": 0.5, "overlap c": 0.2})
     for _ in range(after):
         layout = run.trials.following()
         run.trials.began()
@@ -416,23 +418,23 @@ def test_what_crosses_is_not_run_any_more_once_that_is_refused(after: int) -> No
             run.trials.step_ended()
     run.trials.refuse_overlap()
     assert run.go().schedule == "b"
-    assert not any(name.startswith("cross") for name in run.ran)
+    assert not any(name.startswith("overlap") for name in run.ran)
 
 
-def test_the_best_of_those_that_do_not_cross_is_known_too() -> None:
-    run = Run({"first": 1.0, "cross a": 0.1, "b": 0.5})
-    assert run.go().schedule == "cross a"
+def test_the_best_schedule_without_overlap_is_known_too() -> None:
+    run = Run({"first": 1.0, "overlap a": 0.1, "b": 0.5})
+    assert run.go().schedule == "overlap a"
     assert run.trials.best(overlap=False).schedule == "b"
 
 
-def test_where_iterations_may_not_be_crossed_the_best_is_one_that_does_not_even_before_any_has_run() -> None:
-    run = Run({"cross first": 1.0, "cross a": 0.1, "b": 0.5})
+def test_without_permission_to_overlap_the_best_has_none_even_before_the_first_run() -> None:
+    run = Run({"overlap first": 1.0, "overlap a": 0.1, "b": 0.5})
     run.trials.refuse_overlap()
     assert run.trials.best().schedule == "b"
 
 
-def test_where_every_layout_crosses_and_none_may_that_is_said() -> None:
-    run = Run({"cross a": 0.1})
+def test_an_error_says_that_every_layout_overlaps_and_none_may() -> None:
+    run = Run({"overlap a": 0.1})
     run.trials.refuse_overlap()
     with pytest.raises(UsageError, match="no schedule whose steps end within their iteration"):
         run.trials.following()

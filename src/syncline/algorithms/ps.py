@@ -92,12 +92,11 @@ def _transfers(group: Group, servers: int, on: str, local: bool) -> tuple[int, _
     own = servers if on == "ranks" else 0
     if group.servers != own:
         raise UsageError(
-            f"ps(servers={servers}, on={on}) needs {own} server processes of their own, the group has {group.servers}"
+            f"ps(servers={servers}, on={on}) needs {own} server processes of their own, but the group has"
+            f" {group.servers}"
         )
     if on == "workers" and servers > workers:
-        raise UsageError(
-            f"ps(on=workers) has {workers} workers to place {servers} servers on: ask for servers={workers}"
-        )
+        raise UsageError(f"ps(on=workers) cannot place {servers} servers on {workers} workers: use servers={workers}")
     places = range(workers, workers + servers) if on == "ranks" else spread(group, servers)
     hosts = group.members_by_node() if local else [(worker,) for worker in range(workers)]
     host_of = {worker: ranks for ranks in hosts for worker in ranks}

@@ -37,7 +37,7 @@ def broadcast(group: Group, *, root: int = 0) -> Plan:
     """
     workers = group.workers
     if not 0 <= root < workers:
-        raise UsageError(f"broadcast: root {root} is no worker, choose one of 0 to {workers - 1}")
+        raise UsageError(f"broadcast: root {root} is no worker: choose one of 0 to {workers - 1}")
     lg = _lg(workers)
     rows = [
         (lg - 1 - bit, (parent + root) % workers, (child + root) % workers, 0, 1, COPY)

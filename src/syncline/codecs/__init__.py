@@ -289,7 +289,7 @@ def fresh_state(spec: Spec, rank: int, feedback: bool, **memory: Any) -> State:
 def check_words(payload: Payload, expected: int) -> None:
     """Raise PayloadError unless a payload has exactly the words that its codec makes for that many elements."""
     if len(payload) != expected:
-        raise PayloadError(f"a payload of {4 * len(payload)} bytes came where {4 * expected} were expected")
+        raise PayloadError(f"got a payload of {4 * len(payload)} bytes, expected {4 * expected}")
 
 
 def check_block(block: int, codes: int) -> None:

@@ -164,7 +164,7 @@ def read_pairs(payload: Payload, elements: int, fewest: int, most: int) -> tuple
     pairs = _checked(kernels.count_pairs(payload, elements), payload, elements)
     if not fewest <= pairs <= most:
         expected = str(most) if fewest == most else f"{fewest} to {most}"
-        raise PayloadError(f"a payload of {pairs} pairs came where {expected} were expected")
+        raise PayloadError(f"got a payload of {pairs} pairs, expected {expected}")
     indices = room_for(pairs, payload)
     _checked(kernels.read_indices(payload, elements, indices), payload, elements)
     return indices, floats(payload[len(payload) - pairs :])
@@ -175,7 +175,7 @@ def _checked(found: int, payload: Payload, elements: int) -> int:
     from ..kernels.sparse import LENGTH, ORDER, RANGE, TOO_MANY
 
     if found == LENGTH:
-        raise PayloadError(f"a payload of {4 * len(payload)} bytes has not the length that its counts of pairs ask for")
+        raise PayloadError(f"a payload of {4 * len(payload)} bytes has the wrong length for its counts of pairs")
     if found == TOO_MANY:
         raise PayloadError("a payload counts more pairs than there are elements")
     if found == RANGE:

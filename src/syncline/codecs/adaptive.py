@@ -41,7 +41,7 @@ class Adaptive:
             raise UsageError("adaptive(adaptive(...)) would choose twice: name the codec of the large tensors")
         if self.needs_feedback:
             raise UsageError(
-                "adaptive(threshold(momentum=...)) would give momentum to some tensors only: leave momentum= to the"
+                "adaptive(threshold(momentum=...)) would apply momentum to some tensors only: leave momentum= to the"
                 " optimizer"
             )
 

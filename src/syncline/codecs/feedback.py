@@ -40,12 +40,14 @@ class Feedback:
         if self.warmup and (relay_of(self.codec) != self.codec or getattr(self.codec, "warmup", 0)):
             raise UsageError(
                 f"feedback({self.codec}, warmup={self.warmup}): momentum correction, clipping and a warm-up of the"
-                " codec itself would only begin afterwards; use one of the two"
+                " codec itself would begin only after these steps; use one of the two"
             )
         if isinstance(self.codec, Feedback):
-            raise UsageError("feedback(feedback(...)): error feedback around itself changes nothing; write it once")
+            raise UsageError(
+                "feedback(feedback(...)): error feedback around error feedback changes nothing; write it once"
+            )
         if isinstance(self.codec, Chooses):
-            raise UsageError("feedback(adaptive(...)): each tensor has its error feedback already; write adaptive(...)")
+            raise UsageError("feedback(adaptive(...)): each tensor already has error feedback; write adaptive(...)")
 
     @property
     def combine(self) -> Combine:

@@ -116,7 +116,7 @@ class PowerSGD:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise UsageError("powersgd has no payload of one rank: its factors are summed over the ranks, by average()")
+        raise UsageError("powersgd has no payload of a single rank: average() sums its factors over the ranks")
 
     def _factors(self, spec: Spec) -> bool:
         return len(spec.shape) > 1 and self.rank * sum(_sides(spec)) < spec.elements

@@ -81,7 +81,7 @@ class Sign(Blocks):
         if not 0 <= self.momentum < 1:
             raise UsageError(f"momentum={self.momentum}: choose 0 for none, or below 1, as 0.9")
         if self.vote == "off" and (self.scale != _SCALE or self.momentum):
-            raise UsageError("scale= and momentum= of sign only apply to a vote: write vote=on, or leave them out")
+            raise UsageError("scale= and momentum= of sign apply only to a vote: write vote=on, or leave them out")
 
     @property
     def contraction(self) -> bool:

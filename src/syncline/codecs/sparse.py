@@ -132,8 +132,8 @@ class RandomK:
         check_ratio(self.ratio)
         if not 0 < self.decay <= 1:
             raise UsageError(
-                f"decay={self.decay}: choose the share of the residual that a step keeps, such as 0.8, or 1 for all;"
-                " feedback=off keeps none"
+                f"decay={self.decay}: choose the share of the residual that a step keeps, such as 0.8, or 1 for the"
+                " whole residual; feedback=off keeps nothing"
             )
 
     @property

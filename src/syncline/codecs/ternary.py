@@ -46,8 +46,7 @@ class Ternary(Blocks):
             raise UsageError(f"clip={self.clip}: choose 1 to 100 standard deviations, as 2.5, or 0 for no clipping")
         if not self.stochastic and self.clip != _CLIP:
             raise UsageError(
-                f"clip={self.clip}: only gradients that are rounded at random are clipped; leave clip= out, or choose"
-                " rounding=stochastic"
+                f"clip={self.clip}: clipping needs random rounding; leave clip= out, or choose rounding=stochastic"
             )
 
     @property

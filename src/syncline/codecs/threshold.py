@@ -90,9 +90,7 @@ class Threshold:
         if not self.momentum:
             return fresh_state(spec, rank, feedback)
         if not feedback:
-            raise UsageError(
-                "momentum correction accumulates the elements that are not sent: leave out feedback=off or momentum="
-            )
+            raise UsageError("momentum correction accumulates the unsent elements: leave out feedback=off or momentum=")
         return fresh_state(spec, rank, feedback, **{_VELOCITY: np.zeros(spec.elements, np.float32)})
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
@@ -117,7 +115,7 @@ class Threshold:
         if not self.clip:
             return 1.0
         if on_device(x):
-            raise UsageError(f"clip={self.clip}: norms are taken on the host; leave clip= out for tensors on a GPU")
+            raise UsageError(f"clip={self.clip}: norms are computed on the host; leave clip= out for tensors on a GPU")
         from ..kernels.sparse import norm
 
         length = norm(x)

@@ -96,8 +96,8 @@ class Compression:
         for layer in layers:
             if layer.spec.dtype not in _FLOATS:
                 raise UsageError(
-                    f"{codec} compresses real floating-point gradients, and that of {layer.spec.name!r} is"
-                    f" {layer.spec.dtype}: freeze it, or use codec=none"
+                    f"{codec} compresses real floating-point gradients, but the gradient of {layer.spec.name!r} is"
+                    f" {layer.spec.dtype}: freeze the parameter, or use codec=none"
                 )
         self._states, self._again = [], []
         for index, (one, feedback, _) in enumerate(self._codecs):
@@ -203,7 +203,8 @@ class Compression:
         more = f" and {len(fresh or found) - 3} more" if len(fresh or found) > 3 else ""
         log.log(
             logging.WARNING if fresh else logging.DEBUG,
-            "%s: the gradient of %s has a NaN or infinity; so has the average on every rank (told once per parameter)",
+            "%s: the gradient of %s has a NaN or infinity; so has the average on every rank (reported once per"
+            " parameter)",
             self._name,
             names + more,
         )
@@ -307,7 +308,7 @@ class Compression:
         me = self.participant
         clock = saved[0].get("clock")
         if clock is None or (len(saved) == me.workers and clock.size != len(self._clock)):
-            raise UsageError("the codec's part of this state is of another model or schedule")
+            raise UsageError("the codec's part of this state belongs to another model or schedule")
         self._clock[:] = clock.tolist() if clock.size == len(self._clock) else [int(clock.max())] * len(self._clock)
         before = by_encoder(saved)
         for state in self._states if me.works else ():
@@ -328,14 +329,14 @@ class Compression:
         """
         if lost:
             warnings.warn(
-                f"this state has nothing of the codec in {strategy!r}: its residuals are lost, and training does not go"
-                " on with the same bits; save the state_dict() of this strategy, called by all ranks",
+                f"this state lacks the residuals of the codec in {strategy!r}: they are lost, and training does not"
+                " continue bit for bit; save a state_dict() under this strategy, called by all ranks",
                 stacklevel=stacklevel + 1,
             )
         if self.forgets:
             warnings.warn(
-                "the residuals of servers that only sum are in no checkpoint, so that training does not go on with the"
-                " same bits: use ps(on=workers, update=worker) or ps(update=server)",
+                "checkpoints lack the residuals of servers that only sum, so training does not continue bit for bit:"
+                " use ps(on=workers, update=worker) or ps(update=server)",
                 stacklevel=stacklevel + 1,
             )
 
@@ -403,7 +404,7 @@ class Compression:
             if not may_cut(codec, part, spec):
                 what = f"blocks of {codec.block} elements" if codec.block else "whole tensors"
                 raise UsageError(
-                    f"{codec} compresses {what}, and this schedule cuts {spec.name!r} at element {part.start}: use"
+                    f"{codec} compresses {what}, but this schedule cuts {spec.name!r} at element {part.start}: use"
                     " schedule=fixed"
                 )
 

@@ -89,7 +89,7 @@ def _array(data: bytes) -> Array:
     shape, columns_first, kind = read(file)
     count, left = math.prod(shape), len(data) - file.tell()
     if kind.hasobject or count * kind.itemsize != left:
-        raise ValueError(f"an array of {kind} and shape {shape} in {left} bytes")
+        raise ValueError(f"{left} bytes cannot hold an array of {kind} with shape {shape}")
     order = "F" if columns_first else "C"
     return np.frombuffer(data, kind, count, file.tell()).reshape(shape, order=order).copy(order)  # type: ignore[call-overload, no-any-return]
 

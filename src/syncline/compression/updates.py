@@ -252,7 +252,10 @@ class UpdateReceiver(_Part):
         at = _HEAD_BYTES + 4 * count
         lengths = data[_HEAD_BYTES:at].view(np.uint32).tolist() if at <= data.nbytes else []
         if version != self.version + count or len(lengths) != count or at + sum(lengths) != data.nbytes:
-            why = f"brings {count} payloads in {data.nbytes} bytes up to version {version}, after {self.version}"
+            why = (
+                f"has {count} payloads in {data.nbytes} bytes and leads to version {version}, but this worker has"
+                f" version {self.version}"
+            )
             raise self._nonsense(sender, why)
         for length in lengths:
             if length % 4:
@@ -262,7 +265,7 @@ class UpdateReceiver(_Part):
 
     def _take_all(self, data: Bytes, sender: str) -> None:
         if data.nbytes != self._whole_bytes:
-            raise self._nonsense(sender, f"has {data.nbytes} bytes of weights in place of {self._whole_bytes}")
+            raise self._nonsense(sender, f"has {data.nbytes} bytes of weights instead of {self._whole_bytes}")
         at = 0
         for part in self._parts:
             part.array.view(np.uint8)[:] = data[at : at + part.array.nbytes]

@@ -76,10 +76,10 @@ class LinkCost:
     def __post_init__(self) -> None:
         numbers = [self.flight_s, *(number for piece in self.pieces for number in (piece.busy_s, piece.per_byte_s))]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
-            raise UsageError(f"the seconds of a link have to be finite and not negative, got {self}")
+            raise UsageError(f"the seconds of a link must be finite and not negative, got {self}")
         starts = [piece.from_bytes for piece in self.pieces]
         if not starts or starts[0] != 0 or any(low >= high for low, high in pairwise(starts)):
-            raise UsageError(f"the pieces of a link have to begin at 0 bytes and ascend, got {starts}: sort them")
+            raise UsageError(f"the pieces of a link must start at 0 bytes and ascend, got {starts}: sort them")
 
     @classmethod
     def linear(cls, alpha_s: float, beta_s_per_byte: float, flight_s: float = 0.0) -> LinkCost:
@@ -312,9 +312,9 @@ class Constant:
     def __post_init__(self) -> None:
         for number in (self.value, *self.range):
             if not (math.isfinite(number) and number >= 0):
-                raise UsageError(f"a constant has to be a finite number of seconds and not negative, got {number!r}")
+                raise UsageError(f"a constant must be a finite number of seconds and not negative, got {number!r}")
         if not self.range[0] <= self.value <= self.range[1]:
-            raise UsageError(f"a constant has to be in its range, got {self.value!r} and {self.range}")
+            raise UsageError(f"a constant must lie in its range, got {self.value!r} and {self.range}")
 
     @property
     def range(self) -> tuple[float, float]:
@@ -383,7 +383,7 @@ class Cluster:
                 raise UsageError(f"network {self.name}: {key} is missing: seconds per message, and per byte")
         for what in ("ports_per_host", "per_host"):
             if getattr(self, what) < 1:
-                raise UsageError(f"network {self.name}: {what} has to be at least 1, got {getattr(self, what)}")
+                raise UsageError(f"network {self.name}: {what} must be at least 1, got {getattr(self, what)}")
         if self.cores is not None and self.cores < 1:
             raise UsageError(f"network {self.name}: hosts need at least one core, got {self.cores}")
         # Computed here for their checks: pieces begin at 0, and alpha and beta come together.
@@ -409,7 +409,7 @@ class Cluster:
         for text in dict.fromkeys(match[1] for match in matches):
             keys = [f"codecs.{text}.{what}" for what in ("encode", "decode")]
             if missing := [key for key in keys if key not in self.constants]:
-                raise UsageError(f"network {self.name}: {missing[0]} is missing: a codec has encode and decode")
+                raise UsageError(f"network {self.name}: {missing[0]} is missing: a codec needs encode and decode")
             found[text] = CodecCosts(*(self._seconds(key) for key in keys))
         return found
 
@@ -441,6 +441,8 @@ class Cluster:
             return None
         for start, numbers in pieces.items():
             if len(numbers) < 2:
-                raise UsageError(f"network {self.name}: {end} from {start} bytes needs alpha and beta, has {numbers}")
+                raise UsageError(
+                    f"network {self.name}: {end} from {start} bytes needs alpha and beta, but has {numbers}"
+                )
         rows = [(start, numbers["alpha"], numbers["beta"]) for start, numbers in pieces.items()]
         return piecewise(rows, self._seconds(f"{end}.flight"))

@@ -257,7 +257,7 @@ class VirtualLink:
         """
         self.clock.run(over=lambda: wanted in self.done_at)
         if wanted not in self.done_at:
-            raise UsageError(f"the worker waits for {wanted}, and no operation in progress leads to it")
+            raise UsageError(f"the worker waits for {wanted}, but no operation in progress completes it")
         return self.done_at[wanted]
 
 

@@ -50,12 +50,12 @@ def adapter_of(model: object) -> Adapt:
             return adapt
     if "keras" in packages:
         raise UsageError(
-            f"the model is {type(model).__name__} of Keras, whose backend has no adapter: set KERAS_BACKEND=tensorflow,"
-            " or torch, before anything imports keras"
+            f"the model is {type(model).__name__} of Keras, whose backend Syncline does not support: set"
+            " KERAS_BACKEND=tensorflow, or torch, before anything imports keras"
         )
     raise UsageError(
-        f"the model is {type(model).__name__}, which belongs to no framework that Syncline knows ({', '.join(known)}):"
-        " give a torch.nn.Module, a model of Keras, or a dictionary of arrays"
+        f"the model is {type(model).__name__}, which belongs to no framework that Syncline supports"
+        f" ({', '.join(known)}): give a torch.nn.Module, a model of Keras, or a dictionary of arrays"
     )
 
 

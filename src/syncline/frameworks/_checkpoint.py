@@ -27,7 +27,7 @@ from ..training.weights import WeightExchange
 from ._flat import Array, FlatModel, Weights
 
 _STATE = "state/"
-_MODEL = "this state is of another model"
+_MODEL = "this state belongs to another model"
 
 
 def save(model: FlatModel) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         if before != str(session.strategy):
             raise UsageError(
                 f"this state belongs to a run with {state['strategy']!r}, but this run has {str(session.strategy)!r}:"
-                " give syncline.init() the former"
+                " give syncline.init() the strategy of the state"
             )
         if model.exchange.compression is not None and model.exchange.compression.warms_up and session.group.servers:
             raise UsageError(
@@ -185,13 +185,13 @@ def checked(
 def _checked(specs: Sequence[Spec], state: Mapping[str, Any]) -> tuple[list[Array], list[State]]:
     weights, kept = state["weights"], state["optimizer"]
     if sorted(weights) != sorted(spec.name for spec in specs):
-        raise UsageError(f"{_MODEL}: it has {', '.join(map(repr, weights))}")
+        raise UsageError(f"{_MODEL}, with {', '.join(map(repr, weights))}")
     flats, states = [], []
     for spec in specs:
         array = weights[spec.name]
         if array.shape != spec.shape or str(array.dtype) != spec.dtype:
-            raise UsageError(f"{_MODEL}: its {spec.name!r} is {array.dtype} of shape {array.shape}, not"
-                             f" {spec.dtype} of {spec.shape}")  # fmt: skip
+            raise UsageError(f"{_MODEL}: its {spec.name!r} is {array.dtype} of shape {array.shape}, but this model's"
+                             f" is {spec.dtype} of shape {spec.shape}")  # fmt: skip
         flats.append(np.array(array).reshape(-1))
         one = kept.get(spec.name, {})
         states.append({key: Elements.of(np.array(v)) if isinstance(v, np.ndarray) else v for key, v in one.items()})

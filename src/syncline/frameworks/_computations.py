@@ -87,7 +87,7 @@ def check_like_root(session: Session, what: str, named: Iterable[tuple[str, Arra
         pairs = zip_longest(mine, theirs, fillvalue="nothing")
         here, there = next(pair for pair in pairs if pair[0] != pair[1])
         me = session.name(session.index)
-        raise session.fail(MismatchError(f"{me} broadcasts {what} than rank {root}: {here}, not {there}"))
+        raise session.fail(MismatchError(f"{me} broadcasts {what} than rank {root}: {here} instead of {there}"))
 
 
 def broadcast_into(session: Session, arrays: Iterable[Array], root: int = 0) -> None:

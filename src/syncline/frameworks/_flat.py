@@ -139,7 +139,7 @@ class HeldWeights:
     def load(self, values: Values, saved: Sequence[Array]) -> None:
         """Raises UsageError for other buckets, before anything is written."""
         if [(one.shape, one.dtype) for one in values.blocks] != [(one.shape, one.dtype) for one in saved]:
-            raise UsageError("the agreed weights in this state are of another model or schedule")
+            raise UsageError("the agreed weights in this state belong to another model or schedule")
         for mine, value in zip(values.blocks, saved, strict=True):
             mine[...] = value
 
@@ -446,7 +446,7 @@ class FlatModel:
         except UsageError as error:
             raise self.fault(
                 f"drop() in step {self.steps} after gradients were sent to the other workers: restart the run from a"
-                " checkpoint; under schedule=fifo none are sent before step()"
+                " checkpoint; under schedule=fifo no gradients are sent before step()"
             ) from error
         if self._alone:
             self.coming.end()
@@ -500,7 +500,7 @@ class FlatModel:
     def _check_not_gone(self) -> None:
         if self.gone:
             raise self.fault(
-                f"{self.specs[0].name!r} has been prepared again: use the result of the last syncline.prepare() for it"
+                f"{self.specs[0].name!r} has been prepared again: use the result of the last syncline.prepare()"
             )
 
     def _consolidate(self) -> None:

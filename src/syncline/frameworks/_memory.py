@@ -48,7 +48,7 @@ def host_array(given: object, what: str) -> Array:
         if hasattr(given, "__array_interface__"):
             return np.asarray(given)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
-        raise UsageError(f"{what} is a {kind} whose memory cannot be taken as an array: {error}") from error
+        raise UsageError(f"{what} is a {kind} whose memory cannot be used as an array: {error}") from error
     raise UsageError(f"{what} is {kind}: give an array, or an object with the buffer protocol or DLPack")
 
 
@@ -56,7 +56,7 @@ def floating_array(given: object, what: str) -> Array:
     """The same, restricted to floating-point numbers in this machine's byte order."""
     array = host_array(given, what)
     if not (array.dtype.kind == "f" and array.dtype.isnative) and str(array.dtype) != "bfloat16":
-        raise UsageError(f"{what} is {array.dtype}: give floating-point arrays, each by a name")
+        raise UsageError(f"{what} is {array.dtype}: give floating-point arrays, each with a name")
     return array
 
 
@@ -65,19 +65,19 @@ def check_writable(arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         if _overlaps_itself(array):
             raise UsageError(
-                f"elements of the model's {name!r} share memory (its strides are {array.strides}), and would be updated"
-                " more than once: give numpy.array(it), a copy"
+                f"elements of the model's {name!r} share memory (its strides are {array.strides}), and would be"
+                " updated more than once: give a copy, numpy.array(array)"
             )
         if not array.flags.writeable:
             raise UsageError(
-                f"the model's {name!r} is read-only memory, and weights are updated where they are: give"
-                " numpy.array(it), a copy, or have its framework export what can be written"
+                f"the model's {name!r} is in read-only memory, but Syncline updates weights in place: give a copy,"
+                " numpy.array(array), or let its framework export writable memory"
             )
     names = list(arrays)
     for first, second in ((names[one], names[two]) for one, two in overlapping(list(arrays.values()))):
         raise UsageError(
-            f"the model's {first!r} and {second!r} share memory, which would be updated twice: give it by one name, and"
-            " the sum of the gradients"
+            f"the model's {first!r} and {second!r} share memory, which would be updated twice: give the array under"
+            " one name, with the sum of the gradients"
         )
 
 

@@ -25,13 +25,13 @@ def check_packages(framework: str, oldest: Mapping[str, tuple[int, ...]]) -> Non
     """Raise UsageError, with the install command, if a package that ``framework`` needs is missing or too old."""
     for name, version in oldest.items():
         wanted, needs = ".".join(map(str, version)), f"syncline.{framework} needs {name}"
-        remedy = f"pip install 'syncline[{framework}]', which brings {name} {wanted} or newer"
+        remedy = f"pip install 'syncline[{framework}]', which installs {name} {wanted} or newer"
         try:
             found = str(importlib.import_module(name).__version__)
         except ImportError as error:
             raise UsageError(f"{needs}, which cannot be imported ({error}): {remedy}") from error
         if tuple(map(int, re.findall(r"\d+", found)[: len(version)])) < version:
-            raise UsageError(f"{needs} {wanted} or newer, and {found} is installed: {remedy}")
+            raise UsageError(f"{needs} {wanted} or newer, but {found} is installed: {remedy}")
 
 
 def check_options(options: Mapping[str, Any], why: str = "", known: Collection[str] = ()) -> None:
@@ -87,7 +87,7 @@ def warn_of_plain_steps(session: Session) -> None:
     mode = session.strategy.sync_mode()
     if isinstance(mode, Agrees) and (mode.remembers or mode.pull(1) < 1):
         log.warning(
-            "sync=%s does nothing with one worker: its steps are plain ones, and no outer optimizer or centre changes"
-            " the weights as it would with several; compare with two workers or more",
+            "sync=%s does nothing with one worker: its steps are plain steps, without the outer optimizer or centre"
+            " that several workers have; compare with two workers or more",
             session.strategy.sync.name,
         )

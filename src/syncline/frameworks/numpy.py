@@ -84,8 +84,8 @@ def rule_of(optimizer: object) -> Update:
     if callable(optimizer):
         return Rule(optimizer)
     raise UsageError(
-        "a model of NumPy needs an optimizer with update(weights, gradient, state), or such a function, which updates"
-        " the weights"
+        "a model of NumPy needs an optimizer with update(weights, gradient, state), or a function of this form, to"
+        " update the weights"
     )
 
 
@@ -149,8 +149,8 @@ def probe(optimizer: Update) -> bool:
             theirs.update(part, of.copy(), state)
     if not np.allclose(whole, np.concatenate(parts), rtol=1e-9, atol=1e-12):
         raise UsageError(
-            f"{name_of(optimizer)}() gives other weights for slices of an array than for all of it: update every"
-            " element by itself, and keep what it learns in the state"
+            f"{name_of(optimizer)}() gives other weights for slices of an array than for the whole array: update"
+            " every element independently, and keep everything that the optimizer learns in the state"
         )
     return bool(states[2])
 
@@ -168,7 +168,7 @@ class Sliced(OnHoldings):
         (values,) = groups
         known = _attributes(self._optimizer)
         if values.keys() != known.keys():
-            raise ValueError(f"the optimizer has {sorted(known)}, but {sorted(values)} were sent")
+            raise ValueError(f"the optimizer has the attributes {sorted(known)}, but {sorted(values)} were sent")
         for name, value in values.items():
             object.__setattr__(self._optimizer, name, value)
         for held, state in zip(self._holdings, self._states, strict=True):
@@ -252,8 +252,8 @@ class ArrayWeights:
         if values.keys() != self._told:
             names = ", ".join(map(repr, sorted(values.keys() ^ self._told)))
             raise UsageError(
-                f"the optimizer's {names} were added or removed after prepare(), which the owners of the weights do not"
-                " know: give it all its attributes before prepare()"
+                f"the optimizer's {names} were added or removed after prepare(), but the owners of the weights know"
+                " only the earlier attributes: set all attributes before prepare()"
             )
         return [values]
 
@@ -427,7 +427,9 @@ def _arrays_of(model: Any) -> dict[str, Array]:
         raise UsageError("a model of NumPy is a dictionary of at least one array")
     for name in model:
         if not isinstance(name, str):
-            raise UsageError(f"the model's {name!r} is named by {type(name).__name__}: give arrays, each by a name")
+            raise UsageError(
+                f"the model's {name!r} has a {type(name).__name__} as its name: give every array a text as its name"
+            )
     arrays = {name: floating_array(given, f"the model's {name!r}") for name, given in model.items()}
     check_writable(arrays)
     return arrays

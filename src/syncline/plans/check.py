@@ -78,7 +78,8 @@ def check_mixing(plans: Sequence[Plan]) -> None:
         if not np.allclose(columns, 1):
             rank = plan.members[int(np.argmax(np.abs(columns - 1)))]
             raise PlanError(
-                f"{plan.name}: it does not keep the mean: the array of rank {rank} counts {columns.max():.3g}"
+                f"{plan.name}: the mix changes the mean: the weights of rank {rank}'s array sum to"
+                f" {columns.max():.3g}, not to 1"
             )
         reached |= matrix > 0
     for _ in range(len(reached).bit_length()):  # Each product doubles the length of the paths that are covered.
@@ -86,7 +87,7 @@ def check_mixing(plans: Sequence[Plan]) -> None:
     if not reached.all():
         src, dst = (plans[0].members[int(place)] for place in np.argwhere(~reached.T)[0])
         raise PlanError(
-            f"{plans[0].name}: the array of rank {src} never reaches rank {dst}, however often it is repeated"
+            f"{plans[0].name}: the array of rank {src} never reaches rank {dst}, however often the mixes are repeated"
         )
 
 
@@ -193,8 +194,8 @@ def _run(plan: Plan, held: list[int]) -> None:
             # One message is either added or copied as a whole.
             if fresh and fresh != count[i]:
                 raise PlanError(
-                    f"{plan.name}: step {plan.step[i]}, {plan[i]}: some of these chunks are empty at rank {dst[i]} and "
-                    "some are not, so that this is neither a reduce nor a copy; send them apart"
+                    f"{plan.name}: step {plan.step[i]}, {plan[i]}: some of these chunks are empty at rank {dst[i]}"
+                    " and others are not, so this is neither a reduce nor a copy; send them in separate transfers"
                 )
         for cell, value in after.items():
             held[cell] = value
@@ -205,14 +206,14 @@ def _fault(plan: Plan, i: int, part: int, come: int, now: int, *, clash: bool) -
     at = f"{plan.name}: step {transfer.step}, {transfer}: "
     where = f"chunk {part} of rank {transfer.dst}"
     if not come:
-        return PlanError(f"{at}chunk {part} of rank {transfer.src} is empty, there is nothing to send")
+        return PlanError(f"{at}chunk {part} of rank {transfer.src} is empty: there is nothing to send")
     if clash:
         return PlanError(f"{at}{where} is written by a copy and by another transfer in the same step")
     if transfer.op == "reduce":
         return PlanError(f"{at}{_contributions(come & now)} added twice to {where}")
     if now == come:
-        return PlanError(f"{at}brings nothing new, {where} holds {_contributions(now)} already")
-    return PlanError(f"{at}destroys {_contributions(now & ~come)} in {where}, not contained in what is copied")
+        return PlanError(f"{at}brings nothing new: {where} already holds {_contributions(now)}")
+    return PlanError(f"{at}destroys {_contributions(now & ~come)} in {where}, which the copy does not contain")
 
 
 def _require_reduces_first(plan: Plan, reduces: NDArray[np.bool_], copies: NDArray[np.bool_]) -> None:

@@ -165,7 +165,7 @@ class Plan:
         This embeds a group's plan in a larger world; the other ranks take no part in it.
         """
         if len(ranks) != self.world or len(set(ranks)) < self.world:
-            raise PlanError(f"{self.name}: {self.world} ranks need as many different numbers, not {tuple(ranks)}")
+            raise PlanError(f"{self.name}: {self.world} ranks need {self.world} different numbers, not {tuple(ranks)}")
         numbers = np.array(ranks)
         return replace(
             self,
@@ -197,13 +197,16 @@ def _validate_head(plan: Plan) -> None:
             raise PlanError(f"{plan.name}: {fault}")
 
     require(plan.goal in _GOALS, f"unknown goal {plan.goal!r}: choose one of {', '.join(_GOALS)}")
-    require(plan.world >= 1 and plan.chunks >= 1, f"needs a rank and a chunk, got {plan.world} and {plan.chunks}")
+    require(
+        plan.world >= 1 and plan.chunks >= 1,
+        f"needs at least one rank and one chunk, got {plan.world} and {plan.chunks}",
+    )
     require(bool(plan.members), "needs at least one member")
-    require(len(set(plan.members)) == len(plan.members), f"a rank is twice in members {plan.members}")
+    require(len(set(plan.members)) == len(plan.members), f"members {plan.members} list a rank twice")
     mixed = tuple(rank for of in plan.sums for rank in of)
     ranks = (*plan.members, *plan.owners, *mixed, *(() if plan.root is None else (plan.root,)))
     strangers = sorted({rank for rank in ranks if not 0 <= rank < plan.world})
-    require(not strangers, f"members, owners or root name {ranks_text(strangers)}, ranks are 0 to {plan.world - 1}")
+    require(not strangers, f"members, owners or root name {ranks_text(strangers)}, but ranks are 0 to {plan.world - 1}")
     owned = plan.goal in ("reduce_scatter", "all_gather")
     wanted = plan.chunks if owned else 0
     require(len(plan.owners) == wanted, f"{plan.goal} takes {wanted} owners, one per chunk or none, not {plan.owners}")
@@ -211,9 +214,10 @@ def _validate_head(plan: Plan) -> None:
     require(len(plan.sums) == sums, f"{plan.goal} takes {sums} sums, one per member or none, not {len(plan.sums)}")
     for rank, of in zip(plan.members, plan.sums, strict=False):
         require(
-            rank in of and len(set(of)) == len(of), f"rank {rank} has its own contribution once in its sum, not {of}"
+            rank in of and len(set(of)) == len(of),
+            f"the sum of rank {rank} must contain its own contribution, and each rank once; it is {of}",
         )
-    require((plan.root is not None) == (plan.goal == "broadcast"), "a broadcast, and nothing else, has a root")
+    require((plan.root is not None) == (plan.goal == "broadcast"), "only a broadcast has a root, and it needs one")
 
 
 def _validate_rows(plan: Plan) -> None:

@@ -139,8 +139,8 @@ class Strategy(Combination):
         group = self._with_servers(group)
         if group.workers <= (backup := backup_of(self.sync_mode())):
             raise UsageError(
-                f"sync={write('sync', self.sync)} does not wait for {backup} of {group.workers} workers, so for none:"
-                " use fewer backup workers, or sync=asp"
+                f"sync={write('sync', self.sync)} does not wait for {backup} of {group.workers} workers, so it waits"
+                " for none: use fewer backup workers, or sync=asp"
             )
         transport = self.transport
         if transport == AUTO:
@@ -174,8 +174,8 @@ class Strategy(Combination):
     def _with_servers(self, group: Group) -> Group:
         if group.servers not in (0, self.servers):
             raise UsageError(
-                f"the strategy {str(self)!r} needs {self.servers} server processes, the run has {group.servers}: "
-                f"start it with --servers {self.servers}"
+                f"the strategy {str(self)!r} needs {self.servers} server processes, but the run has {group.servers}:"
+                f" start it with --servers {self.servers}"
             )
         return replace(group, servers=self.servers)
 
@@ -184,8 +184,8 @@ class Strategy(Combination):
         architecture = self._chosen("architecture")
         if self.collective is not None:
             raise UsageError(
-                f"{architecture.name} has no plan: what the library sends is its own affair; choose one of"
-                f" {', '.join(built_names('architecture'))} to see, or run, a plan"
+                f"{architecture.name} has no plan: the message library decides what it sends; to see or run a plan,"
+                f" choose one of {', '.join(built_names('architecture'))}"
             )
         return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
 
@@ -200,13 +200,13 @@ class Strategy(Combination):
         """The plans of push and pull if servers hold the weights. UsageError if the architecture has no owners."""
         roles = self.roles
         if roles is None:
-            raise UsageError(f"{self.architecture.name} has no servers to push to and to pull from")
+            raise UsageError(f"{self.architecture.name} has no servers for push and pull")
         push, pull = roles.halves(group)
         for half in (push, pull):
             if tuple(dict.fromkeys(half.owners)) != roles.places(group):
                 raise UsageError(
-                    f"{half.name} leaves its parts with {half.owners}, and the roles of {self.architecture.name} say"
-                    f" {roles.places(group)}: let the algorithm declare the owners that its plans have"
+                    f"{half.name} leaves its parts with {half.owners}, but the roles of {self.architecture.name}"
+                    f" declare {roles.places(group)}: let the algorithm declare the owners of its plans"
                 )
         return push, pull
 
@@ -215,7 +215,7 @@ class Strategy(Combination):
         """A description of how gradients, or differences of weights, are averaged. The strategy must be resolved."""
         mode = self.sync_mode()
         if isinstance(mode, Mixes):
-            return "weights are averaged with those of a few other workers"
+            return "every worker averages its weights with those of a few others"
         if isinstance(mode, Averages):
             return f"differences from the last agreed weights: {self._exchange}"
         return self._exchange
@@ -225,21 +225,26 @@ class Strategy(Combination):
         name = self.architecture.name
         if not self.sync_mode().merges:
             if self.codec == NONE:
-                return "each worker's gradients go to owners of the weights by themselves, and their weights come back"
-            what = "and the updates that it has not come back encoded, or weights where these are less"
-            return f"each worker's payloads go to owners of the weights by themselves, {what}"
+                return (
+                    "each worker sends its gradients separately to owners of the weights, and gets their weights back"
+                )
+            what = "and gets the updates that it lacks, encoded, or the weights if these are smaller"
+            return f"each worker sends its payloads separately to owners of the weights, {what}"
         if self.codec == NONE:
             return f"allreduce by {name}"
         if self.server_holds_weights:
-            return "payloads are added up at servers, and what their update changes in the weights is encoded for all"
+            return "servers add up payloads, update the weights, and send the encoded change to all workers"
         if self.roles is not None:
             return OWNERS.words.format(owners="servers")
         codec, inside = self.codec_object(), ""
         if _one_level(self.architecture) is not None:
-            name, inside = "owners of their parts", "gradients are summed inside hosts as they are; between hosts "
+            name, inside = "owners of their parts", "gradients are summed uncompressed inside hosts; between hosts "
         words = way_of(codec).words.format(architecture=name, owners="owners")
         if isinstance(codec, Chooses):
-            words = f"small tensors are summed by {name}; of others, {words}, or {OWNERS.words.format(owners='owners')}"
+            words = (
+                f"small tensors are summed by {name}; for the others, {words}, or"
+                f" {OWNERS.words.format(owners='owners')}"
+            )
         return inside + words
 
     def schedule_object(self) -> Schedule:
@@ -329,7 +334,7 @@ def budget_of(part: Part) -> float:
             hint = nearest(name, ["budget"]) if name else ""
             raise StrategyError(f"architecture=auto takes budget, as in auto(budget=60s), not {name or value!r}{hint}")
     if len(part.args) > 1:
-        raise StrategyError("auto has an argument that is given twice")
+        raise StrategyError("an argument of auto is given twice")
     value = part.args[0][1]
     seconds = float(read_value(value, Seconds, "budget of auto")) if isinstance(value, str) else float(value)
     if not seconds > 0:
@@ -345,15 +350,15 @@ def check_live(strategy: Strategy) -> None:
     if strategy.architecture != AUTO:
         return
     for word, plain, why in (
-        ("sync", known_sync(strategy), "workers come together in every step"),
-        ("codec", strategy.codec == NONE, "gradients travel as they are"),
+        ("sync", known_sync(strategy), "workers must meet in every step"),
+        ("codec", strategy.codec == NONE, "gradients must travel uncompressed"),
     ):
         if not plain:
             part = getattr(strategy, word)
             shown = part.name if part == AUTO else write({"sync": "sync", "codec": "codecs"}[word], part)
             raise StrategyError(
-                f"auto(budget=) tries on the live run what leaves the weights equal to the bit, for which {why}, and"
-                f" {word}={shown} is asked for: leave the budget out, or search beforehand with {text}"
+                f"auto(budget=) tries only settings that leave the weights equal bit for bit: {why}, but the strategy"
+                f" has {word}={shown}. Leave the budget out, or search beforehand with {text}"
             )
 
 
@@ -361,6 +366,6 @@ def check_asked(strategy: Strategy) -> None:
     """Raise StrategyError if the user gives both a budget and a schedule, although a running strategy has both."""
     if strategy.budget_s and strategy.architecture == AUTO and strategy.schedule != AUTO:
         raise StrategyError(
-            f"auto(budget=) tries schedules, and schedule={write('schedules', strategy.schedule)} is asked for: leave"
-            " one of them out"
+            f"auto(budget=) tries schedules, but the strategy has schedule={write('schedules', strategy.schedule)}:"
+            " leave one of them out"
         )

@@ -345,12 +345,12 @@ def _called_here(word: str, name: str) -> str:
         goal = registry.get("algorithms", plain).capabilities.get("goal", "").replace("_", "-")
         if not goal:
             return (
-                ": it is registered without saying what its plan is for: write"
+                ": its registration does not state the goal of its plan: write"
                 f' @register("algorithms", "{plain}", goal="allreduce")'
             )
         return (
-            f": it is a plan for {goal}, and gradients need an allreduce, such as ring; syncline show {plain} draws it,"
-            f" syncline bench --collective {goal} measures it"
+            f": it is a plan for {goal}, but gradients need an allreduce, such as ring; syncline show {plain} draws"
+            f" it, syncline bench --collective {goal} measures it"
         )
     # An architecture has no key, so a bare name may be meant for any other word.
     for its_word in (word, *(WORDS if word == "architecture" else ())):
@@ -394,7 +394,7 @@ def vocabulary() -> list[Word]:
 _AUTO_SUMMARY = {
     "architecture": "The fastest for each size of array, measured when the run starts; auto(budget=60s) also tries"
     " schedules.",
-    "codec": "None, bf16, or int8 or int4 with error feedback: the fastest, measured when the run starts.",
-    "schedule": "Starts as fixed, then what is predicted to be fastest from the times of a few steps.",
+    "codec": "The fastest of none, bf16, and int8 or int4 with error feedback, measured when the run starts.",
+    "schedule": "Starts as fixed; switches to the schedule with the fastest prediction from the times of a few steps.",
     "transport": "shm among the processes of one host, tcp between hosts.",
 }

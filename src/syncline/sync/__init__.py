@@ -119,12 +119,12 @@ def wrong_application(mode: SyncMode) -> str:
     factor: object = application_of(mode).compensate
     momentum: object = momentum_of(mode)
     if rate not in get_args(Rate):
-        return f"has rate={rate!r}, which no owner supports: it is {' or '.join(map(repr, get_args(Rate)))}"
+        return f"has rate={rate!r}, which no owner supports: it must be {' or '.join(map(repr, get_args(Rate)))}"
     if momentum not in get_args(Momentum):
         known = " or ".join(map(repr, get_args(Momentum)))
-        return f"has momentum={momentum!r}, which no owner supports: it is {known}"
+        return f"has momentum={momentum!r}, which no owner supports: it must be {known}"
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
-        return f"has compensate={factor!r}: it is the lambda of delay compensation, 0 (none) or more"
+        return f"has compensate={factor!r}: the lambda of delay compensation must be 0 (none) or more"
     return ""
 
 

@@ -42,8 +42,8 @@ class Apart:
         """Raise UsageError for an invalid lambda."""
         if not (math.isfinite(self.compensate) and self.compensate >= 0):
             raise UsageError(
-                f"compensate={self.compensate}: it is the lambda of delay compensation, 0 (none) or more; the paper"
-                " begins with 0.04"
+                f"compensate={self.compensate}: the lambda of delay compensation must be 0 (none) or more; the paper"
+                " starts with 0.04"
             )
 
     def due(self, step: int) -> bool:  # noqa: ARG002

@@ -27,7 +27,9 @@ class Bsp:
     def __post_init__(self) -> None:
         """Raise UsageError for an invalid number of backup workers."""
         if isinstance(self.backup, bool) or not isinstance(self.backup, int) or self.backup < 0:
-            raise UsageError(f"backup={self.backup}: it is a number of workers that updates do not wait for, 0 or more")
+            raise UsageError(
+                f"backup={self.backup}: the number of workers that updates do not wait for must be 0 or more"
+            )
 
     @property
     def merges(self) -> bool:

@@ -33,8 +33,8 @@ class Easgd(Period):
         check_steps("easgd", self.steps)
         if not 0 < self.beta <= 1:
             raise UsageError(
-                f"beta={self.beta} of easgd: choose how far the centre moves towards the workers' mean, a share above 0"
-                " and up to 1, as 0.9"
+                f"beta={self.beta} of easgd: choose a share above 0 and up to 1, as 0.9, by which the centre moves"
+                " towards the workers' mean"
             )
 
     def pull(self, workers: int) -> float:

@@ -27,7 +27,9 @@ class PostLocal(Mean):
     def __post_init__(self) -> None:
         check_steps("post_local", self.steps)
         if self.after < 0:
-            raise UsageError(f"after={self.after} of post_local: choose from 0 how many steps exchange gradients first")
+            raise UsageError(
+                f"after={self.after} of post_local: choose a number of steps that exchange gradients first, 0 or more"
+            )
 
     def due(self, step: int) -> bool:
         return step < self.after

@@ -34,8 +34,8 @@ class Ssp(Apart):
         super().__post_init__()
         if isinstance(self.staleness, bool) or not isinstance(self.staleness, int) or self.staleness < 0:
             raise UsageError(
-                f"staleness={self.staleness}: it is a number of steps, 0 or more; ssp(staleness=0) keeps workers in"
-                " step, and asp never waits"
+                f"staleness={self.staleness}: the number of steps must be 0 or more; ssp(staleness=0) keeps workers"
+                " in step, and asp never waits"
             )
 
     def may_proceed(self, clock: int, slowest: int) -> bool:

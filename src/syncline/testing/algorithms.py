@@ -136,12 +136,12 @@ def small(subject: Subject, seed: int, count: int) -> Iterator[Case]:
 def the_same_group_gets_the_same_plan(case: Case) -> None:
     """A plan depends only on the group, since each rank makes its own. It has the declared goal and all workers."""
     plan, again, goal = case.plan, case.anew(), case.subject.goal
-    require(plan.digest == again.digest, "made twice, the plan has other transfers, or has them in another order")
-    require(plan.goal == goal, f"the plan is for {plan.goal}, and declared is {goal}")
+    require(plan.digest == again.digest, "a second call returns a plan with other transfers, or in another order")
+    require(plan.goal == goal, f"the plan is for {plan.goal}, but the declared goal is {goal}")
     everyone = tuple(range(case.group.workers))
-    require(plan.members == everyone, f"the members are {plan.members}, and the workers {everyone}")
+    require(plan.members == everyone, f"the members are {plan.members}, but the workers are {everyone}")
     wanted = case.group.processes
-    require(plan.world == wanted, f"the plan is for {plan.world} processes of {wanted}: hand the group to Plan.of")
+    require(plan.world == wanted, f"the plan is for {plan.world} of {wanted} processes: pass the group to Plan.of")
 
 
 @LAWS.law(different)
@@ -157,7 +157,7 @@ def one_worker_has_nothing_to_send(case: Case) -> None:
 
 
 @LAWS.law(small)
-def numbers_come_out_right_and_alike(case: Case) -> None:
+def sums_are_right_and_equal_everywhere(case: Case) -> None:
     """Run step by step on numbers, a plan gives correct exact sums, and rounded sums with equal bits everywhere."""
     plan = case.plan
     draw = np.random.default_rng(case.group.workers)
@@ -178,12 +178,15 @@ def halves_add_up_to_the_whole(case: Case) -> None:
     plan = case.plan
     halves = phases(plan)
     sent = sum((half.bytes_sent(1.0) for half in halves), np.zeros(plan.world))
-    require(bool(np.allclose(sent, plan.bytes_sent(1.0))), "the two halves send other bytes than the whole")
-    require(halves[0].owners == halves[1].owners, "what one half leaves at its owners the other takes elsewhere")
+    require(
+        bool(np.allclose(sent, plan.bytes_sent(1.0))),
+        "the two halves together send other numbers of bytes than the whole",
+    )
+    require(halves[0].owners == halves[1].owners, "the two halves have different owners")
 
 
 @LAWS.law(groups, lambda case: case.subject.roles is not None)
-def owners_are_where_the_roles_say(case: Case) -> None:
+def owners_are_at_the_declared_places(case: Case) -> None:
     """Push and pull are proved between the workers and the declared owners, also for a single worker."""
     roles = case.subject.roles
     assert roles is not None
@@ -191,9 +194,9 @@ def owners_are_where_the_roles_say(case: Case) -> None:
     places = roles.places(case.group)
     for half, goal in ((push, "reduce_scatter"), (pull, "all_gather")):
         check(half)
-        require(half.goal == goal, f"{half.name} is for {half.goal}, and the halves are push and pull: {goal}")
+        require(half.goal == goal, f"{half.name} is for {half.goal}, but this half must be for {goal}")
         owners = tuple(dict.fromkeys(half.owners))
-        require(owners == places, f"{half.name} has the owners {half.owners}, and the roles say {places}")
+        require(owners == places, f"{half.name} has the owners {half.owners}, but the roles declare {places}")
     registry.get("algorithms", roles.beside)
 
 
@@ -221,7 +224,9 @@ def executed(plan: Plan, given: NDArray[Any]) -> Held:
             if transfer.step == step:
                 for chunk in range(transfer.chunk, transfer.chunk + transfer.count):
                     come, mine = before[transfer.src][chunk], held[transfer.dst][chunk]
-                    require(come is not None, f"{transfer} sends chunk {chunk}, which rank {transfer.src} has not")
+                    require(
+                        come is not None, f"{transfer} sends chunk {chunk}, which rank {transfer.src} does not have"
+                    )
                     add = transfer.op == "reduce" and mine is not None
                     held[transfer.dst][chunk] = mine + come if add else come  # type: ignore[operator]
     return held

@@ -53,22 +53,24 @@ def sizes_are_as_declared(case: Case) -> None:
     """``wire_bytes`` predicts the size, exactly for payloads that are added or cut among owners."""
     expected, greatest = case.codec.wire_bytes(case.spec)
     require(0 <= expected <= greatest, f"wire_bytes expects {expected} bytes, and at most {greatest}")
-    require(greatest % 4 == 0, f"the greatest payload, of {greatest} bytes, is no whole number of words")
+    require(greatest % 4 == 0, f"the largest payload of {greatest} bytes is not a whole number of words")
     sent = 4 * encoded(case.codec, case.x, case.state(feedback=False)).size
-    require(sent <= greatest, f"{sent} bytes were made where wire_bytes says {greatest} at most")
+    require(sent <= greatest, f"encode made {sent} bytes, but wire_bytes allows {greatest}")
     if case.codec.combine in ("sum", "owner"):
-        require(sent == expected == greatest, f"{sent} bytes were made where wire_bytes says {expected} to {greatest}")
+        require(
+            sent == expected == greatest, f"encode made {sent} bytes, but wire_bytes declares {expected} to {greatest}"
+        )
 
 
 @_ENCODING.law(crossed(["zeros"], [0], 0))
 def an_empty_tensor_is_no_payload(case: Case) -> None:
     """It can be decoded."""
     x = case.x
-    require(case.codec.wire_bytes(case.spec)[0] == 0, "wire_bytes expects a payload of an empty tensor")
+    require(case.codec.wire_bytes(case.spec)[0] == 0, "wire_bytes expects a payload for an empty tensor")
     for feedback in {False, case.codec.contraction}:
         state = case.state(feedback=feedback)
         payload = encoded(case.codec, x, state)
-        require(payload.size == 0, f"{payload.size} words were made of an empty tensor")
+        require(payload.size == 0, f"encode made {payload.size} words for an empty tensor")
         decoded(case.codec, payload, 0, state)
         decoded(case.codec, payload, 0, state, onto=x)
 
@@ -86,7 +88,11 @@ def pieces_that_begin_at_blocks_are_the_whole(case: Case) -> None:
     pieces = []
     for start, stop in pairwise([0, *(int(cut) * codec.block for cut in sorted(inner)), x.size]):
         piece = encoded(codec, x[start:stop], state, start)
-        same(decoded(codec, piece, stop - start, state, start), said[start:stop], f"what is decoded from {start} on")
+        same(
+            decoded(codec, piece, stop - start, state, start),
+            said[start:stop],
+            f"the values decoded from element {start}",
+        )
         pieces.append(piece)
     same(np.concatenate(pieces), whole, "the words of the pieces")
     same_state(state, whole_state)
@@ -109,7 +115,7 @@ def the_same_state_makes_the_same_payload(case: Case) -> None:
 
 
 @_ENCODING.law(drawn())
-def decoding_adds_what_it_would_write(case: Case) -> None:
+def decoding_adds_the_values_that_it_would_write(case: Case) -> None:
     """``add=True`` adds what would be written without it."""
     state = case.state(feedback=False)
     payload = encoded(case.codec, case.x, state)
@@ -128,7 +134,9 @@ def huge_numbers_are_sent_or_reported(case: Case) -> None:
     with np.errstate(all="ignore"):
         words, finite = codec.encode(x, out, state)
         sent = decoded(codec, out[:words], x.size, state)
-    require(not finite or bool(np.isfinite(sent).all()), "encode says finite=True, and what is decoded is not finite")
+    require(
+        not finite or bool(np.isfinite(sent).all()), "encode reports finite=True, but the decoded values are not finite"
+    )
     for name, array in arrays_of(state).items():
         require(np.isfinite(array).all(), f"{name} is not finite afterwards")
 
@@ -137,7 +145,7 @@ _NOT_FINITE = (np.nan, np.inf, -np.inf)
 
 
 @_ENCODING.law(drawn(sizes=(*SIZES[1:], *LARGE)))
-def what_is_not_finite_is_reported_and_not_kept(case: Case) -> None:
+def non_finite_values_are_reported_and_not_kept(case: Case) -> None:
     """The block (or one element of the tensor) decodes to a non-finite value; the state is unchanged."""
     codec, x, draw, state = case.codec, case.x, case.draw(), case.state()
     for array in arrays_of(state).values():
@@ -156,11 +164,11 @@ def what_is_not_finite_is_reported_and_not_kept(case: Case) -> None:
     for name, array in arrays_of(state).items():
         require(np.isfinite(array).all(), f"{name} is not finite afterwards")
         kept = ~np.isfinite(sent) if codec.block else slice(None)
-        same(array[kept], arrays_of(before)[name][kept], f"{name} of what was not finite")
+        same(array[kept], arrays_of(before)[name][kept], f"{name} of non-finite inputs")
 
 
 @_ENCODING.law(crossed(["normal"], [1], 0))
-def one_element_that_is_not_finite_is_reported(case: Case) -> None:
+def one_non_finite_element_is_reported(case: Case) -> None:
     """For codecs that encode a tensor as a whole."""
     for bad in _NOT_FINITE:
         state = case.state(feedback=False)
@@ -193,7 +201,7 @@ def an_altered_payload_writes_nothing_elsewhere(case: Case) -> None:
             except PayloadError:
                 pass
             else:
-                fault = f"{wrong.size} words were decoded where encode makes {payload.size}"
+                fault = f"{wrong.size} words were decoded, but encode makes {payload.size}"
                 require(not fixed or wrong.size == payload.size, fault)
             room.check()
 
@@ -207,7 +215,7 @@ def a_payload_of_another_length_is_refused(case: Case) -> None:
             case.codec.decode(wrong, np.zeros(case.size, np.float32), state)
         except PayloadError:
             continue
-        raise AssertionError(f"{wrong.size} words were decoded where encode makes {payload.size}")
+        raise AssertionError(f"{wrong.size} words were decoded, but encode makes {payload.size}")
 
 
 _EPSILON = 2.0**-23
@@ -234,7 +242,7 @@ def trials(case: Case, count: int) -> NDArray[np.float64]:
 
 
 @_ENCODING.law(drawn(), keeps)
-def what_is_not_sent_is_kept(case: Case) -> None:
+def unsent_parts_are_kept(case: Case) -> None:
     """decode(encode(x)) + residual == x + previous residual, up to the rounding of both terms.
 
     With a decaying residual, the kept part is multiplied by the factor.
@@ -249,14 +257,14 @@ def what_is_not_sent_is_kept(case: Case) -> None:
     beyond = error - (_EPSILON * (np.abs(wanted) + np.abs(sent)) + _SMALLEST)
     if (beyond > 0).any():
         at = int(np.argmax(beyond))
-        raise AssertionError(f"of {wanted[at]}, element {at}, {sent[at]} was sent and {state.residual[at]} kept")
+        raise AssertionError(f"element {at}: of {wanted[at]}, {sent[at]} was sent and {state.residual[at]} kept")
 
 
 @_ENCODING.law(
     crossed(ORDINARY, [700], 5),
     lambda case: not case.codec.biased and isinstance(case.codec, Stochastic) and case.codec.stochastic,
 )
-def the_mean_is_what_was_to_be_sent(case: Case) -> None:
+def the_mean_of_many_steps_is_the_input(case: Case) -> None:
     """The error of the mean over many steps has the size of a random error, and no bias along x or along the ones."""
     steps, x = 600, case.x
     unit = float(np.abs(x).max())
@@ -267,7 +275,7 @@ def the_mean_is_what_was_to_be_sent(case: Case) -> None:
     for direction in (x / unit, np.sign(x), np.ones(x.size), np.arange(x.size) % 2 - 0.5):
         along = errors @ direction
         sure = 5.0 * along.std() / np.sqrt(steps) + _EPSILON * np.abs(direction).sum()
-        fault = f"the mean error of {steps} steps is {along.mean():.3g} along one direction, by chance {sure:.3g}"
+        fault = f"the mean error of {steps} steps is {along.mean():.3g} along one direction, chance explains {sure:.3g}"
         require(abs(along.mean()) <= sure, fault)
     # Some hundred elements are rounded at random, so this ratio is near 1.
     few = 1 + 5.0 * np.sqrt(2 * np.sum(errors.var(axis=0) ** 2)) / max(np.sum(errors.var(axis=0)), _SMALLEST)
@@ -281,7 +289,7 @@ def numbers_that_are_added_are_the_nearest_of_their_type(case: Case) -> None:
     import ml_dtypes
 
     codec, x, state = case.codec, case.x, case.state(feedback=False)
-    require(isinstance(codec, Sums), "a codec whose payloads are added says by number= of which type they are")
+    require(isinstance(codec, Sums), "a codec whose payloads are added must declare their type by number=")
     assert isinstance(codec, Sums)
     dtype: np.dtype[Any] = numpy_dtype(codec.number)
     payload = encoded(codec, x, state)
@@ -312,7 +320,10 @@ def feedback_makes_the_mean_of_many_steps_right(case: Case) -> None:
         total += decoded(case.codec, encoded(case.codec, x, state), x.size, state)
     lag = float(np.abs(total + state.residual - steps * x.astype(np.float64)).max())
     allowed = steps * steps * _EPSILON * float(np.abs(x).max() + np.abs(state.residual).max())
-    require(lag <= allowed, f"{lag:.3g} is neither sent nor kept after {steps} steps, rounding explains {allowed:.3g}")
+    require(
+        lag <= allowed,
+        f"{lag:.3g} is neither sent nor kept after {steps} steps, but rounding explains only {allowed:.3g}",
+    )
 
 
 LAWS: Laws[Codec, Any] = Laws(_ENCODING, rounds.LAWS, reducing.LAWS)

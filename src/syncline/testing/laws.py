@@ -74,7 +74,7 @@ class Laws(Generic[PartT, CaseT]):
         """
         concerned = tuple(law.name for law in self if holds(law, part, shown, seed, count))
         if not concerned:
-            raise UsageError(f"no law concerns the {shown}: what it does is seen in a training only")
+            raise UsageError(f"no law applies to the {shown}: only a training can test it")
         return concerned
 
 
@@ -100,8 +100,8 @@ def require(holds: bool | np.bool_, fault: str) -> None:
 
 def same(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
     """Check that two one-dimensional arrays are equal; NaN equals NaN."""
-    require(found.shape == wanted.shape, f"{what}: {found.size} elements in place of {wanted.size}")
+    require(found.shape == wanted.shape, f"{what}: {found.size} elements instead of {wanted.size}")
     differ = (found != wanted) & ((found == found) | (wanted == wanted))
     if differ.any():
         at = int(np.argmax(differ))
-        raise AssertionError(f"{what}: element {at} of {found.size} is {found[at]} in place of {wanted[at]}")
+        raise AssertionError(f"{what}: element {at} of {found.size} is {found[at]} instead of {wanted[at]}")

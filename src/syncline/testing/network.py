@@ -61,7 +61,7 @@ def _made(entry: registry.Entry, arguments: Mapping[str, Any], world: int) -> li
     if hub is not None:
         inside = hub(world)
         return [entry.target(inside, rank, **arguments) for rank in range(world)]
-    raise UsageError(f"transport={entry.name} has connection={connection!r}: it is 'tcp', 'unix' or 'own'")
+    raise UsageError(f"transport={entry.name} has connection={connection!r}: it must be 'tcp', 'unix' or 'own'")
 
 
 def connected(world: int, is_unix: Callable[[int, int], bool]) -> list[dict[int, socket.socket]]:

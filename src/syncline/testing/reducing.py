@@ -79,13 +79,14 @@ def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[in
                 asked[rank] = _go_on(ranks[rank], lengths)
                 moved = True
         require(moved, "the ranks wait for each other")
-    require(not any(under_way.values()), "a message was sent that nobody received")
+    require(not any(under_way.values()), "no rank received one of the messages")
     return sent
 
 
 def _add(total: Total, came: Sequence[Bytes]) -> None:
     require(
-        all(data.nbytes == total.array.nbytes for data in came), f"arrays of others than {total.array.nbytes} bytes"
+        all(data.nbytes == total.array.nbytes for data in came),
+        f"arrays of sizes other than {total.array.nbytes} bytes",
     )
     arrays = [data.view(total.array.dtype) for data in came]
     first = len(total.before)
@@ -101,7 +102,7 @@ def _go_on(reducer: Reducer, lengths: list[int]) -> Round | Sum | None:
 
 def _sum(asked: list[Sum]) -> None:
     sizes = {one.array.size for one in asked}
-    require(len(sizes) == 1, f"ranks sum arrays of {sorted(sizes)} elements with each other")
+    require(len(sizes) == 1, f"ranks sum arrays of different sizes: {sorted(sizes)} elements")
     total = asked[0].array.copy()
     for one in asked[1:]:
         total = total + one.array
@@ -208,7 +209,7 @@ class Ranks:
 def as_predicted(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Sequence[Traffic]) -> None:
     """Run the reducers of all processes and compare every message and every sum with the prediction."""
     found = {len(one) for one in pieces}
-    require(found == {len(traffic)}, f"there are {sorted(found)} reducers, and {len(traffic)} were foreseen")
+    require(found == {len(traffic)}, f"there are {sorted(found)} reducers, but {len(traffic)} were predicted")
     for starts, steps in zip(zip(*pieces, strict=True), traffic, strict=True):
         moved: list[tuple[int, int, int]] = []
         sums: list[int] = []
@@ -219,7 +220,7 @@ def as_predicted(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Seq
 
         run([start() for start in starts], wire, sums.append)
         wanted = [step.nbytes for step in steps if isinstance(step, Summed)]
-        require(sums == wanted, f"arrays of {sums} bytes are summed, and {wanted} were foreseen")
+        require(sums == wanted, f"arrays of {sums} bytes are summed, but {wanted} were predicted")
         _compare(moved, [step for step in steps if isinstance(step, Flows)])
 
 
@@ -227,16 +228,18 @@ def _compare(moved: Sequence[tuple[int, int, int]], flows: Sequence[Flows]) -> N
     """Compare messages (source, destination, bytes) with their prediction."""
     columns = [row for step in flows for row in zip(*(column.tolist() for column in step.columns), strict=True)]
     ends, foreseen_ends = Counter(one[:2] for one in moved), Counter(one[:2] for one in columns)
-    require(ends == foreseen_ends, f"messages go between {dict(ends)}, and {dict(foreseen_ends)} were foreseen")
+    require(ends == foreseen_ends, f"messages go between {dict(ends)}, but {dict(foreseen_ends)} were predicted")
     if all(nbytes == most for *_, nbytes, most in columns):
         beside = Counter(moved) - Counter(one[:3] for one in columns)
-        require(not beside, f"messages (source, destination, bytes) that were not foreseen: {dict(beside)}")
+        require(not beside, f"messages (source, destination, bytes) without a prediction: {dict(beside)}")
         return
     most = {pair: sum(one[3] for one in columns if one[:2] == pair) for pair in foreseen_ends}
     for src, dst, nbytes in moved:
-        require(nbytes <= most[src, dst], f"{nbytes} bytes from {src} to {dst}, at most {most[src, dst]} were foreseen")
+        require(
+            nbytes <= most[src, dst], f"{nbytes} bytes from {src} to {dst}, but at most {most[src, dst]} were predicted"
+        )
     found, foreseen = sum(one[2] for one in moved), sum(one[2] for one in columns)
-    require(foreseen / 2 < found < foreseen * 2, f"{found} bytes were sent, and {foreseen} expected")
+    require(foreseen / 2 < found < foreseen * 2, f"{found} bytes were sent, but {foreseen} expected")
 
 
 _EDGES = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
@@ -304,15 +307,15 @@ def all_workers_get_the_same_bits(case: Exchanged) -> None:
     ranks = case.ranks()
     for step in range(3):
         ranks.step([[gradients] for gradients in case.gradients(step)])
-        require(ranks.given_back, "memory for messages was taken and not given back")
+        require(ranks.given_back, "memory for messages was not returned")
         first, *others = ranks.results
-        require(bool(np.isfinite(first.astype(np.float32)).all()), "what comes of finite gradients is not finite")
+        require(bool(np.isfinite(first.astype(np.float32)).all()), "finite gradients give a result that is not finite")
         for worker, other in enumerate(others, 1):
-            same(other.view(np.uint32), first.view(np.uint32), f"the bits of worker {worker} beside worker 0")
+            same(other.view(np.uint32), first.view(np.uint32), f"the bits of worker {worker} and worker 0")
 
 
 @LAWS.law(among((1, 1), (3, 2), (5, 0), hosts=_HOSTS))
-def what_travels_is_foreseen(case: Exchanged) -> None:
+def the_traffic_is_predicted(case: Exchanged) -> None:
     """The bytes between processes follow from ``wire_bytes`` or ``rounds``, without any gradients."""
     ranks = case.ranks()
     at = tuple(range(case.workers, case.workers + case.servers)) or tuple(range(case.workers))
@@ -340,7 +343,7 @@ def the_result_does_not_depend_on_the_buckets(case: Exchanged) -> None:
         whole.step([[gradients] for gradients in inputs])
         single.step([[gradients[start:stop] for start, stop in pairwise(_EDGES)] for gradients in inputs])
         found, wanted = single.results[0], whole.results[0]
-        same(found.view(np.uint32), wanted.view(np.uint32), "the bits of a bucket for each tensor, beside one for all")
+        same(found.view(np.uint32), wanted.view(np.uint32), "the bits with a bucket per tensor and with one bucket")
 
 
 def keeps_all(case: Exchanged) -> bool:

@@ -41,7 +41,7 @@ class Together:
     def rounds(self) -> Rounds:
         """The codec, checked to be a ``Rounds``."""
         codec = self.codec
-        require(isinstance(codec, Rounds), "a codec that works in rounds has average() and rounds()")
+        require(isinstance(codec, Rounds), "a codec that works in rounds needs average() and rounds()")
         assert isinstance(codec, Rounds)
         return codec
 
@@ -87,10 +87,10 @@ def averaged(
                 asked.append(next(generator))
             except StopIteration as end:
                 finite.append(end.value)
-        require(not (finite and asked), f"{len(finite)} ranks have come to their end, and {len(asked)} go on")
+        require(not (finite and asked), f"{len(finite)} ranks have finished, but {len(asked)} continue")
         if asked:
             lengths = {array.size for array in asked}
-            require(len(lengths) == 1, f"ranks sum arrays of {sorted(lengths)} elements with each other")
+            require(len(lengths) == 1, f"ranks sum arrays of different sizes: {sorted(lengths)} elements")
             sizes.append(asked[0].size)
             with np.errstate(all="ignore"):
                 total = np.sum(asked, axis=0, dtype=np.float32)
@@ -126,7 +126,7 @@ def rounds_are_as_declared(case: Together) -> None:
     require(case.codec.wire_bytes(case.spec) == (nbytes, nbytes), f"wire_bytes is not twice the {nbytes} of rounds()")
     for step in range(2):
         _, _, sizes = averaged(case.rounds, case.inputs(step), states)
-        require(sizes == declared, f"arrays of {sizes} elements are summed, and rounds() says {declared}")
+        require(sizes == declared, f"arrays of {sizes} elements are summed, but rounds() declares {declared}")
 
 
 @LAWS.law(several)
@@ -135,10 +135,10 @@ def all_ranks_have_the_same_bits_after_rounds(case: Together) -> None:
     states = case.states()
     for step in range(2):
         (first, *others), finite = case.average(case.inputs(step), states)
-        require(all(finite), f"of finite inputs ranks say {finite}")
-        require(np.isfinite(first).all(), "what comes of finite inputs is not finite")
+        require(all(finite), f"ranks report finite={finite} for finite inputs")
+        require(np.isfinite(first).all(), "finite inputs give a result that is not finite")
         for rank, other in enumerate(others, 1):
-            same(other.view(np.uint32), first.view(np.uint32), f"the bits of rank {rank} beside rank 0")
+            same(other.view(np.uint32), first.view(np.uint32), f"the bits of rank {rank} and rank 0")
 
 
 @LAWS.law(several)
@@ -155,7 +155,7 @@ def rounds_repeat_themselves(case: Together) -> None:
 
 
 @LAWS.law(several, lambda case: case.codec.contraction)
-def what_rounds_do_not_say_is_kept(case: Together) -> None:
+def rounds_keep_unsent_parts(case: Together) -> None:
     """Over all ranks, results + residuals == inputs + previous residuals, up to the rounding of products."""
     states = case.states(feedback=True)
     for step in range(3):
@@ -166,7 +166,7 @@ def what_rounds_do_not_say_is_kept(case: Together) -> None:
         apart, allowed = np.abs(after - before), 1e-5 * np.abs(before).max(initial=0.0)
         if (apart > allowed).any():
             at = int(np.argmax(apart))
-            raise AssertionError(f"of {before[at]}, element {at}, {after[at]} was sent or kept in step {step}")
+            raise AssertionError(f"element {at} in step {step}: {after[at]} of {before[at]} was sent or kept")
 
 
 def _total(arrays: Sequence[Floats]) -> NDArray[np.float64]:
@@ -192,7 +192,7 @@ def rounds_are_a_contraction(case: Together) -> None:
 
 
 @LAWS.law(several, lambda case: case.spec.elements > 0)
-def what_is_not_finite_reaches_all_ranks_and_no_memory(case: Together) -> None:
+def non_finite_values_reach_all_ranks_and_no_memory(case: Together) -> None:
     """All results are non-finite, the rank at fault reports it, and the next step is normal."""
     for bad in (np.nan, np.inf, -np.inf):
         states, culprit = case.states(), case.seed % case.world
@@ -202,9 +202,12 @@ def what_is_not_finite_reaches_all_ranks_and_no_memory(case: Together) -> None:
         inputs[culprit][case.seed % case.spec.elements] = bad
         with np.errstate(all="ignore"):
             results, finite = case.average(inputs, states)
-        require(finite == [rank != culprit for rank in range(case.world)], f"{bad} is rank {culprit}'s: {finite}")
+        require(
+            finite == [rank != culprit for rank in range(case.world)],
+            f"{bad} is an input of rank {culprit}, but ranks report finite={finite}",
+        )
         for rank, (result, state, old) in enumerate(zip(results, states, before, strict=True)):
-            require(not np.isfinite(result).all(), f"rank {rank} has a finite result of {bad} at rank {culprit}")
+            require(not np.isfinite(result).all(), f"rank {rank} has a finite result although rank {culprit} has {bad}")
             for name, array in arrays_of(state).items():
                 require(np.isfinite(array).all(), f"{name} of rank {rank} is not finite afterwards")
             if state.residual is not None and old.residual is not None:

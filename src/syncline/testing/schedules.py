@@ -206,18 +206,18 @@ class Worker:
         early = self.schedule.release == "backward_end" and step not in self._ended
         require(not early, f"{what} is submitted before backward has ended, with release='backward_end'")
         priority = self.schedule.priority(self.buckets[number])
-        require(submit.priority == priority, f"{what} has the priority {submit.priority} in place of {priority}")
+        require(submit.priority == priority, f"{what} has the priority {submit.priority} instead of {priority}")
         whole = self.schedule.phases == "whole"
         require((phase == "allreduce") == whole, f"{what} is submitted with phases={self.schedule.phases!r}")
         after = machine.BucketPhase(step, number, "reduce_scatter") if phase == "all_gather" else None
-        require(submit.after == after, f"{what} is submitted behind {submit.after} in place of {after}")
+        require(submit.after == after, f"{what} is submitted after {submit.after} instead of after {after}")
         require(after is None or after in self.submitted, f"{what} is submitted before {after}")
 
     def _apply(self, action: machine.Apply) -> None:
         require(action.step in self._stepped, f"step {action.step} is applied before the optimizer was called for it")
         for number in action.buckets:
             done = self.versions[number]
-            require(done == action.step, f"bucket {number} gets step {action.step} when it has had {done} steps")
+            require(done == action.step, f"bucket {number} gets step {action.step} after {done} steps")
             self.versions[number] += 1
             if self.mode.due(action.step):
                 at = self.link.done_at.get(machine.BucketPhase(action.step, number, self._last), np.inf)
@@ -228,7 +228,10 @@ class Worker:
 
     def _average(self, step: int) -> None:
         """Check an average: the step's own update must have been applied, and all data must have arrived."""
-        require(self._averages(step), f"weights are averaged after step {step}, of which the sync mode says nothing")
+        require(
+            self._averages(step),
+            f"weights are averaged after step {step}, although the sync mode does not average then",
+        )
         require(step in self._stepped, f"weights are averaged after step {step} before the optimizer was called for it")
         for number in range(len(self.buckets)):
             at = self.link.done_at.get(machine.BucketPhase(step, number, self._last), np.inf)
@@ -245,21 +248,23 @@ class Worker:
             if any(part.tensor == tensor for part in bucket.slices):
                 behind = self.step > 0 and self.schedule.apply == "next_step" and self.mode.due(self.step - 1)
                 found, promised = self.versions[number], self.step - behind
-                fault = f"in step {self.step} tensor {tensor} is read with {found} steps in it, promised are {promised}"
+                fault = f"in step {self.step} tensor {tensor} is read after {found} updates instead of {promised}"
                 require(found == promised, fault)
 
     def _check_end(self) -> None:
         """Check that every step was applied to every bucket and every due exchange was made once."""
-        require(self.versions == [STEPS] * len(self.buckets), f"of {STEPS} steps buckets have had {self.versions}")
+        require(self.versions == [STEPS] * len(self.buckets), f"the buckets got {self.versions} of {STEPS} steps")
         averaged = [step for step in range(STEPS) if self._averages(step)]
-        require(self._averaged == averaged, f"weights are averaged after {self._averaged} in place of {averaged}")
+        require(
+            self._averaged == averaged, f"weights are averaged after the steps {self._averaged} instead of {averaged}"
+        )
         due = {step for step in range(STEPS) if self.mode.due(step)}.union(averaged)
         wanted = due if self.mode.merges else set[int]()
-        require(self._agreed == wanted, f"the steps {sorted(self._agreed)} are agreed on in place of {sorted(wanted)}")
+        require(self._agreed == wanted, f"the steps {sorted(self._agreed)} are agreed on instead of {sorted(wanted)}")
         phases = 1 if self.schedule.phases == "whole" else 2
         count = phases * len(due) * len(self.buckets)
-        require(len(self.submitted) == count, f"{len(self.submitted)} operations were submitted in place of {count}")
-        require(not self.steps.flush(), "something is left to be applied")
+        require(len(self.submitted) == count, f"{len(self.submitted)} operations were submitted instead of {count}")
+        require(not self.steps.flush(), "some updates were not applied")
 
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -327,18 +332,18 @@ def models(
 
 
 @LAWS.law(models(3, 10, least_layers=1))
-def what_it_asks_for_is_done_by_engines(case: Case) -> None:
+def engines_support_its_declarations(case: Case) -> None:
     """``release``, ``phases``, ``apply`` and ``local`` have known values, buckets may start, and priorities are
     numbers."""
     for name, known in (("release", Release), ("phases", Phases), ("apply", Application)):
         value = getattr(case.schedule, name)
-        require(value in get_args(known), f"{name} is {value!r}, and can be one of {', '.join(get_args(known))}")
-    require(case.schedule.in_flight >= 1, f"in_flight is {case.schedule.in_flight}: nothing would ever go")
-    require(case.schedule.measures >= 0, f"measures is {case.schedule.measures}: it counts steps")
+        require(value in get_args(known), f"{name} is {value!r}, but must be one of {', '.join(get_args(known))}")
+    require(case.schedule.in_flight >= 1, f"in_flight is {case.schedule.in_flight}: no bucket could ever be sent")
+    require(case.schedule.measures >= 0, f"measures is {case.schedule.measures}, but must be a number of steps")
     if isinstance(case.schedule, GoesAhead):
         local, apply = case.schedule.local, case.schedule.apply
-        require(local in (True, False), f"local is {local!r}, and can be True or False")
-        require(not local or apply == "next_step", f"local is True with apply={apply!r}, in place of 'next_step'")
+        require(local in (True, False), f"local is {local!r}, but must be True or False")
+        require(not local or apply == "next_step", f"local is True with apply={apply!r}, instead of 'next_step'")
     for number, bucket in enumerate(case.buckets()):
         priority = case.schedule.priority(bucket)
         require(math.isfinite(priority), f"the priority of bucket {number} is {priority}")
@@ -349,11 +354,11 @@ def every_element_is_in_one_bucket_of_its_type(case: Case) -> None:
     """The slices of a tensor, even an empty one, are its elements once, and have the bucket's element type."""
     covered: list[list[tuple[int, int]]] = [[] for _ in case.layers]
     for bucket in case.buckets():
-        require(bool(bucket.slices), "a bucket has nothing in it")
+        require(bool(bucket.slices), "a bucket is empty")
         for part in bucket.slices:
-            require(0 <= part.tensor < len(case.layers), f"{part} is of no tensor: there are {len(case.layers)}")
+            require(0 <= part.tensor < len(case.layers), f"{part} belongs to no tensor: there are {len(case.layers)}")
             dtype = case.layers[part.tensor].spec.dtype
-            require(bucket.dtype == dtype, f"tensor {part.tensor} is {dtype}, and in a bucket of {bucket.dtype}")
+            require(bucket.dtype == dtype, f"tensor {part.tensor} is {dtype}, but lies in a bucket of {bucket.dtype}")
             covered[part.tensor].append((part.start, part.stop))
     for tensor, ranges in enumerate(covered):
         require(bool(ranges), f"tensor {tensor} is in no bucket")
@@ -364,7 +369,7 @@ def every_element_is_in_one_bucket_of_its_type(case: Case) -> None:
             require(begin == at, f"elements {min(at, begin)} to {max(at, begin)} of tensor {tensor} {fault}")
             at = stop
         elements = case.layers[tensor].spec.elements
-        require(at == elements, f"the slices of tensor {tensor} end at {at}, and it has {elements} elements")
+        require(at == elements, f"the slices of tensor {tensor} end at {at}, but it has {elements} elements")
 
 
 @LAWS.law(models(30, 1e8))
@@ -372,7 +377,11 @@ def buckets_are_listed_as_backward_completes_them(case: Case) -> None:
     """Backward goes from the last layer to the first, so a bucket is complete with its tensor nearest to the input."""
     complete = [min(part.tensor for part in bucket.slices) for bucket in case.buckets()]
     wanted = sorted(complete, reverse=True)
-    require(complete == wanted, f"backward completes the buckets with the tensors {wanted}, listed are {complete}")
+    require(
+        complete == wanted,
+        f"backward completes the buckets in the order {wanted} of their last tensors, but"
+        f" they are listed as {complete}",
+    )
 
 
 @LAWS.law(models(30, 1e8))
@@ -382,9 +391,9 @@ def all_ranks_make_the_same_buckets(case: Case) -> None:
     priorities = [case.schedule.priority(bucket) for bucket in first]
     case.schedule.buckets(case.layers[::2], None)
     again = case.buckets()
-    require(first == again, "asked again, it makes other buckets of the same layers")
+    require(first == again, "a second call makes other buckets of the same layers")
     found = [case.schedule.priority(bucket) for bucket in again]
-    require(found == priorities, "asked again, it gives the same buckets other priorities")
+    require(found == priorities, "a second call gives the same buckets other priorities")
 
 
 @LAWS.law(models(6, 8, least_elements=1, least_layers=1))
@@ -395,14 +404,14 @@ def training_keeps_its_promises(case: Case) -> None:
 
 
 @LAWS.law(models(6, 8, least_elements=1, least_layers=1))
-def workers_submit_alike_whatever_order_backward_has(case: Case) -> None:
+def workers_submit_in_the_same_order_whatever_backward_does(case: Case) -> None:
     """Buckets are submitted in the order of the list, or else workers would deadlock."""
     draw, orders = case.draw(), []
     for _ in range(2):
         worker = Worker(case.layers, case.schedule, MODES[0], case.cost)
         worker.train(backward_of(case, draw))
         orders.append(list(worker.submitted))
-    require(orders[0] == orders[1], "two workers whose backward passes differ submit in different orders")
+    require(orders[0] == orders[1], "two workers with different backward orders submit buckets in different orders")
 
 
 def backward_of(case: Case, draw: np.random.Generator) -> Sequence[int]:

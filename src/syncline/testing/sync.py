@@ -122,7 +122,7 @@ class Play:
             self.log.append(action)
             if isinstance(action, Measure):
                 for worker in action.workers:
-                    require(self.workers[worker].asking, f"worker {worker} is told of a norm that it did not ask for")
+                    require(self.workers[worker].asking, f"worker {worker} gets a norm that it did not request")
                     self.workers[worker].asking = False
                     self.workers[worker].to_ask -= 1
             elif isinstance(action, Release):
@@ -147,13 +147,15 @@ class Play:
         while able := self.able(steps):
             late = self.ledger.awaited
             if not self._anybody_waits():
-                require(not late, f"nobody waits, and {late} are waited for")
+                require(not late, f"no worker waits, but the owner waits for {late}")
             may_speak = self.able(max(played.made for played in self.workers) + 1)
-            require(late.keys() <= set(may_speak), f"of {sorted(late)}, who are waited for, some wait themselves")
+            require(
+                late.keys() <= set(may_speak), f"the owner waits for {sorted(late)}, but some of these wait themselves"
+            )
             self.say(self.next_of(self.choose(able)))
         reached = [played.made for played in self.workers]
         wanted = [steps if played.leaves < 0 else played.leaves for played in self.workers]
-        require(reached == wanted, f"after the steps {reached} of {wanted} everybody waits: a deadlock")
+        require(reached == wanted, f"all workers wait after {reached} of {wanted} steps: a deadlock")
         clocks = self.ledger.clocks
         right = all(map(ge, clocks, reached)) if self.stops else clocks == reached
         require(right, f"the clocks end at {clocks}")
@@ -181,7 +183,7 @@ def versions_only_grow(log: Log, workers: int, rule: Rule, buckets: Sequence[int
     for bucket in {*buckets, *found}:
         updates = len(found[bucket]) if not workers else pushes[bucket] // (workers if rule.merges else 1)
         wanted = list(range(1, updates + 1))
-        require(found[bucket] == wanted, f"bucket {bucket} has the versions {found[bucket]} in place of {wanted}")
+        require(found[bucket] == wanted, f"bucket {bucket} has the versions {found[bucket]} instead of {wanted}")
 
 
 def clocks_only_grow(log: Log) -> None:
@@ -210,10 +212,10 @@ def every_push_is_applied_once(log: Log, workers: int, rule: Rule) -> None:
                 require(done[at] < len(pushed[at]), f"{entry} comes before the push of worker {worker}")
                 push = pushed[at][done[at]]
                 done[at] += 1
-                require(push.values == entry.values, f"{entry} is not with the values of {push}")
-                require(push.clock == entry.clock, f"{entry} is not of the step of {push}")
+                require(push.values == entry.values, f"{entry} does not have the values of {push}")
+                require(push.clock == entry.clock, f"{entry} does not have the step of {push}")
     wanted = {at: len(requests) for at, requests in pushed.items()}
-    require(done == wanted, f"by worker and bucket, {dict(done)} of {wanted} pushes were applied")
+    require(done == wanted, f"{dict(done)} of {wanted} pushes were applied, counted by worker and bucket")
 
 
 def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
@@ -235,7 +237,7 @@ def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
             wanted = None if pushed is None else (pushed.worker, pushed.bucket, pushed.clock, pushed.values)
             require(wanted == (entry.worker, entry.bucket, entry.clock, entry.values), f"{entry} is not {pushed}")
             twice = any(one.worker == entry.worker for one in waiting[entry.bucket])
-            require(not twice, f"{entry} is added to what the worker has pushed before")
+            require(not twice, f"{entry} is added to an earlier push of the same worker")
             pushed = None
             waiting[entry.bucket].append(entry)
         elif isinstance(entry, protocol.Apply):
@@ -243,7 +245,9 @@ def every_push_is_added_once(log: Log, workers: int, rule: Rule) -> None:
             waiting[entry.bucket].clear()
             versions[entry.bucket] = entry.version
         elif isinstance(entry, Release):
-            require(bool(moving) or not waiting[entry.bucket], f"{waiting[entry.bucket]} are left out when all meet")
+            require(
+                bool(moving) or not waiting[entry.bucket], f"the update of a meeting leaves out {waiting[entry.bucket]}"
+            )
             sent |= {(worker, entry.bucket): versions[entry.bucket] for worker in entry.workers}
             if moving.isdisjoint(entry.workers):
                 moving |= set(entry.workers)
@@ -263,16 +267,16 @@ def the_newest_values_count(log: Log) -> None:
             most = max(len(several) for worker, several in made.items() if worker not in left)
             last = [several[-1] for worker, several in made.items() if len(several) == most and worker not in left]
             wanted = max(last, key=mine.index)
-            require(entry.newest == wanted.values, f"{entry} is not with the values of {wanted}")
+            require(entry.newest == wanted.values, f"{entry} does not have the values of {wanted}")
 
 
-def the_lag_is_what_others_have_updated(log: Log) -> None:
+def the_lag_counts_the_updates_of_others(log: Log) -> None:
     """The lag of a push counts the updates between the worker's release and the application of the push."""
     versions, sent = defaultdict[int, int](int), defaultdict[tuple[int, int], int](int)
     for entry in log:
         if isinstance(entry, protocol.Apply | protocol.Add):
             lag = versions[entry.bucket] - sent[entry.worker, entry.bucket]
-            require(entry.worker == ALL or entry.lag == lag, f"{entry} has a lag of {lag}")
+            require(entry.worker == ALL or entry.lag == lag, f"{entry} should have a lag of {lag}")
         if isinstance(entry, protocol.Apply):
             versions[entry.bucket] = entry.version
         elif isinstance(entry, Release):
@@ -312,7 +316,9 @@ class _Standing:
         self.meeting.clear()
 
 
-def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)) -> None:
+def no_worker_proceeds_before_the_rule_allows(
+    log: Log, workers: int, rule: Rule, buckets: Sequence[int] = (ALL,)
+) -> None:
     """A worker proceeds as soon as the rule allows it and all possible updates are made, and not before.
 
     A release reports the worker's lead over the slowest worker.
@@ -326,7 +332,7 @@ def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, bu
         elif isinstance(entry, Release):
             met = not stand.moving
             if stand.meeting and (met or set(entry.workers) == stand.meeting):
-                require(met, f"{entry} comes before all have met")
+                require(met, f"{entry} comes before all workers have met")
                 stand.part()
             mine = stand.clocks[entry.bucket]
             possible = min(mine) if rule.merges else stand.pushes[entry.bucket]
@@ -336,15 +342,17 @@ def nobody_goes_on_before_the_rule_allows(log: Log, workers: int, rule: Rule, bu
             for worker, ahead in zip(entry.workers, entry.ahead, strict=True):
                 stand.waiting[entry.bucket].discard(worker)
                 allowed = rule.may_proceed(mine[worker], waited_for)
-                require(allowed, f"{entry} at the clocks {mine}: worker {worker} has to wait for the slowest")
-                require(ahead == mine[worker] - slowest, f"{entry} at the clocks {mine}: worker {worker} is not so far")
+                require(allowed, f"{entry} at the clocks {mine}: worker {worker} must wait for the slowest")
+                require(
+                    ahead == mine[worker] - slowest, f"{entry} at the clocks {mine}: worker {worker} has another lead"
+                )
         if place + 1 == len(log) or isinstance(log[place + 1], Request):
             for bucket in buckets:
                 for worker in stand.waiting[bucket]:
                     slowest = stand.slowest(bucket, backup_of(rule))
                     held = not rule.may_proceed(stand.clocks[bucket][worker], slowest)
                     require(held, f"worker {worker} is held up at {stand.clocks[bucket]}")
-            require(not stand.meeting or bool(stand.moving), "all have met, and wait")
+            require(not stand.meeting or bool(stand.moving), "all workers have met, but still wait")
 
 
 def played(
@@ -357,8 +365,8 @@ def played(
     every_push_is_applied_once(log, workers, rule)
     every_push_is_added_once(log, workers, rule)
     the_newest_values_count(log)
-    the_lag_is_what_others_have_updated(log)
-    nobody_goes_on_before_the_rule_allows(log, workers, rule, buckets)
+    the_lag_counts_the_updates_of_others(log)
+    no_worker_proceeds_before_the_rule_allows(log, workers, rule, buckets)
 
 
 _HORIZON = 10_000
@@ -403,16 +411,18 @@ def runs(mode: SyncMode, seed: int, count: int) -> Iterator[Case]:
 
 
 @LAWS.law(runs)
-def what_it_asks_for_is_known(case: Case) -> None:
+def its_answers_are_known(case: Case) -> None:
     """Questions are answered by True or False, and exchanged weights are combined in exactly one way."""
     mode = case.mode
     answers = {"merges": mode.merges, "due": mode.due(0), "may_proceed": mode.may_proceed(1, 0)}
     if isinstance(mode, Averages):
         answers["averages"] = mode.averages(0)
         ways = isinstance(mode, Agrees), isinstance(mode, Mixes)
-        require(sum(ways) == 1, f"weights are exchanged, and {sum(ways)} of agree() and mix() say what becomes of them")
+        require(
+            sum(ways) == 1, f"a mode that exchanges weights needs exactly one of agree() and mix(), not {sum(ways)}"
+        )
     for name, answer in answers.items():
-        require(isinstance(answer, bool), f"{name} answers {answer!r}, not True or False")
+        require(isinstance(answer, bool), f"{name} returns {answer!r}, not True or False")
     require(not (why := wrong_application(mode)), f"it {why}")
 
 
@@ -426,12 +436,12 @@ def the_same_question_gets_the_same_answer(case: Case) -> None:
     draw = case.draw()
     for step in draw.permutation(case.steps):
         again = case.mode.due(int(step)), averages(int(step))
-        require(again == due[step], f"what step {step} exchanges is answered differently when asked again")
+        require(again == due[step], f"due() or averages() of step {step} returns another value when called again")
     for place in draw.permutation(len(clocks)):
         clock, slowest = clocks[place]
         allowed = case.mode.may_proceed(clock, slowest)
         require(
-            allowed == may[clock, slowest], f"may_proceed({clock}, {slowest}) is answered differently when asked again"
+            allowed == may[clock, slowest], f"may_proceed({clock}, {slowest}) returns another value when called again"
         )
 
 
@@ -441,41 +451,43 @@ def the_slowest_may_always_go_on(case: Case) -> None:
     for clock in range(20 * case.steps):
         require(case.mode.may_proceed(clock, clock), f"may_proceed({clock}, {clock}) is False: the slowest would wait")
         may = [case.mode.may_proceed(clock, slowest) for slowest in range(clock + 1)]
-        require(may == sorted(may), f"at clock {clock} a worker that may go on may not when the slowest has caught up")
+        require(
+            may == sorted(may), f"at clock {clock} a worker may proceed, but not after the slowest worker has caught up"
+        )
 
 
 @LAWS.law(runs)
-def workers_exchange_at_last(case: Case) -> None:
+def workers_exchange_in_some_steps(case: Case) -> None:
     """Workers exchange gradients or weights in some steps, and never both in the same step."""
     some, mode = False, case.mode
     averaging = mode if isinstance(mode, Averages) else None  # a while, because finding out takes long
     for step in range(_HORIZON):
         due, averages = mode.due(step), averaging is not None and averaging.averages(step)
-        require(not (due and averages), f"step {step} is due, and weights are averaged after it")
+        require(not (due and averages), f"step {step} is due and also averages weights")
         some = some or due or averages
-    require(some, f"in none of the first {_HORIZON} steps anything is exchanged")
+    require(some, f"none of the first {_HORIZON} steps exchanges anything")
 
 
 @LAWS.law(runs)
-def agreed_weights_are_found_alike_by_all(case: Case) -> None:
+def all_workers_compute_the_same_agreed_weights(case: Case) -> None:
     """The same numbers give the same bits, element by element. Equal weights stay unchanged."""
     mode, draw = case.mode, case.draw()
     if not isinstance(mode, Agrees):
         return
     pull = mode.pull(case.workers)
-    require(0 < pull <= 1, f"pull({case.workers}) is {pull}: a share above 0 and up to 1")
+    require(0 < pull <= 1, f"pull({case.workers}) is {pull}: it must be a share above 0 and up to 1")
     agreed, mean = draw.standard_normal(9).astype(np.float32), draw.standard_normal(9).astype(np.float32)
     whole, memory = agreed.copy(), np.zeros_like(agreed) if mode.remembers else None
     still = agreed.copy()
     mode.agree(still, np.zeros_like(mean), None if memory is None else memory.copy())
-    require(np.array_equal(still, agreed), "workers that do not differ change what they agree on")
+    require(np.array_equal(still, agreed), "the agreed weights change although the workers do not differ")
     apart = agreed.copy(), None if memory is None else memory.copy()
     for _ in range(case.steps):
         mode.agree(whole, mean.copy(), memory)
         for place in range(mean.size):
             part = slice(place, place + 1)
             mode.agree(apart[0][part], mean[part].copy(), None if apart[1] is None else apart[1][part])
-    require(np.array_equal(apart[0], whole), "an element's agreement depends on other elements")
+    require(np.array_equal(apart[0], whole), "an agreed element depends on other elements")
     require(whole.dtype == np.float32, f"weights of float32 become {whole.dtype}")
 
 
@@ -489,9 +501,11 @@ def mixing_keeps_the_mean_and_reaches_everybody(case: Case) -> None:
         require(bool(plans), f"a period of {workers} workers has no exchange")
         check_mixing(plans)
         again = [plan.digest for plan in mixes_of(case.mode, workers)]
-        require(again == [plan.digest for plan in plans], f"of {workers} workers, plans are others when asked again")
+        require(
+            again == [plan.digest for plan in plans], f"for {workers} workers, the plans differ when requested again"
+        )
         whole = {plan.members == tuple(range(workers)) == tuple(range(plan.world)) for plan in plans}
-        require(whole == {True}, f"a plan of {workers} workers is between others")
+        require(whole == {True}, f"a plan for {workers} workers has other members")
 
 
 @LAWS.law(runs)

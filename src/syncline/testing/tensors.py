@@ -82,7 +82,7 @@ class Room:
         """Raise AssertionError if a guard zone has changed."""
         for ends, where in ((self.memory[:_GUARD], "before the start"), (self.memory[-_GUARD:], "behind the end")):
             if (ends != _CANARY).any():
-                raise AssertionError(f"memory was written {where} of the array that was to be filled")
+                raise AssertionError(f"memory {where} of the output array was written")
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def encoded(codec: Codec, x: Floats, state: State, start: int = 0, finite: bool 
     words, was_finite = codec.encode(x, room.words, state, start)
     room.check()
     same(x.view(np.uint32), before.view(np.uint32), "encode changed its input")
-    require(0 <= words <= room.words.size, f"encode says {words} words, and there is room for {room.words.size}")
-    require(was_finite == finite, f"encode says finite={was_finite} of an input of which {finite} is right")
+    require(0 <= words <= room.words.size, f"encode reports {words} words, but there is room for {room.words.size}")
+    require(was_finite == finite, f"encode reports finite={was_finite} for an input with finite={finite}")
     return room.words[:words].copy()
 
 
@@ -190,6 +190,6 @@ def arrays_of(state: State) -> dict[str, NDArray[Any]]:
 def same_state(found: State, wanted: State) -> None:
     """Check that two states have the same bits."""
     mine, theirs = arrays_of(found), arrays_of(wanted)
-    require(mine.keys() == theirs.keys(), f"the state has {sorted(mine)} in place of {sorted(theirs)}")
+    require(mine.keys() == theirs.keys(), f"the state has {sorted(mine)} instead of {sorted(theirs)}")
     for name, array in mine.items():
         same(array.view(np.uint32), theirs[name].view(np.uint32), f"the bits of {name}")

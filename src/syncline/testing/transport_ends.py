@@ -28,7 +28,7 @@ def poll_returns_after_its_time_limit(case: Case) -> None:
     with case.open() as net:
         handle = net.ends[0].recv(1, 0, np.zeros(1, np.uint8))
         found = in_time(lambda: net.ends[0].poll(0.01), "poll(0.01)")
-        require(found == [] and not handle.done, f"poll found {found or [handle]}, and nothing was sent")
+        require(found == [] and not handle.done, f"poll found {found or [handle]}, but nothing was sent")
 
 
 @LAWS.law(between(2))
@@ -55,7 +55,7 @@ def wake_ends_a_poll_from_another_thread(case: Case) -> None:
 
 
 @LAWS.law(between(3))
-def a_peer_that_ends_fails_what_waits_for_it_only(case: Case) -> None:
+def the_end_of_a_peer_fails_only_operations_that_wait_for_it(case: Case) -> None:
     """Operations with it fail with PeerLost and its rank, also later ones; operations with others continue."""
     with case.open() as net:
         waits = net.ends[0].recv(2, 0, np.zeros(8, np.uint8))
@@ -67,49 +67,49 @@ def a_peer_that_ends_fails_what_waits_for_it_only(case: Case) -> None:
         lost(net, net.ends[0].recv(2, 5, np.zeros(1, np.uint8)), 2)
         into = np.zeros(3, np.uint8)
         net.wait(net.ends[1].recv(0, 0, into), net.ends[0].send(1, 0, numbers(3)))
-        same(into, numbers(3), "what was sent between the others")
+        same(into, numbers(3), "the data sent between the other ranks")
 
 
 def lost(net: Ends, handle: Handle, rank: int) -> None:
     """Wait for a handle that must fail with the name of an ended rank."""
     error = raised(lambda: net.wait(handle), PeerLost)
     assert isinstance(error, PeerLost)
-    require(error.rank == rank, f"the error of what waits for rank {rank} names {error.rank}")
-    require(f"rank {rank}" in str(error), f"the error does not say 'rank {rank}': {error}")
+    require(error.rank == rank, f"the error of an operation that waits for rank {rank} names rank {error.rank}")
+    require(f"rank {rank}" in str(error), f"the error does not name rank {rank}: {error}")
 
 
 @LAWS.law(between(2))
-def what_waits_for_a_peer_that_has_ended_keeps_nobody_from_ending(case: Case) -> None:
+def messages_for_an_ended_peer_delay_no_end(case: Case) -> None:
     """``idle`` becomes true, whatever was queued for the ended peer."""
     with case.open() as net:
         for tag in range(3):
             net.ends[0].send(1, tag, numbers(60_000))
             net.ends[0].send(1, tag, numbers(1_000_000))
         net.close(1)
-        net.until(lambda: net.ends[0].idle, lambda: "messages to a peer that has ended are still to be written")
+        net.until(lambda: net.ends[0].idle, lambda: "messages to a peer that has ended are still unwritten")
 
 
 @LAWS.law(between(2))
-def what_a_peer_sent_before_it_ended_still_arrives(case: Case) -> None:
+def messages_sent_before_the_end_still_arrive(case: Case) -> None:
     """Receives posted later still get it."""
     with case.open() as net:
         net.ends[1].send(0, 0, numbers(100))
-        net.until(lambda: net.ends[1].idle, lambda: "a message is still to be written")
+        net.until(lambda: net.ends[1].idle, lambda: "a message is still unwritten")
         net.turn(2)
         net.close(1)
         into = np.zeros(100, np.uint8)
         net.wait(net.ends[0].recv(1, 0, into))
-        same(into, numbers(100), "what was sent before the end")
+        same(into, numbers(100), "the data sent before the end")
 
 
 @LAWS.law(between(2))
-def what_was_acknowledged_last_is_written_before_the_end(case: Case) -> None:
+def the_last_acknowledgements_are_written_before_the_end(case: Case) -> None:
     """An idle rank may end, because the senders have their acknowledgements."""
     with case.open() as net:
         sent = net.ends[0].send(1, 0, net.ends[0].allocate(300_000))
         received = net.ends[1].recv(0, 0, np.zeros(300_000, np.uint8))
         net.wait(received)
-        net.until(lambda: net.ends[1].idle, lambda: "an acknowledgement is still to be written")
+        net.until(lambda: net.ends[1].idle, lambda: "an acknowledgement is still unwritten")
         net.close(1)
         net.wait(sent)
 
@@ -165,11 +165,11 @@ def nothing_is_left_behind(case: Case) -> None:
     deadline = time.monotonic() + network.LIMIT_S  # a library's own threads close files with a delay
     while open_files() > files and time.monotonic() < deadline:
         time.sleep(0.01)
-    require(open_files() <= files, f"{open_files() - files} descriptors are left open after three networks")
+    require(open_files() <= files, f"{open_files() - files} descriptors stay open after three networks")
     left = [thread.name for thread in threading.enumerate() if thread not in others]
-    require(threading.active_count() <= threads, f"threads are left: {', '.join(left)}")
+    require(threading.active_count() <= threads, f"threads remain: {', '.join(left)}")
     still = sorted(name for name in names if Path(name).exists())
-    require(not still, f"shared memory is left: {', '.join(still)}")
+    require(not still, f"shared memory remains: {', '.join(still)}")
 
 
 def settle(before: set[threading.Thread]) -> None:
@@ -239,7 +239,7 @@ def allreduces_match_by_key_whatever_the_order_of_ranks(case: Case) -> None:
 
 
 @LAWS.law(between(2), has_allreduce)
-def messages_and_allreduces_share_the_way(case: Case) -> None:
+def messages_and_allreduces_share_the_transport(case: Case) -> None:
     """A key and a tag with the same number do not clash."""
     into, sums = [np.zeros(300_000, np.uint8) for _ in range(2)], [np.ones(5, np.float32) for _ in range(2)]
 
@@ -251,12 +251,12 @@ def messages_and_allreduces_share_the_way(case: Case) -> None:
     with case.open() as net:
         run(net, start)
     for rank in range(2):
-        same(into[rank], numbers(300_000, 1 - rank), f"what came to rank {rank}")
+        same(into[rank], numbers(300_000, 1 - rank), f"the data received by rank {rank}")
         same(sums[rank], np.full(5, 2.0), f"the sum at rank {rank}")
 
 
 @LAWS.law(between(2), has_allreduce)
-def what_it_cannot_add_is_refused(case: Case) -> None:
+def unsupported_types_of_sums_are_refused(case: Case) -> None:
     with case.open() as net:
         raised(lambda: run(net, lambda end: [summed(end, 0, np.zeros(4, "V8"))]), UsageError)
 
@@ -269,4 +269,4 @@ def an_allreduce_that_a_peer_leaves_out_fails(case: Case) -> None:
         net.close(2)
         error = raised(lambda: Ends(net.ends[:1]).wait(handle), PeerLost)
         assert isinstance(error, PeerLost)
-        require(error.rank == 2, f"the error names rank {error.rank} in place of 2")
+        require(error.rank == 2, f"the error names rank {error.rank} instead of 2")

@@ -39,7 +39,7 @@ def a_message_arrives_unchanged(case: Case) -> None:
         into = np.zeros(nbytes, np.uint8)
         received, sent = net.ends[1].recv(0, 5, into), net.ends[0].send(1, 5, data)
         net.wait(sent, received)
-        require(received.nbytes == nbytes, f"the receive says {received.nbytes} bytes")
+        require(received.nbytes == nbytes, f"the receive reports {received.nbytes} bytes")
         same(into, data, "what was received")
 
 
@@ -56,8 +56,11 @@ def a_borrowed_message_is_readable_until_released(case: Case) -> None:
             net.wait(sent)
         elif nbytes > INLINE_BYTES:
             net.turn()
-            require(not sent.done, "lends_from says that the sender waits for the release, and it is done before")
-        require(handle.payload is not None, "what was borrowed has no payload")
+            require(
+                not sent.done,
+                "lends_from declares that the sender waits for the release, but the send completes before it",
+            )
+        require(handle.payload is not None, "the borrowed message has no payload")
         assert handle.payload is not None
         same(handle.payload, data, "what was borrowed")
         net.ends[1].release(handle)
@@ -75,7 +78,7 @@ def receives_may_come_in_any_order_of_tags(case: Case) -> None:
         for tag in (3, 0, 5, 1, 4, 2):
             into = np.zeros(nbytes, np.uint8)
             net.wait(net.ends[1].recv(0, tag, into))
-            same(into, data[tag], f"what came under tag {tag}")
+            same(into, data[tag], f"the data received under tag {tag}")
         net.wait(*sent)
 
 
@@ -90,7 +93,7 @@ def tags_are_numbers_of_64_bits(case: Case) -> None:
         sent = [net.ends[0].send(1, tag, item) for tag, item in reversed([*zip(_TAGS, data, strict=True)])]
         net.wait(*received, *sent)
         for tag, found, item in zip(_TAGS, into, data, strict=True):
-            same(found, item, f"what came under tag {tag}")
+            same(found, item, f"the data received under tag {tag}")
 
 
 @_MESSAGES.law(drawn(0, 1, 5000, INLINE_BYTES, INLINE_BYTES + 1, 300_000, most=6))
@@ -125,7 +128,7 @@ def every_pair(end: Transport, world: int, tags: int, nbytes: int) -> tuple[list
 
     def check() -> None:
         for (other, tag), found in came.items():
-            what = f"what came from {other} to {end.rank} under tag {tag}"
+            what = f"the data from rank {other} to rank {end.rank} under tag {tag}"
             same(found, numbers(nbytes, other * 100 + end.rank * 10 + tag), what)
 
     return handles, check
@@ -149,7 +152,7 @@ def ends_move_in_threads_of_their_own(case: Case) -> None:
         handles, check = every_pair(end, case.processes, 3, 70_001)
         alone = Ends([end])
         alone.wait(*handles)
-        alone.until(lambda: end.idle, lambda: f"rank {end.rank} has something left to write")
+        alone.until(lambda: end.idle, lambda: f"rank {end.rank} still has data to write")
         check()
 
     with case.open() as net:
@@ -186,7 +189,7 @@ def both_send_large_messages_before_either_receives(case: Case) -> None:
         received = [net.ends[rank].recv(1 - rank, 0, into[rank]) for rank in (0, 1)]
         net.wait(*sent, *received)
         for rank in (0, 1):
-            same(into[rank], big, f"what came to rank {rank}")
+            same(into[rank], big, f"the data received by rank {rank}")
 
 
 @_MESSAGES.law(between(2))
@@ -199,7 +202,7 @@ def a_message_that_does_not_fit_is_an_error_and_harms_no_other(case: Case) -> No
         net.wait(good)
         told = str(raised(lambda: net.wait(bad), UsageError))
         for part in ("90000", "80000", "rank 0"):
-            require(part in told, f"the error does not say {part!r}: {told}")
+            require(part in told, f"the error lacks {part!r}: {told}")
 
 
 @_MESSAGES.law(between(2))
@@ -219,15 +222,18 @@ def traffic_counts_every_byte_of_a_message(case: Case) -> None:
         net.wait(net.ends[1].recv(0, 0, np.zeros(100_000, np.uint8)), net.ends[0].send(1, 0, numbers(100_000)))
         for end in net.ends:
             counted, moved = sum(sum(each.values()) for each in end.traffic()), end.moved_bytes
-            require(moved == counted, f"moved_bytes says {moved}, and traffic {counted} in all")
+            require(moved == counted, f"moved_bytes reports {moved}, but traffic totals {counted}")
         (sent, _), (_, received) = net.ends[0].traffic(), net.ends[1].traffic()
-        require([*sent] == [1] and [*received] == [0], f"it counts for {[*sent]} and {[*received]}, not for each other")
-        require(sent[1] == received[0], f"{sent[1]} bytes were sent, and {received[0]} received")
+        require(
+            [*sent] == [1] and [*received] == [0],
+            f"it counts for the peers {[*sent]} and {[*received]}, not for each other",
+        )
+        require(sent[1] == received[0], f"{sent[1]} bytes were sent, but {received[0]} received")
         require(100_000 <= sent[1] < 100_200, f"{sent[1]} bytes are counted for a message of 100000")
 
 
 @_MESSAGES.law(between(2))
-def memory_that_was_dropped_is_not_taken_for_what_lies_there_now(case: Case) -> None:
+def freed_memory_is_not_confused_with_new_memory(case: Case) -> None:
     """Allocated memory stays valid for the transport's lifetime, so an address cannot mean other data."""
     with case.open() as net:
         for seed in range(5):
@@ -239,7 +245,7 @@ def memory_that_was_dropped_is_not_taken_for_what_lies_there_now(case: Case) -> 
 
 
 @_MESSAGES.law(each(0, 4, 132, 80_000, 1_200_004), lambda case: case.subject.adds_messages)
-def what_comes_in_is_added(case: Case) -> None:
+def received_data_is_added(case: Case) -> None:
     """To the array's content, whether the message or the receive comes first."""
     (nbytes,) = case.sizes
     with case.open() as net:
@@ -269,7 +275,7 @@ def waiting(subject: Subject, seed: int, count: int) -> Iterator[Case]:  # noqa:
 
 
 @_MESSAGES.law(waiting, lambda case: case.subject.ahead_bytes < inf)
-def an_urgent_message_overtakes_those_that_wait(case: Case) -> None:
+def an_urgent_message_overtakes_waiting_messages(case: Case) -> None:
     """All except those that may be sent ahead; the others keep their order."""
     (nbytes,) = case.sizes
     urgent, ahead = _WAITING, case.subject.ahead_bytes
@@ -284,13 +290,13 @@ def an_urgent_message_overtakes_those_that_wait(case: Case) -> None:
         order = [handle.tag for handle in net.told if handle in received]
     before = order.index(urgent)
     most = 0 if ahead == 0 else int(ahead // nbytes) + 2
-    require(before <= most, f"{before} messages came before the urgent one, and {most} may")
+    require(before <= most, f"{before} messages arrived before the urgent one, at most {most} may")
     order.remove(urgent)
-    require(order == sorted(order), f"messages of one priority came in the order {order}")
+    require(order == sorted(order), f"messages with one priority arrived in the order {order}")
 
 
 @_MESSAGES.law(each(3, _SIZES[1]))
-def what_is_not_asked_for_holds_up_nothing(case: Case) -> None:
+def unreceived_messages_hold_up_nothing(case: Case) -> None:
     """Waiting receives posted one by one, the least urgent first, all complete: no message waits behind another."""
     (nbytes,) = case.sizes
     priorities = [1.0, 7.0, 0.0, -3.0, 7.0, 2.0]
@@ -301,13 +307,13 @@ def what_is_not_asked_for_holds_up_nothing(case: Case) -> None:
         for tag in (4, 0, 3, 1, 5, 2):
             into = np.zeros(nbytes, np.uint8)
             net.wait(net.ends[1].recv(0, tag, into))
-            same(into, data[tag], f"what came with priority {priorities[tag]}")
+            same(into, data[tag], f"the data received with priority {priorities[tag]}")
         net.wait(*sent)
         net.wait(*[net.ends[1].recv(0, 100 + tag, np.zeros(1_000_000, np.uint8)) for tag in range(3)], *first)
 
 
 @_MESSAGES.law(between(2))
-def one_tag_keeps_its_order_among_urgent_ones(case: Case) -> None:
+def one_tag_keeps_its_order_among_urgent_messages(case: Case) -> None:
     """Messages of many sizes that overtake others do not overtake each other."""
     sizes = [10, 200_000, 0, 70_000, 3, 90_000]
     with case.open() as net:
@@ -323,7 +329,7 @@ def one_tag_keeps_its_order_among_urgent_ones(case: Case) -> None:
 
 
 @_MESSAGES.law(between(2))
-def what_waits_at_the_end_is_still_sent(case: Case) -> None:
+def waiting_messages_are_still_sent_at_the_end(case: Case) -> None:
     """Many non-urgent messages arrive from a rank that ends once it is idle."""
     nbytes = _SIZES[0]
     with case.open() as net:
@@ -333,11 +339,11 @@ def what_waits_at_the_end_is_still_sent(case: Case) -> None:
         for tag, item in enumerate(data):
             net.ends[0].send(1, tag, item, 3.0)
         sender = net.ends[0]
-        net.until(lambda: sender.idle, lambda: "the sender has something left to write")
+        net.until(lambda: sender.idle, lambda: "the sender still has data to write")
         net.close(0)
         net.wait(*received)
         for tag, (found, item) in enumerate(zip(into, data, strict=True)):
-            same(found, item, f"what came under tag {tag}")
+            same(found, item, f"the data received under tag {tag}")
 
 
 LAWS: Laws[Subject, Case] = Laws(_MESSAGES, transport_ends.LAWS)

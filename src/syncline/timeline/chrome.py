@@ -80,7 +80,7 @@ class Written:
         found = f"{self.spans:,} span{'s' * (self.spans != 1)} of {len(self.processes)} process"
         found += "es" * (len(self.processes) != 1)
         found += f", clocks within {self.error_s * 1e6:.0f} us" if self.error_s else ", on one clock"
-        found += f"; {self.left_out:,} more were left out" if self.left_out else ""
+        found += f"; {self.left_out:,} more left out" if self.left_out else ""
         return "; ".join([found, *self.unread])
 
 

@@ -62,7 +62,7 @@ def make_folder(folder: Path) -> None:
             os.close(new_file(probe))
             probe.unlink(missing_ok=True)
     except NotPrivateError as error:
-        raise UsageError(f"{error}; parts of a timeline lie there. Or choose another path") from None
+        raise UsageError(f"{error}, or choose another path for the timeline") from None
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose another path") from None
 

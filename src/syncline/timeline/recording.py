@@ -144,7 +144,7 @@ class SessionSpans:
         if session is None or target is None or not well:
             self.file.close()
             if target is not None:
-                self._leave(f"the run failed, and each process has left its part of the timeline in {self._folder}")
+                self._leave(f"the run failed; each process left its part of the timeline in {self._folder}")
             return
         try:
             if session.index == 0:
@@ -156,7 +156,7 @@ class SessionSpans:
             if not isinstance(error, PeerTimeout):  # rank 0 reports the parts that it has not found
                 me = session.name(session.index)
                 why = f"{type(error).__name__}: {error}"
-                self._leave(f"{me}: its part of the timeline is left in {self._folder}: {why}")
+                self._leave(f"{me}: its part of the timeline stays in {self._folder}: {why}")
 
     def _leave(self, text: str) -> None:
         if first_time(text):
@@ -196,7 +196,7 @@ class SessionSpans:
                 self._keep(process, None if whole else part)
         say(f"syncline: timeline: {target} ({written.text})\n")
         for process, why in missing.items():
-            self._leave(f"the timeline has no part of {session.name(process)}, which left it on its host: {why}")
+            self._leave(f"the timeline lacks {session.name(process)}, whose part stays on its host: {why}")
         if whole:
             self.remove()
 
@@ -208,7 +208,7 @@ class SessionSpans:
             patience_s = _HANDING_S
         sizes = _SIZES.unpack(*post.receive(process, patience_s, _SIZES.size))
         if any(size > most for size, most in zip(sizes, _MOST_BYTES, strict=True)):
-            raise ValueError(f"it is said to have {sizes} bytes, which makes no sense")
+            raise ValueError(f"it claims an impossible size of {sizes} bytes")
         bodies = post.receive(process, _HANDING_S, *sizes)
         rows, names = (_expanded(body, most) for body, most in zip(bodies, _MOST_BYTES, strict=True))
         if parse(rows, names).notes["process"] != process:
@@ -253,7 +253,7 @@ def _expanded(data: bytes, most: int) -> bytes:
     expander = zlib.decompressobj()
     found = expander.decompress(data, most)
     if not expander.eof:
-        raise ValueError("it is longer than it may be, or not whole")
+        raise ValueError("it is too long or incomplete")
     return found
 
 

@@ -272,20 +272,20 @@ def parse_names(names: bytes) -> tuple[dict[str, Any], list[str]]:
             said = json.loads(line)
             text = str(said)
         except RecursionError:
-            raise ValueError("a line of it is nested too deeply") from None
+            raise ValueError("one of its lines is nested too deeply") from None
         if isinstance(said, dict):
             notes |= said
         else:
             texts.append(text)
     if not all(type(notes.get(name)) is int and notes[name] >= 0 for name in ("process", "session")):
-        raise ValueError("it does not say of which process it is")
+        raise ValueError("it does not name its process")
     return notes, texts
 
 
 def parse(rows: bytes, names: bytes) -> ProcessSpans:
     """The recording in the bytes of a process's files. Raises ValueError if no process of this version wrote them."""
     if len(rows) < _ROW.size or rows[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("it does not begin as one of this version")
+        raise ValueError("it does not start like a file of this version")
     notes, texts = parse_names(names)
     spans: list[TimedSpan] = []
     text = dict(enumerate(texts)).get

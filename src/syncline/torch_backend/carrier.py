@@ -159,7 +159,7 @@ class Carrier:
 def _checked(length: int, message: Message) -> int:
     """The length of an incoming message; ProtocolError if there is no room for it."""
     if not 0 <= length <= message.data.size:
-        raise RuntimeError(f"rank {message.peer} sends {length} bytes where {message.data.size} fit")
+        raise RuntimeError(f"rank {message.peer} sends {length} bytes, but the buffer has room for {message.data.size}")
     return length
 
 

@@ -148,7 +148,7 @@ def await_works(
         keys = [work.key for work in works if not work.done]
         awaited = sorted(engine.absent(keys[0] if keys else -1, us.ranks))
         names = ", ".join(us.member.name(index) for index in awaited) or "a rank of the group"
-        text = f"{label}: not done {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}"
+        text = f"{label}: not finished {within(timeout_s if limit_s is None else limit_s)}, waiting for {names}"
         raise us.process.fail(PeerTimeout(text, rank=awaited[0] if awaited else -1)) from None
 
 

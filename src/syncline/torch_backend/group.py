@@ -258,8 +258,8 @@ class SynclineGroup(_Base):  # type: ignore[misc]
         world = self.us.world_size
         rows: list[list[torch.Tensor]] = [[] for _ in range(world)]
         for output, given in zip(outputs, inputs, strict=True):
-            check(output.numel() == world * given.numel(), f"all-gather: an output is {world} times its input")
-            check(output.is_contiguous(), "all-gather: an output has to be contiguous")
+            check(output.numel() == world * given.numel(), f"all-gather: an output must be {world} times its input")
+            check(output.is_contiguous(), "all-gather: an output must be contiguous")
             flat = output.detach().view(world, *given.shape)
             for row, part in zip(rows, flat, strict=True):
                 row.append(part)
@@ -302,7 +302,9 @@ class SynclineGroup(_Base):  # type: ignore[misc]
             return other.gather(outputs, inputs, opts)
         root, (given,) = int(opts.rootRank), inputs
         here = list(outputs[0]) if self.us.rank == root else []
-        check(self.us.rank != root or len(here) == self.us.world_size, "gather: a tensor for each rank at the root")
+        check(
+            self.us.rank != root or len(here) == self.us.world_size, "gather: the root must give a tensor for each rank"
+        )
         for output in here:
             check_alike(output, given, "gather: an output")
         into, done = _places(here)
@@ -314,7 +316,10 @@ class SynclineGroup(_Base):  # type: ignore[misc]
             return other.scatter(outputs, inputs, opts)
         root, (output,) = int(opts.rootRank), outputs
         here = list(inputs[0]) if self.us.rank == root else []
-        check(self.us.rank != root or len(here) == self.us.world_size, "scatter: a tensor for each rank at the root")
+        check(
+            self.us.rank != root or len(here) == self.us.world_size,
+            "scatter: the root must give a tensor for each rank",
+        )
         for given in here:
             check_alike(given, output, "scatter: an input")
         memory, out = memory_of(output), {rank: memory_of(given).data for rank, given in enumerate(here)}
@@ -464,7 +469,7 @@ def _asked_for(group: SynclineGroup, device: str) -> str:
     if not name:
         better = "cuda:nccl" if device == "cuda" else f"{device}:BACKEND"
         raise NotImplementedError(
-            f"the backend syncline moves tensors on the CPU, this one is on {device}: use"
+            f"the backend syncline moves tensors on the CPU, but this tensor is on {device}: use"
             f' init_process_group("cpu:syncline,{better}"), or move the tensor with .cpu()'
         )
     return name

@@ -121,7 +121,7 @@ class HookState:
     def __init__(self, strategy: str, process_group: Any = None) -> None:
         self.strategy = Strategy.parse(strategy)
         if self.strategy != replace(Strategy.parse(""), codec=self.strategy.codec):
-            raise UsageError(f"{strategy!r}: a hook has a codec only, since DDP's group carries it: give codec=...")
+            raise UsageError(f"{strategy!r}: a hook takes only a codec, because DDP's group carries it: give codec=...")
         if self.strategy.codec in (NONE, AUTO):
             raise UsageError(f"{strategy!r}: choose a codec, such as codec=int8 or codec=powersgd(rank=2)")
         self._codec = self.strategy.codec_object()
@@ -213,13 +213,13 @@ class HookState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a ``state_dict`` before the first step. Refuses that of another codec."""
         if (strategy := state.get("strategy")) != str(self.strategy):
-            raise UsageError(f"this state is of a hook with {strategy}, this one has {self.strategy}")
+            raise UsageError(f"this state belongs to a hook with {strategy}, but this hook has {self.strategy}")
         if self._steps:
             raise UsageError("load the state of a hook before the first step")
         try:
             self._loaded = [from_bytes(data.numpy().tobytes()) for data in state["ranks"]]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"this is no whole state of a hook: {error!r}") from error
+            raise UsageError(f"this is no complete state of a hook: {error!r}") from error
 
 
 def hook_state(strategy: str, process_group: Any = None) -> HookState:

@@ -152,11 +152,11 @@ class Mailbox:
         """Validate and parse a header and the data that come with it."""
         message, self._heard[source] = work.result, self._heard[source] + 1
         if len(message) < _HEADER.size:
-            raise self._senseless(source, work.label, f"{len(message)} bytes in place of a header of {_HEADER.size}")
+            raise self._senseless(source, work.label, f"{len(message)} bytes instead of a header of {_HEADER.size}")
         tag, nbytes, number = _HEADER.unpack_from(message)
         announced = _Announced(tag, nbytes, number, message[_HEADER.size :])
         if number != self._heard[source]:
-            raise self._senseless(source, work.label, f"message {number} where {self._heard[source]} is the next")
+            raise self._senseless(source, work.label, f"message {number}, but message {self._heard[source]} is due")
         if nbytes < 0 or len(announced.body) != (nbytes if nbytes <= _ALONG_BYTES else 0):
             along = f"{len(announced.body)} bytes with the header of a message of {nbytes}"
             raise self._senseless(source, work.label, along)

@@ -97,13 +97,13 @@ def chosen(text: str | None) -> Strategy:
     run.
     """
     found = Strategy.parse(text if text is not None else os.environ.get("SYNCLINE_STRATEGY", ""))
-    remedy = "give the process group another (SYNCLINE_STRATEGY, or pg_options), or use syncline.prepare()"
+    remedy = "give the process group another strategy (SYNCLINE_STRATEGY or pg_options), or use syncline.prepare()"
     if found.servers or found.server_holds_weights:
         raise UsageError(f"{found}: torch's process groups have no parameter servers; {remedy}")
     if found.sync.name != "bsp":
         raise UsageError(f"{found}: the collectives of a process group are synchronous; {remedy}")
     if found.budget_s:
-        raise UsageError(f"{found}: a process group has no schedule, so that none can be tried; {remedy}")
+        raise UsageError(f"{found}: a process group has no schedule, so it cannot try schedules; {remedy}")
     if found.codec != NONE:
         codec = replace(Strategy.parse(""), codec=found.codec)
         raise UsageError(

@@ -69,7 +69,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
         return Memory(plain, plain)
     if torch._debug_has_internal_overlap(plain) == 1:
-        raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
+        raise UsageError("this tensor is expanded, so several of its elements share memory: give its .clone()")
     return Memory(plain.resolve_conj().resolve_neg().contiguous(), plain)
 
 
@@ -137,7 +137,7 @@ def check_alike(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
     check(
         one.numel() == other.numel() and one.dtype == other.dtype,
         f"{what} has {one.numel()} elements of {one.dtype}, another tensor of this call {other.numel()} of"
-        f" {other.dtype}: all have to be alike",
+        f" {other.dtype}: all tensors of a call must have the same size and type",
     )
 
 
@@ -145,7 +145,7 @@ def check_one_type(tensors: Tensors) -> None:
     """Raise UsageError unless there are tensors, all of one type."""
     check(bool(tensors), "give at least one tensor")
     kinds = {tensor.dtype for tensor in tensors}
-    check(len(kinds) == 1, f"tensors of one call have one type, these {', '.join(sorted(map(str, kinds)))}")
+    check(len(kinds) == 1, f"tensors of one call must have one type, these have {', '.join(sorted(map(str, kinds)))}")
 
 
 # Reductions
@@ -201,7 +201,7 @@ def reduction_of(op: Any, dtype: np.dtype[Any], complex_numbers: bool = False) -
             f"the backend syncline has no ReduceOp.{name}: use the backend nccl, or multiply before a sum"
         )
     if found.combine in _BITWISE and dtype.kind not in "iub":
-        raise UsageError(f"ReduceOp.{name} is for whole numbers, not for {dtype}")
+        raise UsageError(f"ReduceOp.{name} is for integers, not for {dtype}")
     if complex_numbers and found.combine is not np.add:
         raise UsageError(f"ReduceOp.{name} is not for complex numbers: use SUM or AVG")
     if found.averaged and dtype == np.bool_:

@@ -387,8 +387,8 @@ class BucketExchange:
     def _parted(self, rank: int, step: int) -> MismatchError:
         assert self._rule is not None
         other, me = self.session.name(rank), self.session.name(self.session.rank)
-        text = f"{other} updates with other values in step {step} than {me}, which has {self._rule()}"
-        return MismatchError(self.session.titled(f"{text}: set the optimizer's attributes alike on all workers"))
+        text = f"{other} has other optimizer values in step {step} than {me}, which has {self._rule()}"
+        return MismatchError(self.session.titled(f"{text}: set the same optimizer attributes on all workers"))
 
     # Another layout.
 

@@ -193,8 +193,8 @@ class OwnedModel:
         """
         if not self.together:
             raise UsageError(
-                f"the weights were changed on this worker, and under sync={self._session.strategy.sync.name} owners go"
-                " on with theirs: change weights, or load them, before syncline.prepare()"
+                f"the weights were changed on this worker, and under sync={self._session.strategy.sync.name} owners"
+                " keep their own: change or load weights before syncline.prepare()"
             )
         self.owners.replace(weights)
         self._unsaid = (self._unsaid + number) & 0xFFFFFFFF

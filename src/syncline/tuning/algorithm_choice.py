@@ -278,13 +278,13 @@ def _plan(entry: registry.Entry, group: Group) -> Plan | None:
     except Exception as error:
         if entry.own:
             raise
-        log.warning("architecture=auto leaves out %s: %s: %s", entry.name, type(error).__name__, error)
+        log.warning("architecture=auto leaves %s out: %s: %s", entry.name, type(error).__name__, error)
         return None
     if not entry.own:
         try:
             check(plan)
         except PlanError as error:
-            log.warning("architecture=auto leaves out %s: its plan is wrong: %s", entry.name, error)
+            log.warning("architecture=auto leaves %s out: its plan is wrong: %s", entry.name, error)
             return None
     return plan
 
@@ -307,9 +307,9 @@ def _common(session: Session, plans: Mapping[str, Plan]) -> dict[str, Plan]:
         for name in [name for name in common if theirs.get(name) != common[name]]:
             del common[name]
             if session.rank == 0:
-                why = "has a different algorithm of that name, or one that lists its transfers in another order"
+                why = "has a different algorithm of that name, or lists the transfers in another order"
                 log.warning(
-                    "architecture=auto leaves out %s: %s %s",
+                    "architecture=auto leaves %s out: %s %s",
                     name,
                     session.name(rank),
                     why if name in theirs else "does not have it",

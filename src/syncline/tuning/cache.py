@@ -67,7 +67,7 @@ def write(key: str, choice: Choice, sizes: Sequence[int], times_s: Mapping[str, 
             Path(file.name).replace(folder / f"{key}.json")
             _remove_oldest(folder)
     except (OSError, NotPrivateError) as error:
-        log.info("the measured algorithms are not kept: %s", error)
+        log.info("the measured algorithms are not stored: %s", error)
 
 
 def _remove_oldest(folder: Path) -> None:

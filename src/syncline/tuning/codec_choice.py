@@ -59,7 +59,7 @@ def _choose(session: Session, asked: Strategy) -> None:
         return
     hosts = 1 if session.roll is None else session.roll.hosts
     if replace(dense, codec=read_part(CANDIDATES[-1])).resolve(session.group, hosts=hosts).codec == NONE:
-        session.reason = "codec=none: all ranks are on one host, inside which two levels compress nothing"
+        session.reason = "codec=none: all ranks are on one host, and two levels compress only between hosts"
         return
     array = session.engine.allocate(4 * _MOST_ELEMENTS, np.dtype(np.float32))
     array = array[: _elements(_measure(session, array[:_LEAST_ELEMENTS]))]

@@ -255,7 +255,7 @@ def rounds_in_turn(
     """
     for name, value in (("elements", elements), ("repetitions", repetitions)):
         if value < 1:
-            raise UsageError(f"{name} has to be 1 or more, got {value}")
+            raise UsageError(f"{name} must be 1 or more, got {value}")
     random = np.random.default_rng(0)
     numbers = random.standard_normal(elements + _SHIFT * (repetitions + 1), np.float32) * _SCALE
     calls = min(_MOST_CALLS, math.ceil(_LEAST_ELEMENTS / elements))
@@ -292,7 +292,7 @@ class Trial:
 
     def __init__(self, text: str, feedback: bool, elements: int) -> None:
         if elements < 1:
-            raise UsageError(f"elements has to be 1 or more, got {elements}")
+            raise UsageError(f"elementsmust be 1 or more, got {elements}")
         self.text = text
         self._codec, chosen_feedback, _ = codec_of(build("codecs", read_part(text)), _matrix(elements))
         self.feedback = feedback or chosen_feedback

@@ -131,7 +131,7 @@ class Trials:
             number = 0
         layout = self.layouts[number]
         beside = f", {_ms(found[0])} with {self.layouts[0].schedule}" if number and 0 in found else ""
-        tried = f"of {len(found)} that were tried on the live run" if len(found) > 1 else "alone was tried"
+        tried = f"the fastest of {len(found)} schedules tried on the live run" if len(found) > 1 else "alone was tried"
         reason = f"schedule={layout.schedule}: {_ms(found[number])} per iteration{beside}, {tried}"
         return replace(layout, reason=reason)
 
@@ -233,7 +233,7 @@ def choose_schedule(
         except UsageError:
             continue
         except Exception as error:
-            why = f"nothing was predicted, as {_text(one)} failed ({type(error).__name__}: {error})"
+            why = f"no schedule was predicted, because {_text(one)} failed ({type(error).__name__}: {error})"
             log.warning("schedule=auto: %s", why)
             return _simplest(offered, lay, cost, why)
         found.append((one, laid, times))
@@ -246,7 +246,7 @@ def choose_schedule(
     others = "" if by is first else f", {_ms(beside.whole_s)} with {_text(first)}"
     why = f"predicted {_ms(times.whole_s)} per iteration{others}, {_ms(times.computing_s)} computing"
     if crowded:
-        why += ", without overlap as processes outnumber cores"
+        why += ", without overlap because processes outnumber cores"
     return _chosen(by, laid, cost, why)
 
 
@@ -282,7 +282,7 @@ def worth_a_trial(
             continue
         except Exception as error:
             log.warning(
-                "schedule=auto: %s is not tried, as it failed (%s: %s)", _text(one), type(error).__name__, error
+                "schedule=auto: %s is not tried, because it failed (%s: %s)", _text(one), type(error).__name__, error
             )
             continue
         schedule = one.schedule_object()
@@ -325,8 +325,8 @@ def _simplest(offered: Sequence[Strategy], lay: Lay, cost: LinearCost | None, wh
         except UsageError as error:
             refusal = error
     if refusal is None:
-        raise UsageError("no schedule that schedule=auto chooses from can run here: name one")
-    raise UsageError(f"{refusal}; no other schedule that schedule=auto chooses from fits this model") from refusal
+        raise UsageError("none of the schedules that schedule=auto tries can run here: name another one")
+    raise UsageError(f"{refusal}; none of the other schedules that schedule=auto tries fits this model") from refusal
 
 
 def _ms(seconds: float) -> str:

@@ -1,8 +1,8 @@
-"""JAX: one compiled step, the network's gradient and optax's update in it, as one writes it.
+"""JAX: one compiled step with the network's gradient and optax's update, as users write it.
 
-Images are (n, height, width, channels), the order in which XLA convolves on processors; the optimizer is a chain of
-optax that computes what the blueprint says. The learning rate follows from how many updates it has made. All batches
-are filled up to one length with samples that count nothing, since every other length would be compiled anew.
+Images are (n, height, width, channels), the order in which XLA convolves on processors. The optimizer is a chain of
+optax for the blueprint's update; it takes the learning rate from its count of updates. All batches are padded to one
+length with samples of weight 0, because JAX would compile the step again for every other length.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class JaxTraining(InOneStep, FromBlueprint):
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """Modes and schedules that cannot be part of a compiled computation are refused."""
+        """Refuses modes and schedules that cannot be part of a compiled computation."""
         check_schedule(strategy, "JAX")
         check_mode(strategy, [{"lr": 1.0}], "the optimizer", True)
 
@@ -110,13 +110,13 @@ class JaxTraining(InOneStep, FromBlueprint):
         return weights_of(self._params)
 
     def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
-        """The network alone is compiled for pieces of the test set."""
+        """Compiles only the network, for pieces of the test set."""
         params = params_of(self.copied() if weights is None else weights)
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())
         return scores([(np.asarray(self._said(params, images)), labels) for images, labels in parts])
 
     def _solver(self, each: int) -> Any:
-        """Of which so many updates are a step of the run."""
+        """The optimizer, which makes ``each`` updates per step of the run."""
         import jax.numpy as jnp
         import optax
 

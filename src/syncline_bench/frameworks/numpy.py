@@ -1,8 +1,8 @@
 """NumPy: layers and their gradients written by hand, and an update rule of a few lines.
 
-Images are (n, height, width, channels) inside, so that a convolution is one product of the patches of all images, a row
-each, with the kernels (im2col: Chellapilla, Puri and Simard, "High performance convolutional neural networks for
-document processing", 2006). Gradients go out one by one while backward goes on, the last layer's first.
+Images are (n, height, width, channels) inside. A convolution is one product of a matrix, with a row per patch of all
+images, and the kernels (im2col: Chellapilla, Puri and Simard, "High performance convolutional neural networks for
+document processing", 2006). Backward reports gradients one by one, the last layer's first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Convolution:
         return out.reshape(*x.shape[:3], -1)
 
     def backward(self, back: Array, told: Told) -> Array:
-        """The gradients of all patches are added where the patches were taken (col2im)."""
+        """Adds the gradient of each patch at the place of the patch (col2im)."""
         count, height, width, outputs = back.shape
         rows, side, edge = back.reshape(-1, outputs), self._side, self._side // 2
         told(f"{self._name}.bias", rows.sum(0))
@@ -205,7 +205,7 @@ class NumpyTraining(FromBlueprint):
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """Modes and schedules that arrays or this update rule do not support are refused."""
+        """Refuses modes and schedules that arrays or this update rule do not support."""
         check_schedule(strategy, "NumPy")
         rule = Momentum(0.9, 0.0, 0.1)
         check_mode(strategy, [vars(rule)], "SGD with momentum", True)
@@ -225,7 +225,7 @@ class NumpyTraining(FromBlueprint):
         self._back = probable * np.float32(batch.share / len(batch.target))
 
     def backward(self) -> None:
-        """Each gradient is handed over as soon as it is complete."""
+        """Reports each gradient as soon as it is complete."""
         back = self._back
         for layer in reversed(self._layers):
             back = layer.backward(back, self._optimizer.produced)

@@ -1,8 +1,9 @@
-"""TensorFlow: a model of Keras 3, compiled, and the step that ``fit`` makes of each batch (``train_on_batch``).
+"""TensorFlow: a compiled model of Keras 3, and the step that ``fit`` makes for each batch (``train_on_batch``).
 
-Images are (n, height, width, channels), for TensorFlow convolves no others on processors. Momentum in Keras has the
-learning rate in it, so that a rate that changes trains otherwise than the blueprint says: the optimizer is one of a few
-lines. All batches are filled up to one length with samples that count nothing, since Keras traces every other length.
+Images are (n, height, width, channels), the only order that TensorFlow convolves on processors. Keras' momentum
+includes the learning rate, so with a changing rate it trains differently from the blueprint; a custom optimizer of a
+few lines replaces it. All batches are padded to one length with samples of weight 0, because Keras would trace the step
+again for every other length.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class TensorflowTraining(InOneStep, FromBlueprint):
 
     @staticmethod
     def check(strategy: Strategy) -> None:
-        """Modes and schedules that cannot be part of a ``tf.function`` are refused."""
+        """Refuses modes and schedules that cannot be part of a ``tf.function``."""
         check_schedule(strategy, "TensorFlow")
         check_mode(strategy, [{"lr": 1.0}], "the optimizer", True)
 
@@ -75,7 +76,7 @@ class TensorflowTraining(InOneStep, FromBlueprint):
         self._model, self._optimizer = side.prepare(model, solver, weight=1)
 
     def backward(self) -> None:
-        """Weighs samples, so that the mean over ranks is that over the whole batch. Keras divides by the length."""
+        """Weighs samples, so that the mean over ranks is the mean over the whole batch. Keras divides by the length."""
         images, labels, position, share = self._batch
         counts = np.full(len(labels), share * self._longest / len(labels), np.float32)
         self._optimizer.learning_rate = self._rates[position - 1]
@@ -90,7 +91,7 @@ class TensorflowTraining(InOneStep, FromBlueprint):
         return weights_of(self._model)
 
     def evaluate(self, weights: Mapping[str, Any] | None = None) -> tuple[float, float]:
-        """A model of this process alone evaluates."""
+        """Evaluates with a second model that takes part in no run."""
         self._spare = self._spare or built(self._blueprint)
         assign(self._spare, self.copied() if weights is None else weights)
         parts = ((self.taken(part)[0], part[1]) for part in self._workload.tests())

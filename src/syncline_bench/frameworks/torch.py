@@ -36,7 +36,7 @@ class TorchTraining:
 
     @staticmethod
     def loaded() -> str:
-        """One thread per process, so that rows with more processes do not get more of it each."""
+        """Limits each process to one thread, so that rows differ only in their number of processes."""
         import torch
 
         torch.set_num_threads(1)

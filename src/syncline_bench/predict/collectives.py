@@ -306,7 +306,7 @@ def answered_by(asked: Asked, cluster: Cluster) -> str:
         return "formula"
     many = f"about {messages:,.0f} messages" if messages is not None else f"{asked.size.workers:,} workers"
     raise UsageError(
-        f"the plan of {asked.text} with {many} is too large to be timed, and it has no closed formula on"
+        f"the plan of {asked.text} with {many} is too large to simulate, and there is no closed formula for"
         f" {cluster.topology} with {asked.size.per_host} workers on a host: predict fewer workers"
     )
 

@@ -111,7 +111,7 @@ class Varied:
     def would_save_s(self) -> Mapping[str, float]:
         """The potential saving of each resource in seconds, for resources with a cost.
 
-        If there are fewer servers than workers, their ports carry more, and the bandwidth is listed as theirs.
+        With fewer servers than workers, the servers' ports carry the most, so the bandwidth counts as theirs.
         """
         cluster, nominal_s = self.setting.cluster, self.nominal.iteration_s
         found: dict[str, float] = {}

@@ -84,10 +84,10 @@ class MessageFormat:
         if words[0] != self._check:
             raise ReduceError(f"{names} was made by another codec")
         if words[1] != self._elements:
-            raise ReduceError(f"{names} is of {words[1]} elements, {self._elements} were expected")
+            raise ReduceError(f"{names} has {words[1]} elements instead of {self._elements}")
         lengths = self._greatest if self.fixed else words[_HEAD : self._first].tolist()
         if any(length > most for length, most in zip(lengths, self._greatest, strict=True)):
-            raise ReduceError(f"{names} says that a payload is longer than its codec makes it")
+            raise ReduceError(f"{names} declares a payload that is longer than its codec allows")
         if self._first + sum(lengths) != words.size:
             raise ReduceError(f"{names} should have {4 * (self._first + sum(lengths))} bytes")
         edges = np.cumsum([self._first, *lengths]).tolist()
@@ -109,8 +109,8 @@ class MessageFormat:
         found = int(packet.words[2])
         if found != step & 0xFFFFFFFF:
             raise ReduceError(
-                f"{sender}: a message for {self._text()} is of step {found}, this process is at step {step}: resume all"
-                " ranks from the same checkpoint"
+                f"{sender}: a message for {self._text()} belongs to step {found}, but this process is at step {step}:"
+                " resume all ranks from the same checkpoint"
             )
 
     def merge(self, room: Scratch, mine: Packet, theirs: Packet, states: Sequence[State], sender: str) -> Packet:

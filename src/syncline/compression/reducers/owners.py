@@ -310,7 +310,7 @@ WAY = Way(
     pieces,
     traffic,
     computing,
-    "payloads are added up at {owners}, encoded again and given to all",
+    "{owners} add up payloads, encode the sums and send them to all workers",
     carrier="direct",
     again=True,
 )

@@ -233,7 +233,7 @@ WAYS: Mapping[Combine, Way] = {
         partial(_piecewise, _gather),
         _gather_traffic,
         lambda workers: Computing(1, workers, 0),
-        "all payloads are gathered by all",
+        "every worker gathers all payloads",
         carrier="direct",
     ),
     # the root merges on every level; a merge takes as long as a decoding
@@ -255,7 +255,7 @@ def way_of(codec: Codec) -> Way:
     """The way of combining a codec's payloads; raises UsageError if the codec declares none."""
     found = WAYS.get(codec.combine)
     if found is None:
-        raise UsageError(f"{codec} says combine={codec.combine!r}: choose one of {', '.join(WAYS)}")
+        raise UsageError(f"{codec} declares combine={codec.combine!r}: choose one of {', '.join(WAYS)}")
     return found
 
 

@@ -29,7 +29,7 @@ def transformation(session: Session, optimizer: Any, leave: Callable[[], Any]) -
     """A transformation of optax that exchanges this worker's gradients. ``leave`` ends a server after its work."""
     if optimizer is not None and not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
         raise UsageError(
-            f"the optimizer is {type(optimizer).__name__}: give a transformation of optax, as optax.adam(1e-3)"
+            f"the optimizer is {type(optimizer).__name__}: give a transformation of optax, such as optax.adam(1e-3)"
         )
     made = Run(session, optimizer)
 
@@ -45,7 +45,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     check_options(options, ": parameters of JAX have no hooks, buffers or batches")
     if optimizer is None:
         raise UsageError(
-            "a model of JAX needs an optimizer of optax, as optax.adam(1e-3): or call syncline.jax.average()"
+            "a model of JAX needs an optimizer of optax, such as optax.adam(1e-3): or call syncline.jax.average()"
         )
     if not session.is_worker:
         Run(session, optimizer).init(model)

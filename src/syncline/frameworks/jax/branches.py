@@ -38,7 +38,7 @@ class _Exchange(effects.Effect):  # type: ignore[misc]
         return f"syncline's exchange {self.run}"
 
 
-_BRANCH = "inside of a branch (jax.lax.cond or switch)"
+_BRANCH = "inside a branch (jax.lax.cond or switch)"
 _LOOP = (
     "inside of a loop whose length each rank determines by itself (jax.lax.while_loop, fori_loop between traced"
     " bounds; the length of jax.lax.scan is known)"

@@ -163,7 +163,7 @@ def _say_version(extension: int) -> None:
 
 def _arrays(described: _Described, buffers: int, given: int) -> list[Array]:
     if given != len(described):
-        raise UsageError(f"a compiled computation of another run gives {given} arrays where {len(described)} belong")
+        raise UsageError(f"a compiled computation of another run passes {given} arrays instead of {len(described)}")
     found = []
     for number, (shape, dtype) in enumerate(described):
         address = _word(_word(buffers + 8 * number) + _DATA)

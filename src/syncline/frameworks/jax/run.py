@@ -67,8 +67,9 @@ except (ImportError, AttributeError) as error:  # what it stands on is JAX's own
 _STEP = np.zeros((), np.int32)
 _ORDER = (
     "transformations that skip or repeat steps (optax.apply_if_finite, MultiSteps, conditionally_transform,"
-    " contrib.sam) belong inside, as in syncline.jax.distributed(optax.apply_if_finite(optimizer, 5)) or"
-    " optax.chain(syncline.jax.average(), optax.apply_if_finite(optimizer, 5)), where all ranks decide by the mean"
+    " contrib.sam) belong inside Syncline's transformation, where all ranks decide by the mean, as in"
+    " syncline.jax.distributed(optax.apply_if_finite(optimizer, 5)) or optax.chain(syncline.jax.average(),"
+    " optax.apply_if_finite(optimizer, 5))"
 )
 _numbers = count(1)
 _runs: WeakValueDictionary[int, Run] = WeakValueDictionary()
@@ -154,7 +155,7 @@ class Run:
         kept, theirs = json.loads(session.gather(json.dumps([keeps, numbers]).encode())[0])
         alike = len(numbers) == len(theirs) and np.allclose(numbers, theirs, rtol=1e-4, equal_nan=True)
         if keeps != kept or not alike:
-            what = "keeps other state" if keeps != kept else "makes other updates of the same gradients"
+            what = "keeps other state" if keeps != kept else "makes other updates from the same gradients"
             text = f"the optimizer of {session.name(session.rank)} {what} than that of {session.name(0)}"
             remedy = "give all workers the same transformation of optax, with the same values"
             raise session.fail(MismatchError(session.titled(f"{text}: {remedy}")))
@@ -191,7 +192,9 @@ class Run:
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SynclineState]:
         """The ``update`` of an optax transformation."""
         if not isinstance(state, SynclineState):
-            raise UsageError(f"the state is {type(state).__name__}: give that of this transformation's init(params)")
+            raise UsageError(
+                f"the state is {type(state).__name__}: give the result of this transformation's init(params)"
+            )
         if self._session.alone:
             if self._optimizer is not None:
                 updates, inner = self._optimizer.update(updates, state.inner, params, **extra)
@@ -200,8 +203,8 @@ class Run:
         self._session.check_usable()
         if self._model is None:
             raise ClosedError(
-                "init() of this transformation was traced only, or not called: call it with parameters, outside of jit,"
-                " where all ranks meet"
+                "init() of this transformation was only traced, or not called: call it with parameters on all ranks,"
+                " outside of jit"
             )
         gradients = self._checked(self._model, updates)
         self._structure = jax.tree.structure(updates)  # of arrays, where init() may have had Variables of flax around
@@ -276,7 +279,7 @@ class Run:
         for pair in zip_longest(found, zip(self._names, self._specs, strict=True)):
             here, there = ("nothing" if one is None else _described(*one) for one in pair)
             if here != there:
-                raise model.fault(f"update() is traced with gradients that have {here}, where init() had {there}")
+                raise model.fault(f"update() is traced with gradients that have {here}, but init() had {there}")
         return [leaf for _, leaf in found]
 
     # What the calls do.
@@ -384,10 +387,12 @@ class Run:
 
     def _take(self, params: Any) -> None:
         if not self._ready:
-            raise ClosedError("init() of this transformation has not been called here: call it first, outside of jit")
+            raise ClosedError(
+                "init() of this transformation has not been called in this process: call it first, outside of jit"
+            )
         leaves = named(params)
         if [bare(name) for name, _ in leaves] != [bare(name) for name in self._names]:
-            raise UsageError(f"these are parameters of another model: {', '.join(name for name, _ in leaves)}")
+            raise UsageError(f"these parameters belong to another model: {', '.join(name for name, _ in leaves)}")
         self._weights.now = [host(name, leaf) for name, leaf in leaves]
 
     def _given(self, params: Any) -> Any:
@@ -400,7 +405,9 @@ def run_of(state: Any) -> Run:
     """The run of an optimizer's state. Raises UsageError if it belongs to no run of this process."""
     found = _runs.get(int(state_of(state).run))
     if found is None:
-        raise UsageError("this optimizer state is not of a run of this process: give that of init(params)")
+        raise UsageError(
+            "this optimizer state does not belong to a run of this process: give the result of init(params)"
+        )
     return found
 
 

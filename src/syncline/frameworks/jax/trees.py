@@ -58,16 +58,17 @@ def host(name: str, leaf: Any) -> Array:
         if not leaf.is_fully_addressable:
             raise UsageError(
                 f"{name or 'the array'} lies on devices of several processes (jax.distributed): Syncline averages"
-                " between processes, so give each of them its own arrays, and leave jax.distributed.initialize() out"
+                " between processes, so give each of them its own arrays, and do not call"
+                " jax.distributed.initialize()"
             )
         platforms = platforms_of(leaf)
         if platforms != ["cpu"]:
             raise UsageError(
-                f"{name or 'the array'} lies on a device of kind {', '.join(platforms)}: syncline.jax serves CPU"
+                f"{name or 'the array'} lies on a device of kind {', '.join(platforms)}: syncline.jax supports CPU"
                 " devices; run with JAX_PLATFORMS=cpu"
             )
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise UsageError(f"{name or 'the array'} is {leaf.dtype}: give jax.random.key_data(key), which is numbers")
+            raise UsageError(f"{name or 'the array'} is {leaf.dtype}: give its numbers, jax.random.key_data(key)")
     found = np.asarray(leaf)
     if found.dtype.kind == "O":
         raise UsageError(f"{name or 'the value'} is {type(leaf).__name__}: give arrays and numbers")
@@ -94,12 +95,12 @@ def devices_of(tree: Any) -> int:
 def specs_of(leaves: Sequence[tuple[str, Any]]) -> list[Spec]:
     """The specs of the parameters. Raises UsageError for types that Syncline does not train."""
     if not leaves:
-        raise UsageError("there are no parameters in this tree: give init() those of the model")
+        raise UsageError("this tree has no parameters: give init() the parameters of the model")
     for name, leaf in leaves:
         if str(getattr(leaf, "dtype", type(leaf).__name__)) not in TYPES:
             raise UsageError(
                 f"the parameter {name or 'that is given'} is {getattr(leaf, 'dtype', type(leaf).__name__)}: Syncline"
-                f" trains {', '.join(TYPES)}; keep parameters in one of them, and convert them in the model"
+                f" trains {', '.join(TYPES)}; keep parameters in one of these types, and convert them in the model"
             )
     return [Spec(name or "params", tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves]
 
@@ -173,7 +174,9 @@ class TreeWeights(WeightsOfCall):
             tensor, key = self._places(name, leaf)[0]
             value = self.states[tensor].get(key)
             if not isinstance(value, Elements) or value.array.size != np.size(leaf):
-                raise UsageError(f"this state is of another optimizer: it has no {name!r} of shape {np.shape(leaf)}")
+                raise UsageError(
+                    f"this state belongs to another optimizer: it has no {name!r} of shape {np.shape(leaf)}"
+                )
             return placed(value.array.reshape(np.shape(leaf)), leaf)
 
         return given(like, found, step, run)
@@ -195,7 +198,7 @@ def state_of(state: Any) -> SynclineState:
     found = [one for one in jax.tree.leaves(state, is_leaf=_is_ours) if _is_ours(one)]
     if len(found) != 1:
         raise UsageError(
-            f"this optimizer state has {len(found)} parts of Syncline's: give that of one transformation of"
+            f"this optimizer state has {len(found)} parts of Syncline: give the state of a single transformation of"
             " syncline.jax.distributed() or average()"
         )
     return found[0]  # type: ignore[no-any-return]

@@ -65,7 +65,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, path: str | os.PathLike[str], epochs: int = 1) -> None:
         super().__init__()
         if epochs < 1:
-            raise UsageError(f"a checkpoint every {epochs} epochs: give 1 or more")
+            raise UsageError(f"a checkpoint every {epochs} epochs: choose 1 or more")
         self._path, self._epochs = Path(path), epochs
 
     def resume(self, model: Any) -> int:

@@ -158,8 +158,8 @@ class Prepared:
             differs = sorted(name for name in {*mine[1], *theirs[1]} if mine[1].get(name) != theirs[1].get(name))
             here = {name: mine[1].get(name) for name in differs}
             there = {name: theirs[1].get(name) for name in differs}
-            text = f"{session.name(session.index)} has the optimizer {mine[0]} with {here}, {session.name(0)} has"
-            raise session.fail(MismatchError(f"{text} {theirs[0]} with {there}: give all ranks the same"))
+            text = f"{session.name(session.index)} has the optimizer {mine[0]} with {here}, but {session.name(0)} has"
+            raise session.fail(MismatchError(f"{text} {theirs[0]} with {there}: give all ranks the same optimizer"))
 
     def _made(self) -> int:
         return self.steps if self.optimizer is None else int(innermost(self.optimizer)._iterations.numpy())
@@ -275,8 +275,8 @@ def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     built = {id(resource(one)) for one in innermost(optimizer)._trainable_variables}
     if built != {id(resource(one)) for one in variables}:
         raise UsageError(
-            "the optimizer was built for other variables than those of the model that are trainable now: freeze layers"
-            " before compile() and prepare(), and give each model an optimizer of its own"
+            "the optimizer was not built for the model's present trainable variables: freeze layers before compile()"
+            " and prepare(), and give each model its own optimizer"
         )
 
 

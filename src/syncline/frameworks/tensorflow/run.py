@@ -90,8 +90,8 @@ class Matching:
         spec, dense = self.specs[number], tf.convert_to_tensor(gradient)
         if not dense.shape.is_compatible_with(spec.shape) or dense.dtype.name != spec.dtype:
             raise self.fault(
-                f"the gradient of {spec.name!r} is of shape {tuple(dense.shape)} and type {dense.dtype.name}, for a"
-                f" variable of shape {spec.shape} and type {spec.dtype}"
+                f"the gradient of {spec.name!r} has shape {tuple(dense.shape)} and type {dense.dtype.name}, but its"
+                f" variable has shape {spec.shape} and type {spec.dtype}"
             )
         return dense
 
@@ -315,8 +315,9 @@ class Run:
         for spec, mine, theirs in zip(self.specs, weights, self.model.held.tensors, strict=True):
             if not np.array_equal(mine.reshape(-1).view(np.uint8), theirs.view(np.uint8)):
                 raise self.model.fault(
-                    f"{spec.name!r} was written to since the last step, which the owners of the weights do not see: set"
-                    " weights before prepare(), load them by load_state_dict(), or use ring or another allreduce"
+                    f"the script has changed {spec.name!r} since the last step, which owners of the weights do not"
+                    " see: set weights before prepare(), load them with load_state_dict(), or use ring or another"
+                    " allreduce"
                 )
 
     def _ask(self) -> list[Array]:

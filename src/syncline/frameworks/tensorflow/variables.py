@@ -85,28 +85,28 @@ def check_model(model: Any) -> None:
         )
     if tf.distribute.has_strategy() or getattr(model, "_distribute_strategy", None) is not None:
         raise UsageError(
-            "the model is in the scope of a tf.distribute.Strategy, which would exchange gradients too: make it, and"
-            " prepare it, outside of strategy.scope()"
+            "the model is in the scope of a tf.distribute.Strategy, which would exchange gradients too: create and"
+            " prepare the model outside of strategy.scope()"
         )
 
 
 def specs_of(variables: Sequence[Any]) -> list[Spec]:
     """The specs of the variables. Raises UsageError for types and devices that Syncline does not train."""
     if not variables:
-        raise UsageError("this model has no variables to train: give one whose layers are trainable, and built")
+        raise UsageError("this model has no variables to train: give a built model with trainable layers")
     found = []
     for name, given in zip(names_of(variables), variables, strict=True):
         variable = resource(given)
         if isinstance(variable, tf.distribute.DistributedValues):
             raise UsageError(
                 f"the variable {name!r} was made in the scope of a tf.distribute.Strategy, which would exchange"
-                " gradients too: make the model outside of strategy.scope()"
+                " gradients too: create the model outside of strategy.scope()"
             )
         dtype = tf.as_dtype(variable.dtype).name
         if dtype not in TYPES:
             raise UsageError(
-                f"the variable {name!r} is {dtype}: Syncline trains {', '.join(TYPES)}; keep variables in one of them,"
-                " and compute in others by keras.mixed_precision (mixed_bfloat16)"
+                f"the variable {name!r} is {dtype}: Syncline trains {', '.join(TYPES)}; keep variables in one of"
+                " these types, and compute in others with keras.mixed_precision (mixed_bfloat16)"
             )
         device = tf.DeviceSpec.from_string(variable.device).device_type
         if device not in (None, "CPU"):
@@ -145,7 +145,7 @@ def broadcast(session: Session, given: Any, root: int) -> None:
     """Set variables of a model, an optimizer or a list to worker ``root``'s values. Raises MismatchError for others."""
     if not 0 <= root < session.world_size:
         raise UsageError(
-            f"broadcast() from rank {root} of {session.world_size}: give one of 0 to {session.world_size - 1}"
+            f"broadcast() from rank {root} of {session.world_size}: choose one of 0 to {session.world_size - 1}"
         )
     if session.alone or not session.is_worker:
         return
@@ -160,7 +160,8 @@ def _variables(model: Any, attribute: str) -> list[Any]:
         found = list(model.values()) if isinstance(model, Mapping) else model
     if not isinstance(found, Sequence) or not all(isinstance(one, keras.Variable | tf.Variable) for one in found):
         raise UsageError(
-            f"the model is {type(model).__name__}: give one of Keras, a tf.Module, or a list or dictionary of variables"
+            f"the model is {type(model).__name__}: give a model of Keras, a tf.Module, or a list or dictionary of"
+            " variables"
         )
     return list(found)
 

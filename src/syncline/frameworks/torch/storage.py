@@ -52,7 +52,7 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise NotBuiltError("only dense tensors with memory of their own can be exchanged so far")
     if torch._debug_has_internal_overlap(tensor) == 1:
-        raise UsageError("this tensor is expanded, several of its elements are one in memory: give its .clone()")
+        raise UsageError("this tensor is expanded, so several of its elements share memory: give its .clone()")
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     dense = _brought_down(dense) if dense.is_cuda else dense.cpu()
     array = memory(dense).view(numpy_dtype(dtype_name(tensor.dtype)))

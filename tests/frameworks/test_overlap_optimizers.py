@@ -1,4 +1,4 @@
-"""Optimizers under schedules that cross iterations: of every kind, used in parts, or refused by name."""
+"""Optimizers under schedules that overlap iterations: of every kind, used in parts, or refused by name."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_learning_rate_schedulers_may_be_made_before_or_after(group: Any, before
     same_as_alone(group, LAYERED[1], 2, make, body)
 
 
-def test_what_crosses_iterations_needs_an_optimizer_of_one_model(group: Any) -> None:
+def test_overlap_needs_an_optimizer_of_one_model(group: Any) -> None:
     from syncline.frameworks.torch import Options, prepare
 
     def without(session: Any) -> None:

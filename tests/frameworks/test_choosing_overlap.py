@@ -1,4 +1,4 @@
-"""``schedule=auto`` crosses iterations while nobody looks, and goes back when one rank does."""
+"""``schedule=auto`` overlaps iterations while no rank looks, and goes back when one rank does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from choosing_runs import STEPS, Asked, Script, answered, clips, crosses, schedule_of, step
+from choosing_runs import STEPS, Asked, Script, answered, clips, overlaps, schedule_of, step
 from torch.optim.lr_scheduler import StepLR
 from toy import Here, alone, batch, close, loss_of, on_group, same_as_alone, sgd, weights
 
@@ -43,7 +43,7 @@ def replaces_gradients(here: Here, number: int) -> None:
 
 
 def changes_kept_gradients(here: Here, number: int) -> None:
-    """By views that it has kept; a schedule that crosses iterations would refuse that."""
+    """By views that it has kept; a schedule that overlaps iterations would refuse that."""
     loss_of(here.model(here.share(batch(number)))).backward()
     kept = here.__dict__.setdefault("kept", [parameter.grad for parameter in here.model.parameters()])
     torch._foreach_mul_(kept, 0.5)
@@ -143,9 +143,7 @@ LOOKS = [
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_iterations_are_not_crossed_where_one_rank_looks_in_the_steps_that_are_measured(
-    group: Any, asked: Asked, look: Script
-) -> None:
+def test_iterations_do_not_overlap_if_one_rank_looks_in_measured_steps(group: Any, asked: Asked, look: Script) -> None:
     """One rank, in one step or in all: the others do as it does in those that all count."""
 
     def body(here: Here) -> None:
@@ -181,7 +179,7 @@ def test_one_look_of_one_rank_later_makes_all_go_back(group: Any, asked: Asked, 
         found = []
         for number in range(at + 5):
             (look if here.rank == who and number == at else step)(here, number)
-            found.append(crosses(here))
+            found.append(overlaps(here))
         assert type(here.optimizer) is torch.optim.SGD
         return found
 
@@ -193,11 +191,11 @@ def test_one_look_of_one_rank_later_makes_all_go_back(group: Any, asked: Asked, 
     assert asked == [True, False]
 
 
-def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
+def test_iterations_overlap_again_when_no_rank_has_looked_for_long(
     group: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as late each time; a look while ranks watch lets them wait again."""
-    patience = 8  # longer than iterations are crossed here
+    patience = 8  # longer than iterations overlap here
     monkeypatch.setattr(choosing, "_PATIENCE", patience)
     again = STEPS + 2 + 2 + patience + choosing._MEASURED  # a look at once, three steps until all are back
     looks = (STEPS, again + 2, again + 5 + 2 * patience + 2)
@@ -208,7 +206,7 @@ def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
         for number in range(last):
             (reads_the_state if number in looks else step)(here, number)
             if here.session is not None:
-                seen.append(crosses(here))
+                seen.append(overlaps(here))
         if here.session is not None:
             changes = [number for number in range(1, last) if seen[number] != seen[number - 1]]
             assert changes[:3] == [STEPS, STEPS + 3, STEPS + 3 + patience + choosing._MEASURED]
@@ -221,7 +219,7 @@ def test_iterations_are_crossed_again_when_nobody_has_looked_for_long(
 
 @pytest.mark.parametrize("at", [STEPS, STEPS + 2])
 @pytest.mark.parametrize("keep", ["weights", "gradients", "memory of gradients"])
-def test_what_is_kept_while_iterations_are_crossed_is_found_in_the_same_step(
+def test_references_kept_during_overlap_are_found_in_the_same_step(
     group: Any, asked: Asked, keep: str, at: int
 ) -> None:
     """Tensors with the memory of weights, made where nothing is under way, or gradients that are zeroed by them."""
@@ -247,7 +245,7 @@ def test_what_is_kept_while_iterations_are_crossed_is_found_in_the_same_step(
                 kept = [one if keep == "gradients" else one.data for one in read if one is not None]
                 del read
             torch._foreach_zero_(kept)
-        assert here.session is None or not crosses(here)
+        assert here.session is None or not overlaps(here)
         return [*found, *weights(here.model).values()]
 
     wanted = dict(enumerate(alone(sgd, body)))
@@ -270,7 +268,7 @@ def over_numpy(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("make", [in_shared_memory, over_numpy])
-def test_iterations_are_not_crossed_where_others_than_tensors_have_the_memory_of_weights(
+def test_iterations_do_not_overlap_if_other_objects_share_the_memory_of_weights(
     group: Any, asked: Asked, make: Any
 ) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
@@ -282,29 +280,27 @@ def test_iterations_are_not_crossed_where_others_than_tensors_have_the_memory_of
     assert asked == [False]
 
 
-def test_ranks_wait_no_longer_than_at_first_once_iterations_have_been_crossed_for_longer(
-    group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_wait_no_longer_than_at_first_after_a_long_overlap(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a checkpoint now and then: all go back three steps behind it."""
-    patience, crossed = 4, 11
+    patience, overlapped = 4, 11
     monkeypatch.setattr(choosing, "_PATIENCE", patience)
-    period = crossed + patience + choosing._MEASURED
+    period = overlapped + patience + choosing._MEASURED
 
     def body(here: Here) -> list[int]:
         seen = []
         for number in range(STEPS + 3 * period + 1):
-            looks = number >= STEPS and (number - STEPS) % period == crossed - 3
+            looks = number >= STEPS and (number - STEPS) % period == overlapped - 3
             (reads_the_state if looks else step)(here, number)
-            seen.append(crosses(here))
+            seen.append(overlaps(here))
         return [number - STEPS for number in range(1, len(seen)) if seen[number] != seen[number - 1]]
 
-    wanted = [0, crossed, period, period + crossed, 2 * period, 2 * period + crossed, 3 * period]
+    wanted = [0, overlapped, period, period + overlapped, 2 * period, 2 * period + overlapped, 3 * period]
     assert on_group(group, "ring", 2, sgd, body) == [wanted] * 2
 
 
 @pytest.mark.parametrize("at", [4, STEPS + 1])
 def test_methods_that_were_kept_are_the_plain_ones_when_all_have_gone_back(group: Any, asked: Asked, at: int) -> None:
-    """Kept while steps are watched, or iterations crossed; a scheduler looks at whether the optimizer was called."""
+    """Kept while steps are observed or iterations overlap; a scheduler checks whether the optimizer was called."""
 
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, optimizer = sgd(index)

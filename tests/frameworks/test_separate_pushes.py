@@ -102,7 +102,9 @@ def test_clipping_is_refused_where_nobody_knows_whose_gradients_are_averaged(gro
 
 
 def test_backup_workers_are_fewer_than_workers(group: Any) -> None:
-    with pytest.raises(UsageError, match=r"sync=bsp\(backup=2\) does not wait for 2 of 2 workers, so for none"):
+    with pytest.raises(
+        UsageError, match=r"sync=bsp\(backup=2\) does not wait for 2 of 2 workers, so it waits for none"
+    ):
         on_group(group, "ps(servers=1) sync=bsp(backup=2)", WORKERS, sgd, train, weight=1)
 
 
@@ -225,7 +227,9 @@ def test_weights_that_a_script_changes_are_refused(group: Any, strategy: str) ->
             next(here.model.parameters()).add_(1)
         steps(here, range(1))
 
-    with pytest.raises(UsageError, match="weights were changed on this worker, and under sync=asp owners go on"):
+    with pytest.raises(
+        UsageError, match="weights were changed on this worker, and under sync=asp owners keep their own"
+    ):
         on_group(group, under(strategy, "asp"), WORKERS, sgd, body, weight=1)
 
 

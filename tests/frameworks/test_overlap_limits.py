@@ -1,4 +1,4 @@
-"""What schedules that cross iterations cannot see: it is waited for elsewhere, or refused by name."""
+"""What schedules that overlap iterations cannot see: it is waited for elsewhere, or refused by name."""
 
 from __future__ import annotations
 
