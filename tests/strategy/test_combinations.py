@@ -325,7 +325,7 @@ def test_steps_that_end_later_are_refused_where_they_cannot(text: str, says: str
     ("words", "says"),
     [
         ("sync=asp", "adds up the gradients of a host's workers for one push, and under sync=asp every worker's push"),
-        ("sync=bsp(backup=1)", r"and under sync=bsp\(backup=1\) owners take every worker's push by itself"),
+        ("sync=bsp(backup=1)", r"and under sync=bsp\(backup=1\) owners receive every worker's push separately"),
         ("codec=feedback(int8)", r"for one push as they are, and codec=feedback\(int8\) encodes every worker's"),
     ],
 )
