@@ -120,7 +120,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
             "rank 1 (*) has the optimizer SGD with {'momentum': 0.5}, rank 0 (*) has SGD",
         ),
         ("other_metrics", "report different metrics of an epoch, and only one has 'mae'"),
-        ("shared_variables", "has been prepared again: use the result of the last syncline.prepare() for it"),
+        ("shared_variables", "has been prepared again: use the result of the last syncline.prepare()"),
         ("traced_before", "the optimizer counts 1 steps that were made without the other ranks"),
         ("other_shapes", "rank 1 (*): the gradient of 'Variable' is of shape (1, 3)"),
         ("dies", "rank 1 (*) died"),

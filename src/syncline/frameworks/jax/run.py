@@ -118,7 +118,7 @@ class Run:
         if not all(
             np.array_equal(_bits(one), _bits(other)) for one, other in zip(mine, self._weights.now, strict=True)
         ):
-            text = f"{session.name(session.index)} begins with other parameters than rank 0: call params ="
+            text = f"{session.name(session.index)} starts with other parameters than rank 0: call params ="
             raise session.fail(UsageError(f"{text} syncline.jax.broadcast(params) before init(params)"))
         self._compare(params)
         session.barrier()  # nobody goes on from parameters that are not everyone's

@@ -362,6 +362,6 @@ def _device_apart() -> Any:
     except (ImportError, AttributeError, TypeError) as error:
         version = importlib.import_module("jaxlib").__version__
         raise UsageError(
-            f"jaxlib {version} does not give owners of weights on workers a device of their own ({error}): use"
-            " ps(servers=1), servers that are processes of their own, or ps(on=workers, update=worker)"
+            f"jaxlib {version} cannot give owners of weights on workers their own device ({error}): use"
+            " ps(servers=1), with servers in separate processes, or ps(on=workers, update=worker)"
         ) from error

@@ -266,8 +266,8 @@ def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     necessary."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
-            f"the optimizer is {type(optimizer).__name__}: give one of Keras, as keras.optimizers.Adam(1e-3), or keep"
-            " your own and call syncline.tensorflow.average(model)"
+            f"the optimizer is {type(optimizer).__name__}: give an optimizer of Keras, such as"
+            " keras.optimizers.Adam(1e-3), or keep your own and call syncline.tensorflow.average(model)"
         )
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):

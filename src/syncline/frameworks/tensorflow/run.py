@@ -77,8 +77,9 @@ class Matching:
             names = ", ".join(repr(self.specs[one].name) for one in missing[:_MOST_NAMES])
             more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
             raise self.fault(
-                f"there is no gradient of {names}{more}: the loss does not depend on it, or it was frozen after"
-                " prepare(); set trainable=False before prepare(), or use prepare(..., unused='zeros')"
+                f"there is no gradient of {names}{more}: the loss does not depend on the variable, or the"
+                " variable was frozen after prepare(); set trainable=False before prepare(), or use"
+                " prepare(..., unused='zeros')"
             )
         return [
             found[number] if number in found else tf.zeros(spec.shape, spec.dtype)

@@ -111,8 +111,8 @@ def specs_of(variables: Sequence[Any]) -> list[Spec]:
         device = tf.DeviceSpec.from_string(variable.device).device_type
         if device not in (None, "CPU"):
             raise UsageError(
-                f"the variable {name!r} lies on a device of kind {device}: syncline.tensorflow serves the CPU; call"
-                f" tf.config.set_visible_devices([], {device!r}) before anything is computed"
+                f"the variable {name!r} lies on a device of kind {device}: syncline.tensorflow supports the CPU; call"
+                f" tf.config.set_visible_devices([], {device!r}) before any computation"
             )
         found.append(Spec(name, tuple(variable.shape), dtype))
     return found
