@@ -39,7 +39,7 @@ def bind(kind: str, part: Part, shared: Sequence[registry.Parameter] = ()) -> Pa
     parameters = (*entry.parameters, *shared)
     given = {_argument_name(entry, parameters, name, value): value for name, value in part.args}
     if len(given) < len(part.args):
-        raise StrategyError(f"{part.name} has an argument that is given twice")
+        raise StrategyError(f"an argument of {part.name} is given twice")
     args: list[tuple[str, Any]] = []
     for parameter in parameters:
         what = f"{parameter.name} of {part.name}"
@@ -218,7 +218,7 @@ _PRESETS = (
         "ps(servers=1) schedule=wait_free",
         "gRPC",
         "grpc",
-        "Variables lie on parameter servers, which apply each one's gradient as soon as all workers have sent it.",
+        "Parameter servers hold the variables and apply each gradient as soon as all workers have sent it.",
         "arXiv 1711.05979; Abadi et al., OSDI 2016",
     ),
 )
@@ -234,7 +234,9 @@ def preset_of(words: list[tuple[str, Part]]) -> Preset | None:
     if preset is None:
         return None
     if len(words) > 1 or first[1].args:
-        raise StrategyError(f"{preset.name} is a whole strategy; to change a word of it start from {preset.text!r}")
+        raise StrategyError(
+            f"{preset.name} is a complete strategy; to change one of its words start from {preset.text!r}"
+        )
     return preset
 
 
