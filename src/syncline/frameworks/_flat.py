@@ -301,7 +301,8 @@ class FlatModel:
             self.held.take(self.gradients)
         if self.held is not None and isinstance(self._mode, Averages):
             memory = HeldWeights(weights, self.held, self.gradients, session.world_size)
-            self.averaging = weight_exchange(session, self.key, self._mode, memory, follows=True)
+            self.averaging = weight_exchange(session, self.key, self._mode, memory)
+            self.averaging.follows = True
             self.trained.weights, self.exchange.mix = self.averaging, self.averaging.mix
         elif self.held is not None:
             self.owned = OwnedModel(self.exchange, self.trained, self.held, build)
@@ -385,7 +386,8 @@ class FlatModel:
         self.session.check_usable()
         self._check_not_gone()
         due = self.trained.machine.due
-        self.trained.check_due()
+        if not due:
+            self.trained.check_not_due()
         self._alone = self.averaging is not None and not due
         self._share = self.trained.share if due else 1.0
         self.coming.begin()

@@ -106,10 +106,10 @@ class TrainedModel:
         exchange, held = self._exchange, self._session.strategy.server_holds_weights
         return Steps(self._tensors, exchange.layout, exchange.schedule, exchange.mode, begun=begun, held=held)
 
-    def check_due(self) -> None:
-        """Raise GradientError if the present step exchanges nothing, but owners of the weights must take part in it."""
+    def check_not_due(self) -> None:
+        """Raise GradientError if owners of the weights must take part in the present step, which exchanges nothing."""
         strategy = self._session.strategy
-        if strategy.server_holds_weights and not self.machine.due:
+        if strategy.server_holds_weights:
             raise self._session.fault(
                 f"sync={strategy.sync.name} exchanges nothing in step {self.steps}, but owners of the weights must take"
                 " part in every step: use ring or another allreduce, or ps(update=worker)"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ..plans.check import check_mixing
 from ..plans.messages import Program
@@ -101,14 +101,12 @@ class WeightExchange:
     PlanError for a mode whose plans do not spread each worker's weights to all workers.
     """
 
-    def __init__(
-        self, session: Session, key: int, mode: Averages, memory: WeightMemory, *, follows: bool = False
-    ) -> None:
+    def __init__(self, session: Session, key: int, mode: Averages, memory: WeightMemory) -> None:
         self._session, self._key, self._memory = session, key, memory
         self._mixes = mode if isinstance(mode, Mixes) else None
         if self._mixes is not None:
             check_mixing(mixes_of(self._mixes, session.world_size))
-        self.follows = follows
+        self.follows = False
         """Whether an update that is equal on all workers has changed the weights since they were agreed."""
         self.since = 0
         """The steps that this worker has made alone since the last exchange of weights."""
@@ -218,10 +216,8 @@ class WeightExchange:
 class AgreedWeights(WeightExchange):
     """Exchanges the differences from the last agreed weights. The first agreed weights are the present ones."""
 
-    def __init__(
-        self, session: Session, key: int, mode: Agrees, memory: WeightMemory, *, follows: bool = False
-    ) -> None:
-        super().__init__(session, key, mode, memory, follows=follows)
+    def __init__(self, session: Session, key: int, mode: Agrees, memory: WeightMemory) -> None:
+        super().__init__(session, key, mode, memory)
         self._mode, self._pull = mode, mode.pull(session.world_size)
         self.agreed = memory.zeros()
         """This worker's weights at first and after each exchange. Under EASGD: the centre, which no worker has."""
@@ -308,10 +304,8 @@ class AgreedWeights(WeightExchange):
         self._mark = None
 
 
-def weight_exchange(
-    session: Session, key: int, mode: Averages, memory: WeightMemory, *, follows: bool = False
-) -> WeightExchange:
+def weight_exchange(session: Session, key: int, mode: Averages, memory: WeightMemory) -> WeightExchange:
     """The exchange of weights of that sync mode."""
-    kind: Any = AgreedWeights if isinstance(mode, Agrees) else WeightExchange
-    made: WeightExchange = kind(session, key, mode, memory, follows=follows)
-    return made
+    if isinstance(mode, Agrees):
+        return AgreedWeights(session, key, mode, memory)
+    return WeightExchange(session, key, mode, memory)

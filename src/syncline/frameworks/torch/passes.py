@@ -505,7 +505,8 @@ class TrainedReplica(Replica):
         """Make a step of the pass. If it was ``held``, none of its gradients has been sent."""
         due = self.trained.machine.due
         try:
-            self.trained.check_due()
+            if not due:
+                self.trained.check_not_due()
             self._send_rest(held and due)
         except BaseException as error:
             if self.trained.begun:  # the other ranks wait for the rest of this step

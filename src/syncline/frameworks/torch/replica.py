@@ -124,16 +124,24 @@ class Forms:
     """The element types, shapes, strides and devices of parameters at the time of construction."""
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        self._known = [(name, parameter, _form(parameter)) for name, parameter in named]
+        self._known = [
+            (name, parameter, parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
+            for name, parameter in named
+        ]
 
     def changed(self) -> str | None:
         """A text on the first parameter whose form has changed; None if none has."""
-        for name, parameter, before in self._known:
-            if (now := _form(parameter)) != before:
-                was, is_now = ("{} {} with strides {} on {}".format(*form) for form in (before, now))
+        for name, parameter, dtype, shape, stride, device in self._known:
+            if (
+                parameter.dtype != dtype
+                or parameter.shape != shape
+                or parameter.stride() != stride
+                or parameter.device != device
+            ):
+                now = _form(parameter.dtype, parameter.shape, parameter.stride(), parameter.device)
                 return (
-                    f"parameter {name!r} was {was} at syncline.prepare() and is {is_now} now (by .double(), .half(),"
-                    " .to() or .data?): bring the model into its form before prepare()"
+                    f"parameter {name!r} was {_form(dtype, shape, stride, device)} at syncline.prepare() and is {now}"
+                    " now (by .double(), .half(), .to() or .data?): bring the model into its form before prepare()"
                 )
         return None
 
@@ -218,8 +226,8 @@ class Guard:
             )
 
 
-def _form(parameter: torch.Tensor) -> tuple[Any, ...]:
-    return parameter.dtype, tuple(parameter.shape), parameter.stride(), parameter.device
+def _form(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], device: torch.device) -> str:
+    return f"{dtype} {tuple(shape)} with strides {stride} on {device}"
 
 
 def _for_one_call(weight: Any) -> bool:

@@ -114,12 +114,7 @@ class Client:
     def clip(self, max_norm: float, scale: float = 1.0) -> float:
         """Let the owners clip the next update's gradients to a norm of ``max_norm``, after division by ``scale``.
         Returns the norm."""
-        if self.deferred is not None:
-            raise self.replica.fault(
-                "clip_grad_norm_() needs all gradients before any weight is updated, but under"
-                f" schedule={self.deferred.name} owners of the weights update each bucket when it arrives: use"
-                " schedule=fixed, or ps(update=worker)"
-            )
+        self._check_together("clip_grad_norm_()")
         mode = self.replica.session.strategy.sync_mode()
         if backup_of(mode):
             raise self.replica.fault(
@@ -138,12 +133,7 @@ class Client:
         """
         if not self.replica.exchanged:
             return  # ``step`` will report it
-        if self.deferred is not None:
-            raise self.replica.fault(
-                "GradScaler needs all gradients before any weight is updated, but under"
-                f" schedule={self.deferred.name} owners of the weights update each bucket when it arrives: use"
-                " schedule=fixed, or ps(update=worker)"
-            )
+        self._check_together("GradScaler")
         self._check_pushed()
         if self.owned.together and self.owned.overflown():  # otherwise only this worker's push is skipped
             view = next(view for view in self.replica.storage.views if view.numel())
@@ -151,6 +141,14 @@ class Client:
             self._pushed.remember()
         self._versions = [view._version for view in self.replica.storage.views]
         self._scaler_looks = True
+
+    def _check_together(self, what: str) -> None:
+        """Raise GradientError if owners update bucket by bucket, but ``what`` needs all gradients."""
+        if self.deferred is not None:
+            raise self.replica.fault(
+                f"{what} needs all gradients before any weight is updated, but under schedule={self.deferred.name}"
+                " owners of the weights update each bucket when it arrives: use schedule=fixed, or ps(update=worker)"
+            )
 
     def unscale(self, scale: float) -> None:
         """Divide the next update's gradients by ``scale``, unless ``clip`` has done it already."""
@@ -286,11 +284,7 @@ class Client:
     def _prepare_to_lay_out(self) -> Callable[[], None]:
         """Send changed weights to the owners before other buckets replace these. Returns the function to call
         afterwards."""
-        if self.replica.exchanged:
-            raise self.replica.fault(
-                "load_state_dict() between backward() and step(): the parameter server has gradients of this step; load"
-                " it between two steps"
-            )
+        self._check_between("load_state_dict()")
         self._tell_changed()
         return self._lay_out
 
