@@ -155,7 +155,9 @@ def request_of(
         workload, workers, asked, epochs, iterations, None, seeds[0], None, None, launcher=launcher
     )
     if not comparison.scored:
-        raise UsageError(f"the workload {workload} has no test set, so it has no accuracy: use digits or cifar10:PATH")
+        raise UsageError(
+            f"the workload {workload} has no test set, so it has no accuracy: use digits, text or cifar10:PATH"
+        )
     texts = [case.strategy for case in comparison.cases]
     twice = next((text for text in texts if texts.count(text) > 1), None)
     if twice is not None:

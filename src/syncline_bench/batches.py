@@ -59,7 +59,7 @@ def _mode_of(contender: str) -> SyncMode | None:
 
 
 Taken = Callable[[Part], tuple[Any, Any]]
-"""Converts images and labels to arrays of a framework."""
+"""Converts samples and labels to arrays of a framework."""
 
 
 def batches(workload: Workload, rank: int, world: int, job: Job, taken: Taken) -> Iterator[Batch]:

@@ -188,7 +188,7 @@ def _check_scored(workload: Workload, target: float | None, evaluate_every: int 
     asked = {"--target": target, "--evaluate-every": evaluate_every}
     for name, value in asked.items():
         if value is not None and workload.test is None:
-            raise UsageError(f"{name}: the workload {workload.name} has no test set: use digits or cifar10:PATH")
+            raise UsageError(f"{name}: the workload {workload.name} has no test set: use digits, text or cifar10:PATH")
 
 
 def _looked_at(case: Case, workload: Workload, target: float | None, evaluate_every: int | None) -> Case:

@@ -12,7 +12,7 @@ from ._options import EPOCHS, FILE, ITERATIONS, JSON, LAUNCHER, OLD_FILE, REPORT
 
 @click.command(cls=Lists)
 @click.option(
-    "--workload", default="digits", show_default=True, help="A workload with a test set: digits or cifar10:PATH."
+    "--workload", default="digits", show_default=True, help="A workload with a test set: digits, text or cifar10:PATH."
 )
 @click.option("--workers", type=click.IntRange(min=2), default=4, show_default=True, help="Workers of every training.")
 @click.option("--seeds", multiple=True, metavar="N...", help="Seeds of weights and data order; default: 0 1 2.")

@@ -15,7 +15,7 @@ from ._options import EPOCHS, ITERATIONS, JSON, LAUNCHER, REPORT, TRACE, Lists, 
     "--workload",
     default="digits",
     show_default=True,
-    help="digits, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, each with arguments:"
+    help="digits, text, cifar10:PATH, synthetic:alexnet, replay:googlenet, trace:FILE.csv, each with arguments:"
     " replay:alexnet(loading=5ms), digits(step=30ms, slow_rank=1, slowdown=3), digits(step=30ms, jitter=1), ...",
 )
 @click.option(

@@ -68,7 +68,7 @@ class Training(Protocol):
         ...
 
     def taken(self, part: Part) -> tuple[Any, Any]:
-        """Images and labels as the model takes them. The thread that loads batches calls this."""
+        """Samples and labels as the model takes them. The thread that loads batches calls this."""
         ...
 
     def moved(self, batch: Batch) -> Batch:

@@ -64,8 +64,8 @@ class TorchTraining:
         """Tensors in the memory of the arrays, in the model's layout."""
         import torch
 
-        images, labels = map(torch.from_numpy, part)
-        return self._workload.computing.laid_out(images), labels
+        inputs, labels = map(torch.from_numpy, part)
+        return self._workload.computing.laid_out(inputs), labels
 
     def moved(self, batch: Batch) -> Batch:
         move = self._workload.computing.moved

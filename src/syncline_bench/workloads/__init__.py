@@ -1,6 +1,6 @@
 """Workloads: a model with its data and its solver, as trained in comparisons of strategies.
 
-A workload is named by a text: ``digits``, ``cifar10:PATH``, ``synthetic:resnet50``, ``trace:FILE.csv``; the part after
+A workload is named by a text: ``digits``, ``text``, ``cifar10:PATH``, ``synthetic:resnet50``; the part after
 the colon is passed to the workload. Arguments in parentheses come last, as in ``replay:alexnet(loading=100ms,
 prefetch=2)``: those of ``Pipeline`` and of ``Speed`` for every workload, those of ``Computing`` for workloads
 registered with ``computes=True``, and a workload's own keyword-only parameters. They have the syntax of strategy
@@ -77,6 +77,8 @@ def load(text: str) -> Workload:
         raise UsageError(f"workload {entry.name!r} returned {type(workload).__name__}: it must return a Workload")
     if feed.h2d is None and workload.trace is not None:
         feed = replace(feed, h2d=Seconds(workload.trace.h2d_s))
+    if how.channels_last == "on" and not isinstance(workload.train, Images):
+        raise UsageError(f"channels_last=on is a layout of images, and {workload.name} has none: leave it out")
     shown = write("workloads", part, shared).removeprefix(entry.name)
     return replace(workload, name=workload.name + shown, pipeline=feed, speed=speed, computing=how)
 

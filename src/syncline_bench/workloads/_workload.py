@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +29,23 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-Part = tuple[NDArray[np.float32], NDArray[np.int64]]
-"""Images and their labels."""
+Part = tuple[NDArray[Any], NDArray[np.int64]]
+"""Inputs of a model and their labels: one for each sample, or a sequence of them."""
 
 EVALUATION_BATCH = 500
-"""Images per forward pass of an evaluation; it only limits memory."""
+"""Samples per forward pass of an evaluation; it only limits memory."""
+
+
+class Samples(Protocol):
+    """A set of labelled samples in memory."""
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
+
+    def take(self, index: NDArray[np.int64]) -> Part:
+        """The samples with these numbers and their labels, as copies."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Images:
 class Epoch:
     """The training set in the order of one epoch, cut into ``steps`` global batches, each with ``world`` parts."""
 
-    images: Images
+    samples: Samples
     order: NDArray[np.int64]
     batch: int
     world: int
@@ -76,7 +88,7 @@ class Epoch:
     def part(self, step: int, rank: int) -> Part:
         """A worker's part of a global batch."""
         whole = self.order[step * self.batch : (step + 1) * self.batch]
-        return self.images.take(whole[len(whole) * rank // self.world : len(whole) * (rank + 1) // self.world])
+        return self.samples.take(whole[len(whole) * rank // self.world : len(whole) * (rank + 1) // self.world])
 
     def share(self, step: int, rank: int) -> float:
         """The part's size relative to an even share: its weight in the mean over workers."""
@@ -102,8 +114,8 @@ class Workload:
     batch: int
     global_batch: bool
     epochs: int
-    train: Images
-    test: Images | None
+    train: Samples
+    test: Samples | None
     build: Callable[[], nn.Module]
     loss: Callable[[Any, Tensor], Tensor]
     optimizer: Callable[[nn.Module], Optimizer]
@@ -156,7 +168,7 @@ class Workload:
         return full + (rest >= world)
 
     def batches(self, rank: int, world: int, batch: int, seed: int, epoch: int) -> Iterator[Part]:
-        """One epoch of this rank's parts, as (images, labels).
+        """One epoch of this rank's parts.
 
         ``batch`` is the global batch of all ``world`` workers; its parts differ by at most one sample. An incomplete
         last batch is kept if it has a sample for every rank, else dropped.
@@ -192,18 +204,19 @@ class Workload:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        correct, loss = 0, 0.0
+        count, correct, loss = 0, 0, 0.0
         try:
             with torch.no_grad():
                 for part in self.tests():
-                    images, labels = (torch.from_numpy(array).to(device) for array in part)
-                    output = model(images)
+                    inputs, labels = (torch.from_numpy(array).to(device) for array in part)
+                    output = model(inputs)
+                    count += labels.numel()
                     correct += int((output.argmax(1) == labels).sum())
-                    loss += float(self.loss(output, labels)) * len(labels)
+                    loss += float(self.loss(output, labels)) * labels.numel()
         finally:
             for module, training in modes:
                 module.training = training
-        return correct / len(self.test), loss / len(self.test)
+        return correct / count, loss / count
 
 
 def layers(model: nn.Module) -> tuple[Layer, ...]:

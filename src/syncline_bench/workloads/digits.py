@@ -4,15 +4,14 @@
 1998). The split is fixed: 36 images of every class are the test set (360); the other 1437 are for training. The global
 batch is constant, whatever the number of workers, so that all of them train the same model.
 
-The recipe makes the result insensitive to rounding: no dropout, no batch normalization, and a learning rate that falls
-to zero, by which trajectories with different rounding have settled on the same decisions. It exists as a blueprint
+The recipe makes the result insensitive to rounding: no dropout, no batch normalization, and the learning rate of
+``_solver``. It exists as a blueprint
 beside its PyTorch model, so that any framework can train it.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from math import cos, pi
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,20 +22,18 @@ from syncline.errors import UsageError
 from syncline.registry import register
 
 from ._blueprint import Blueprint, Convolution, Dense, Flatten, MaxPooling, Relu
+from ._solver import mean_cross_entropy, rate_factor, warm_cosine
 from ._workload import Images, Workload
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
 TEST_PER_CLASS = 36
 SPLIT_SEED = 1797
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.9, 1e-3
 HIDDEN = 128
 MOST_HIDDEN = 1 << 20
-WARM_UP = 0.1
-"""The share of steps over which the learning rate rises from near zero."""
 
 
 @register("workloads", "digits", computes=True)
@@ -58,9 +55,9 @@ def digits(argument: str = "", *, hidden: int = HIDDEN) -> Workload:
         train=train,
         test=test,
         build=lambda: _build(hidden),
-        loss=_loss,
+        loss=mean_cross_entropy,
         optimizer=lambda model: _optimizer(model, _rate(hidden)),
-        schedule=_schedule,
+        schedule=warm_cosine,
         blueprint=blueprint(hidden),
     )
 
@@ -74,7 +71,7 @@ def blueprint(hidden: int = HIDDEN) -> Blueprint:
         (*convolutions, *dense),
         MOMENTUM,
         WEIGHT_DECAY,
-        lambda steps: tuple(_rate(hidden) * _factor(step, steps) for step in range(steps)),
+        lambda steps: tuple(_rate(hidden) * rate_factor(step, steps) for step in range(steps)),
     )
 
 
@@ -116,28 +113,7 @@ def _build(hidden: int) -> nn.Module:
     return DigitsCNN(hidden)
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    from torch.nn.functional import cross_entropy
-
-    return cross_entropy(output, target)
-
-
 def _optimizer(model: nn.Module, rate: float) -> Optimizer:
     from torch.optim import SGD
 
     return SGD(model.parameters(), lr=rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-
-
-def _schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
-    """The schedule of ``_factor``."""
-    from torch.optim.lr_scheduler import LambdaLR
-
-    return LambdaLR(optimizer, lambda step: _factor(step, steps))
-
-
-def _factor(step: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine down to zero at the last step."""
-    warm = max(1, round(WARM_UP * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + cos(pi * min(1.0, (step - warm + 1) / max(1, steps - warm + 1))))
