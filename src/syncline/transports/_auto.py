@@ -4,7 +4,7 @@
 them. All messages with one peer go through one member transport, so the members' guarantees hold. One wait covers all
 members: the last member's, which also watches the other members' descriptors.
 
-Members only have to satisfy ``Member``.
+Members only have to satisfy ``Combinable``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import ClosedError, UsageError
 from . import Adds, Bytes, Handle, Transport
 
 
-class Member(Transport, Protocol):
+class Combinable(Transport, Protocol):
     """A transport whose wait can be combined with that of others."""
 
     def fileno(self) -> int:
@@ -42,7 +42,7 @@ class Auto:
     (shared memory). The last member waits for all: it is the one that moves bodies while it waits (TCP).
     """
 
-    def __init__(self, rank: int, members: Mapping[Member, Collection[int]]) -> None:
+    def __init__(self, rank: int, members: Mapping[Combinable, Collection[int]]) -> None:
         self.rank = rank
         self.name = "+".join(member.name for member in members)
         self._members = tuple(members)
@@ -117,7 +117,7 @@ class Auto:
             for member in self._members:
                 member.close()
 
-    def _member(self, peer: int) -> Member:
+    def _member(self, peer: int) -> Combinable:
         member = self._to.get(peer)
         if member is None:
             raise UsageError(f"rank {self.rank} cannot exchange messages with {peer} in a world of {self.world}")
