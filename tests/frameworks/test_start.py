@@ -638,9 +638,8 @@ def test_what_only_one_ranks_optimizer_changes_is_named(
 
     with pytest.raises(MismatchError) as caught:
         on_group(group, strategy, 2, make, lambda here: train(here, range(1)))
-    assert "changes " in str(caught.value)
-    assert " itself in step(), and the optimizer of" in str(caught.value)
-    assert named in str(caught.value)
+    assert f"has an optimizer whose step() changes {named}" in str(caught.value)
+    assert "whose step() changes no value" in str(caught.value)
 
 
 class GrowsQuickly(InList):

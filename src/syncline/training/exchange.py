@@ -189,8 +189,8 @@ class BucketExchange:
         self._compressions: list[Compression] = []  # of each storage, where there is a codec
         self._reduced: dict[int, Work] = {}  # the last reduction of each bucket, where steps overlap
         self._orders: dict[tuple[int, int, Phase], Order | CodedOrder] = {}  # by storage, bucket and phase
-        self._planned, self._chosen = session.strategy, session.choice  # what they run
-        self._checked: Meeting | None = None  # the last one of which all came with the same rule
+        self._planned, self._chosen = session.strategy, session.choice  # of the orders
+        self._checked: Meeting | None = None  # the last one to which all came with the same rule
         self.compress()
         self._exchanges = 0  # in this layout
         self._shown: Meeting | None = None  # of the last step, where what rank 0 tells in it counts

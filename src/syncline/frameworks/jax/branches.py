@@ -63,7 +63,7 @@ class _Allowed(metaclass=_ByPlace):
 
 
 effects.control_flow_allowed_effects.add_type(_Allowed)
-effects.lowerable_effects.add_type(_Exchange)  # where JAX keeps what is not used (keep_unused=True)
+effects.lowerable_effects.add_type(_Exchange)  # for unused values that JAX keeps (keep_unused=True)
 
 _watched = Primitive("syncline_exchange")
 _watched.multiple_results = True

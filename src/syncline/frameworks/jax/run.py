@@ -51,7 +51,7 @@ from .trees import (
 
 try:
     from .branches import watched
-except (ImportError, AttributeError) as error:  # what it stands on is JAX's own
+except (ImportError, AttributeError) as error:  # it uses names that are private to JAX
     warn(
         f"with JAX {jax.__version__} exchanges in branches and loops cannot be detected ({error}): call update()"
         " outside of jax.lax.cond, switch and while_loop, because a rank that skips an exchange would pair gradients of"

@@ -54,7 +54,7 @@ class Prepared:
         self.specs, self.ids = specs_of(self.variables), {id(resource(one)) for one in self.variables}
         self.steps = 0
         """The number of steps of a single worker, if no Keras optimizer counts them."""
-        self._since = self._begun = 0  # what the optimizer and the model had counted when they began to go together
+        self._since = self._begun = 0  # counts of the optimizer and of the model at their common start
         self.matching = Matching(self.variables, self.specs, unused)
         slots = None
         if optimizer is not None:
@@ -133,7 +133,7 @@ class Prepared:
             self.steps = load_alone(self.specs, self.weights, saved)
         else:
             load(self.run.model, saved)
-            if self.run.held:  # the owners have what is kept of elements; a count of steps is here too
+            if self.run.held:  # the owners have the elementwise state; a count of steps is here too
                 self.weights.keep(checked(self.specs, saved, 0, 1)[1])
                 if not self.session.strategy.sync_mode().merges:  # theirs counts the pushes of all
                     innermost(self.optimizer)._iterations.assign(saved["steps"])
@@ -248,7 +248,7 @@ def _trace_anew(model: Any) -> None:
 
 def _said(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def train_function(*arguments: Any) -> Any:
-        run.error = None  # of which a script has heard before
+        run.error = None  # the script has seen the error of an earlier call
         try:
             return function(*arguments)
         except tf.errors.OpError as error:

@@ -327,7 +327,7 @@ def _or_plain(method: _Method) -> _Method:
         if isinstance(self, Stepping):
             return method(self, *args, **kwargs)
         if method.__name__ == "step":
-            self._opt_called = True  # no scheduler has wrapped what was kept
+            self._opt_called = True  # no scheduler has wrapped the kept method
         return getattr(type(self), method.__name__)(self, *args, **kwargs)
 
     return cast(_Method, either)

@@ -186,7 +186,7 @@ class Produced:
         return not came
 
     def fill(self, index: int, keep: Keep | None) -> None:
-        """Stand in for a missing gradient: with what was accumulated before the pass, or else with zeros."""
+        """Replace a missing gradient by the sum that was accumulated before the pass, or by zeros."""
         parameter = self._named[index][1]
         if parameter.grad is None:
             parameter.grad = self.storage.fresh(index).zero_()
@@ -356,7 +356,7 @@ class TrainedReplica(Replica):
     # What the script does with the model.
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Check the model at the start of a forward pass, and finish what the pass must not meet."""
+        """Check the model at the start of a forward pass, and finish exchanges that the pass must not overtake."""
         self.guard.check_only_ours()
         if self.deferred is not None:
             self.deferred.before_forward()

@@ -14,7 +14,6 @@ has the others' weights.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...errors import MismatchError, SynclineError, UsageError
+from ...errors import SynclineError, UsageError
 from ...serving.owner import check_kept
 from ...serving.records import pack, unpack
 from ...session.layout import decide_layout
@@ -127,20 +126,28 @@ def _checked_together(
     session: Session, optimizer: torch.optim.Optimizer | None, selection: Selection, options: Options, first_key: int
 ) -> Probed:
     """The result of the optimizer's trial. Raises MismatchError if ranks have different models, options or values."""
-    probed = Probed(False, ())
-    if optimizer is not None and session.strategy.server_holds_weights:
-        roles = session.strategy.roles
-        probed = probe(optimizer, 1 if roles is None else roles.owners)
+    probed, strategy = Probed(False, ()), session.strategy
+    said = [(f"has called syncline.prepare() with {one}", "give the same on all ranks") for one in options.agreed]
+    if optimizer is not None and strategy.server_holds_weights:
+        probed = probe(optimizer, 1 if strategy.roles is None else strategy.roles.owners)
+        # All processes ask for such values together, so their names must agree.
+        remedy = "an optimizer must keep the same values on all ranks; keep a counter of one rank alone in the script"
+        said.append((f"has an optimizer whose step() changes {_names(probed.changed)}", remedy))
+        said.append((f"has an optimizer whose step() may change {_names(probed.own)}", remedy))
     if optimizer is not None:
-        strategy, name = session.strategy, type(optimizer).__name__
+        name = type(optimizer).__name__
         check_kept(momentum_of(strategy.sync_mode()), strategy.sync.name, name, probed.keeps_state)
-    calls = [f"has called syncline.prepare() with {one}" for one in options.agreed]
     tensors = [_described(name, tensor) for name, tensor in selection.tensors()]
-    check_same_model(session, first_key, tensors, *((call, "give the same on all ranks") for call in calls))
-    if optimizer is not None and session.strategy.server_holds_weights:
-        check_same_own(session, probed.own, probed.changed)
-        check_own_values(session.strategy, optimizer, probed.own)
+    check_same_model(session, first_key, tensors, *said)
+    if optimizer is not None and strategy.server_holds_weights:
+        check_own_values(strategy, optimizer, probed.own)
     return probed
+
+
+def _names(values: Sequence[frozenset[str]]) -> str:
+    """The names of values in an optimizer's groups, followed by its attributes."""
+    named = (name_of(key, place, len(values)) for place, keys in enumerate(values) for key in sorted(keys))
+    return ", ".join(named) or "no value"
 
 
 def release(session: Session, model: torch.nn.Module) -> Prepared:
@@ -260,32 +267,6 @@ def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
 
 _PIECE_BYTES = 16 * 1024 * 1024
 _KEY = BUCKET_KEYS
-
-
-def check_same_own(session: Session, own: Sequence[frozenset[str]], changed: Sequence[frozenset[str]]) -> None:
-    """Raise MismatchError if the optimizer itself changes other values than worker 0's does, naming the first.
-
-    The names must agree because all processes ask for such values together. ``changed`` are the members of ``own`` that
-    were seen to change.
-    """
-    mine = [[(number, key) for number, keys in enumerate(one) for key in sorted(keys)] for one in (own, changed)]
-    theirs = json.loads(session.everyone.tell(json.dumps(mine).encode(), "comparing optimizers"))
-    (here, seen_here), (there, seen_there) = ([set(map(tuple, values)) for values in one] for one in (mine, theirs))
-    if here == there:
-        return
-    if seen_here != seen_there:
-        here, there = seen_here, seen_there
-    number, key = min(here ^ there)
-    one, other = session.name(session.index), session.called(0)
-    if (number, key) not in here:
-        one, other = other, one
-    raise session.fail(
-        MismatchError(
-            f"the optimizer of {one} changes {name_of(key, number, len(own))} itself in step(), and the optimizer of"
-            f" {other} does not: an optimizer must keep the same values on all ranks; keep a counter of one rank alone"
-            " in the script"
-        )
-    )
 
 
 def copy_from_worker(session: Session, tensors: Sequence[torch.Tensor], root: int = 0, everyone: bool = True) -> None:

@@ -15,7 +15,7 @@ gradients are complete, updated, and pulled at once. Buckets that the next forwa
 priority. New weights thus arrive while backward still reads the old ones, and before the script calls the optimizer.
 They are pulled into separate memory and copied into the parameters at the first read after ``optimizer.step()``,
 usually by their layer in the next forward pass (``deferred``, ``first_use``). Memory: a copy of the weights.
-``optimizer.step()`` refuses what the owners could no longer take into account: another learning rate than at the first
+``optimizer.step()`` refuses changes that come too late for the owners: another learning rate than at the first
 gradient, weights that were changed since then, and clipping by the norm of all gradients.
 """
 
@@ -254,7 +254,7 @@ class Client:
         self.settle("syncline.state_dict()")
         self._tell_changed()
         if not self.owned.together and self.replica.exchange.compression is None:
-            self.consolidate("state_dict()")  # what the workers have then says all
+            self.consolidate("state_dict()")  # all workers then have the owners' weights
             return {name: parameter.detach().cpu().clone() for name, parameter in self.replica.named}
         whole = whole_state(self.owned.weights(), self.parameters)
         return {
