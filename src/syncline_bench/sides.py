@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from syncline.launch.environment import recognise
 
-from .report.rows import BASELINE
+from .report.comparison import BASELINE
 
 
 class Counters(Protocol):
@@ -63,7 +63,7 @@ class Side(Protocol):
 
 
 class Placed:
-    """A side that takes its rank and number of workers from the environment of its process."""
+    """A side that takes its rank and number of workers from its process's environment, and whose replicas are equal."""
 
     def __init__(self) -> None:
         self.environment = recognise()
@@ -75,6 +75,9 @@ class Placed:
     def world_size(self) -> int:
         """The number of processes that the launcher has set."""
         return self.environment.world
+
+    def consolidate(self) -> None:
+        """Return at once: replicas never differ."""
 
 
 class Alone:

@@ -7,8 +7,7 @@ from torch import nn
 
 from syncline.errors import UsageError
 from syncline_bench.workloads.models.flops import trace_of
-from syncline_bench.workloads.models.googlenet import GoogLeNet
-from syncline_bench.workloads.models.resnet50 import ResNet50
+from syncline_bench.workloads.models.networks import GoogLeNet, ResNet50
 
 
 def small() -> nn.Module:

@@ -1,6 +1,13 @@
-"""The parts of a ring that are the same over every message library: memory, halves, results."""
+"""The parts of a ring that are the same over every message library: memory, halves, results.
+
+A ring is the allreduce of Sunway's Caffe and of baidu-allreduce: scatter-reduce, then all-gather, N-1 steps each
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +17,7 @@ PIECE_BYTES = 1 << 20
 """Parts travel in pieces, so that one is added while the next is on its way."""
 
 
-class Ring:
+class Ring(ABC):
     """Ring allreduce, or one of its halves, over an array in this process's memory.
 
     A library's ring says how ``_reduce_scatter`` and ``_all_gather`` move the parts. ``version`` names the library.
@@ -45,13 +52,53 @@ class Ring:
         start, stop = (self._whole.size * edge // self._ranks for edge in (number, number + 1))
         return self._whole[start:stop]
 
+    @abstractmethod
     def _reduce_scatter(self) -> None:
         """Rank r ends with the sum of part r."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _all_gather(self) -> None:
         """Part r goes from rank r to all."""
-        raise NotImplementedError
+
+
+class PostedRing(Ring):
+    """A ring over a library whose receives are posted before their messages, so that none is copied on its way."""
+
+    def __init__(self, seat: Seat, version: str) -> None:
+        super().__init__(seat, version)
+        self._arriving: Array = np.empty(seat.elements // seat.world + 1, np.float32)
+
+    @abstractmethod
+    def _send(self, data: Array) -> Any:
+        """Begin to send to the next rank. Returns the request."""
+
+    @abstractmethod
+    def _receive(self, into: Array) -> Any:
+        """Post a receive from the rank before. Returns the request."""
+
+    @abstractmethod
+    def _wait(self, *requests: Any) -> None:
+        """Wait for the end of these requests."""
+
+    def _reduce_scatter(self) -> None:
+        """In step s, rank r passes on part r-1-s."""
+        step = PIECE_BYTES // 4
+        for turn in range(1, self._ranks):
+            leaving, into = self._part(self._rank - turn), self._part(self._rank - turn - 1)
+            starts = range(0, into.size, step)
+            arriving = [self._receive(self._arriving[at : min(at + step, into.size)]) for at in starts]
+            sending = [self._send(leaving[at : at + step]) for at in range(0, leaving.size, step)]
+            for at, message in zip(starts, arriving, strict=True):
+                self._wait(message)
+                piece = into[at : at + step]
+                np.add(piece, self._arriving[at : at + piece.size], out=piece)
+            self._wait(*sending)
+
+    def _all_gather(self) -> None:
+        """In step s, rank r passes on part r-s."""
+        for turn in range(self._ranks - 1):
+            receiving = self._receive(self._part(self._rank - turn - 1))
+            self._wait(self._send(self._part(self._rank - turn)), receiving)
 
 
 def pieces(part: Array) -> list[Array]:

@@ -85,9 +85,6 @@ class Member(Placed):
 
         sync_global_devices("the end of the training")
 
-    def consolidate(self) -> None:
-        """Nothing: there is one program."""
-
     def shutdown(self) -> None:
         import jax
 

@@ -10,7 +10,6 @@ from math import cos, pi
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,10 +30,3 @@ def warm_cosine(optimizer: Optimizer, steps: int) -> LRScheduler:
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: rate_factor(step, steps))
-
-
-def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """The loss of scores in dimension 1, averaged over all labels."""
-    from torch.nn.functional import cross_entropy
-
-    return cross_entropy(output, target)

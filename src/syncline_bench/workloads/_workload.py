@@ -219,6 +219,13 @@ class Workload:
         return correct / count, loss / count
 
 
+def entropy(output: Tensor, target: Tensor) -> Tensor:
+    """The mean cross entropy of scores over dimension 1, averaged over all labels."""
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(output, target)
+
+
 def layers(model: nn.Module) -> tuple[Layer, ...]:
     """The trainable tensors of a model in registration order, which is the forward order of all models here."""
     found = ((name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad)

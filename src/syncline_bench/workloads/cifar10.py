@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from syncline.errors import DataError, UsageError
 from syncline.registry import register
 
-from ._workload import Images, Workload
+from ._workload import Images, Workload, entropy
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -51,7 +51,7 @@ def cifar10(argument: str = "") -> Workload:
         train=Images(pixels, labels, mean),
         test=Images(test_pixels, test_labels, mean),
         build=_build,
-        loss=_loss,
+        loss=entropy,
         optimizer=_optimizer,
         schedule=_schedule,
     )
@@ -103,15 +103,9 @@ def _part(path: Path) -> Set:
 
 
 def _build() -> nn.Module:
-    from .models.cifar10_quick import Cifar10Quick
+    from .models.networks import Cifar10Quick
 
     return Cifar10Quick()
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    from torch.nn.functional import cross_entropy
-
-    return cross_entropy(output, target)
 
 
 def _optimizer(model: nn.Module) -> Optimizer:

@@ -22,8 +22,8 @@ from syncline.errors import UsageError
 from syncline.registry import register
 
 from ._blueprint import Blueprint, Convolution, Dense, Flatten, MaxPooling, Relu
-from ._solver import mean_cross_entropy, rate_factor, warm_cosine
-from ._workload import Images, Workload
+from ._solver import rate_factor, warm_cosine
+from ._workload import Images, Workload, entropy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ def digits(argument: str = "", *, hidden: int = HIDDEN) -> Workload:
         train=train,
         test=test,
         build=lambda: _build(hidden),
-        loss=mean_cross_entropy,
+        loss=entropy,
         optimizer=lambda model: _optimizer(model, _rate(hidden)),
         schedule=warm_cosine,
         blueprint=blueprint(hidden),
@@ -108,7 +108,7 @@ def _split(pixels: NDArray[np.float32], labels: NDArray[np.int64]) -> tuple[Imag
 
 
 def _build(hidden: int) -> nn.Module:
-    from .models.digits_cnn import DigitsCNN
+    from .models.networks import DigitsCNN
 
     return DigitsCNN(hidden)
 

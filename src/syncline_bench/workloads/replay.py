@@ -41,8 +41,9 @@ LEARNING_RATE = 0.01
 
 @dataclass(frozen=True)
 class _Published:
-    """Seconds of whole passes over ``batch`` images of a side of ``side`` pixels, on one GPU."""
+    """Seconds of whole passes of a network over ``batch`` images of a side of ``side`` pixels, on one GPU."""
 
+    network: str
     side: int
     batch: int
     forward_s: float
@@ -50,9 +51,9 @@ class _Published:
 
 
 _PUBLISHED = {
-    "alexnet": _Published(227, 256, 0.045, 0.085),
-    "googlenet": _Published(224, 64, 0.3918 - 0.2053, 0.2053),
-    "resnet50": _Published(224, 32, 0.076, 0.135),
+    "alexnet": _Published("alexnet", 227, 256, 0.045, 0.085),
+    "googlenet": _Published("googlenet_aux", 224, 64, 0.3918 - 0.2053, 0.2053),
+    "resnet50": _Published("resnet50", 224, 32, 0.076, 0.135),
 }
 
 
@@ -65,10 +66,11 @@ def replay(argument: str = "") -> Workload:
         hint = f"did you mean 'replay:{near[0]}'?" if near else f"choose one of {', '.join(_PUBLISHED)}"
         raise UsageError(f"replay has no network {argument!r}: {hint}; for other layers write 'trace:FILE.csv'")
     from .models.flops import trace_of
+    from .models.networks import IMAGENET
 
     image = (3, published.side, published.side)
     times = published.batch, published.forward_s, published.backward_s
-    return replayed(f"replay:{argument}", trace_of(argument, lambda: _network(argument), image, *times))
+    return replayed(f"replay:{argument}", trace_of(argument, IMAGENET[published.network], image, *times))
 
 
 @register("workloads", "trace")
@@ -101,20 +103,6 @@ def _samples(count: int) -> Images:
     """One number from 0.5 to 1.5 per sample: small, never 0, with a different mean on every rank."""
     pixels = np.random.default_rng(DATA_SEED).uniform(0.5, 1.5, (count, 1, 1, 1)).astype(np.float32)
     return Images(pixels, np.zeros(count, np.int64), np.zeros((1, 1, 1), np.float32))
-
-
-def _network(name: str) -> nn.Module:
-    if name == "alexnet":
-        from .models.alexnet import AlexNet
-
-        return AlexNet()
-    if name == "resnet50":
-        from .models.resnet50 import ResNet50
-
-        return ResNet50()
-    from .models.googlenet import GoogLeNet
-
-    return GoogLeNet(auxiliary=True)
 
 
 def _build(trace: Trace) -> nn.Module:

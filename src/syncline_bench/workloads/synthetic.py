@@ -16,7 +16,7 @@ import numpy as np
 from syncline.errors import UsageError
 from syncline.registry import register
 
-from ._workload import Images, Workload
+from ._workload import Images, Workload, entropy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,29 +79,19 @@ def _images(side: int) -> Images:
 
 
 def _build(name: str) -> nn.Module:
-    if name == "alexnet":
-        from .models.alexnet import AlexNet
+    from .models.networks import IMAGENET
 
-        return AlexNet()
-    if name == "resnet50":
-        from .models.resnet50 import ResNet50
-
-        return ResNet50()
-    from .models.googlenet import GoogLeNet
-
-    return GoogLeNet(auxiliary=name == "googlenet_aux")
+    return IMAGENET[name]()
 
 
 def _loss(output: Any, target: Tensor) -> Tensor:
     """Cross entropy of the scores. Auxiliary classifiers, if any, count 0.3 each."""
-    from torch.nn.functional import cross_entropy
-
     if not isinstance(output, tuple):
-        return cross_entropy(output, target)
-    from .models.googlenet import AUXILIARY_WEIGHT
+        return entropy(output, target)
+    from .models.networks import AUXILIARY_WEIGHT
 
     scores, *auxiliary = output
-    return cross_entropy(scores, target) + AUXILIARY_WEIGHT * sum(cross_entropy(each, target) for each in auxiliary)
+    return entropy(scores, target) + AUXILIARY_WEIGHT * sum(entropy(each, target) for each in auxiliary)
 
 
 def _optimizer(model: nn.Module, network: _Network) -> Optimizer:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from syncline.errors import DataError, UsageError
 from syncline.registry import register
 
-from ._solver import mean_cross_entropy, warm_cosine
-from ._workload import Part, Workload
+from ._solver import warm_cosine
+from ._workload import Part, Workload, entropy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +75,7 @@ def text(argument: str = "", *, width: int = 128, layers: int = 6) -> Workload:
         train=Sequences(sequences[~tested]),
         test=Sequences(sequences[tested]),
         build=lambda: _build(width, layers),
-        loss=mean_cross_entropy,
+        loss=entropy,
         optimizer=_optimizer,
         schedule=warm_cosine,
     )

@@ -1,8 +1,4 @@
-"""Networks as torch modules: one file each; a test checks the published number of parameters.
+"""Models as torch modules: the ``networks``, their operations (``flops``), and one that only takes time (``replayed``).
 
-Shared parts are in files of their own: initial weights (``fillers``), operation counts (``flops``), and the network
-that only takes time (``replayed``).
-
-This file imports nothing, so that importing the folder does not import torch. Parameters are registered in forward
-order.
+This file imports nothing, so that importing the folder does not import torch.
 """

@@ -5,12 +5,7 @@ import torch
 from torch import nn
 
 from syncline_bench.workloads import layers
-from syncline_bench.workloads.models.alexnet import AlexNet
-from syncline_bench.workloads.models.cifar10_quick import Cifar10Quick
-from syncline_bench.workloads.models.digits_cnn import DigitsCNN
-from syncline_bench.workloads.models.fillers import he, xavier
-from syncline_bench.workloads.models.googlenet import GoogLeNet
-from syncline_bench.workloads.models.resnet50 import ResNet50
+from syncline_bench.workloads.models.networks import AlexNet, Cifar10Quick, DigitsCNN, GoogLeNet, ResNet50, he, xavier
 
 
 def auxiliary() -> GoogLeNet:

@@ -1,14 +1,23 @@
-"""torch.distributed's own calls over one of its backends, for the peers that are such a backend.
+"""torch.distributed's own calls over one of its backends: Gloo, and Syncline.
 
 As a script has it that torchrun starts: the default group, found by the environment's variables, and no other; and as
 many threads as OMP_NUM_THREADS says, which torchrun sets to 1 as the bench does.
+
+Gloo is the CPU backend of DistributedDataParallel. Its documented setting is the interface to use (GLOO_SOCKET_IFNAME),
+which the bench sets: Gloo otherwise takes what the host's name resolves to. Ranks of one machine talk over TCP too.
+Syncline's backend shows what a program gets that calls torch's collectives: its tensors are torch's own, in memory that
+ranks do not share. SYNCLINE_STRATEGY says what runs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from syncline.registry import register
+
 from . import Array, Seat
+
+_DECLARED = {"collectives": ("allreduce", "reduce-scatter", "all-gather", "broadcast"), "needs": "torch"}
 
 
 class TorchNative:
@@ -60,3 +69,22 @@ class TorchNative:
 
     def close(self) -> None:
         self._dist.destroy_process_group()
+
+
+@register("peers", "gloo:native", moves="link", **_DECLARED)
+class GlooNative(TorchNative):
+    """torch.distributed's own collectives on the Gloo backend."""
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat, "gloo")
+
+
+@register("peers", "torch:syncline", moves="memory", **_DECLARED)
+class TorchSyncline(TorchNative):
+    """torch.distributed's own collectives on the backend syncline."""
+
+    def __init__(self, seat: Seat) -> None:
+        from syncline.torch_backend import register as register_backend
+
+        register_backend()
+        super().__init__(seat, "syncline")

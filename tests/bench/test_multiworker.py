@@ -11,7 +11,7 @@ import pytest
 
 from syncline.errors import GroupError
 from syncline.launch.environment import recognise
-from syncline_bench.peers._addresses import all_addresses
+from syncline_bench.peers.multiworker import all_addresses
 
 WORLD = 4
 

@@ -1,0 +1,184 @@
+"""Peers on MPI, through mpi4py: an MPI library's own collectives, a ring on its messages, and one on its windows.
+
+``mpi`` is the library that is installed (Open MPI before MPICH); ``openmpi`` and ``mpich`` say which. A script begins
+with ``from mpi4py import MPI``, which initialises MPI with the thread level that mpi4py asks for; the communicator is
+MPI_COMM_WORLD. The setting that matters is to yield the core while waiting, which ``launch.mpi_library`` makes: ranks
+may outnumber cores, and an MPI rank otherwise spins. MPI ends with the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from syncline.registry import register
+
+from . import Array, Seat
+from ._ring import PIECE_BYTES, PostedRing, Ring
+
+_AHEAD = 2
+_HALVES = ("allreduce", "reduce-scatter", "all-gather")
+
+Peer = TypeVar("Peer", bound=Callable[..., Any])
+
+
+def _registered(algorithm: str, collectives: tuple[str, ...] = _HALVES) -> Callable[[Peer], Peer]:
+    """Register a peer under the name of every library."""
+
+    def enter(peer: Peer) -> Peer:
+        for library in ("mpi", "openmpi", "mpich"):
+            declared = {"collectives": collectives, "moves": "memory", "needs": "mpi", "library": library}
+            register("peers", f"{library}:{algorithm}", **declared)(peer)
+        return peer
+
+    return enter
+
+
+def _version(mpi: Any) -> str:
+    """The library's name and version; the rest of what it says is about how it was built."""
+    return " ".join(mpi.Get_library_version().split(",")[0].splitlines()[0].replace(":", " ").split())
+
+
+@_registered("native", (*_HALVES, "broadcast"))
+class MpiNative:
+    """MPI_Allreduce, MPI_Reduce_scatter_block, MPI_Allgather and MPI_Bcast, in place where MPI has that.
+
+    The library chooses its algorithm by size.
+    """
+
+    run: Callable[[], None]
+    """The library's call."""
+
+    def __init__(self, seat: Seat) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._seat = MPI, seat
+        self._all = np.zeros(seat.elements, np.float32)
+        self._own = np.zeros(seat.elements // seat.world if seat.collective == "reduce-scatter" else 0, np.float32)
+        self._result: Array = self._all
+
+    def select(self, elements: int) -> Array:
+        """Memory of this process; the call is made ready, since MPI takes little longer than Python to find it."""
+        world, in_place = self._mpi.COMM_WORLD, self._mpi.IN_PLACE
+        whole = self._result = self._all[:elements]
+        match self._seat.collective:
+            case "allreduce":
+                self.run = partial(world.Allreduce, in_place, whole)
+            case "reduce-scatter":
+                # In place, MPI puts every rank's sum where part 0 was: a separate buffer is what users write.
+                self._result = self._own[: elements // self._seat.world]
+                self.run = partial(world.Reduce_scatter_block, whole, self._result)
+            case "all-gather":
+                self.run = partial(world.Allgather, in_place, whole)
+            case _:
+                self.run = partial(world.Bcast, whole, 0)
+        return whole
+
+    def result(self) -> Array:
+        """The array, or the part that the reduce-scatter has filled."""
+        return self._result
+
+    def chosen(self) -> str:
+        return _version(self._mpi)
+
+    def close(self) -> None:
+        """MPI itself ends with the process."""
+
+
+@_registered("ring")
+class MpiRing(PostedRing):
+    """Ring allreduce, or one of its halves, on Isend, Irecv and Sendrecv, as one writes it on an afternoon with mpi4py.
+
+    The scatter-reduce in pieces is the simple form that was fastest here. Nothing is tuned beyond that.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        from mpi4py import MPI
+
+        super().__init__(seat, _version(MPI))
+        self._world, self._wait_all = MPI.COMM_WORLD, MPI.Request.Waitall
+        self._to, self._source = (seat.rank + 1) % seat.world, (seat.rank - 1) % seat.world
+
+    def close(self) -> None:
+        """MPI itself ends with the process."""
+
+    def _send(self, data: Array) -> Any:
+        return self._world.Isend(data, self._to)
+
+    def _receive(self, into: Array) -> Any:
+        return self._world.Irecv(into, self._source)
+
+    def _wait(self, *requests: Any) -> None:
+        if len(requests) == 1:
+            requests[0].Wait()
+        else:
+            self._wait_all(list(requests))
+
+    def _all_gather(self) -> None:
+        for turn in range(self._ranks - 1):
+            leaving, into = self._part(self._rank - turn), self._part(self._rank - turn - 1)
+            self._world.Sendrecv(leaving, self._to, recvbuf=into, source=self._source)
+
+
+@_registered("windows")
+class MpiWindows(Ring):
+    """Ring allreduce, or one of its halves, on Win_allocate and Rget, where messages are not wanted.
+
+    The array lies in a window that MPI itself has allocated, which libraries serve best; the neighbour's parts are read
+    from there (passive target, one lock for the whole run), the scatter-reduce in pieces of which one is added while
+    the next two are on their way. That a part is ready, and that it has been read, are empty messages: a window has
+    nothing to wait for.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        from mpi4py import MPI
+
+        super().__init__(seat, f"the windows of {_version(MPI)}")
+        self._world = MPI.COMM_WORLD
+        self._to, self._source = (seat.rank + 1) % seat.world, (seat.rank - 1) % seat.world
+        self._window = MPI.Win.Allocate(4 * seat.elements, 4, MPI.INFO_NULL, self._world)
+        self._all = np.frombuffer(self._window.tomemory(), np.float32)
+        self._arriving: Array = np.empty((_AHEAD + 1, PIECE_BYTES // 4), np.float32)
+        self._nothing = np.zeros(1, np.uint8)
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+
+    def close(self) -> None:
+        self._window.Unlock_all()
+        del self._all, self._whole
+        self._window.Free()
+
+    def _reduce_scatter(self) -> None:
+        self._go_round(self._add, 1)
+
+    def _all_gather(self) -> None:
+        self._go_round(self._copy, 0)
+
+    def _go_round(self, take: Callable[[Array, int], None], behind: int) -> None:
+        """In each step the part that the rank before has just finished is taken; all its readers have ended then."""
+        for turn in range(1, self._ranks):
+            self._window.Sync()
+            self._world.Sendrecv(self._nothing, self._to, 1, self._nothing.copy(), self._source, 1)  # it is ready
+            part = self._part(self._rank - turn - behind)
+            take(part, (part.ctypes.data - self._all.ctypes.data) // 4)
+        self._world.Sendrecv(self._nothing, self._source, 2, self._nothing.copy(), self._to, 2)  # it has been read
+
+    def _add(self, part: Array, place: int) -> None:
+        step = PIECE_BYTES // 4
+        starts = range(0, part.size, step)
+        under_way: list[Any] = []
+        for number in range(len(starts) + _AHEAD):
+            if number < len(starts):
+                into = self._arriving[number % (_AHEAD + 1), : min(step, part.size - starts[number])]
+                request = self._window.Rget(into, self._source, (place + starts[number], into.size))
+                under_way.append((request, into))
+            if number >= _AHEAD:
+                request, came = under_way.pop(0)
+                request.Wait()
+                piece = part[starts[number - _AHEAD] :][: came.size]
+                np.add(piece, came, out=piece)
+
+    def _copy(self, part: Array, place: int) -> None:
+        self._window.Rget(part, self._source, (place, part.size)).Wait()
