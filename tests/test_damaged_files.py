@@ -22,9 +22,9 @@ from syncline_bench.cli import cli
 from syncline_bench.predict.networks import parse_holdout, parse_network
 from syncline_bench.report.accuracy import AccuracyResult
 from syncline_bench.report.bench import BenchResult, CodecResult, GradientResult, StepResult
+from syncline_bench.report.comparison import Result
+from syncline_bench.report.files import ResultFile
 from syncline_bench.report.predictions import CollectivePrediction, Prediction
-from syncline_bench.report.result_file import ResultFile
-from syncline_bench.report.rows import Result
 
 RESULTS: list[type[ResultFile]] = [
     AccuracyResult, BenchResult, CodecResult, CollectivePrediction, GradientResult, Prediction, Result, StepResult,

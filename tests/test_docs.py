@@ -21,7 +21,7 @@ from syncline.tuning.codec_times import every_codec
 from syncline_bench.cli import cli
 from syncline_bench.cli.bench import USUAL
 from syncline_bench.contenders import contender_of
-from syncline_bench.report.rows import BASELINE
+from syncline_bench.report.comparison import BASELINE
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for folder in (".", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md"))

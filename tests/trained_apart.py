@@ -115,7 +115,7 @@ from syncline_bench.workloads import load
 
 name, path = sys.argv[1:]
 workload, (entry,) = load("digits"), frameworks_of([name])
-job = Job("digits", "single", 64, 6, 3, (), framework=name)
+job = Job("digits", "single", 64, 6, 3, framework=name)
 entry.target.loaded()
 made = entry.target(workload, job, 0)
 made.prepare(Alone(), 1)

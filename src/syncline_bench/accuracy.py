@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -24,15 +25,15 @@ from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import build
 from syncline.tuning.codec_times import every_codec, told, ways
 
-from .cases import Case, Comparison, comparison_of, console_beside
+from .cases import Case, Comparison, comparison_of
 from .compare import INTERRUPTED, SILENCE_LIMIT_S
-from .display import Display, Task
+from .display import Display, Task, console_beside
 from .machine import provenance
 from .processes import measure
 from .report import accuracy as shown
 from .report.accuracy import AccuracyResult, AccuracyRun
+from .report.comparison import BASELINE, Row
 from .report.files import keep_text, replace_text, result_paths
-from .report.rows import BASELINE, Row
 from .site import Site
 
 SEEDS = (0, 1, 2)
@@ -79,29 +80,22 @@ class Request:
 
 
 def run(
-    workload: str = "digits",
-    workers: int = 4,
-    seeds: Sequence[int] = SEEDS,
-    codecs: Sequence[str] = (),
-    strategies: Sequence[str] = (),
     *,
-    epochs: int | None = None,
-    iterations: int | None = None,
     json_path: Path | None = None,
     markdown_path: Path | None = None,
     report_path: Path | None = None,
     resume_path: Path | None = None,
     console: Console | None = None,
-    launcher: str = "auto",
+    **options: Any,
 ) -> int:
-    """Run the trainings of ``request_of``, print the table and write the files. Returns the exit status.
+    """Run the trainings of ``request_of(**options)``, print the table and write the files. Returns the exit status.
 
     The status is 0 if every training finished with equal replicas, 130 after an interrupt (finished trainings are
     written), else 1. With ``resume_path``, the finished trainings of that file are kept and only the missing ones run;
     the file is overwritten unless ``json_path`` names another. Raises UsageError before any process starts.
     """
     paths = {"--json": json_path or resume_path, "--markdown": markdown_path, "--report": report_path}
-    request = request_of(workload, workers, seeds, codecs, strategies, epochs, iterations, launcher)
+    request = request_of(**options)
     target, markdown, report = result_paths(paths)
     console = console or console_beside(target, markdown, report)
     result = _origin(request)
@@ -127,9 +121,9 @@ def run(
 
 
 def request_of(
-    workload: str,
-    workers: int,
-    seeds: Sequence[int],
+    workload: str = "digits",
+    workers: int = 4,
+    seeds: Sequence[int] = SEEDS,
     codecs: Sequence[str] = (),
     strategies: Sequence[str] = (),
     epochs: int | None = None,
@@ -151,9 +145,7 @@ def request_of(
         raise UsageError("--codecs and --strategies exclude each other: name a codec as a strategy, direct codec=int8")
     ways = () if strategies else ways_of(codecs)
     asked = strategies or [strategy_of(way) for way in ways]
-    comparison = comparison_of(
-        workload, workers, asked, epochs, iterations, None, seeds[0], None, None, launcher=launcher
-    )
+    comparison = comparison_of(workload, workers, asked, epochs, iterations, seed=seeds[0], launcher=launcher)
     if not comparison.scored:
         raise UsageError(
             f"the workload {workload} has no test set, so it has no accuracy: use digits, text or cifar10:PATH"

@@ -17,7 +17,7 @@ from syncline.sync import Averages, Mixes, SyncMode
 
 from .contenders import peer_of
 from .messages import Job
-from .report.rows import BASELINE
+from .report.comparison import BASELINE
 from .workloads import Part, Workload
 
 

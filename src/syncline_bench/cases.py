@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from syncline.errors import UsageError
 from syncline.nouns import Rate
+from syncline.registry import Entry
 from syncline.strategy.grammar import read_value
 from syncline.strategy.words import Preset
 from syncline.timeline.folder import checked_target
 
 from .contenders import Contender, belongs, check_peers, check_strategies, contender_of
 from .frameworks import DEFAULT, check_workload, frameworks_of
-from .launchers import AUTO, Launcher, read_launcher
-from .report.files import STANDARD_OUTPUT, result_paths
-from .report.rows import BASELINE
-from .site import check_site
+from .report.comparison import BASELINE
+from .report.files import result_paths
+from .site import AUTO, Launcher, check_site, read_launcher
 from .workloads import AT_ONCE, EVEN, Pipeline, Speed, Trace, Workload, load
 
 LOOKS = 8
@@ -93,12 +91,12 @@ def comparison_of(
     workload: str,
     workers: int | Sequence[int],
     strategies: Sequence[str],
-    epochs: int | None,
-    iterations: int | None,
-    batch: int | None,
-    seed: int,
-    json_path: str | Path | None,
-    report_path: str | Path | None,
+    epochs: int | None = None,
+    iterations: int | None = None,
+    batch: int | None = None,
+    seed: int = 0,
+    json_path: str | Path | None = None,
+    report_path: str | Path | None = None,
     lab: str | None = None,
     timeline_path: str | Path | None = None,
     target: float | None = None,
@@ -108,9 +106,11 @@ def comparison_of(
 ) -> Comparison:
     """Check all arguments and return the plan. Raises UsageError, or another SynclineError, with the remedy.
 
-    Each strategy has a row for each number of ``workers`` and each framework; each framework's first row is its single
-    worker. A peer has rows only under its own framework. With a ``target``, the model is evaluated after every
-    ``evaluate_every`` steps, by default ``LOOKS`` times per epoch.
+    ``batch`` replaces the workload's default and has the same meaning: per worker or for all workers. Each strategy has
+    a row for each number of ``workers`` and each ``framework``; each framework's first row is its single worker. A peer
+    has rows only under its own framework. With ``lab``, a rate such as ``1Gbit``, every process has its own host behind
+    links of that rate. With a ``target`` accuracy, the model is evaluated after every ``evaluate_every`` steps, by
+    default ``LOOKS`` times per epoch. ``launcher`` is a text of ``read_launcher``.
     """
     counts = _counts([workers] if isinstance(workers, int) else workers)
     _check_numbers(epochs, iterations, batch, evaluate_every, target, seed)
@@ -120,41 +120,33 @@ def comparison_of(
     check_site(starts, in_lab=rate is not None)
     chosen = [framework] if isinstance(framework, str) else list(framework)
     contenders = {count: _contenders(strategies, count, one_host=rate is None) for count in counts}
-    every = [one for found in contenders.values() for one in found]
-    entries = frameworks_of(chosen)
-    check_peers(every, chosen)
-    check_strategies(every, entries)
+    entries = _able(chosen, [one for found in contenders.values() for one in found])
     loaded = load(workload)
     check_workload(entries, loaded)
-    if iterations is None and epochs is None:
-        epochs = loaded.epochs
     _check_scored(loaded, target, evaluate_every)
     for count, found in contenders.items():
         if found:
             loaded.speed.check(count)
+    if iterations is None and epochs is None:
+        epochs = loaded.epochs
     made = partial(_case, loaded, batch=batch, epochs=epochs, iterations=iterations)
-    cases = [
+    cases = tuple(
         _looked_at(made(one, count, framework=entry.name), loaded, target, evaluate_every)
         for entry in entries
         for count, one in _rows(contenders, entry.name)
-    ]
-    return Comparison(
-        loaded.name,
-        tuple(cases),
-        seed,
-        epochs,
-        iterations,
-        json_file,
-        report_file,
-        rate,
-        loaded.trace,
-        scored=loaded.test is not None,
-        pipeline=loaded.pipeline,
-        timeline_path=timeline,
-        speed=loaded.speed,
-        target=target,
-        launcher=starts,
     )
+    return Comparison(
+        loaded.name, cases, seed, epochs, iterations, json_file, report_file, rate, loaded.trace,
+        loaded.test is not None, loaded.pipeline, timeline, loaded.speed, target, starts,
+    )  # fmt: skip
+
+
+def _able(frameworks: Sequence[str], contenders: Sequence[Contender]) -> Sequence[Entry]:
+    """The frameworks. Raises UsageError for an unknown one, and for a contender that cannot train under them."""
+    entries = frameworks_of(frameworks)
+    check_peers(contenders, frameworks)
+    check_strategies(contenders, entries)
+    return entries
 
 
 def _check_numbers(
@@ -250,8 +242,3 @@ def _case(
     asked = contender.preset, contender.requested or contender.text
     rate = contender.rate
     return Case(contender.text, workers, contender.servers, total, iterations, rate, *asked, framework=framework)
-
-
-def console_beside(*paths: Path | None) -> Console:
-    """The console for the user: standard output, or standard error if a result is written to standard output."""
-    return Console(stderr=STANDARD_OUTPUT in paths)

@@ -1,8 +1,8 @@
 """``syncline compare``: trains one workload under several strategies in real processes, and compares the results.
 
 Owns the sequence: ``cases`` checks all arguments, then the single worker runs, then each strategy and peer, all in one
-lab if ``--lab`` is given. For each row, ``processes`` runs ``train`` and makes the row from its reports, and ``bound``
-adds the lower bound of a replayed iteration. ``report`` renders the rows.
+lab if ``--lab`` is given. For each row, ``processes`` runs ``train`` and makes the row from its reports, and
+``measure`` adds the lower bound of a replayed iteration. ``report`` renders the rows.
 
 A failed row keeps its error and does not stop the others. The result file is replaced after each row, so finished rows
 survive any later failure.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,16 +22,13 @@ from syncline.timeline.chrome import middle
 from syncline.timeline.folder import Assembly
 
 from .batches import in_step
-from .bound import bounded, link_bytes_per_s
-from .cases import Case, Comparison, comparison_of, console_beside
-from .display import RowDisplay
-from .frameworks import DEFAULT
+from .cases import Case, Comparison, comparison_of
+from .display import RowDisplay, console_beside
 from .machine import provenance
-from .measure import scaled, timed
+from .measure import bounded, link_bytes_per_s, scaled, timed
 from .processes import measure
-from .report import table
+from .report.comparison import BASELINE, Result, Row, render
 from .report.files import STANDARD_OUTPUT, keep_text, replace_text
-from .report.rows import BASELINE, Result, Row
 from .site import Site, site_of
 
 SILENCE_LIMIT_S = 1800.0
@@ -42,48 +39,19 @@ def run(
     workload: str,
     workers: int | Sequence[int],
     strategies: Sequence[str],
-    epochs: int | None = None,
-    iterations: int | None = None,
-    batch: int | None = None,
-    seed: int = 0,
-    json_path: str | Path | None = None,
-    report_path: str | Path | None = None,
+    *,
     timeout: float | None = None,
     console: Console | None = None,
-    lab: str | None = None,
-    timeline_path: str | Path | None = None,
-    target: float | None = None,
-    evaluate_every: int | None = None,
-    framework: str | Sequence[str] = DEFAULT,
-    launcher: str = "auto",
+    **options: Any,
 ) -> int:
-    """Compare the strategies on the workload and return the exit status.
+    """Compare the strategies on the workload and return the exit status. ``options`` are those of ``comparison_of``.
 
     The status is 0 if every row finished with equal replicas, 130 after an interrupt (finished rows are kept), else 1.
-    ``batch`` replaces the workload's default and has the same meaning: per worker or for all workers. Each strategy has
-    a row for each number of ``workers`` and each ``framework``. A row fails after ``timeout`` seconds without a report.
-    With ``lab``, a rate such as ``1Gbit``, every process has its own host behind links of that rate. The timeline
-    covers the rows that train under Syncline. With a ``target`` accuracy, rows have the training time until the first
-    evaluation that reached it; evaluations follow every ``evaluate_every`` steps. ``launcher`` is a text of
-    ``launchers``. Raises UsageError before any process starts.
+    A row fails after ``timeout`` seconds without a report. The timeline covers the rows that train under Syncline. With
+    a ``target`` accuracy, rows have the training time until the first evaluation that reached it. Raises UsageError
+    before any process starts.
     """
-    comparison = comparison_of(
-        workload,
-        workers,
-        strategies,
-        epochs,
-        iterations,
-        batch,
-        seed,
-        json_path,
-        report_path,
-        lab,
-        timeline_path,
-        target,
-        evaluate_every,
-        framework,
-        launcher,
-    )
+    comparison = comparison_of(workload, workers, strategies, **options)
     limit = SILENCE_LIMIT_S if timeout is None else timeout
     if limit <= 0:
         raise UsageError(f"the time limit has to be more than 0 seconds, got {limit:g}")
@@ -110,7 +78,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
     except KeyboardInterrupt:
         interrupted = True
         progress.print("interrupted: the rows so far are kept")
-    output.print(table.render(result))
+    output.print(render(result))
     for row in result.rows:
         if row.reasoned:
             name = row.strategy if len(result.frameworks) < 2 else f"{row.framework} {row.strategy}"

@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -29,6 +30,14 @@ from rich.progress import (
 from rich.text import Text
 
 from .report import units
+from .report.files import STANDARD_OUTPUT, ResultFile, replace_text, result_paths
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .report.columns import Sheet
+
+Result = TypeVar("Result", bound=ResultFile)
 
 
 class Task:
@@ -52,11 +61,9 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._bars = None
-        if console.is_terminal:
-            self._bars = Progress(*_columns(console.width), console=console, refresh_per_second=1)
+        self._bars = self._new_bars() if console.is_terminal else None
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         if self._bars is not None:
             self._bars.start()
         return self
@@ -77,6 +84,9 @@ class Display:
         """Print a line above the bars."""
         self.console.print(Text(line), soft_wrap=True)
 
+    def _new_bars(self) -> Progress:
+        return Progress(*_columns(self.console.width), console=self.console, refresh_per_second=1)
+
 
 def _columns(width: int) -> list[ProgressColumn]:
     columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
@@ -92,29 +102,17 @@ def _columns(width: int) -> list[ProgressColumn]:
 _NAME_LEAST = 8
 
 
-class RowDisplay:
-    """The display of one row after the other. A context manager, during which the terminal shows the bars."""
+class RowDisplay(Display):
+    """Shows one row after the other."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console
+        super().__init__(console)
         self._clock = clock
         self._first: tuple[int, float] | None = None  # the first iteration that was reported, and when
-        self._bars = Progress(*_row_columns(console.width), console=console) if console.is_terminal else None
         self._task: TaskID | None = None
         self._strategy = ""
         self._iterations = 1
         self._tenth = 0
-
-    def __enter__(self) -> RowDisplay:
-        if self._bars is not None:
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
 
     def begin(self, strategy: str, processes: int, iterations: int) -> None:
         """Add a bar for the row that starts, or print a line."""
@@ -156,9 +154,8 @@ class RowDisplay:
         else:
             self.say(f"{self._strategy}: {outcome}")
 
-    def say(self, line: str) -> None:
-        """Print a line above the bars."""
-        self.console.print(Text(line), soft_wrap=True)
+    def _new_bars(self) -> Progress:
+        return Progress(*_row_columns(self.console.width), console=self.console)
 
 
 def _row_columns(width: int) -> list[ProgressColumn]:
@@ -175,3 +172,34 @@ def _row_columns(width: int) -> list[ProgressColumn]:
     if width >= 30:
         columns += [TimeRemainingColumn(compact=True), TextColumn("left")]
     return columns
+
+
+def console_beside(*paths: Path | None) -> Console:
+    """The console for the user: standard output, or standard error if a result is written to standard output."""
+    return Console(stderr=STANDARD_OUTPUT in paths)
+
+
+def shown(
+    measure: Callable[[Display], Result],
+    render: Callable[[Result], Sheet],
+    *,
+    json_path: Path | None = None,
+    report_path: Path | None = None,
+    page: Callable[[Result], str] | None = None,
+    console: Console | None = None,
+) -> Result:
+    """Measure with a display, write the files and print the table. ``page`` makes the report.
+
+    Raises UsageError before anything is measured. An interrupt leaves no files, because medians of an interrupted run
+    are not comparable.
+    """
+    target, report = result_paths({"--json": json_path, "--report": report_path})
+    console = console or console_beside(target, report)
+    with Display(console) as display:
+        result = measure(display)
+    if target is not None:
+        result.save(target)
+    if report is not None and page is not None:
+        replace_text(report, page(result))
+    console.print(render(result))
+    return result

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +32,11 @@ from typing import Any
 
 from syncline.errors import GroupError, HandshakeError, SynclineError, UsageError
 from syncline.launch.address import interface_address, own_address
-from syncline.launch.environment import Environment, recognise
+from syncline.launch.environment import Environment
 from syncline.wire.handshake import Hello, run_id
 from syncline.wire.listener import Doors, bind_here, dial, open_door
 
-from .report.result_file import finite
+from .report.files import finite
 
 START_S = 120.0
 """The time limit for all processes of a launcher to connect. A launcher may load programs from a slow disk."""
@@ -63,10 +63,9 @@ Message = Mapping[str, Any]
 class Job:
     """The task of one process. ``batch`` is the global batch, ``iterations`` the length of the whole run.
 
-    ``reports`` has the address of each process's connection, workers first. ``evaluate_every`` is the number of steps
-    between two evaluations, 0 for one evaluation per epoch; without ``scored`` there are none. ``target`` is the
-    accuracy whose training time is wanted. Medians exclude the first ``warmup`` iterations, by default a fifth, at
-    most ten.
+    ``evaluate_every`` is the number of steps between two evaluations, 0 for one evaluation per epoch; without
+    ``scored`` there are none. ``target`` is the accuracy whose training time is wanted. Medians exclude the first
+    ``warmup`` iterations, by default a fifth, at most ten.
     """
 
     workload: str
@@ -74,7 +73,6 @@ class Job:
     batch: int
     iterations: int
     seed: int
-    reports: tuple[str, ...]
     evaluate_every: int = 0
     target: float | None = None
     framework: str = "torch"
@@ -88,8 +86,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         """Read a job from the script's argument."""
-        data = json.loads(text)
-        return cls(**{**data, "reports": tuple(data["reports"])})
+        return cls(**json.loads(text))
 
 
 class Connection:
@@ -174,15 +171,6 @@ def _end_at_hangup(fd: int) -> None:
     poll.register(fd, select.POLLRDHUP)  # POLLHUP and POLLERR, the latter of a pipe without readers, always count
     poll.poll()
     os._exit(1)
-
-
-def connect(reports: Sequence[str]) -> Connection:
-    """Connect this process, by its rank, to the starter. Raises as ``Connection`` does."""
-    place = recognise()
-    found = Connection(reports[min(place.rank, len(reports) - 1)], place, len(reports))
-    if place.launcher in ("mpirun", "srun"):  # the starter cannot end processes on other hosts
-        found.end_with_starter()
-    return found
 
 
 def _call(address: str, place: Environment, processes: int) -> socket.socket:

@@ -1,7 +1,7 @@
-"""The ranks of a benchmark: how they are started, receive orders, synchronise, report and end.
+"""The ranks of a measurement: how they are started, receive orders, synchronise, report and end.
 
-``Ranks`` is the starter's side. When a set of ranks fails, it names the rank to blame; the benchmark decides what is
-measured and what happens after a failure. ``Here``, ``InLab`` and ``Launched`` are the places where ranks run.
+``Ranks`` is the starter's side. When a set of ranks fails, it names the rank to blame; its user decides what is
+measured and what happens after a failure. ``Here`` and ``Launched`` are the places where ranks run.
 
 ``Line`` is a rank's side. Between two orders a rank is blocked in a read, and it ends at once if its starter is gone.
 Ranks synchronise through the starter, which favours no contender's own barrier and costs nothing while ranks are timed.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -28,12 +29,10 @@ from numpy.typing import NDArray
 
 from syncline.errors import SynclineError
 from syncline.launch.environment import Environment
-from syncline.launch.local import LocalRun, Outcome, Output
-from syncline.launch.mpi_library import MpiLibrary, find_library
+from syncline.launch.local import GRACE_S, LocalRun, Outcome, Output
 
-from .launchers import Launcher
 from .messages import Connection, Mailbox, Message
-from .site import HERE, LabLike, Site
+from .site import HERE, LOCAL, LabLike, Launcher, Site, mpi_launcher
 
 SILENCE_S = 300.0
 """A set of ranks of which nothing is heard for so long while it is at work is given up."""
@@ -42,101 +41,102 @@ _END_S = 30.0
 """From a rank's last word to the end of its process."""
 
 _GRACE_S = 4.0
+_LAST_WORDS_S = GRACE_S + 2.0
+"""After the end of a rank or its first error: how long the others may be silent before the set is given up."""
+
 _POLL_S = 0.5
-_KEPT_LINES = 6
+_KEPT_LINES = 12
 
 Heard = Callable[[Message], None]
+"""Receives a rank's report, with the rank's number as ``rank``."""
 
 
 class RankPlace(Protocol):
     """Where ranks run."""
 
+    @property
+    def launcher(self) -> Launcher:
+        """The launcher that starts the ranks; ``LOCAL`` if each is started by itself."""
+        ...
+
     def mailbox(self, ranks: int) -> Mailbox:
         """The connections to the ranks, which the ranks open."""
         ...
 
-    def run(
-        self, command: Sequence[str], ranks: int, library: str, env: Mapping[str, str], on_output: Output
-    ) -> LocalRun:
-        """The processes of a set, which are not started yet; under an MPI library's launcher if a library is named."""
+    def run(self, command: Sequence[str], ranks: int, env: Mapping[str, str], on_output: Output) -> LocalRun:
+        """The processes of a set, which are not started yet. Raises SynclineError if the launcher is missing."""
         ...
 
 
+@dataclass(frozen=True)
 class Here:
-    """All ranks on this machine, over its loopback interface where they use one."""
+    """All ranks on this machine, or ``per_host`` on each host of a ``lab``; started by an MPI ``library`` if set."""
 
-    def mailbox(self, ranks: int) -> Mailbox:
-        """Pipes."""
-        return Mailbox(ranks)
+    lab: LabLike | None = None
+    per_host: int = 1
+    library: str = ""
 
-    def run(
-        self, command: Sequence[str], ranks: int, library: str, env: Mapping[str, str], on_output: Output
-    ) -> LocalRun:
-        """Raises SynclineError if the MPI library is not installed."""
-        if not library:
-            env = {"GLOO_SOCKET_IFNAME": "lo", **env}  # or Gloo takes the address that the host's name resolves to
-            return LocalRun(command, ranks, env=env, on_output=on_output, grace_s=_GRACE_S)
-        found = find_library(library)
-        if not isinstance(found, MpiLibrary):
+    @property
+    def launcher(self) -> Launcher:
+        """The MPI library's. Raises SynclineError if it is not installed."""
+        if not self.library:
+            return LOCAL
+        found = mpi_launcher(self.library)
+        if isinstance(found, str):
             raise SynclineError(found)
-        arguments, added = found.command(ranks, command)
-        return LocalRun(arguments, 1, env={**added, **env}, ranked=False, on_output=on_output, grace_s=_GRACE_S)
-
-
-class InLab:
-    """``per_host`` ranks on each host of a lab."""
-
-    def __init__(self, lab: LabLike, per_host: int = 1) -> None:
-        self._lab, self._per_host = lab, per_host
+        return found
 
     def mailbox(self, ranks: int) -> Mailbox:
-        """Pipes: the lab's hosts are namespaces of this machine."""
+        """Pipes: a lab's hosts are namespaces of this machine."""
         return Mailbox(ranks)
 
-    def run(
-        self, command: Sequence[str], ranks: int, library: str, env: Mapping[str, str], on_output: Output
-    ) -> LocalRun:
+    def run(self, command: Sequence[str], ranks: int, env: Mapping[str, str], on_output: Output) -> LocalRun:
         """Each rank starts inside the namespaces of its host."""
-        if not library:
-            place = partial(self._lab.placement, per_host=self._per_host)
-            return LocalRun(command, ranks, env=env, on_output=on_output, grace_s=_GRACE_S, place=place)
-        argv, added = self._lab.mpi_command(ranks, command, library=library, per_host=self._per_host)
-        return LocalRun(argv, 1, env={**added, **env}, ranked=False, on_output=on_output, grace_s=_GRACE_S)
+        started = partial(LocalRun, on_output=on_output, grace_s=_GRACE_S)
+        if self.library:
+            if self.lab is None:
+                argv, added = self.launcher.command(ranks, command, {})
+            else:
+                argv, added = self.lab.mpi_command(ranks, command, library=self.library, per_host=self.per_host)
+            return started(argv, 1, env={**added, **env}, ranked=False)
+        if self.lab is not None:
+            return started(command, ranks, env=env, place=partial(self.lab.placement, per_host=self.per_host))
+        # Without this, Gloo takes the address that the host's name resolves to.
+        return started(command, ranks, env={"GLOO_SOCKET_IFNAME": "lo", **env})
 
 
 @dataclass(frozen=True)
 class Launched:
-    """Ranks that ``launcher`` starts, possibly on other hosts, with ``added`` in their environment."""
+    """Ranks that ``launcher`` starts at ``site``, with ``added`` in their environment; the last are ``servers``."""
 
     launcher: Launcher
     added: Mapping[str, str]
     site: Site = HERE
+    servers: int = 0
 
     def mailbox(self, ranks: int) -> Mailbox:
         """Pipes for local ranks, else TCP."""
         return self.site.mailbox(self.launcher, ranks)
 
-    def run(
-        self,
-        command: Sequence[str],
-        ranks: int,
-        library: str,  # noqa: ARG002 - the launcher is chosen
-        env: Mapping[str, str],
-        on_output: Output,
-    ) -> LocalRun:
-        """The user's launcher starts all ranks."""
-        return self.site.run(self.launcher, command, ranks, env={**self.added, **env}, on_output=on_output)
+    def run(self, command: Sequence[str], ranks: int, env: Mapping[str, str], on_output: Output) -> LocalRun:
+        """The launcher starts all ranks."""
+        env = {**self.added, **env}
+        return self.site.run(self.launcher, command, ranks, servers=self.servers, env=env, on_output=on_output)
 
 
 class RanksFailed(SynclineError):
     """A set of ranks did not do what it was told to."""
 
 
+class RanksSilent(RanksFailed):
+    """Nothing was heard of a set of ranks for too long."""
+
+
 class Ranks:
     """A set of ranks as a context: its processes are ready on entry, and none is left on exit.
 
-    Python runs ``script`` in every rank, with ``work`` and the addresses of all lines as arguments. ``library`` names
-    the launcher under which the ranks run, if any: its exit status tells less than a rank's. Raises RanksFailed.
+    Python runs ``script`` in every rank, with ``work`` and the addresses of all lines as arguments. On entry ``heard``
+    gets what ranks report until all are ready, and ``limit_s`` is the longest silence. Raises RanksFailed.
     """
 
     def __init__(
@@ -145,22 +145,23 @@ class Ranks:
         ranks: int,
         place: RankPlace,
         script: Sequence[str],
-        library: str = "",
         limit_s: float = SILENCE_S,
+        heard: Heard | None = None,
+        last_words_s: float | None = None,
     ) -> None:
-        self._work, self._ranks, self._place = work, ranks, place
-        self._script, self._library, self._limit_s = script, library, limit_s
-        self._printed: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._work, self._ranks, self._place, self._script = work, ranks, place, script
+        self._limit_s, self._heard, self._last_words_s = limit_s, heard, last_words_s
+        self._workers = ranks - getattr(place, "servers", 0)
+        self._printed: dict[int, deque[str]] = {}
         self._errors: list[tuple[float, int, str]] = []
-        self._first: int | None = None  # to close its pipe without having done what it was told to
+        self._lost: int | None = None  # the first rank whose line ended before it had done its work
 
     def __enter__(self) -> Ranks:
         with ExitStack() as stack:
             self._mailbox = stack.enter_context(self._place.mailbox(self._ranks))
             command = [sys.executable, *self._script, self._work, json.dumps(self._mailbox.addresses)]
-            run = self._place.run(command, self._ranks, self._library, self._mailbox.environ, self._print)
-            self._run = stack.enter_context(run)
-            self._follow(None, self._limit_s)
+            self._run = stack.enter_context(self._place.run(command, self._ranks, self._mailbox.environ, self._print))
+            self._follow(self._heard, self._limit_s)
             self._stack = stack.pop_all()
         return self
 
@@ -175,7 +176,7 @@ class Ranks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that were started: the ranks, or the launcher of an MPI library."""
+        """The processes that were started: the ranks, or their launcher."""
         return self._run.pids
 
     def order(self, heard: Heard | None = None, limit_s: float = SILENCE_S, **what: Any) -> None:
@@ -188,8 +189,12 @@ class Ranks:
         self._follow(heard, limit_s)
 
     def end(self) -> None:
-        """Let the ranks close what they have and end; raises RanksFailed when they do not end well."""
+        """Let the ranks close what they have and end. Raises RanksFailed when they do not end well."""
         self.order()
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the end of ranks that have no more to do. Raises RanksFailed when they do not end well."""
         outcome = self._run.wait(_END_S)
         if outcome.status:
             raise RanksFailed(self._failure(outcome, set()))
@@ -212,40 +217,63 @@ class Ranks:
                     case "error":
                         self._errors.append((message["at"], rank, message["text"]))
                     case _ if heard is not None:
-                        heard(message)
+                        heard({**message, "rank": rank})
             if len(meeting) == self._ranks:
                 self._mailbox.tell([meeting[rank] for rank in range(self._ranks)])
                 meeting.clear()
-            if self._first is None:
-                self._first = next((rank for rank in self._mailbox.ended if rank in busy), None)
+            if self._lost is None:
+                self._lost = next((rank for rank in self._mailbox.ended if rank in busy), None)
+            silent_s = time.monotonic() - since
             if messages:
                 since = time.monotonic()
             elif outcome is not None:
                 raise RanksFailed(self._failure(outcome, busy))
-            elif self._first is not None and time.monotonic() - since > 2 * _GRACE_S:
+            elif (self._lost is not None or self._errors) and silent_s > (self._last_words_s or _LAST_WORDS_S):
                 raise RanksFailed(self._failure(Outcome(0, ()), busy))  # the others would wait for it
-            elif time.monotonic() - since > limit_s:
-                raise RanksFailed(f"nothing has moved for {limit_s:.0f} s")
+            elif silent_s > limit_s:
+                raise RanksSilent(f"no report for {silent_s:.0f} s")
 
-    def _print(self, rank: int, line: str) -> None:  # noqa: ARG002 - under mpirun there is one process for all
-        """A process printed a line; the last ones explain a failure that nothing else does."""
+    def _print(self, rank: int, line: str) -> None:
+        """Keep a line that a process printed. The last lines explain an error without a report."""
         if line.strip():
-            self._printed.append(line)
+            self._printed.setdefault(rank, deque(maxlen=_KEPT_LINES)).append(line)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}" if rank < self._workers else f"rank {rank} (server {rank - self._workers})"
 
     def _failure(self, outcome: Outcome, busy: set[int]) -> str:
-        """Why the set failed: who was killed, else the first to go without a word, else the first error told."""
-        launched = bool(self._library)
-        killed = next((ending for ending in outcome.endings if ending.status > 128 and not ending.told), None)
-        told = [f"rank {rank}: {text}" for _, rank, text in sorted(self._errors)]
-        silent = self._first is not None and all(rank != self._first for _, rank, _ in self._errors)
-        if killed is not None and not launched:
-            return "; ".join((killed.text, *told[:1]))
-        if silent:
-            return "; ".join((f"rank {self._first} died", *(told[:1] or (() if launched else self._printed))))
-        ended = "; ".join(f"the MPI launcher {ending.how}" for ending in outcome.endings) if launched else outcome.text
-        if not outcome.status and busy:
-            ended = f"rank {min(busy)} ended before its work was done"
-        return told[0] if told else "; ".join((ended, *self._printed))
+        """Why the set failed: the rank that was killed, else the first error told, else the rank that was lost.
+
+        The first failure is usually the cause of the others. A process's last lines follow where it has told no error.
+        """
+        told = [f"{self._name(rank)}: {text}" for _, rank, text in sorted(self._errors)]
+        lost = None if any(rank == self._lost for _, rank, _ in self._errors) else self._lost
+        if self._place.launcher != LOCAL:
+            return self._launched_failure(outcome, busy, told, lost)
+        failed = [ending for ending in outcome.endings if ending.status and not ending.told]
+        culprit = min(failed, key=lambda ending: ending.status <= 128, default=None)  # the first that was killed
+        if culprit is not None and (culprit.status > 128 or not told):
+            return "\n".join((culprit.text, *self._printed.get(culprit.rank, ()), *told[:1]))
+        if lost is not None:
+            return "\n".join((f"{self._name(lost)} ended without a result", *self._printed.get(lost, ()), *told[:1]))
+        if told:
+            return told[0]
+        return outcome.text if outcome.status else f"{self._name(min(busy))} ended with status 0 but without a result"
+
+    def _launched_failure(self, outcome: Outcome, busy: set[int], told: Sequence[str], lost: int | None) -> str:
+        """The same of ranks under a launcher: its exit status says less, and all lines are printed by its process."""
+        launcher = self._place.launcher
+        ended = "; ".join(f"{launcher.name} {ending.how}" for ending in outcome.endings)
+        if lost is not None:
+            first = f"{self._name(lost)} ended without a result"
+            return "\n".join((f"{first}; {ended}" if ended else first, *self._printed.get(0, ()), *told[:1]))
+        if told:
+            return told[0]
+        which = f" before {self._name(min(busy))} had a result" if busy else ""
+        remedy = (
+            f"; see whether it works alone: {shlex.join(launcher.words)} -n 2 hostname" if self._lost is None else ""
+        )
+        return "\n".join((f"{ended or launcher.name}{which}{remedy}", *self._printed.get(0, ())))
 
 
 Table = NDArray[np.float64]
@@ -254,17 +282,18 @@ Table = NDArray[np.float64]
 class Line:
     """A rank's connection to its starter. All ranks call its methods in the same order.
 
-    ``lines`` is the JSON list of all ranks' addresses.
+    ``lines`` is the JSON list of all ranks' addresses. With ``watched``, and always over TCP, the rank ends with its
+    starter even while it waits elsewhere: the starter cannot end what a launcher has started.
     """
 
-    def __init__(self, lines: str, place: Environment) -> None:
+    def __init__(self, lines: str, place: Environment, watched: bool = False) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing here is worth waiting for a tidy end
         self.rank, self.world = place.rank, place.world
         addresses = json.loads(lines)
         address = addresses[min(place.rank, len(addresses) - 1)]
-        self._connection = Connection(address, place, len(addresses))
-        if not address.startswith("/"):  # over TCP: the starter cannot end ranks on other hosts
-            self._connection.end_with_starter()
+        self.connection = Connection(address, place, len(addresses))
+        if watched or not address.startswith("/"):
+            self.connection.end_with_starter()
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -273,7 +302,7 @@ class Line:
             yield
         except Exception as error:
             with suppress(OSError):  # the starter may be gone
-                self._connection.fail(error)
+                self.connection.fail(error)
             traceback.print_exc()
             # At once: MPI would wait for all ranks at this one's exit.
             os._exit(1)
@@ -292,7 +321,7 @@ class Line:
     def send(self, kind: str, **content: Any) -> None:
         """Send the starter a report. If the starter is gone, end this process."""
         try:
-            self._connection.send(kind, **content)
+            self.connection.send(kind, **content)
         except OSError:
             os._exit(1)  # nobody listens any more
 
@@ -314,7 +343,7 @@ class Line:
         return self._hear()
 
     def _hear(self) -> Any:
-        told = self._connection.hear()
+        told = self.connection.hear()
         if told is None:
             os._exit(1)  # the starter is gone
         return told

@@ -2,13 +2,13 @@
 
 The start of a rank takes seconds (the interpreter, the framework, the data); a session takes a tenth of a second. The
 measurement of many strategies over a few steps each therefore keeps the ranks. Each row still joins, prepares a fresh
-model from the same seed, trains and leaves, as a script would. Orders go to every process over its connection. The
-ranks report as in ``processes``, whose ``RowWatch`` makes the row.
+model from the same seed, trains and leaves, as a script would. Every row is an order to ``ranks``, which report as in
+``processes``.
 
 After a failure the state of the ranks is unknown: they are ended, and the next row starts new ones. All ranks are
 workers, so strategies with separate server processes are not supported.
 
-``python -m syncline_bench.warm SEATS`` is one rank.
+``python -m syncline_bench.warm SEATS LINES`` is one rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import gc
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, cast
@@ -29,19 +28,17 @@ from rich.console import Console
 from syncline.costs.cluster import Cluster
 from syncline.errors import SynclineError
 from syncline.launch.environment import recognise
-from syncline.launch.local import LocalRun
 from syncline.nouns import Layer, Spec
 
-from .calibration.command import calibrated
-from .calibration.request import Request
+from .calibration.command import Request, calibrated
 from .cases import Case
 from .frameworks import Training, framework_of
-from .launchers import LOCAL
-from .messages import Connection, Job, Mailbox, Message, connect
+from .messages import Job, Message
 from .predict.networks import parse_network, to_json
-from .processes import Progress, RowWatch
-from .report.rows import Row
-from .site import HERE, Site
+from .processes import Progress, Reports
+from .ranks import Launched, Line, Ranks
+from .report.comparison import Row
+from .site import HERE, LOCAL, Site
 from .train import side_of, train
 from .workloads import Workload, load
 
@@ -49,17 +46,16 @@ SCRIPT = ("-m", "syncline_bench.warm")
 START_LIMIT_S = 120.0
 """The time limit for the ranks to load the framework and the workload."""
 
-_POLL_S = 0.05
-_KEPT_LINES = 12
+_LAST_WORDS_S = 2.0
+"""For further reports after the first report of a failure: a search has no time to lose."""
 
 
 @dataclass(frozen=True)
 class Seats:
-    """The arguments of every rank: workload and framework, and the address of each rank's connection."""
+    """The work of every rank: its workload and framework."""
 
     workload: str
     framework: str
-    reports: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,13 +70,9 @@ class WarmRanks:
     """The workers of one workload. As a context manager it ends them."""
 
     def __init__(self, workers: int, workload: str, framework: str, display: Progress, site: Site = HERE) -> None:
-        self._workers, self._workload, self._framework = workers, workload, framework
+        self._workers, self._seats = workers, Seats(workload, framework)
         self._display, self._site = display, site
-        self._stack: ExitStack | None = None
-        self._mailbox: Mailbox
-        self._run: LocalRun
-        self._printed: deque[tuple[int, str]] = deque(maxlen=_KEPT_LINES)
-        self._heard: Callable[[int, str], None] = self._note
+        self._ranks: Ranks | None = None
 
     def __enter__(self) -> WarmRanks:
         return self
@@ -88,43 +80,21 @@ class WarmRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.end()
-        else:
-            self.end_at_once()
+        if kind is None and self._ranks is not None:
+            with suppress(SynclineError):  # all rows are there
+                self._ranks.end()
+        self.end_at_once()
 
     def start(self) -> float:
         """Start the ranks unless they run. Returns the seconds until all are ready; raises SynclineError on failure."""
-        if self._stack is not None:
-            return 0.0
         begun = time.monotonic()
-        with ExitStack() as stack:
-            self._mailbox = stack.enter_context(Mailbox(self._workers))
-            seats = Seats(self._workload, self._framework, self._mailbox.addresses)
-            command = [sys.executable, *SCRIPT, json.dumps(asdict(seats))]
-            env = framework_of(self._framework).capabilities["environ"]
-            run = self._site.run(
-                LOCAL, command, self._workers, env=env, on_output=lambda rank, line: self._heard(rank, line)
-            )
-            self._run = stack.enter_context(run)
-            self._collect("ready", range(self._workers), START_LIMIT_S, "starting")
-            self._stack = stack.pop_all()
+        self._started()
         return time.monotonic() - begun
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The process numbers in rank order."""
-        return self._run.pids
-
-    def end(self) -> None:
-        """End the ranks in an orderly way. The next row starts new ones."""
-        if self._stack is not None:
-            self._mailbox.close_orders()  # each rank ends when its orders end
-            stack, self._stack = self._stack, None
-            limit = time.monotonic() + 5.0
-            while self._run.poll(_POLL_S) is None and time.monotonic() < limit:
-                self._mailbox.receive(0.0)
-            stack.close()
+        return self._started().pids
 
     def train(
         self, case: Case, seed: int, limit_s: float, *, warmup: int | None = None, scored: bool = False
@@ -135,31 +105,24 @@ class WarmRanks:
         ``Job``.
         """
         self._display.begin(case.name, case.workers, case.iterations)
-        watch = RowWatch(case, self._display, limit_s, stay=True)
-        self._heard = watch.output
+        reports, error = Reports(case, self._display), None
         job = Job(
-            self._workload, case.strategy, case.batch, case.iterations, seed, (), case.evaluate_every,
-            framework=self._framework, warmup=warmup, scored=scored,
+            self._seats.workload, case.strategy, case.batch, case.iterations, seed, case.evaluate_every,
+            framework=self._seats.framework, warmup=warmup, scored=scored,
         )  # fmt: skip
         try:
-            self.start()
-            self._order("train", asdict(job))
-            watch.follow(self._mailbox, self._run)
-        except (SynclineError, OSError) as error:
-            watch.failure = str(error)
-        row = watch.row()
-        self._heard = self._note
-        if row.error is not None:
+            self._started().order(reports.take, limit_s, kind="train", **asdict(job))
+        except (SynclineError, OSError) as failure:
+            error = str(failure)
             self.end_at_once()
-        self._display.end("done" if row.error is None else "failed")
-        return Trained(row, _layers(watch.told.get(0, {})))
+        self._display.end("done" if error is None else "failed")
+        return Trained(replace(reports.row(), error=error), _layers(reports.results.get(0, {})))
 
     def calibrate(self, request: Request, limit_s: float) -> Cluster:
         """Measure the network between the ranks as ``syncline calibrate`` does. Raises SynclineError if that fails."""
-        self.start()
+        told: list[Message] = []
         try:
-            self._order("calibrate", {"request": request.to_json()})
-            told = self._collect("calibrated", range(self._workers), limit_s, "measuring the network")
+            self._started().order(told.append, limit_s, kind="calibrate", request=request.to_json())
         except (SynclineError, OSError):
             self.end_at_once()
             raise
@@ -167,37 +130,21 @@ class WarmRanks:
 
     def end_at_once(self) -> None:
         """End the ranks without waiting for their work."""
-        if self._stack is not None:
-            stack, self._stack = self._stack, None
-            stack.close()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
 
-    def _order(self, kind: str, content: Mapping[str, Any]) -> None:
-        self._mailbox.tell({"kind": kind, **content})
-
-    def _collect(self, kind: str, ranks: range, limit_s: float, what: str) -> dict[int, Message]:
-        """Receive one message of ``kind`` from each rank. Raises SynclineError if a rank fails or exceeds the limit."""
-        found: dict[int, Message] = {}
-        limit = time.monotonic() + limit_s
-        while len(found) < len(ranks):
-            outcome = self._run.poll()
-            for rank, message in self._mailbox.receive(_POLL_S):
-                if message["kind"] == "error":
-                    raise SynclineError(f"{what}: rank {rank}: {message['text']}")
-                if message["kind"] == kind:
-                    found[rank] = message
-            if outcome is not None and len(found) < len(ranks):
-                said = "".join(f"\nrank {rank}: {line}" for rank, line in self._printed)
-                raise SynclineError(f"{what}: {outcome.text}{said}")
-            if time.monotonic() > limit:
-                missing = ", ".join(str(rank) for rank in ranks if rank not in found)
-                raise SynclineError(f"{what}: rank {missing} did not answer within {limit_s:.0f} s")
-        return found
-
-    def _note(self, rank: int, line: str) -> None:
-        self._printed.append((rank, line))
+    def _started(self) -> Ranks:
+        if self._ranks is None:
+            environ = framework_of(self._seats.framework).capabilities["environ"]
+            place = Launched(LOCAL, environ, self._site)
+            work = json.dumps(asdict(self._seats))
+            made = Ranks(work, self._workers, place, SCRIPT, START_LIMIT_S, last_words_s=_LAST_WORDS_S)
+            self._ranks = made.__enter__()
+        return self._ranks
 
 
-def _layers(told: Message) -> tuple[Layer, ...]:
+def _layers(told: Mapping[str, Any]) -> tuple[Layer, ...]:
     return tuple(
         Layer(Spec(name, tuple(shape), dtype), forward_s, backward_s)
         for name, shape, dtype, forward_s, backward_s in told.get("layers", ())
@@ -207,34 +154,30 @@ def _layers(told: Message) -> tuple[Layer, ...]:
 # The process of a rank.
 
 
-def main(text: str) -> None:
-    """Run one rank until the orders end. A failure is reported and ends the rank."""
-    told = json.loads(text)
-    rank = recognise().rank
-    seats = Seats(told["workload"], told["framework"], tuple(told["reports"]))
-    with closing(connect(seats.reports)) as connection:
-        try:
-            cast("type[Training]", framework_of(seats.framework).target).loaded()
-            workload = load(seats.workload)
-            connection.send("ready")
-            while order := connection.hear():
-                _carry_out(order, workload, connection, rank)
-                gc.collect()  # hooks keep models of hundreds of megabytes in reference cycles
-                gc.freeze()  # the remaining objects were loaded once and stay
-        except Exception as error:
-            connection.fail(error)
-            raise
+def main(text: str, lines: str) -> None:
+    """Run one rank until the orders end. A failure is reported to the starter before it ends the process."""
+    seats, place = Seats(**json.loads(text)), recognise()
+    line = Line(lines, place)
+    with line.telling():
+        cast("type[Training]", framework_of(seats.framework).target).loaded()
+        workload = load(seats.workload)
+        for order in line.orders():
+            _carry_out(order, workload, line)
+            gc.collect()  # hooks keep models of hundreds of megabytes in reference cycles
+            gc.freeze()  # the remaining objects were loaded once and stay
+        line.finish()
 
 
-def _carry_out(order: dict[str, Any], workload: Workload, connection: Connection, rank: int) -> None:
+def _carry_out(order: dict[str, Any], workload: Workload, line: Line) -> None:
     if order.pop("kind") == "calibrate":
         found = calibrated(Request.from_json(order["request"]), recognise(), Console(quiet=True))
-        connection.send("calibrated", network=None if found is None else to_json(found.cluster))
+        if found is not None:
+            line.send("calibrated", network=to_json(found.cluster))
         return
-    job = replace(Job(**{**order, "reports": ()}), workload=workload.name)
+    job = replace(Job(**order), workload=workload.name)
     begun = time.perf_counter()
     side = side_of(job.strategy)
-    train(job, side, connection, time.perf_counter() - begun, rank, workload, _measured_layers)
+    train(job, side, line.send, time.perf_counter() - begun, line.rank, workload, _measured_layers)
 
 
 def _measured_layers() -> dict[str, Any]:
@@ -254,4 +197,4 @@ def _measured_layers() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

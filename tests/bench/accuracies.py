@@ -12,10 +12,9 @@ from click.testing import CliRunner, Result
 from syncline_bench.accuracy import strategy_of
 from syncline_bench.cases import Case
 from syncline_bench.cli import cli
-from syncline_bench.launchers import AUTO
 from syncline_bench.report.accuracy import AccuracyResult, AccuracyRun
-from syncline_bench.report.rows import Point, Row
-from syncline_bench.site import Site
+from syncline_bench.report.comparison import Point, Row
+from syncline_bench.site import AUTO, Site
 
 CURVE = (Point(1, 0.1, loss=2.0), Point(2, 0.2, loss=1.0), Point(2, 0.2, accuracy=0.5, test_loss=1.5))
 

@@ -160,7 +160,7 @@ def test_real_images_are_trained_on_under_every_strategy_alike() -> None:
         (["--json", "same.json", "--markdown", "same.json"], "choose two"),
         (["--report", "same", "--markdown", "same"], "--markdown and --report both name the file"),
         (["--iterations", "0"], "x>=1"),
-        (["--iterations", "5", "--epochs", "1"], "exclude each other"),
+        (["--iterations", "5", "--epochs", "1"], "both set the length of training"),
         (["--codecs", "int8", "--strategies", "ring"], "direct codec=int8"),
         (["--strategies", "rong"], "did you mean 'ring'"),
         (["--strategies", "ring", "ring"], "listed twice"),

@@ -14,7 +14,7 @@ from accuracies import Trained, command, read
 from syncline_bench import accuracy
 from syncline_bench.accuracy import strategy_of
 from syncline_bench.report.accuracy import markdown
-from syncline_bench.report.rows import Row
+from syncline_bench.report.comparison import Row
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")

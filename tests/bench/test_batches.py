@@ -27,7 +27,7 @@ def counting() -> Workload:
 
 
 def job(strategy: str, iterations: int) -> Job:
-    return Job("counting", strategy, BATCH, iterations, 3, ())
+    return Job("counting", strategy, BATCH, iterations, 3)
 
 
 def as_they_are(part: Part) -> Part:

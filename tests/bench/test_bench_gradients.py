@@ -337,7 +337,7 @@ def test_a_set_that_fails_leaves_its_error_and_the_next_one_runs(monkeypatch: py
             heard(report(0, number))
 
     result, _ = measured(monkeypatch, Request((TOY,), forms_of(["contiguous", "copied:mul"]), (2, 3), 3), play)
-    failed = f"rank 1 was killed by SIGKILL during contiguous of {decimal_size(TOY.nbytes)}"
+    failed = f"during contiguous of {decimal_size(TOY.nbytes)}: rank 1 was killed by SIGKILL"
     assert [row.error for row in result.rows] == [None, failed, failed, None, None, None]
     assert [row.finished for row in result.rows] == [True, False, False, True, True, True]
 

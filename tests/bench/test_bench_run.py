@@ -18,7 +18,7 @@ from syncline_bench.collectives import collective_bench
 from syncline_bench.collectives import request as requests
 from syncline_bench.collectives.request import TURNS, Request, Work, request_of, turns_of
 from syncline_bench.display import Display
-from syncline_bench.ranks import RanksFailed
+from syncline_bench.ranks import Here, RanksFailed
 from syncline_bench.report.bench import BenchResult, Measured, title
 
 Play = Callable[[Work, dict[str, Any]], None]
@@ -38,9 +38,9 @@ class Sets:
         self.open: list[str] = []
         self.correct = True
 
-    def __call__(self, text: str, ranks: int, place: Any, script: Any, library: str = "") -> Pretended:  # noqa: ARG002
+    def __call__(self, text: str, ranks: int, place: Here, script: Any) -> Pretended:  # noqa: ARG002
         work = Work.from_json(text)
-        self.works.append((work, library))
+        self.works.append((work, place.library))
         self.play(work, {})
         return Pretended(self, work)
 
@@ -171,9 +171,9 @@ def test_a_contender_whose_ranks_fail_is_given_up_and_the_others_go_on(ranks: Se
     rows = measured(asked("shm:auto", "tcp:ring", "gloo:native", sizes=(1000, 4000, 8000)))
     errors = {(row.contender, row.bytes): row.error for row in rows if row.error}
     assert errors == {
-        ("tcp:ring", 4000): "rank 1 was killed by SIGKILL during tcp:ring of 4 KB",
-        ("tcp:ring", 8000): "not measured after the failure at 4 KB: rank 1 was killed by SIGKILL during tcp:ring"
-        " of 4 KB",
+        ("tcp:ring", 4000): "during tcp:ring of 4 KB: rank 1 was killed by SIGKILL",
+        ("tcp:ring", 8000): "not measured after the failure at 4 KB: during tcp:ring of 4 KB: rank 1 was killed by"
+        " SIGKILL",
     }
     assert sum(row.finished for row in rows) == 7
     assert [row.bytes for row in rows] == [1000] * 3 + [4000] * 3 + [8000] * 3
@@ -189,7 +189,7 @@ def test_a_launcher_that_does_not_start_costs_its_contenders_only(ranks: Sets) -
     rows = measured(asked("shm:auto", "mpi:native", sizes=(1000,)))
     assert [(row.contender, row.error) for row in rows] == [
         ("shm:auto", None),
-        ("mpi:native", "mpirun was not in the mood while mpi:native was connecting"),
+        ("mpi:native", "while mpi:native was connecting: mpirun was not in the mood"),
     ]
 
 
@@ -202,6 +202,19 @@ def test_limits_that_fail_leave_rows_without_them(ranks: Sets) -> None:
     rows = measured(asked("shm:auto"))
     assert all(row.finished for row in rows)
     assert [row.of_limit is None for row in rows] == [False, True]
+
+
+def test_limits_end_with_the_last_contender(ranks: Sets) -> None:
+    """In the turn in which it fails: nothing is left that a limit could be compared with."""
+
+    def die(work: Work, order: dict[str, Any]) -> None:
+        if work.contender and order.get("repetitions"):
+            assert "" in ranks.open
+            raise RanksFailed("rank 1 was killed by SIGKILL")
+
+    ranks.play = die
+    assert not any(row.finished for row in measured(asked("shm:auto", sizes=(1000, 4000))))
+    assert "" not in [name for name, _ in ranks.orders]
 
 
 def test_finished_rows_are_not_measured_again_and_others_are(ranks: Sets) -> None:

@@ -12,8 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from syncline_bench.calibration.fits import Fit, Row, Samples, fit
-from syncline_bench.calibration.links import Timed, fit_link, fit_processor
-from syncline_bench.calibration.patterns import SIZES, cells_of
+from syncline_bench.calibration.links import SIZES, Timed, cells_of, fit_link, fit_processor
 
 MOST_BYTES = 32 << 20
 START_S = 20e-6

@@ -9,8 +9,7 @@ import pytest
 
 from syncline.engine.exchange import SEGMENT_BYTES
 from syncline.plans.messages import compile_program
-from syncline_bench.calibration.links import Timed, fit_link, measure
-from syncline_bench.calibration.patterns import SIZES, TINY, Cell, cells_of
+from syncline_bench.calibration.links import SIZES, TINY, Cell, Timed, cells_of, fit_link, measure
 
 WORLD, MEMBERS = 6, (1, 2, 4, 5)
 CELLS = [cell for nbytes in SIZES for cell in cells_of(nbytes, SEGMENT_BYTES)]

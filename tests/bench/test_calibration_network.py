@@ -9,12 +9,11 @@ import pytest
 
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Rate
+from syncline_bench.calibration.command import Request, request_of
 from syncline_bench.calibration.computing import Computed, measure, ways_of
 from syncline_bench.calibration.fits import Estimate, Samples
-from syncline_bench.calibration.links import Timed
+from syncline_bench.calibration.links import SIZES, Timed, cells_of
 from syncline_bench.calibration.network import Hosts, calibration_of
-from syncline_bench.calibration.patterns import SIZES, cells_of
-from syncline_bench.calibration.request import Request, request_of
 from syncline_bench.predict.networks import load_network, parse_network, to_json
 
 ORIGIN: dict[str, Any] = {

@@ -18,7 +18,7 @@ from syncline.strategy.words import PRESETS
 from syncline.timeline.folder import open_part
 from syncline_bench import compare
 from syncline_bench.cases import Case, Comparison
-from syncline_bench.report.rows import BASELINE, Row
+from syncline_bench.report.comparison import BASELINE, Row
 from timelines import load
 
 Measure = Callable[[Case], Row]

@@ -26,7 +26,7 @@ def receive_all(mailbox: Mailbox) -> list[tuple[int, Message]]:
 
 
 def test_a_job_survives_the_command_line() -> None:
-    job = Job("digits", "ps(servers=1) 'quoted' \n\"lines\"", 64, 100, 3, ("/a /b", "/c /d"))
+    job = Job("digits", "ps(servers=1) 'quoted' \n\"lines\"", 64, 100, 3)
     assert Job.from_json(job.to_json()) == job
 
 

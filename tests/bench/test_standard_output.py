@@ -13,7 +13,7 @@ from syncline_bench.cases import Case
 from syncline_bench.cli import cli
 from syncline_bench.collectives import collective_bench
 from syncline_bench.report.bench import BenchResult, Measured
-from syncline_bench.report.rows import Row
+from syncline_bench.report.comparison import Row
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -11,11 +14,11 @@ from typing import Any
 import pytest
 
 from syncline_bench.messages import Connection, Job, Mailbox, Message
-from syncline_bench.report.rows import BASELINE
+from syncline_bench.report.comparison import BASELINE
 
 torch = pytest.importorskip("torch")
 
-from syncline_bench import looks, train  # noqa: E402
+from syncline_bench import train  # noqa: E402
 from syncline_bench.frameworks.torch import digest  # noqa: E402
 from syncline_bench.sides import Side  # noqa: E402
 
@@ -30,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 
 def job_of(**changes: Any) -> Job:
-    values = {"workload": "digits", "strategy": BASELINE, "batch": 64, "iterations": 5, "seed": 1, "reports": ()}
+    values = {"workload": "digits", "strategy": BASELINE, "batch": 64, "iterations": 5, "seed": 1}
     return Job(**{**values, **changes})
 
 
@@ -38,7 +41,7 @@ def messages_of(job: Job, side: Side | None = None) -> list[Message]:
     """What training in this process reports; few enough to fit into the pipe."""
     with Mailbox(1) as mailbox:
         with closing(Connection(mailbox.addresses[0])) as connection:
-            train.train(job, side or train.side_of(job.strategy), connection)
+            train.train(job, side or train.side_of(job.strategy), connection.send)
         found = []
         while mailbox.open:
             found += [message for _, message in mailbox.receive(10.0)]
@@ -143,7 +146,7 @@ def test_looks_between_epochs_change_no_bit_and_end_at_the_target() -> None:
 
 def test_of_a_large_model_no_more_copies_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     before = messages_of(job_of(iterations=6, evaluate_every=1))[-1]["curve"]
-    monkeypatch.setattr(looks, "KEPT_BYTES", 1)
+    monkeypatch.setattr(train, "KEPT_BYTES", 1)
     assert scores_of(messages_of(job_of(iterations=6, evaluate_every=1))[-1]["curve"]) == scores_of(before)
 
 
@@ -171,13 +174,15 @@ def test_a_worker_without_a_batch_reports_zeros(monkeypatch: pytest.MonkeyPatch)
     assert {value for value in result["measures"].values() if value is not None} == {0.0}
 
 
-def test_a_failure_is_reported_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_a_failure_is_reported_before_it_ends_the_process() -> None:
     with Mailbox(1) as mailbox:
-        job = job_of(workload="nothing_like_it", reports=mailbox.addresses)
-        with pytest.raises(ValueError, match="nothing_like_it"):
-            train.main(job.to_json())
+        words = job_of(workload="nothing_like_it", framework="numpy").to_json(), json.dumps(mailbox.addresses)
+        done = subprocess.run(
+            [sys.executable, "-m", "syncline_bench.train", *words], stderr=subprocess.PIPE, check=False
+        )
         ((_, message),) = mailbox.receive(10.0)
+    assert done.returncode == 1
+    assert b"Traceback" in done.stderr
     assert message["kind"] == "error"
     assert "UsageError" in message["text"]
     assert "nothing_like_it" in message["text"]

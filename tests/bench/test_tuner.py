@@ -19,7 +19,7 @@ from syncline.strategy.words import AUTO
 from syncline_bench.cases import Case
 from syncline_bench.predict.networks import load_network
 from syncline_bench.report import tuning
-from syncline_bench.report.rows import Point, Row
+from syncline_bench.report.comparison import Point, Row
 from syncline_bench.report.tuning import Tuned
 from syncline_bench.tuner import search
 from syncline_bench.tuner.candidates import Offer, changes_mathematics, text_of

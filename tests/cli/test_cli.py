@@ -17,7 +17,6 @@ from syncline_bench.cli import cli
     [
         "compare --workers 0",
         "compare --iterations none",
-        "compare --epochs 1 --iterations 2",
         "compare --timeout 0",
         "compare ring",
         "run -n 2",

@@ -12,7 +12,8 @@ def test_a_list_takes_all_values_up_to_the_next_option(compared: Recorder) -> No
         "compare", "--strategies", "ring", "ps(servers=1) schedule=fifo", "tree", "--workers", "3", "--json", "r.json"
     )
     assert result.exit_code == 0, result.output
-    assert compared.args == ("digits", (3,), ("ring", "ps(servers=1) schedule=fifo", "tree"))
+    assert compared.kwargs["workers"] == (3,)
+    assert compared.kwargs["strategies"] == ("ring", "ps(servers=1) schedule=fifo", "tree")
     assert compared.kwargs["json_path"] == Path("r.json")
     assert compared.kwargs["report_path"] is None
     assert compared.kwargs["framework"] == ("torch",)
@@ -23,8 +24,10 @@ def test_compare_passes_everything_on(compared: Recorder) -> None:
     line = "compare --workload cifar10:/data --epochs 3 --batch 64 --seed 5 --report p.html --timeout 9.5 --lab 1gbit"
     line += " --target 0.97 --evaluate-every 4 --framework numpy jax --launcher local"
     assert call(*line.split(), "--trace", "t.json").exit_code == 130
-    assert compared.args == ("cifar10:/data", (4,), ("ring", "ps(servers=1)"))
     assert compared.kwargs == {
+        "workload": "cifar10:/data",
+        "workers": (4,),
+        "strategies": ("ring", "ps(servers=1)"),
         "epochs": 3,
         "iterations": None,
         "batch": 64,
@@ -43,5 +46,5 @@ def test_compare_passes_everything_on(compared: Recorder) -> None:
 
 def test_workers_are_a_list(compared: Recorder) -> None:
     assert call("compare", "--workers", "1", "2", "4", "--strategies", "mxnet").exit_code == 0
-    assert compared.args == ("digits", (1, 2, 4), ("mxnet",))
+    assert (compared.kwargs["workers"], compared.kwargs["strategies"]) == ((1, 2, 4), ("mxnet",))
     assert call("compare", "--workers", "2", "0").exit_code == 2

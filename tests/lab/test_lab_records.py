@@ -7,13 +7,58 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from syncline.errors import UsageError
 from syncline_bench.lab import records
 from syncline_bench.lab.records import Owner, Record, Registry, this_process
+
+NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,30}", fullmatch=True)
+HOSTS = st.integers(0, records.MAX_HOSTS - 1)
+
+
+@given(NAMES, HOSTS)
+def test_a_hosts_name_tells_its_lab(lab: str, host: int) -> None:
+    assert records.read_host_name(records.host_name(records.check_name(lab), host)) == (lab, host)
+    assert len(records.host_name(lab, host)) <= 64  # the kernel's limit
+
+
+@given(NAMES)
+def test_addresses_are_private_and_differ(lab: str) -> None:
+    found = {IPv4Address(records.address(lab, host)) for host in range(records.MAX_HOSTS)}
+    assert len(found) == records.MAX_HOSTS
+    network = records.network(lab)
+    assert network.subnet_of(IPv4Network("10.0.0.0/8"))
+    assert found <= set(network.hosts())
+
+
+@pytest.mark.parametrize("name", ["", "Lab", "1st", "a" * 32, "a_b", "a.b", "../x", "a\n", "-a"])
+def test_names_that_hosts_cannot_have_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="small letters"):
+        records.check_name(name)
+
+
+@pytest.mark.parametrize("name", ["vm", "lab0-h", "lab0-h1234", "lab0-h-1", "Lab-h0"])
+def test_other_hosts_are_no_labs(name: str) -> None:
+    with pytest.raises(UsageError, match="not a host of a lab"):
+        records.read_host_name(name)
+
+
+def test_the_first_free_name_is_taken() -> None:
+    assert records.free_name([]) == "lab0"
+    assert records.free_name(["lab1", "lab0", "mine", "lab3"]) == "lab2"
+
+
+def test_every_host_is_in_the_hosts_file_under_its_name() -> None:
+    lines = [line.split() for line in records.hosts_file("a", 3).splitlines()]
+    for host in range(3):
+        assert [records.address("a", host), records.host_name("a", host)] in lines
+    assert ["127.0.0.1", "localhost"] in lines
 
 
 class Ended:

@@ -11,7 +11,7 @@ import timeline_bodies as bodies
 from click.testing import CliRunner
 
 from pool import Pool
-from syncline_bench.cli.timeline import timeline
+from syncline_bench.cli.show import timeline
 from timelines import load
 
 Events = list[dict[str, Any]]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline_bench.report.rows import Point, Result, Row
+from syncline_bench.report.comparison import Point, Result, Row
 
 NASTY = "tree <script>alert('$x^2$')</script> & \"quoted\" _under %s {brace}"
 

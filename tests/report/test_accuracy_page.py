@@ -11,9 +11,9 @@ import pytest
 
 from syncline_bench.report.accuracy import AccuracyResult, AccuracyRun
 from syncline_bench.report.charts import Learner, Spot, learning, spots_of
+from syncline_bench.report.comparison import Point
 from syncline_bench.report.figures import RC, Style
 from syncline_bench.report.page import accuracy_page
-from syncline_bench.report.rows import Point
 
 
 def curve(height: float, points: int = 5) -> tuple[Point, ...]:

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from syncline_bench.report.calibration import ConstantRow, amount, render
+from syncline_bench.report.predictions import ConstantRow, amount, render
 
 ROWS = (
     ConstantRow("between.alpha", 31e-6, 25e-6, 35e-6, 120, 3, True),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from syncline_bench.report import charts
 from syncline_bench.report.charts import SINGLE, bins, shares
+from syncline_bench.report.comparison import Result
 from syncline_bench.report.page import comparison_page
-from syncline_bench.report.rows import Result
 
 histograms = st.dictionaries(st.integers(0, 10**6), st.integers(1, 10**6), min_size=1, max_size=8)
 

@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from syncline_bench.report import charts, figures
+from syncline_bench.report.comparison import STAGES, Point, Result, Row
 from syncline_bench.report.page import comparison_page
-from syncline_bench.report.rows import STAGES, Point, Result, Row
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

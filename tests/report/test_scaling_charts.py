@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from syncline_bench.report import charts, figures, table
+from syncline_bench.report.comparison import Result, Row
 from syncline_bench.report.page import comparison_page
-from syncline_bench.report.rows import Result, Row
 
 COUNTS = (1, 2, 4)
 

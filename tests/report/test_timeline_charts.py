@@ -9,8 +9,8 @@ import pytest
 from test_page import read
 
 from syncline.timeline.chrome import Bar, Iteration
+from syncline_bench.report.comparison import Result
 from syncline_bench.report.page import comparison_page
-from syncline_bench.report.rows import Result
 from syncline_bench.report.timeline_charts import _merged, timeline_charts
 
 FIRST = (Bar(0.0, 0.4, "forward"), Bar(0.4, 0.9, "backward"), Bar(0.5, 1.0, "wait"), Bar(0.1, 0.2, "send"))

@@ -12,12 +12,23 @@ from syncline.errors import DataError, UsageError
 from syncline_bench.cli import cli
 from syncline_bench.predict.networks import load_network
 from syncline_bench.reproduction.blocks import FIT, FOLLOWS, UNEXPLAINED, Compared, held_of, markdown
-from syncline_bench.reproduction.measured import bcaffe, fair_sharing, googlenet_cases, sharing_errors
+from syncline_bench.reproduction.clusters import (
+    against_servers,
+    against_the_library,
+    curves,
+    fitted_per_layer_s,
+    tianhe,
+)
+from syncline_bench.reproduction.measured import (
+    allreduce_costs,
+    bcaffe,
+    concurrent,
+    fair_sharing,
+    googlenet_cases,
+    sharing_errors,
+)
 from syncline_bench.reproduction.page import page
-from syncline_bench.reproduction.stages import stages
-from syncline_bench.reproduction.tables import allreduce_costs, concurrent
-from syncline_bench.reproduction.taihulight import against_servers, against_the_library, curves, fitted_per_layer_s
-from syncline_bench.reproduction.tianhe import tianhe
+from syncline_bench.reproduction.systems import stages
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reproduction.md"

@@ -8,8 +8,7 @@ from spaces import AXES, FASTEST, spaces, valid
 
 from syncline.errors import UsageError
 from syncline_bench import searchers
-from syncline_bench.searchers import Axis, Space
-from syncline_bench.searchers._failures import chances, flags
+from syncline_bench.searchers import Axis, Space, chances_to_run, flags
 
 
 @given(spaces())
@@ -82,7 +81,7 @@ def test_blame_goes_to_the_choice_that_never_ran() -> None:
     indices = [space.index(each) for each in tried]
     import numpy as np
 
-    found = chances(space.columns, np.array(indices), np.array([True, True, False, False]))
+    found = chances_to_run(space.columns, np.array(indices), np.array([True, True, False, False]))
     failing = flags(space.columns)[:, 4 + 2] == 1  # four architectures, then int8
     assert found[failing].max() < 0.5 < found[~failing].min()
-    assert (chances(space.columns, np.array(indices), np.zeros(4, bool)) == 1).all()
+    assert (chances_to_run(space.columns, np.array(indices), np.zeros(4, bool)) == 1).all()

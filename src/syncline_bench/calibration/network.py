@@ -17,7 +17,7 @@ from syncline.strategy.grammar import write_value
 
 from ..predict.networks import load_network
 from ..report import units
-from ..report.calibration import ConstantRow
+from ..report.predictions import ConstantRow
 from .computing import Computed
 from .fits import TOLERANCE, Estimate
 from .links import LinkFit, Timed, fit_link, fit_processor

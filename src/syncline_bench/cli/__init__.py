@@ -1,4 +1,4 @@
-"""The command line, one file per command: ``syncline run``, ``compare``, ``bench``, ``show`` and so on.
+"""The command line: ``syncline run``, ``compare``, ``bench``, ``predict``, ``show`` and so on, a file for each kind.
 
 Owns the options, help texts and exit statuses. A command imports its implementation when it is called, so ``--help``
 loads neither numpy nor a framework. An error of Syncline is printed as one message without a traceback. The exit
@@ -11,21 +11,7 @@ from typing import Any
 
 import click
 
-from . import (
-    accuracy,
-    bench,
-    calibrate,
-    compare,
-    lab,
-    predict,
-    record,
-    reproduce,
-    run,
-    show,
-    strategies,
-    timeline,
-    tune,
-)
+from . import bench, predict, run, show, trainings
 from ._options import Verbs
 
 INTERRUPTED = 130
@@ -64,19 +50,11 @@ def cli() -> None:
 
 
 for verb in (
-    run.run,
-    compare.compare,
-    accuracy.accuracy,
-    bench.bench,
-    calibrate.calibrate,
-    lab.lab,
-    predict.predict,
-    record.record,
-    reproduce.reproduce,
-    show.show,
-    strategies.strategies,
-    timeline.timeline,
-    tune.tune,
+    *(run.run, run.record, run.lab),
+    *(trainings.compare, trainings.accuracy, trainings.tune),
+    *(bench.bench, bench.calibrate),
+    *(predict.predict, predict.reproduce),
+    *(show.show, show.strategies, show.timeline),
 ):
     cli.add_command(verb)
 

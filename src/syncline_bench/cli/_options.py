@@ -14,15 +14,12 @@ JSON = click.option("--json", "json_path", type=FILE, help="Write the results to
 REPORT = click.option("--report", "report_path", type=FILE, help="Write a report to this file, as an HTML page.")
 TRACE = click.option(
     "--trace",
+    "timeline_path",
     type=FILE,
     metavar="FILE.json.gz",
     envvar="SYNCLINE_TRACE",
     help="Write a timeline of all processes to this file, for Perfetto or chrome://tracing.",
 )
-EPOCHS = click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data; default: the workload's.")
-ITERATIONS = click.option("--iterations", type=click.IntRange(min=1), help="Training steps, instead of --epochs.")
-
-
 LAUNCHER = click.option(
     "--launcher",
     default="auto",
@@ -31,12 +28,6 @@ LAUNCHER = click.option(
     help="The launcher of the processes: local (this command), mpirun, mpiexec, openmpi, mpich or srun, or a launcher's"
     " path, with arguments if needed: 'mpirun --hostfile hosts'. auto: mpirun for transport=mpi, else local.",
 )
-
-
-def check_length(epochs: int | None, iterations: int | None) -> None:
-    """Raise click's UsageError if both options set the length of a training."""
-    if epochs is not None and iterations is not None:
-        raise click.UsageError("--epochs and --iterations exclude each other")
 
 
 class Verbs(click.Group):

@@ -1,13 +1,14 @@
-"""The commands of ``syncline bench`` (collectives, codecs, gradients, steps): their options and help texts."""
+"""The commands of ``syncline bench`` (collectives, codecs, gradients, steps), and ``syncline calibrate``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ._options import JSON, LAUNCHER, OLD_FILE, REPORT, Lists, Verbs
+from ._options import FILE, JSON, LAUNCHER, OLD_FILE, REPORT, Lists, Verbs, node_sizes
 
 USUAL = "collectives"
 
@@ -64,9 +65,7 @@ def collectives(
     per_host: int,
     repetitions: int | None,
     goals: bool,
-    json_path: Path | None,
-    resume_path: Path | None,
-    report_path: Path | None,
+    **files: Any,
 ) -> None:
     """Measure collectives next to peers such as Gloo and MPI, which take turns in processes of their own."""
     if goals and (ranks or contenders or lab or per_host > 1 or repetitions or collective != "allreduce"):
@@ -90,10 +89,7 @@ def collectives(
             per_host=per_host,
         )
         requests = [asked]
-    status = collective_bench.run(
-        requests, json_path=json_path, resume_path=resume_path, report_path=report_path, goals=goals
-    )
-    sys.exit(status)
+    sys.exit(collective_bench.run(requests, goals=goals, **files))
 
 
 @bench.command(cls=Lists)
@@ -113,13 +109,13 @@ def collectives(
     help="Ranks of the allreduce that the codecs are to speed up.",
 )
 @JSON
-def codecs(elements: int, codecs: tuple[str, ...], repetitions: int, workers: int, json_path: Path | None) -> None:
+def codecs(elements: int, codecs: tuple[str, ...], **options: Any) -> None:
     """Measure the time of every codec on one core, and the link speed below which it makes an allreduce faster."""
     from syncline.strategy.grammar import read_list
 
     from ..codecs import codec_bench
 
-    codec_bench.run(elements, read_list(codecs), repetitions=repetitions, workers=workers, json_path=json_path)
+    codec_bench.run(elements, read_list(codecs), **options)
 
 
 @bench.command(cls=Lists)
@@ -139,12 +135,7 @@ def codecs(elements: int, codecs: tuple[str, ...], repetitions: int, workers: in
 @JSON
 @REPORT
 def gradients(
-    workloads: tuple[str, ...],
-    ranks: tuple[str, ...],
-    forms: tuple[str, ...],
-    repetitions: int,
-    json_path: Path | None,
-    report_path: Path | None,
+    workloads: tuple[str, ...], ranks: tuple[str, ...], forms: tuple[str, ...], repetitions: int, **files: Any
 ) -> None:
     """Measure the cost of copying gradients into buckets and back, next to gradients that lie in buckets."""
     from syncline.strategy.grammar import read_list, read_value
@@ -157,7 +148,7 @@ def gradients(
         forms=read_list(forms),
         repetitions=repetitions,
     )
-    sys.exit(gradient_bench.run(asked, json_path=json_path, report_path=report_path))
+    sys.exit(gradient_bench.run(asked, **files))
 
 
 @bench.command(cls=Lists)
@@ -171,28 +162,50 @@ def gradients(
 @click.option("--repetitions", type=click.IntRange(min=1), default=300, show_default=True, help="Repetitions per row.")
 @LAUNCHER
 @JSON
-def steps(
-    frameworks: tuple[str, ...],
-    strategy: str,
-    ranks: int,
-    tensors: tuple[str, ...],
-    elements: int,
-    repetitions: int,
-    launcher: str,
-    json_path: Path | None,
-) -> None:
+def steps(frameworks: tuple[str, ...], tensors: tuple[str, ...], json_path: Path | None, **options: Any) -> None:
     """Measure the time of a step beyond that of the plain framework and the exchange, for each framework."""
     from syncline.strategy.grammar import read_list, read_value
 
     from ..steps import step_bench
 
-    request = step_bench.request_of(
-        read_list(frameworks),
-        strategy,
-        ranks=ranks,
-        tensors=[read_value(count, int, "--tensors") for count in read_list(tensors)],
-        elements=elements,
-        repetitions=repetitions,
-        launcher=launcher,
-    )
+    counts = [read_value(count, int, "--tensors") for count in read_list(tensors)]
+    request = step_bench.request_of(read_list(frameworks), tensors=counts, **options)
     sys.exit(step_bench.run(request, json_path=json_path))
+
+
+@click.command(cls=Lists)
+@click.option("-o", "--output", type=FILE, metavar="FILE.json", help="Write the network to this file.")
+@click.option("--ranks", type=int, metavar="N", help="Number of ranks to start; default: 2.")
+@click.option("--lab", metavar="RATE", help="Give every rank a host of a lab with links of RATE, such as 1gbit.")
+@click.option("--nodes", help="Hosts and ranks of the lab: 2x2 is two hosts of two ranks.")
+@click.option("--transport", default="auto", show_default=True, help="The transport, as in a strategy.")
+@click.option(
+    "--codecs", multiple=True, metavar="TEXT...",
+    help="Codecs to measure, each with and without error feedback, or none; default: all.",
+)  # fmt: skip
+@click.option(
+    "--seconds", "budget_s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True,
+    help="Approximate time for the messages of one kind of link.",
+)  # fmt: skip
+@click.option("--request", "told", hidden=True, help="The request of a rank, in place of all other options.")
+def calibrate(lab: str | None, nodes: str | None, codecs: tuple[str, ...], told: str | None, **options: Any) -> None:
+    """Measure links, processor time, memory and codecs, and write them as a network for `syncline predict`.
+
+    The command starts its ranks on this machine or in a lab. To measure between other hosts, start it there with
+    torchrun, mpirun or srun.
+    """
+    from syncline.nouns import Rate
+    from syncline.strategy.grammar import read_list, read_value
+
+    from ..calibration import command
+
+    if told is not None:
+        chosen = command.Request.from_json(told)
+    else:
+        chosen = command.request_of(
+            nodes=() if nodes is None else node_sizes(nodes),
+            lab_rate=None if lab is None else read_value(lab, Rate, "--lab"),
+            codecs=read_list(codecs),
+            **options,
+        )
+    sys.exit(command.run(chosen))

@@ -1,12 +1,13 @@
-"""The command ``syncline predict``: its options and help texts."""
+"""The commands ``syncline predict`` and ``reproduce``: their options and help texts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ._options import JSON, REPORT, Lists
+from ._options import FILE, JSON, REPORT, Lists
 
 
 @click.command(cls=Lists)
@@ -39,51 +40,45 @@ def predict(
     strategies: tuple[str, ...],
     collectives: tuple[str, ...],
     sizes: tuple[str, ...],
-    workers: tuple[str, ...],
     networks: tuple[str, ...],
-    per_node: int | None,
-    price: float | None,
-    epoch_images: int | None,
-    json_path: Path | None,
-    report_path: Path | None,
+    **options: Any,
 ) -> None:
     """Predict the time of a training, or of collectives alone, on a network, with an interval."""
+    from ..machine import provenance
+
     if (workload is None) == (not collectives):
         raise click.UsageError("give either --workload, such as googlenet, or --collective, such as ring")
     if workload is not None:
         if sizes:
             raise click.UsageError("--bytes belongs to --collective: a workload's gradients have their sizes")
-        from ..machine import provenance
         from ..predict import rows
 
-        rows.workload(
-            workload,
-            networks,
-            workers,
-            strategies or ("ring",),
-            origin=provenance(),
-            per_node=per_node,
-            price=price,
-            epoch_images=epoch_images,
-            json_path=json_path,
-            report_path=report_path,
-        )
+        rows.workload(workload, networks, strategies=strategies or ("ring",), origin=provenance(), **options)
         return
-    if len(networks) > 1 or strategies or price is not None or epoch_images is not None or report_path is not None:
+    given = [options.pop(name) for name in ("price", "epoch_images", "report_path")]
+    if len(networks) > 1 or strategies or any(value is not None for value in given):
         raise click.UsageError("--collective takes one network, and no strategies, price, images of an epoch or report")
     from syncline.nouns import Size
     from syncline.strategy.grammar import read_list, read_value
 
-    from ..machine import provenance
     from ..predict.asked import worker_counts
     from ..predict.collectives import collectives as predict_collectives
 
-    predict_collectives(
-        read_list(collectives),
-        [read_value(size, Size, "--bytes") for size in read_list(sizes)],
-        worker_counts(workers),
-        networks[0],
-        origin=provenance(),
-        per_node=per_node,
-        json_path=json_path,
-    )
+    nbytes = [read_value(size, Size, "--bytes") for size in read_list(sizes)]
+    counts = worker_counts(options.pop("workers"))
+    predict_collectives(read_list(collectives), nbytes, counts, networks[0], origin=provenance(), **options)
+
+
+@click.command()
+@click.option(
+    "--data", "folder", type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Folder with published tables as CSV files; without it, the page names the missing tables and their sources.",
+)  # fmt: skip
+@click.option("-o", "--output", type=FILE, help="Write the page to this file instead of printing it.")
+def reproduce(folder: Path | None, output: Path | None) -> None:
+    """Write published figures next to the models' predictions of them, as Markdown."""
+    from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
+    from ..reproduction.page import page
+
+    (target,) = result_paths({"-o": output})
+    replace_text(target or STANDARD_OUTPUT, page(folder))

@@ -1,28 +1,42 @@
-"""The command ``syncline run``: starts a script in several processes of this machine."""
+"""The commands that run a script or another command: ``syncline run``, ``record`` and ``lab``."""
 
 from __future__ import annotations
 
+import io
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ._options import TRACE
 
+MODULE = click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
+_VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""What follows the command's first argument is passed on as it is."""
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+
+def _check_script(script: str, module: bool) -> None:
+    from syncline.errors import UsageError
+
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
+
+
+@click.command(context_settings=_VERBATIM)
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of workers.")
 @click.option("--servers", type=click.IntRange(min=0), help="Number of server processes; default: that of --strategy.")
 @click.option("--strategy", help="Default strategy of syncline.init() in SCRIPT.")
 @TRACE
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
+@MODULE
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     workers: int,
     servers: int | None,
     strategy: str | None,
-    trace: Path | None,
+    timeline_path: Path | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -45,14 +59,13 @@ def run(
         servers = parsed.servers
         parsed.resolve(Group(workers, servers))  # some strategies are impossible for some numbers of workers
         env["SYNCLINE_STRATEGY"] = str(parsed)
-    if not module and not Path(script).is_file():
-        raise UsageError(f"there is no file {script!r} to run (for a module, use -m)")
+    _check_script(script, module)
     servers = servers or 0
     assembly = None
-    if trace is not None:
+    if timeline_path is not None:
         from syncline.timeline.folder import Assembly
 
-        assembly = Assembly(trace)
+        assembly = Assembly(timeline_path)
         env |= assembly.environ()
     command = [sys.executable, *(["-m"] if module else []), script, *args]
     outcome = launch(command, workers + servers, servers=servers, env=env)
@@ -61,3 +74,112 @@ def run(
     if outcome.status:
         click.echo(f"syncline: {outcome.text}", err=True)
     sys.exit(outcome.status)
+
+
+@click.command(context_settings=_VERBATIM)
+@click.option("-o", "--output", default="trace.csv", show_default=True, help="The file to write.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Training steps to measure.")
+@click.option("--skip", type=click.IntRange(min=1), default=5, show_default=True, help="First steps to exclude.")
+@MODULE
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def record(output: str, steps: int, skip: int, module: bool, script: str, args: tuple[str, ...]) -> None:
+    """Run the training SCRIPT with ARGS, unchanged and on one worker, and write the times of its model's layers.
+
+    The script ends as soon as the times are known. Use the file as --workload trace:FILE.
+    """
+    from syncline.errors import UsageError
+
+    from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
+
+    _check_script(script, module)
+    (target,) = result_paths({"-o": output})
+    from syncline.frameworks.torch.timing import Recorded, Recording, write_trace
+
+    sys.argv = [script, *args]
+    with Recording(steps, skip) as recording:
+        try:
+            if module:
+                sys.path.insert(0, "")
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(script).parent))
+                runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if not isinstance(end, Recorded) and end.code:
+                raise
+    if not recording.done:
+        raise UsageError(
+            f"the script ended after {recording.made} steps of its optimizer, but {steps} steps are measured after"
+            f" the first {skip}: let it train longer, or lower --skip and --steps"
+        )
+    file = io.StringIO(newline="")
+    write_trace(recording.layers, recording.h2d_s, file)
+    replace_text(target or STANDARD_OUTPUT, file.getvalue())
+    forward_s, backward_s = (
+        sum(getattr(layer, what) for layer in recording.layers) for what in ("forward_s", "backward_s")
+    )
+    elements = sum(layer.spec.elements for layer in recording.layers)
+    click.echo(
+        f"{output}: {len(recording.layers)} tensors, {elements:,} elements; forward {1e3 * forward_s:.2f} ms, backward"
+        f" {1e3 * backward_s:.2f} ms"
+        + (f", copying to the device {1e3 * recording.h2d_s:.2f} ms" if recording.h2d_s else ""),
+        err=target == STANDARD_OUTPUT,
+    )
+    if target != STANDARD_OUTPUT:
+        click.echo(f"Replay it with: syncline compare --workload trace:{output} --workers 4")
+
+
+@click.command(context_settings=_VERBATIM)
+@click.option("--hosts", type=click.IntRange(min=1), default=4, show_default=True, help="Number of hosts.")
+@click.option(
+    "--rate", default="1gbit", show_default=True, help="Rate of every host's link in each direction; none: no limit."
+)
+@click.option("--per-host", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on every host.")
+@click.option("--strategy", help="Default strategy of syncline.init() in COMMAND; servers are the last ranks.")
+@click.option("--mpi", type=click.Choice(["openmpi", "mpich"]), help="Start COMMAND as a job of this MPI library.")
+@click.option("--name", help="Name of the lab; default: the first free one of lab0, lab1, ...")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds after which all processes end."
+)
+@click.option("--list", "listing", is_flag=True, help="Only show the labs of this machine.")
+@click.option("--clean", is_flag=True, help="Only remove the remains of killed labs.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def lab(
+    hosts: int,
+    rate: str,
+    per_host: int,
+    strategy: str | None,
+    listing: bool,
+    clean: bool,
+    command: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Run COMMAND on simulated hosts: network namespaces joined by links of a chosen rate. Needs root.
+
+    The exit status is that of the first process that failed.
+    """
+    from syncline.nouns import Group, Rate
+    from syncline.strategy.grammar import read_value
+
+    from ..lab import job
+
+    if listing or clean:
+        if command:
+            raise click.UsageError("--list and --clean take no command")
+        job.show_labs() if listing else job.clean()
+        return
+    if not command:
+        raise click.UsageError("there is no command to run: syncline lab --hosts 4 -- COMMAND ARGS...")
+    env, servers = {}, 0
+    if strategy is not None:
+        from syncline.strategy.strategy import Strategy
+
+        parsed = Strategy.parse(strategy)
+        servers = parsed.servers
+        if servers < hosts * per_host:
+            nodes = tuple(rank // per_host for rank in range(hosts * per_host - servers))
+            parsed.resolve(Group(len(nodes), servers, nodes), hosts=hosts)
+        env["SYNCLINE_STRATEGY"] = str(parsed)
+    given = read_value(rate, Rate | None, "--rate")
+    sys.exit(job.run(command, hosts=hosts, rate=given, per_host=per_host, servers=servers, env=env, **options))

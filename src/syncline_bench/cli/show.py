@@ -1,12 +1,13 @@
-"""The command ``syncline show``: draws the plan of an algorithm."""
+"""The commands that show something: ``syncline show``, ``strategies`` and ``timeline``."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ._options import MOST_RANKS, node_sizes
+from ._options import FILE, MOST_RANKS, node_sizes
 
 if TYPE_CHECKING:
     from syncline.nouns import Group
@@ -77,3 +78,41 @@ def _group(ranks: int | None, nodes: str | None, servers: int) -> Group:
     if ranks is not None and ranks != sum(sizes):
         raise UsageError(f"--ranks {ranks} and --nodes {nodes} disagree: the nodes have {sum(sizes)} workers")
     return Group(sum(sizes), servers, tuple(node for node, size in enumerate(sizes) for _ in range(size)))
+
+
+@click.command()
+def strategies() -> None:
+    """List the words of strategies with a sentence on each, and the presets, which name whole strategies."""
+    from syncline.strategy.words import PRESETS, vocabulary
+
+    words = vocabulary()
+    for word in dict.fromkeys(item.word for item in words):
+        click.secho(word, bold=True)
+        for item in words:
+            if item.word == word:
+                click.echo(f"  {item.text}\n      {item.summary}" if item.summary else f"  {item.text}")
+    click.secho("presets", bold=True)
+    for preset in PRESETS.values():
+        noted = f"; {preset.note}" if preset.note else ""
+        click.echo(f"  {preset.name}\n      {preset.text}{noted}\n      {preset.summary} [{preset.source}]")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("-o", "--output", type=FILE, help="The file to write; default: FOLDER without .parts.")
+def timeline(folder: Path, output: Path | None) -> None:
+    """Merge the parts in FOLDER, such as trace.json.gz.parts, into a timeline. A failed run leaves such a folder.
+
+    The parts are kept. Copy the parts of other hosts into the folder first.
+    """
+    from syncline.errors import UsageError
+    from syncline.timeline.folder import checked_target, write_all
+
+    from ..report.files import result_paths
+
+    target = checked_target(folder.resolve().with_suffix("") if output is None else output)
+    result_paths({"-o": target})
+    written = write_all(target, folder)
+    if written is None:
+        raise UsageError(f"there are no parts of a timeline in {folder}")
+    click.echo(f"timeline: {target} ({written.text})")

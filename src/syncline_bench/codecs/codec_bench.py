@@ -10,17 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from syncline.errors import UsageError
 from syncline.tuning.codec_times import Addition, CodecTimes, Progress, Timed, Trial, every_codec, in_turn, variants
 
-from ..cases import console_beside
-from ..display import Display
+from ..display import Display, shown
 from ..machine import available_memory_bytes, provenance
 from ..report.bench import CodecResult, CodecRow, render_codecs
-from ..report.files import result_paths
 from ..report.units import size as size_text
 
 WORKERS = 4
@@ -85,7 +84,8 @@ def measure(request: Request, progress: Progress | None = None) -> CodecResult:
         row_of(trial.result(times, add_s), torch_s.get(place), request.workers)
         for place, (trial, times) in enumerate(zip(trials, ours, strict=True))
     ]
-    return _result(request, tuple(rows))
+    asked: dict[str, Any] = {name: getattr(request, name) for name in ("elements", "repetitions", "workers")}
+    return CodecResult(**provenance(), **asked, rows=tuple(rows))
 
 
 def row_of(times: CodecTimes, torch_s: float | None, workers: int) -> CodecRow:
@@ -108,16 +108,6 @@ def row_of(times: CodecTimes, torch_s: float | None, workers: int) -> CodecRow:
     )
 
 
-def _result(request: Request, rows: tuple[CodecRow, ...]) -> CodecResult:
-    return CodecResult(
-        **provenance(),
-        elements=request.elements,
-        repetitions=request.repetitions,
-        workers=request.workers,
-        rows=rows,
-    )
-
-
 def run(
     elements: int,
     texts: Sequence[str] = (),
@@ -127,22 +117,17 @@ def run(
     json_path: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Measure codecs, all where ``texts`` is empty, print the table and write the file.
-
-    Raises UsageError before anything is measured. An interrupt leaves no file, since medians of a run that was cut off
-    would not be comparable.
-    """
-    (target,) = result_paths({"--json": json_path})
-    console = console or console_beside(target)
+    """Measure codecs, all where ``texts`` is empty, as ``display.shown`` does."""
     request = request_of(texts, elements, repetitions, workers)
     count = contestants_of(request)
-    with Display(console) as display, display.task("codecs", (repetitions + 1) * count) as task:
 
-        def progress(repetition: int, place: int) -> None:
-            doing = "warm-up" if repetition < 0 else f"repetition {repetition + 1} of {repetitions}"
-            task.at((repetition + 1) * count + place, doing)
+    def measured(display: Display) -> CodecResult:
+        with display.task("codecs", (repetitions + 1) * count) as task:
 
-        result = measure(request, progress)
-    if target is not None:
-        result.save(target)
-    console.print(render_codecs(result))
+            def progress(repetition: int, place: int) -> None:
+                doing = "warm-up" if repetition < 0 else f"repetition {repetition + 1} of {repetitions}"
+                task.at((repetition + 1) * count + place, doing)
+
+            return measure(request, progress)
+
+    shown(measured, render_codecs, json_path=json_path, console=console)

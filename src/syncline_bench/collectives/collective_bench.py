@@ -19,12 +19,11 @@ from rich.console import Console
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Rate
 
-from ..cases import console_beside
-from ..display import Display, Task
+from ..display import Display, Task, console_beside
 from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
 from ..machine import provenance
 from ..messages import Message
-from ..ranks import SILENCE_S, Here, InLab, RankPlace, Ranks, RanksFailed
+from ..ranks import SILENCE_S, Here, Ranks, RanksFailed
 from ..report import bench
 from ..report.bench import BenchResult, Measured
 from ..report.files import keep_text, replace_text, result_paths
@@ -67,7 +66,7 @@ def measure(requests: Sequence[Request], result: BenchResult, save: Save, displa
 
 
 @contextmanager
-def open_place(request: Request) -> Iterator[tuple[RankPlace, float | None]]:
+def open_place(request: Request) -> Iterator[tuple[Here, float | None]]:
     """Where the ranks of a request run, and in a lab the goodput of its links in bytes/s."""
     if request.lab_rate is None:
         yield Here(), None
@@ -75,7 +74,7 @@ def open_place(request: Request) -> Iterator[tuple[RankPlace, float | None]]:
     lab_module = importlib.import_module("syncline_bench.lab")  # a benchmark without a lab does not need its imports
     lab: LabLike
     with lab_module.Lab(hosts=max(request.ranks) // request.per_host, rate=request.lab_rate) as lab:
-        yield InLab(lab, request.per_host), lab.goodput(seconds=2)
+        yield Here(lab, request.per_host), lab.goodput(seconds=2)
 
 
 class _Run:
@@ -153,7 +152,7 @@ class _Taken:
 class _Stage:
     """The measurements with one number of ranks. Every contender has a set of ranks; one works, the others sleep."""
 
-    def __init__(self, run: _Run, request: Request, ranks: int, place: RankPlace, goodput: float | None) -> None:
+    def __init__(self, run: _Run, request: Request, ranks: int, place: Here, goodput: float | None) -> None:
         self._run, self._request, self._ranks = run, request, ranks
         self._place, self._goodput = place, goodput
         self._sets: dict[Name, Ranks] = {}
@@ -181,14 +180,14 @@ class _Stage:
             try:
                 self._sets[name] = stack.enter_context(self._ranks_of(Work(kind, name.text, most), name.library))
             except SynclineError as failure:
-                self._give_up(name, f"{failure} while {name.text} was connecting")
+                self._give_up(name, f"while {name.text} was connecting: {failure}")
         link = self._goodput is None and any(name.moves == "link" for name in self._sets)
         if self._sets:
             most = max(size for size, _ in self._left)
             self._limits = stack.enter_context(self._ranks_of(Work(kind, "", most, link)))
 
     def _ranks_of(self, work: Work, library: str = "") -> Ranks:
-        return Ranks(work.to_json(), self._ranks, self._place, RANK, library)
+        return Ranks(work.to_json(), self._ranks, replace(self._place, library=library), RANK)
 
     def _measure_size(self, size: int, task: Task, done: float) -> None:
         """Check all contenders at one size, time them in turn, check them again, and add their rows."""
@@ -204,7 +203,9 @@ class _Stage:
                 task.at(done, size_text(size))
                 self._turn(name, size, taken[name], seeds, count)
                 done += each * (count + 1)
-            if count and live:
+            if not self._sets:
+                self._drop_limits()
+            elif count and live:
                 self._probe(size, count, limits)
         for name in taken:
             if name in self._sets:
@@ -218,7 +219,7 @@ class _Stage:
         try:
             self._sets[name].order(taken.add, limit_s, nbytes=size, repetitions=count, seeds=seeds)
         except RanksFailed as failure:
-            self._give_up(name, f"{failure} during {name.text} of {size_text(size)}", size)
+            self._give_up(name, f"during {name.text} of {size_text(size)}: {failure}", size)
 
     def _probe(self, size: int, count: int, limits: dict[str, list[float]]) -> None:
         """Run the turn of the limits. If it fails, later rows have no limit."""
@@ -232,8 +233,13 @@ class _Stage:
                 self._limits.order(add, nbytes=size, repetitions=count)
             except RanksFailed as failure:
                 self._run.display.say(f"limits are not measured from {size_text(size)} on: {failure}")
-                self._limits.close()
-                self._limits = None
+                self._drop_limits()
+
+    def _drop_limits(self) -> None:
+        """End the ranks that measure limits: they have failed, or no contender is left to compare with them."""
+        if self._limits is not None:
+            self._limits.close()
+            self._limits = None
 
     def _give_up(self, name: Name, text: str, nbytes: int = 0) -> None:
         """End a contender's ranks, and write the reason into its remaining rows."""
@@ -252,7 +258,7 @@ class _Stage:
             try:
                 ranks.end()
             except RanksFailed as failure:
-                self._run.display.say(f"{failure} while {text} was ending, after its last row")
+                self._run.display.say(f"while {text} was ending, after its last row: {failure}")
 
     def _measure_memory(self, cells: Sequence[tuple[int, Name]]) -> None:
         """Measure the growth of memory at the largest size, in fresh processes."""
@@ -354,34 +360,28 @@ def run(
     """
     target, report = result_paths({"--json": json_path or resume_path, "--report": report_path})
     console = console or console_beside(target, report)
-    keeper = _Keeper(_start(requests, json_path, resume_path, console), target)
+    result = _start(requests, json_path, resume_path, console)
+
+    def keep(found: BenchResult) -> None:
+        nonlocal result
+        result = found
+        keep_text(target, found.to_json())
+
     try:
         with Display(console) as display:
-            measure(requests, keeper.result, keeper.save, display)
+            measure(requests, result, keep, display)
     finally:
-        if target is not None and keeper.result.rows:
-            keeper.result.save(target)
-        verdicts = judge(keeper.result.rows) if goals else ()
+        if target is not None and result.rows:
+            result.save(target)
+        verdicts = judge(result.rows) if goals else ()
         if report is not None:
             from ..report.page import bench_page  # matplotlib is only loaded for a page
 
-            replace_text(report, bench_page(keeper.result, verdicts))
-    console.print(bench.render(keeper.result))
+            replace_text(report, bench_page(result, verdicts))
+    console.print(bench.render(result))
     if goals:
         console.print(bench.goals(verdicts))
-    return 0 if all(row.finished or row.missing for row in keeper.result.rows) else 1
-
-
-class _Keeper:
-    """Keeps the rows so far in memory and in the result file."""
-
-    def __init__(self, result: BenchResult, path: Path | None) -> None:
-        self.result, self._path = result, path
-
-    def save(self, result: BenchResult) -> None:
-        """Keep this result, and write the result file if there is one."""
-        self.result = result
-        keep_text(self._path, result.to_json())
+    return 0 if all(row.finished or row.missing for row in result.rows) else 1
 
 
 def _start(

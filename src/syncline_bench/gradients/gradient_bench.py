@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from ..cases import console_beside
-from ..display import Display, Task
+from ..display import Display, Task, shown
 from ..machine import provenance
 from ..messages import Message
 from ..ranks import Here, Ranks, RanksFailed
 from ..report.bench import GradientResult, GradientRow, render_gradients
-from ..report.files import replace_text, result_paths
 from ..report.units import decimal_size as size_text
 from .gradient_cases import Form, Model, Request, Work
 
@@ -54,7 +52,7 @@ class _Set:
                         ranks.order(lambda message: self._take(message, task), model=number)
                     ranks.end()
             except RanksFailed as failure:
-                error = f"{failure} {self._doing}".strip()
+                error = f"{self._doing}: {failure}" if self._doing else str(failure)
         return [
             self._rows.get((number, at)) or self._row(model, form, error=error)
             for number, model in enumerate(self._request.models)
@@ -116,22 +114,18 @@ def run(
     report_path: Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Measure, write the files and print the tables. Returns 0 if every row was measured and right, else 1.
+    """Measure as ``display.shown`` does. Returns 0 if every row was measured and right, else 1."""
 
-    Raises UsageError before anything is measured. An interrupt leaves no files, because medians of an interrupted run
-    are not comparable.
-    """
-    target, report = result_paths({"--json": json_path, "--report": report_path})
-    console = console or console_beside(target, report)
-    if request.left_out:
-        console.print(f"not measured with 1 rank, which exchanges nothing: {', '.join(request.left_out)}", markup=False)
-    with Display(console) as display:
-        result = measure(request, display)
-    if target is not None:
-        result.save(target)
-    if report is not None:
+    def measured(display: Display) -> GradientResult:
+        if request.left_out:
+            display.say(f"not measured with 1 rank, which exchanges nothing: {', '.join(request.left_out)}")
+        return measure(request, display)
+
+    def page(result: GradientResult) -> str:
         from ..report.page import gradient_page  # matplotlib is only loaded for a page
 
-        replace_text(report, gradient_page(result))
-    console.print(render_gradients(result))
+        return gradient_page(result)
+
+    files = {"json_path": json_path, "report_path": report_path}
+    result = shown(measured, render_gradients, **files, page=page, console=console)
     return 0 if all(row.finished for row in result.rows) else 1

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from syncline.errors import UsageError
 
 from .namespaces import enter
-from .naming import read_host_name
-from .records import Registry
+from .records import Registry, read_host_name
 
 
 def command_line(arguments: Sequence[str], registry: Registry) -> list[str]:

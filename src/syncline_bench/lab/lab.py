@@ -22,10 +22,10 @@ from syncline.launch.local import Placement
 from syncline.nouns import Rate
 from syncline.wire.listener import bind_here
 
-from . import goodput, links, mpi, naming
+from . import goodput, links, mpi, records
+from .links import Shape, shape
 from .namespaces import Host, check_able, end_marked, run_tool, within
 from .records import Record, Registry
-from .shaping import Shape, shape
 
 
 class Lab:
@@ -37,9 +37,9 @@ class Lab:
     """
 
     def __init__(self, hosts: int = 4, rate: Rate | None = None, name: str | None = None) -> None:
-        if not 1 <= hosts <= naming.MAX_HOSTS:
-            raise UsageError(f"a lab has 1 to {naming.MAX_HOSTS} hosts, not {hosts}")
-        self._asked = None if name is None else naming.check_name(name)
+        if not 1 <= hosts <= records.MAX_HOSTS:
+            raise UsageError(f"a lab has 1 to {records.MAX_HOSTS} hosts, not {hosts}")
+        self._asked = None if name is None else records.check_name(name)
         self._shape: Shape | None = None if rate is None else shape(rate)
         self._count = hosts
         self._registry = Registry()
@@ -84,11 +84,11 @@ class Lab:
 
     def host_name(self, host: int) -> str:
         """The name of a host, which the other hosts resolve to its address."""
-        return naming.host_name(self.name, self._checked(host))
+        return records.host_name(self.name, self._checked(host))
 
     def address(self, host: int) -> str:
         """The IPv4 address of a host."""
-        return naming.address(self.name, self._checked(host))
+        return records.address(self.name, self._checked(host))
 
     def enter(self, host: int) -> list[str]:
         """The command prefix that runs a command on a host, in the current working directory.
@@ -158,10 +158,10 @@ class Lab:
 
     def _make(self, record: Record) -> None:
         hosts_file = self._registry.folder(record.name) / "hosts"
-        hosts_file.write_text(naming.hosts_file(record.name, self._count))
+        hosts_file.write_text(records.hosts_file(record.name, self._count))
         self._switch = Host(f"{record.name}-switch", record.mark, hosts_file)
         for number in range(self._count):
-            self._hosts.append(Host(naming.host_name(record.name, number), record.mark, hosts_file))
+            self._hosts.append(Host(records.host_name(record.name, number), record.mark, hosts_file))
         pids = tuple(host.pid for host in self._hosts)
         _configure(self._switch, "ip", links.switch(pids))
         for number, host in enumerate(self._hosts):

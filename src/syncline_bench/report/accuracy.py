@@ -1,7 +1,7 @@
 """Results of ``syncline accuracy``: trainings, the rows that they make, their file and table.
 
 Owns the names, units and JSON of an ``AccuracyResult``: the trainings that were run, from which an interrupted table
-goes on, and the rows that they make. The meaning of a field stands at the field; ``result_file`` has the rules of the
+goes on, and the rows that they make. The meaning of a field stands at the field; ``files`` has the rules of the
 JSON. Does not know how anything was trained.
 """
 
@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar
 
 from . import units
 from .columns import Column, Sheet, Table
-from .result_file import ResultFile, grouped, known
-from .rows import BASELINE, Point, points
+from .comparison import BASELINE, Point, points
+from .files import ResultFile, grouped, known
 
 DENSE = "direct"
 """The strategy that a table of codecs compares all others with: their architecture without a codec."""

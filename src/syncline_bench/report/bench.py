@@ -1,7 +1,7 @@
 """Results of ``syncline bench``: collectives, gradients, codecs and steps, each with its rows, file and table.
 
 Owns the names, units and JSON of these results, and the columns of their tables. The meaning of a field stands at the
-field; ``result_file`` has the rules of the JSON. Does not know how anything was measured.
+field; ``files`` has the rules of the JSON. Does not know how anything was measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from syncline.tuning.codec_times import ANY_LINK_BIT_PER_S
 
 from . import units
 from .columns import Column, Sheet, Table
-from .result_file import ResultFile, grouped, reader
+from .files import ResultFile, grouped, reader
 
 PEERS = (
     "gloo:native",

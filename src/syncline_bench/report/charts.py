@@ -27,6 +27,7 @@ from matplotlib.ticker import (
 from . import bench, units
 from .accuracy import AccuracyResult
 from .bench import BenchResult, GradientResult, GradientRow, Measured
+from .comparison import BASELINE, Point, Result, Row
 from .figures import (
     INK,
     PALETTE,
@@ -47,9 +48,8 @@ from .figures import (
     styled,
     svg,
 )
+from .files import grouped
 from .predictions import Predicted, Prediction
-from .result_file import grouped
-from .rows import BASELINE, Point, Result, Row
 
 STAGES: Mapping[str, Key] = {
     "loading_s": Key("loading", "#E69F00"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from .result_file import fields_of
+from .files import fields_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

@@ -30,7 +30,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from .rows import BASELINE, Point
+from .comparison import BASELINE, Point
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -1,18 +1,27 @@
-"""Where results go: a file that is replaced in one piece, or standard output.
+"""Result files: their JSON, how it is read and written, and where it goes: a file, or standard output.
 
-Owns what can be found out of a file before there is anything to write, so that nobody measures for hours what then
-cannot be kept. Does not know what is written.
+The keys are the field names; fields are only ever added, so that older files stay readable, and keys that are not known
+here are ignored. A number that could not be measured is ``null``, never 0.
+
+Files are replaced in one piece. Whether one can be written is found out before there is anything to write, so that
+nobody measures for hours what then cannot be kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import os
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from syncline.errors import UsageError
+from syncline.errors import DataError, UsageError
 
 STANDARD_OUTPUT = Path("-")
 """Stands for standard output, on which there is nothing else then."""
@@ -98,3 +107,137 @@ def _replace(path: Path, text: str) -> None:
 
 def _part(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+_R = TypeVar("_R", bound="ResultFile")
+_Row = TypeVar("_Row")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """What a result file says of where, with what and when it was made; the contents of each kind are made of it.
+
+    ``commit`` is None outside of a checkout, which differed from it where ``modified``. ``source_sha256`` is a digest
+    of the package's source files: with ``commit`` it says whether two are of the same code. ``started`` is ISO 8601.
+    """
+
+    verb: ClassVar[str]
+    """The command whose result it is."""
+    lists: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]]
+    """The fields that are lists of dataclasses, with what reads one of them."""
+
+    machine: str = ""
+    cores: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    commit: str | None = None
+    modified: bool | None = None
+    source_sha256: str = ""
+    started: str = ""
+
+    def content(self) -> dict[str, Any]:
+        """All fields, as the file has them."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """The text of the result file: strict JSON, not-a-number and infinities as null."""
+        return json.dumps(finite(self.content()), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls: type[_R], text: str) -> _R:
+        """Read a result file's text back; raises DataError where it is not one."""
+        try:
+            data = json.loads(text)
+            data["machine"]  # which other files may lack, and none of these
+            lists = {name: tuple(map(read, data[name])) for name, read in cls.lists.items()}
+            return cls(**{**known(cls, data), **lists})
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise DataError(f"this is not a result file of syncline {cls.verb}: {error!r}") from None
+
+    @classmethod
+    def earlier(cls: type[_R], path: Path) -> _R:
+        """The result file of an earlier run, to be continued. Raises UsageError if it cannot be read."""
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{path} is no text: choose another file") from None
+        except DataError as error:
+            raise UsageError(f"{path}: {error}; choose another file") from None
+
+    def same(self: _R, other: _R, *names: str) -> bool:
+        """Whether both say the same in these fields."""
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def save(self, path: Path) -> None:
+        """Write the result file in one piece, so that a reader never sees half of it."""
+        replace_text(path, self.to_json())
+
+
+def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
+    """The rows by their keys, both in the order of the first rows."""
+    found: dict[_Key, list[_Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def fields_of(cls: type) -> list[tuple[str, str]]:
+    """The fields of a row as a result file has them, each with its meaning, which stands at its type."""
+    hints = get_type_hints(cls, include_extras=True)
+    return [(item.name, " ".join(getattr(hints[item.name], "__metadata__", ("",)))) for item in dataclasses.fields(cls)]
+
+
+def reader(cls: type) -> Callable[[Mapping[str, Any]], Any]:
+    """A reader for the items of a list of plain dataclasses."""
+    return lambda data: cls(**known(cls, data))
+
+
+def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a result file says of the fields of a dataclass; keys of a later version are left out.
+
+    Raises TypeError for a value that a field does not have; null stands for numbers that are none.
+    """
+    found = {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
+    hints = get_type_hints(cls)
+    for name, value in found.items():
+        if value is not None and not _fits(value, hints[name]):
+            raise TypeError(f"{name} is {value!r:.60}, which is no {getattr(hints[name], '__name__', hints[name])}")
+    return found
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value out of JSON is one that a field may have whose annotation this is."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is Literal:
+        return value in inner
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind in (str, bool):
+        return isinstance(value, kind)
+    if kind in (tuple, list, Sequence):
+        items = inner[:1] if kind is not tuple or inner[1:] == (...,) else ()
+        return isinstance(value, (list, tuple)) and all(
+            one is None or _fits(one, item) for item in items for one in value
+        )
+    if kind in (dict, Mapping):
+        return isinstance(value, Mapping) and all(
+            one is None or _fits(one, inner[1]) for one in (value.values() if inner else ())
+        )
+    return True  # of what is read by itself
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every not-a-number and infinity in it, at any depth, replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

@@ -17,14 +17,14 @@ from markupsafe import Markup
 
 from syncline.timeline.chrome import Iteration
 
-from . import accuracy, bench, charts, predictions, table, units
+from . import accuracy, bench, charts, comparison, predictions, units
 from .accuracy import AccuracyResult, AccuracyRow
 from .bench import BARE, BenchResult, GradientResult, GradientRow, Measured, Verdict
 from .columns import Column, Table, legend
+from .comparison import BASELINE, Result, Row
 from .figures import Chart, Key, Style, css, strategy_styles
+from .files import ResultFile, grouped
 from .predictions import Prediction
-from .result_file import ResultFile, grouped
-from .rows import BASELINE, Result, Row
 from .timeline_charts import timeline_charts
 
 _Row = TypeVar("_Row")
@@ -53,7 +53,7 @@ class Section:
 
 def comparison_page(result: Result, timelines: Sequence[Iteration] = ()) -> str:
     """The page of a comparison, with an iteration of each of the recorded runs."""
-    shown = table.table(result)
+    shown = comparison.table(result)
     keys = _keys(map(result.titled, result.rows))
     return _filled(
         title=f"Syncline: {result.workload}, {_contenders(result)}",
@@ -62,7 +62,7 @@ def comparison_page(result: Result, timelines: Sequence[Iteration] = ()) -> str:
         facts=_comparison_facts(result),
         tables=[_section("Results", shown, keys, _place)],
         reading=_reading([shown]),
-        remarks=table.remarks(result),
+        remarks=comparison.remarks(result),
         charts=(*charts.comparison_charts(result), *timeline_charts(timelines)),
     )
 

@@ -1,18 +1,20 @@
-"""Results of ``syncline predict``: collectives and workloads, each with its rows, file and table.
+"""Results of ``syncline predict``: collectives and workloads, each with its rows, file and table; and constants.
+
+``syncline calibrate`` shows the constants of a network, in a table of its own.
 
 Owns the names, units and JSON of these results, and the columns of their tables. The meaning of a field stands at the
-field; ``result_file`` has the rules of the JSON. Does not know how anything was predicted.
+field; ``files`` has the rules of the JSON. Does not know how anything was predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from . import units
 from .columns import Column, Sheet, Table
-from .result_file import ResultFile, grouped, reader
+from .files import ResultFile, grouped, reader
 
 
 @dataclass(frozen=True)
@@ -246,3 +248,49 @@ def findings(result: Prediction) -> list[str]:
         beats = f"{even['strategy']}{on(even['network'])} beats itself without the codec {where}"
         lines.append(f"{beats}, on {even['workers']} workers.")
     return lines
+
+
+_PER_MESSAGE = ("alpha", "flight", "message", "bucket")
+
+
+@dataclass(frozen=True)
+class ConstantRow:
+    """A constant by its name in the file, in seconds per message or byte, with the ends of its interval.
+
+    ``samples`` is 0 for what was not measured; ``outliers`` were set aside.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    samples: int
+    outliers: int
+    measured: bool
+
+
+_COLUMNS: tuple[Column[ConstantRow], ...] = (
+    Column("constant", "name", kind="name"),
+    Column("value", by=lambda row: amount(row.name, row.value)),
+    Column(
+        "interval",
+        by=lambda row: f"{amount(row.name, row.low)} to {amount(row.name, row.high)}",
+        means="95 %, by bootstrap",
+    ),
+    Column("samples", rank=2, by=lambda row: f"{row.samples:,}" if row.measured else "assumed"),
+    Column("outliers", "outliers", lambda value: str(value or ""), 1, means="samples that were set aside"),
+)
+
+
+def render_constants(rows: Sequence[ConstantRow], title: str, remarks: Sequence[str]) -> Sheet:
+    """The table, what its columns mean, and what to keep in mind."""
+    table = Table(_COLUMNS, rows, title, style=lambda row: "" if row.measured else "dim", spare=64)
+    words = "Values are seconds per message, or per byte moved, added, updated, copied, encoded or decoded."
+    return Sheet([table], words, remarks, kept="-o")
+
+
+def amount(name: str, value: float) -> str:
+    """A constant as people read it: seconds of a message, nanoseconds of a byte."""
+    if name.rpartition(".")[2] in _PER_MESSAGE:
+        return units.seconds(value)
+    return f"{units.significant(1e9 * value)} ns"

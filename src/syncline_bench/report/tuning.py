@@ -1,4 +1,4 @@
-"""The result of a tuning: its rows, file and table. The rules of ``result_file`` hold."""
+"""The result of a tuning: its rows, file and table. The rules of ``files`` hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from . import units
 from .columns import Column, Sheet, Table
-from .result_file import ResultFile, reader
+from .files import ResultFile, reader
 
 
 @dataclass(frozen=True)

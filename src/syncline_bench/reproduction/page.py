@@ -14,11 +14,9 @@ from syncline.errors import UsageError
 from ..predict.networks import load_network
 from ..report.units import significant
 from .blocks import CLOSE, FIT, FOLLOWS, LEFT_OUT, REACHED, UNEXPLAINED, Chapter, Grid, held_of, markdown
+from .clusters import against_servers, against_the_library, curves, tianhe
 from .measured import bcaffe, fair_sharing
-from .stages import stages
-from .systems import systems
-from .taihulight import against_servers, against_the_library, curves
-from .tianhe import tianhe
+from .systems import stages, systems
 
 _HEAD = f"""# Published figures, and what the models give
 

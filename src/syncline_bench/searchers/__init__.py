@@ -16,6 +16,12 @@ every process. So a search is repeated or resumed by asking and telling the same
 
 Searchers do not know what a candidate means, how it is measured, or how good the prediction is. Times are compared by
 their ratio: 10 % of an iteration are 10 % on every network.
+
+The chance of a candidate to run after some have failed follows a noisy-or model (Pearl, "Probabilistic Reasoning in
+Intelligent Systems", 1988): a candidate fails if one of its choices does. Each choice has a probability of failure,
+which expectation maximisation estimates from the successes and failures. After a first failure every choice of that
+candidate gets a share of the blame. Each later success of one of them moves its share to the others, until the culprit
+has all of it. Nothing is excluded: a candidate that shares many choices with failures only comes late.
 """
 
 from __future__ import annotations
@@ -30,8 +36,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from syncline.errors import UsageError
-
-from ._failures import chances
 
 Indices = NDArray[np.intp]
 Floats = NDArray[np.float64]
@@ -250,7 +254,7 @@ class Searcher(ABC):
         """The chance of each of ``left`` to run, given the failures so far; 1 while there are none."""
         tried = np.fromiter(self.told, dtype=np.intp, count=len(self.told))
         failed = np.array([self.told[index] is None for index in self.told], dtype=bool)
-        return chances(self.space.columns, tried, failed)[left]
+        return chances_to_run(self.space.columns, tried, failed)[left]
 
     def expected_s(self, left: Indices) -> Floats:
         """The predicted seconds of ``left``, divided by their chance to run; infinite without a prediction."""
@@ -289,3 +293,34 @@ def _names(axes: Collection[Axis]) -> str:
 
 def _list(choices: Collection[Any]) -> str:
     return ", ".join(str(choice) for choice in choices) or "nothing"
+
+
+SUSPECTED = 0.05
+"""The prior probability of failure of a choice, with the weight of one trial."""
+
+ROUNDS = 30
+
+
+def chances_to_run(columns: Indices, tried: Indices, failed: NDArray[np.bool_]) -> Floats:
+    """The chance to run of all candidates, whose choices are ``columns`` (candidates, axes), -1 for none.
+
+    ``tried`` are the indices of tried candidates; ``failed`` says which of these failed.
+    """
+    if not failed.any():
+        return np.ones(len(columns))
+    made = flags(columns)
+    shown, trials = made[tried], made[tried].sum(axis=0)
+    blame = np.full(made.shape[1], SUSPECTED)
+    for _ in range(ROUNDS):
+        runs = np.exp(shown @ np.log1p(-blame))
+        # By Bayes' rule: the probability that a choice failed, given that its candidate did.
+        share = shown[failed] * blame / (1 - runs[failed, np.newaxis])
+        blame = (SUSPECTED + share.sum(axis=0)) / (1 + trials)
+    return np.asarray(np.exp(made @ np.log1p(-blame)), dtype=np.float64)
+
+
+def flags(columns: Indices) -> Floats:
+    """1 where a candidate makes a choice, with a column for each choice of each axis."""
+    return np.concatenate(
+        [column[:, np.newaxis] == np.arange(column.max(initial=0) + 1) for column in columns.T], axis=1
+    ).astype(np.float64)

@@ -21,8 +21,7 @@ import numpy as np
 
 from syncline.registry import register
 
-from . import Floats, Indices, Searcher, Space
-from ._failures import flags
+from . import Floats, Indices, Searcher, Space, flags
 
 TEMPERATURE = 0.05
 """A candidate that is slower by this share has 1/e of the odds."""

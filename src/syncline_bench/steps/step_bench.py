@@ -18,15 +18,12 @@ from syncline.errors import SynclineError, UsageError
 from syncline.strategy.strategy import Strategy
 from syncline.sync import Averages
 
-from ..cases import console_beside
-from ..display import Display
-from ..launchers import LOCAL, Launcher, read_launcher
+from ..display import Display, shown
 from ..machine import provenance
 from ..messages import Message
 from ..ranks import Launched, Ranks
 from ..report.bench import StepResult, StepRow, render_steps
-from ..report.files import result_paths
-from ..site import Site
+from ..site import LOCAL, Launcher, Site, read_launcher
 from .loops import check_framework, installed
 from .step_ranks import Work
 
@@ -80,18 +77,8 @@ def request_of(
 
 
 def run(request: Request, *, json_path: Path | None = None, console: Console | None = None) -> int:
-    """Measure, write the file and print the table. Returns 0 if every row was measured and right, else 1.
-
-    Raises UsageError before anything is measured. An interrupt leaves no file, because medians of an interrupted run
-    are not comparable.
-    """
-    (target,) = result_paths({"--json": json_path})
-    console = console or console_beside(target)
-    with Display(console) as display:
-        result = measure(request, display)
-    if target is not None:
-        result.save(target)
-    console.print(render_steps(result))
+    """Measure as ``display.shown`` does. Returns 0 if every row was measured and right, else 1."""
+    result = shown(partial(measure, request), render_steps, json_path=json_path, console=console)
     return 0 if all(row.finished for row in result.rows) else 1
 
 
@@ -114,7 +101,6 @@ def _measured(request: Request, framework: str, display: Display) -> list[StepRo
     work = json.dumps(asdict(Work(framework, request.whole_strategy, request.elements, request.repetitions)))
     launcher, error = request.launcher, "no result came"
     place = Launched(launcher, {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"})
-    library = "" if launcher == LOCAL else launcher.name
 
     def heard(tensors: int, message: Message) -> None:
         if message["rank"] == 0:
@@ -123,7 +109,7 @@ def _measured(request: Request, framework: str, display: Display) -> list[StepRo
 
     with display.task(framework, len(request.tensors)) as task:
         try:
-            with Ranks(work, request.ranks, place, RANK, library) as ranks:
+            with Ranks(work, request.ranks, place, RANK) as ranks:
                 for number, tensors in enumerate(request.tensors):
                     task.at(number, f"{tensors} tensors")
                     ranks.order(partial(heard, tensors), tensors=tensors)

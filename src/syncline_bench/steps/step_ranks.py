@@ -69,7 +69,7 @@ def main(text: str, lines: str) -> None:
     with line.telling():
         api.init(work.strategy)
         for order in line.orders():
-            line.send("measured", rank=line.rank, **measure(work, order["tensors"]))
+            line.send("measured", **measure(work, order["tensors"]))
         api.shutdown()
         line.finish()
 

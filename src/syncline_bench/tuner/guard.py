@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..report import units
-from ..report.rows import Point, Row
+from ..report.comparison import Point, Row
 
 _TAIL = 0.2
 """The share of a curve's points whose mean is the loss at its end, because single batches vary."""

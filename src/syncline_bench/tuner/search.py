@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -29,9 +29,9 @@ from syncline.nouns import Layer
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO, NONE
 
-from ..calibration.request import request_of
-from ..cases import Case, Comparison, comparison_of, console_beside
-from ..display import RowDisplay
+from ..calibration.command import request_of
+from ..cases import Case, Comparison, comparison_of
+from ..display import RowDisplay, console_beside
 from ..frameworks import DEFAULT, framework_of
 from ..machine import provenance
 from ..predict import settings
@@ -99,32 +99,13 @@ class Request:
         return str(self.asked)
 
 
-def run(
-    workload: str,
-    workers: int,
-    *,
-    budget_s: float = 60.0,
-    strategy: str = "",
-    searcher: str = "bayes",
-    framework: str = DEFAULT,
-    seed: int = 0,
-    lab: str | None = None,
-    batch: int | None = None,
-    network: str | None = None,
-    lossy: bool = False,
-    loss: float = 0.02,
-    json_path: Path | None = None,
-    resume_path: Path | None = None,
-    console: Console | None = None,
-) -> int:
-    """Tune, print the table and write the file. Returns the exit status: 0, or 130 after an interrupt.
+def run(*, console: Console | None = None, **options: Any) -> int:
+    """Run the tuning of ``request_of_tuning(**options)``, print the table and write the file. Returns the exit status.
 
-    Raises UsageError before any process starts, and later if the budget is too small for one measurement.
+    The status is 0, or 130 after an interrupt. Raises UsageError before any process starts, and later if the budget is
+    too small for one measurement.
     """
-    request = request_of_tuning(
-        workload, workers, budget_s, strategy, searcher, framework, seed, lab, batch, network, lossy, loss,
-        json_path or resume_path, resume_path,
-    )  # fmt: skip
+    request = request_of_tuning(**options)
     target = request.comparison.json_path
     course = Course(request, lambda result: keep_text(target, result.to_json()))
     output = console or console_beside(target)
@@ -145,18 +126,18 @@ def run(
 def request_of_tuning(
     workload: str,
     workers: int,
-    budget_s: float,
-    strategy: str,
-    searcher: str,
-    framework: str,
-    seed: int,
-    lab: str | None,
-    batch: int | None,
-    network: str | None,
-    lossy: bool,
-    loss: float,
-    json_path: Path | None,
-    resume_path: Path | None,
+    budget_s: float = 60.0,
+    strategy: str = "",
+    searcher: str = "bayes",
+    framework: str = DEFAULT,
+    seed: int = 0,
+    lab: str | None = None,
+    batch: int | None = None,
+    network: str | None = None,
+    lossy: bool = False,
+    loss: float = 0.02,
+    json_path: Path | None = None,
+    resume_path: Path | None = None,
 ) -> Request:
     """Check all arguments before any process starts. Raises UsageError with the remedy."""
     if workers < 2:
@@ -170,8 +151,9 @@ def request_of_tuning(
             f"{strategy!r} has separate server processes, and tune starts only workers: use on=workers, as in"
             f" ps(servers={asked.servers}, on=workers), or measure it with syncline compare"
         )
+    target = json_path or resume_path
     comparison = comparison_of(
-        workload, workers, [str(asked)], None, 1, batch, seed, json_path, None, lab, framework=framework
+        workload, workers, [str(asked)], None, 1, batch, seed, target, lab=lab, framework=framework
     )
     loaded = load(workload)
     if not loss >= 0:

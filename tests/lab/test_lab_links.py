@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from syncline.errors import UsageError
 from syncline.nouns import Rate
 from syncline_bench.lab import links
-from syncline_bench.lab.naming import address
-from syncline_bench.lab.shaping import LEAST, MOST, PEAK, shape
+from syncline_bench.lab.links import LEAST, MOST, PEAK, shape
+from syncline_bench.lab.records import address
 
 RATES = st.floats(LEAST, MOST).map(Rate)
 
