@@ -21,7 +21,12 @@ from syncline.tuning.codec_times import every_codec
 from syncline_bench.cli import cli
 from syncline_bench.cli.bench import USUAL
 from syncline_bench.contenders import contender_of
+from syncline_bench.report.accuracy import AccuracyRow
+from syncline_bench.report.bench import CodecRow, GradientRow
 from syncline_bench.report.comparison import BASELINE
+from syncline_bench.report.files import fields_of
+from syncline_bench.report.predictions import Predicted
+from syncline_bench.report.tuning import Tried, Tuned
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for folder in (".", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md"))
@@ -47,6 +52,29 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.is_file(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "rows", "others"),
+    [
+        ("accuracy.md", "field", AccuracyRow, None),
+        ("bench.md", "field", GradientRow, None),
+        ("codecs.md", "field", CodecRow, None),
+        ("prediction.md", "field of a row", Predicted, None),
+        ("tuning.md", "field", Tried, Tuned),
+    ],
+)
+def test_lists_of_fields_are_those_of_the_result_files(page: str, head: str, rows: type, others: type | None) -> None:
+    """Each field of a row is listed, ``a`` to ``b`` for all between; of ``others`` those that need an explanation."""
+    names, more = ([name for name, _ in fields_of(kind)] if kind else [] for kind in (rows, others))
+    table = (ROOT / "docs" / page).read_text().partition(f"| {head} | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
+    said = set(re.findall(r"`(\w+)`", table))
+    for first, last in re.findall(r"`(\w+)` to `(\w+)`", table):
+        said |= set(names[names.index(first) : names.index(last) + 1])
+    assert said >= set(names)
+    for line in table.splitlines():
+        for name in re.findall(r"`(\w+)`", line.split("|")[1]):
+            assert name in (*names, *more), name
 
 
 def test_the_page_for_newcomers_names_files_and_laws_that_exist() -> None:
