@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,10 @@ from syncline.launch.environment import Environment
 from syncline.launch.local import GRACE_S, LocalRun, Outcome, Output
 
 from .messages import Connection, Mailbox, Message
-from .site import HERE, LOCAL, LabLike, Launcher, Site, mpi_launcher
+from .site import HERE, LOCAL, Launcher, Site, mpi_launcher
+
+if TYPE_CHECKING:
+    from .lab.lab import Lab
 
 SILENCE_S = 300.0
 """A set of ranks of which nothing is heard for so long while it is at work is given up."""
@@ -72,7 +75,7 @@ class RankPlace(Protocol):
 class Here:
     """All ranks on this machine, or ``per_host`` on each host of a ``lab``; started by an MPI ``library`` if set."""
 
-    lab: LabLike | None = None
+    lab: Lab | None = None
     per_host: int = 1
     library: str = ""
 

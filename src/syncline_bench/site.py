@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launch.local import LocalRun, Output, here
@@ -29,6 +29,9 @@ from syncline.strategy.strategy import Strategy
 from .contenders import peer_of
 from .messages import Mailbox, RemoteMailbox
 from .report.comparison import BASELINE
+
+if TYPE_CHECKING:
+    from .lab.lab import Lab
 
 _MPI = ("mpirun", "mpiexec", "prterun", "orterun")
 _ASK_S = 20.0
@@ -158,24 +161,6 @@ def _check_counts(text: str, given: Sequence[str]) -> None:
             raise UsageError(f"--launcher {text!r}: leave {word} out, each row has its own number of processes")
 
 
-class LabLike(Protocol):
-    """The part of ``syncline_bench.lab.Lab`` that a comparison needs: hosts joined by links of one rate."""
-
-    def placement(self, rank: int, per_host: int = 1) -> Any:
-        """The arguments with which LocalRun starts a rank inside its host."""
-        ...
-
-    def mpi_command(
-        self, ranks: int, command: Sequence[str], library: str, per_host: int = 1
-    ) -> tuple[list[str], dict[str, str]]:
-        """The command line of an MPI job in the lab, and the variables to add to its environment."""
-        ...
-
-    def goodput(self, seconds: float = 2.0) -> float:
-        """Measure the goodput of one TCP stream between two hosts, in bytes per second."""
-        ...
-
-
 @dataclass(frozen=True)
 class Site:
     """A place for the processes of a row, with its launcher and the speed of its links.
@@ -184,7 +169,7 @@ class Site:
     of one TCP stream; both are None if nothing limits the links.
     """
 
-    lab: LabLike | None = None
+    lab: Lab | None = None
     rate: Rate | None = None
     goodput_bytes_per_s: float | None = None
     launcher: Launcher = AUTO

@@ -18,7 +18,8 @@ import pytest
 from syncline.errors import UsageError
 from syncline.launch.local import launch
 from syncline.nouns import Rate
-from syncline_bench.lab import Lab, goodput, namespaces
+from syncline_bench.lab import Lab, namespaces
+from syncline_bench.lab.lab import stream
 from syncline_bench.lab.records import Registry
 
 LIMIT_S = 60.0
@@ -121,7 +122,7 @@ def test_goodput_lies_below_the_rate(lab: Lab, own: bool) -> None:
     if not own and shutil.which("iperf3") is None:
         pytest.skip("iperf3 is not installed")
     assert lab.rate is not None
-    found = goodput.stream(lab, 0.2) if own else lab.goodput(1)
+    found = stream(lab, 0.2) if own else lab.goodput(1)
     assert 0 < found * 8 < lab.rate * 1.02
 
 

@@ -10,7 +10,7 @@ import matplotlib as mpl
 import pytest
 
 from syncline_bench.report.accuracy import AccuracyResult, AccuracyRun
-from syncline_bench.report.charts import Learner, Spot, learning, spots_of
+from syncline_bench.report.charts import learning, spots_of
 from syncline_bench.report.comparison import Point
 from syncline_bench.report.figures import RC, Style
 from syncline_bench.report.page import accuracy_page
@@ -105,11 +105,11 @@ def test_numbers_that_went_wrong_are_left_out_of_the_curves(result: AccuracyResu
 def test_a_line_is_the_median_of_those_that_came_so_far() -> None:
     trainings = [curve(1.0), curve(4.0), curve(2.0, points=3)]
     found = spots_of(trainings, lambda point: point.iteration, lambda point: point.loss)
-    assert found[0] == Spot(1, 2.0, 1.0, 4.0)
-    assert found[1] == Spot(2, 1.0, 0.5, 2.0)
-    assert found[-1] == Spot(4, 0.625, 0.25, 1.0)
+    assert found[0] == (1, 2.0, 1.0, 4.0)
+    assert found[1] == (2, 1.0, 0.5, 2.0)
+    assert found[-1] == (4, 0.625, 0.25, 1.0)
     style = Style("#0072B2", "", 1.0)
     with mpl.rc_context(RC):  # type: ignore[arg-type]
-        timed = learning([Learner("ring", style, (trainings[0],)), Learner("tree", style, ())], timed=True)
+        timed = learning([("ring", style, (trainings[0],)), ("tree", style, ())], timed=True)
     assert [chart.title for chart in timed] == ["Training loss", "Test accuracy", "Test accuracy over time"]
     assert [[key.label for key in chart.keys] for chart in timed] == [["ring"]] * 3

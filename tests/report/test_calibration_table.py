@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from syncline_bench.report.predictions import ConstantRow, amount, render
+from syncline_bench.report.predictions import ConstantRow, amount, render_constants
 
 ROWS = (
     ConstantRow("between.alpha", 31e-6, 25e-6, 35e-6, 120, 3, True),
@@ -17,7 +17,7 @@ ROWS = (
 
 def shown(width: int) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(render(ROWS, "two hosts", ["Mind this."]))
+    Console(file=file, width=width).print(render_constants(ROWS, "two hosts", ["Mind this."]))
     return file.getvalue()
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from syncline.errors import DataError
 from syncline.session.session import Stats
-from syncline_bench.report import table
+from syncline_bench.report import comparison
 from syncline_bench.report.columns import broken
 from syncline_bench.report.comparison import Point, Result, Row
 
@@ -155,7 +155,7 @@ def test_a_reason_is_what_stands_behind_what_was_chosen() -> None:
 
 def shown(result: Result, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(table.render(result))
+    console.print(comparison.render(result))
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
@@ -219,9 +219,9 @@ def test_strategy_texts_are_not_read_as_markup(mixed: Result) -> None:
 
 
 def test_sharing_cores_is_said(mixed: Result) -> None:
-    assert any("5 processes shared 2 cores" in line for line in table.remarks(mixed))
+    assert any("5 processes shared 2 cores" in line for line in comparison.remarks(mixed))
     roomy = Result("m", 64, {}, None, workload="digits", rows=mixed.rows)
-    assert not any("cores" in line for line in table.remarks(roomy))
+    assert not any("cores" in line for line in comparison.remarks(roomy))
 
 
 def replayed(mixed: Result, **changes: object) -> Result:
@@ -244,10 +244,10 @@ def test_replayed_rows_show_their_bound_instead_of_an_accuracy(mixed: Result) ->
 
 
 def test_remarks_say_what_the_bound_rests_on_and_what_peers_do_not_count(mixed: Result) -> None:
-    plain = " ".join(table.remarks(replayed(mixed)))
+    plain = " ".join(comparison.remarks(replayed(mixed)))
     assert "the trace's compute" in plain
     assert "ddp: nobody counts" in plain
-    lab = " ".join(table.remarks(replayed(mixed, lab="1Gbit", goodput_bytes_per_s=119.6e6)))
+    lab = " ".join(comparison.remarks(replayed(mixed, lab="1Gbit", goodput_bytes_per_s=119.6e6)))
     assert "links of 1Gbit, of which one stream gets 957 Mbit/s" in lab
     assert "trace's compute" not in lab
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from syncline_bench.report import charts, figures, table
+from syncline_bench.report import charts, comparison, figures
 from syncline_bench.report.comparison import Result, Row
 from syncline_bench.report.page import comparison_page
 
@@ -69,5 +69,5 @@ def test_numbers_that_are_missing_leave_a_gap(several: Result) -> None:
 
 
 def test_what_is_not_as_in_the_original_is_said_once(several: Result, shown: str) -> None:
-    assert table.remarks(several).count("mxnet: tcp in the place of ZeroMQ.") == 1
+    assert comparison.remarks(several).count("mxnet: tcp in the place of ZeroMQ.") == 1
     assert "tcp in the place of ZeroMQ" in shown

@@ -6,7 +6,6 @@ Owns the turns of the sets, the end of a contender whose set fails, the rows, an
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,6 @@ from ..report import bench
 from ..report.bench import BenchResult, Measured
 from ..report.files import keep_text, replace_text, result_paths
 from ..report.units import decimal_size as size_text
-from ..site import LabLike
 from .contenders import Name
 from .request import WARM_UP, Request, Work, expected_s, missing, request_of, turns_of
 
@@ -71,9 +69,9 @@ def open_place(request: Request) -> Iterator[tuple[Here, float | None]]:
     if request.lab_rate is None:
         yield Here(), None
         return
-    lab_module = importlib.import_module("syncline_bench.lab")  # a benchmark without a lab does not need its imports
-    lab: LabLike
-    with lab_module.Lab(hosts=max(request.ranks) // request.per_host, rate=request.lab_rate) as lab:
+    from ..lab import Lab  # loads modules that only a lab needs
+
+    with Lab(hosts=max(request.ranks) // request.per_host, rate=request.lab_rate) as lab:
         yield Here(lab, request.per_host), lab.goodput(seconds=2)
 
 

@@ -1,8 +1,8 @@
 """A lab: hosts on one machine that reach only each other, over links of a chosen rate.
 
-Owns the order of a lab's creation and removal. ``namespaces`` makes hosts, ``links`` and ``shaping`` the network,
-``records`` stores the owner of each lab, and ``naming`` has names and addresses. The machine's own namespaces stay
-unchanged.
+Owns the order of a lab's creation and removal, the measurement of its goodput, and the start of MPI jobs in it.
+``namespaces`` makes hosts, ``links`` the network, and ``records`` stores the owner of each lab and has names and
+addresses. The machine's own namespaces stay unchanged.
 
 The end of the context removes the lab and ends everything in it. If the owner is killed, the kernel closes the pipes
 that hold the hosts, and commands that ``launch`` started end too. The next lab that starts removes any remaining
@@ -11,21 +11,39 @@ processes and the record.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import math
 import os
+import secrets
+import shutil
 import socket
-from collections.abc import Sequence
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.launch.local import Placement
+from syncline.launch.mpi_library import MpiLibrary, find_library
 from syncline.nouns import Rate
 from syncline.wire.listener import bind_here
 
-from . import goodput, links, mpi, records
+from . import links, records
 from .links import Shape, shape
 from .namespaces import Host, check_able, end_marked, run_tool, within
 from .records import Record, Registry
+
+_AGENT = ("-m", "syncline_bench.lab.agent")
+_SKIP_S = 1.0
+_MARGIN_S = 20.0
+_BLOCK_BYTES = 1 << 18
 
 
 class Lab:
@@ -134,13 +152,25 @@ class Lab:
         ``library`` is openmpi or mpich. Raises UsageError if it is not installed or the ranks do not fit.
         """
         self.placement(ranks - 1, per_host)  # raises if the last rank has no host
-        return mpi.mpi_command(self, ranks, command, library, per_host)
+        found = find_library(library)
+        if not isinstance(found, MpiLibrary):
+            raise UsageError(f"{library} cannot run in the lab: {found}")
+        names = [self.host_name(host) for host in range(math.ceil(ranks / per_host))]
+        build = _openmpi if found.name == "openmpi" else _mpich
+        arguments, settings = build(found, names, per_host, self.interface)
+        with self.bind(0) as free:  # no other program runs on that host, so the port stays free
+            port = free.getsockname()[1]
+        meeting = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(port), "SYNCLINE_SECRET": secrets.token_hex(32)}
+        started, usual = found.command(ranks, command)
+        at = len(found.launcher)
+        argv = [*self.enter(0), *started[:at], *arguments, *started[at:]]
+        return argv, {**self.environ(), **meeting, **usual, **settings}
 
     def goodput(self, seconds: float = 2.0) -> float:
         """Measure a TCP stream from host 0 to host 1 for ``seconds`` after a second of warm-up, in bytes/s."""
         if self.hosts < 2:
             raise UsageError("the goodput is measured between two hosts, and this lab has one: make it with hosts=2")
-        return goodput.measure(self, seconds)
+        return goodput(self, seconds)
 
     def close(self) -> None:
         """Remove the lab and end everything in it. A second call does nothing."""
@@ -189,3 +219,157 @@ class Lab:
 
 def _configure(host: Host, tool: str, lines: Sequence[str]) -> None:
     run_tool(*host.enter(), tool, "-batch", "-", feed="\n".join(lines) + "\n")
+
+
+# The goodput of one TCP stream. iperf3 measures if it is installed, because others can check its figure; else a stream
+# between two threads does. Both exclude the first second, in which TCP finds the rate.
+
+
+def goodput(lab: Lab, seconds: float) -> float:
+    """Measure the goodput of one stream from host 0 to host 1, in bytes per second."""
+    return _iperf3(lab, seconds) if shutil.which("iperf3") else stream(lab, seconds)
+
+
+def _iperf3(lab: Lab, seconds: float) -> float:
+    # iperf3 accepts whole seconds only.
+    span = str(max(1, round(seconds)))
+    with lab.bind(1) as reserved:
+        port = str(reserved.getsockname()[1])
+    where = ["-B", lab.address(1), "-p", port]
+    server = subprocess.Popen(
+        [*lab.enter(1), "iperf3", "--server", "--one-off", "--forceflush", *where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        _wait_until_listening(server)
+        client = [*lab.enter(0), "iperf3", "--client", lab.address(1), "-p", port, "--json"]
+        client += ["--time", span, "--omit", str(round(_SKIP_S))]
+        try:
+            done = subprocess.run(client, capture_output=True, text=True, timeout=seconds + _MARGIN_S, check=False)
+            found = json.loads(done.stdout)
+            return float(found["end"]["sum_received"]["bits_per_second"]) / 8
+        except subprocess.TimeoutExpired:
+            raise SynclineError(
+                f"iperf3 between two hosts of the lab did not end within {seconds + _MARGIN_S:.0f} s: see whether the"
+                " machine is overloaded, or remove iperf3 to measure without it"
+            ) from None
+        except (ValueError, KeyError):
+            raise SynclineError(f"iperf3 failed: {(done.stdout + done.stderr).strip()}") from None
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def _wait_until_listening(server: subprocess.Popen[str]) -> None:
+    """Wait until the server listens. If it has ended instead, its output closes, and the client reports the failure."""
+    watch = threading.Timer(_MARGIN_S, server.kill)
+    watch.start()
+    try:
+        for line in server.stdout or ():
+            if "listening" in line:
+                return
+    finally:
+        watch.cancel()
+
+
+def stream(lab: Lab, seconds: float) -> float:
+    """Measure with a stream between two threads of this process. Returns the receiver's bytes per second."""
+    with lab.bind(1) as listener, lab.bind(0) as sender:
+        listener.listen(1)
+        listener.settimeout(_MARGIN_S)
+        sender.settimeout(_MARGIN_S)
+        sender.connect(listener.getsockname())
+        receiver, _ = listener.accept()
+        receiver.settimeout(_MARGIN_S)
+        with receiver:
+            thread = threading.Thread(target=_send, args=(sender,), name="syncline-lab-stream", daemon=True)
+            thread.start()
+            try:
+                _receive(receiver, _SKIP_S)
+                return _receive(receiver, seconds)
+            finally:
+                receiver.close()
+                with contextlib.suppress(OSError):  # the closed receiver may have ended the connection already
+                    sender.shutdown(socket.SHUT_RDWR)
+                thread.join(_MARGIN_S)
+
+
+def _send(sock: socket.socket) -> None:
+    block = bytes(_BLOCK_BYTES)
+    try:
+        while True:
+            sock.sendall(block)
+    except OSError:  # the receiver has closed the connection after the measurement
+        return
+
+
+def _receive(sock: socket.socket, seconds: float) -> float:
+    """Measure the bytes per second that arrive, including unread ones, because a busy machine may read late."""
+    block = bytearray(_BLOCK_BYTES)
+    count = -_lying(sock)
+    start = now = time.monotonic()
+    while now - start < seconds:
+        received = sock.recv_into(block)
+        if not received:
+            raise SynclineError("the stream that measures the lab's goodput ended early: its sender was interrupted")
+        count += received
+        now = time.monotonic()
+    return (count + _lying(sock)) / (now - start)
+
+
+def _lying(sock: socket.socket) -> int:
+    """The number of bytes that have arrived but are not yet read."""
+    found = bytearray(4)
+    fcntl.ioctl(sock, termios.FIONREAD, found)
+    return int.from_bytes(found, sys.byteorder)
+
+
+# MPI jobs: the library's launcher runs on host 0 and reaches the other hosts through ``agent``. These settings make
+# Open MPI and MPICH use only the lab's links. Both libraries detect ranks that share a kernel, and would otherwise send
+# messages between hosts through it (MPICH's UCX reads the other process's memory). ``launch.mpi_library`` has the
+# settings that every run of a library needs.
+
+
+def _openmpi(
+    library: MpiLibrary, names: Sequence[str], per_host: int, interface: str
+) -> tuple[list[str], Mapping[str, str]]:
+    """Open MPI's arguments and settings. The launcher is PRRTE since version 5, before it ORTE (agent variable rsh)."""
+    agent = " ".join((sys.executable, *_AGENT))
+    settings = {
+        "PRTE_MCA_plm_ssh_agent": agent,
+        "PRTE_MCA_prte_if_include": interface,
+        "OMPI_MCA_plm_rsh_agent": agent,
+        "OMPI_MCA_btl_tcp_if_include": interface,
+        # Open MPI's own TCP: other layers would bypass the link.
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,tcp" if per_host == 1 else "self,sm,tcp",
+    }
+    launcher = Path(library.launcher[0])
+    prefix = Path(sys.prefix)
+    if launcher.is_relative_to(prefix):
+        # A wheel is not in the folder that it was built for: set the prefix of its parts on the other hosts.
+        settings |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), str(prefix))
+    hosts = ",".join(f"{name}:{per_host}" for name in names)
+    return ["--host", hosts, "--map-by", "slot"], settings
+
+
+def _mpich(
+    library: MpiLibrary,  # noqa: ARG001 - the signature of both
+    names: Sequence[str],
+    per_host: int,
+    interface: str,
+) -> tuple[list[str], Mapping[str, str]]:
+    """MPICH's arguments and settings. Its launcher is Hydra; its network layer is libfabric or UCX, as built."""
+    settings = {
+        # As "rsh", the launcher adds no options of its own, which would precede these arguments.
+        "HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(_AGENT),
+        "FI_PROVIDER": "tcp",
+        "FI_TCP_IFACE": interface,
+        "UCX_TLS": "self,tcp",
+        "UCX_NET_DEVICES": interface,
+    }
+    arguments = ["-launcher", "rsh", "-launcher-exec", sys.executable, "-iface", interface]
+    return [*arguments, "-hosts", ",".join(names), "-ppn", str(per_host)], settings

@@ -11,7 +11,7 @@ allreduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 from matplotlib.axes import Axes
@@ -71,6 +71,8 @@ _TICKS_BYTES = tuple(10**power for power in range(1, 12))
 _OVER_SEEDS = " A line is the median over the seeds, its band reaches from the lowest to the highest."
 
 Value = Callable[[Point], float | None]
+Learner = tuple[str, Style, Sequence[Sequence[Point]]]
+"""One line of the charts: a strategy, how it is drawn, and the curve of each of its trainings."""
 
 
 @styled()
@@ -78,7 +80,7 @@ def comparison_charts(result: Result) -> tuple[Chart, ...]:
     """The charts of a comparison."""
     result = replace(result, rows=tuple(drawable(row) for row in result.rows))
     styles = strategy_styles([result.titled(row) for row in result.rows])
-    learners = [Learner(result.label(row), style, (row.curve,)) for row, style in zip(result.rows, styles, strict=True)]
+    learners = [(result.label(row), style, (row.curve,)) for row, style in zip(result.rows, styles, strict=True)]
     return (
         *([] if result.replayed else learning(learners, timed=True)),  # replayed layers learn nothing
         *_stages(result),
@@ -96,7 +98,7 @@ def accuracy_charts(result: AccuracyResult, styles: Sequence[Style]) -> list[Cha
         tuple(tuple(drawable(point) for point in run.curve) for run in runs if run.finished)
         for runs in result.grouped.values()
     )
-    return learning([Learner(*one) for one in zip(result.grouped, styles, trainings, strict=True)], timed=False)
+    return learning(list(zip(result.grouped, styles, trainings, strict=True)), timed=False)
 
 
 @styled()
@@ -129,55 +131,31 @@ def prediction_charts(result: Prediction) -> list[Chart]:
     return found
 
 
-@dataclass(frozen=True)
-class Learner:
-    """One line of the charts: a strategy, how it is drawn, and the curve of each of its trainings."""
-
-    strategy: str
-    style: Style
-    trainings: tuple[tuple[Point, ...], ...]
-
-
-@dataclass(frozen=True)
-class Spot:
-    """All trainings of a strategy at one iteration."""
-
-    x: float
-    middle: float
-    lowest: float
-    highest: float
-
-
 def learning(learners: Sequence[Learner], *, timed: bool) -> list[Chart]:
     """Training loss and test accuracy over iterations, and with ``timed`` over the time that they took."""
+
+    def iteration(point: Point) -> float:
+        return point.iteration
+
     found = _learned(
         learners,
         "Training loss",
         "Each line is one strategy's mean loss over all workers, against the iteration; strategies that compute "
         "the same update lie on top of each other (the scale is logarithmic where the loss falls far).",
         "iteration",
-        lambda point: point.iteration,
+        iteration,
         lambda point: point.loss,
     )
-    found += _learned(
-        learners,
-        "Test accuracy",
-        "The share of test images that the model of rank 0 gets right, against the iteration; the lines should "
-        "end at the same height.",
-        "iteration",
-        lambda point: point.iteration,
-        lambda point: point.accuracy,
-    )
+    accuracy = "The share of test images that the model of rank 0 gets right, against the iteration; the lines should "
+    accuracy += "end at the same height."
+    found += _learned(learners, "Test accuracy", accuracy, "iteration", iteration, lambda point: point.accuracy)
     if timed:
-        found += _learned(
-            learners,
-            "Test accuracy over time",
+        sooner = (
             "The same accuracy against the seconds spent in iterations: the strategy further to the left gets there "
-            "sooner.",
-            "training time (s)",
-            lambda point: point.seconds,
-            lambda point: point.accuracy,
         )
+        sooner += "sooner."
+        across = "training time (s)", lambda point: point.seconds
+        found += _learned(learners, "Test accuracy over time", sooner, *across, lambda point: point.accuracy)
     return found
 
 
@@ -185,11 +163,9 @@ def _learned(
     learners: Sequence[Learner], title: str, caption: str, xlabel: str, across: Value, upwards: Value
 ) -> list[Chart]:
     curves = []
-    for learner in learners:
-        spots = spots_of(learner.trainings, across, upwards)
-        if spots:
-            ends = [[getattr(spot, name) for spot in spots] for name in ("x", "middle", "lowest", "highest")]
-            curves.append(Curve(learner.strategy, learner.style, *ends))
+    for strategy, style, trainings in learners:
+        if spots := spots_of(trainings, across, upwards):
+            curves.append(Curve(strategy, style, *zip(*spots, strict=True)))
     heights = [height for curve in curves for height in (*curve.lows, *curve.highs)]
 
     def finish(axes: Axes) -> None:
@@ -205,12 +181,14 @@ def _learned(
         else:
             axes.set_ylim(bottom=0)
 
-    several = any(len(learner.trainings) > 1 for learner in learners)
+    several = any(len(trainings) > 1 for *_, trainings in learners)
     return line_chart(title, caption + _OVER_SEEDS * several, curves, finish)
 
 
-def spots_of(trainings: Sequence[Sequence[Point]], across: Value, upwards: Value) -> list[Spot]:
-    """What all trainings together say, iteration by iteration: of those that have both values there."""
+def spots_of(
+    trainings: Sequence[Sequence[Point]], across: Value, upwards: Value
+) -> list[tuple[float, float, float, float]]:
+    """Iteration by iteration the median place, and the median, lowest and highest value of the trainings there."""
     found: dict[int, list[tuple[float, float]]] = {}
     for point in (point for training in trainings for point in training):
         x, y = across(point), upwards(point)
@@ -219,7 +197,7 @@ def spots_of(trainings: Sequence[Sequence[Point]], across: Value, upwards: Value
     spots = []
     for _, pairs in sorted(found.items()):
         xs, ys = zip(*pairs, strict=True)
-        spots.append(Spot(median(xs), median(ys), min(ys), max(ys)))
+        spots.append((median(xs), median(ys), min(ys), max(ys)))
     return spots
 
 
@@ -301,16 +279,20 @@ def _by_workers(axes: Axes, counts: Sequence[int], ylabel: str) -> None:
 
 def _coordination(result: Result, styles: Sequence[Style]) -> list[Chart]:
     """How stale steps and pushes were, and who waited for whom; rows whose workers keep in step have none of it."""
+
+    def counted(count: Callable[[Row], Mapping[int, int]]) -> list[tuple[str, Style, Mapping[int, int]]]:
+        return [(result.label(row), style, count(row)) for row, style in zip(result.rows, styles, strict=True)]
+
     return [
         *_histogram(
-            [(result.label(row), style, row.staleness) for row, style in zip(result.rows, styles, strict=True)],
+            counted(lambda row: row.staleness),
             "Staleness",
             "The share of steps, of all workers, that began so many steps ahead of the slowest worker.",
             "steps ahead of the slowest worker",
             "of all steps",
         ),
         *_histogram(
-            [(result.label(row), style, row.version_lag) for row, style in zip(result.rows, styles, strict=True)],
+            counted(lambda row: row.version_lag),
             "Version lag",
             "The share of pushes, of all workers, before which the weights had been updated so many times since those "
             "that the gradient was computed on.",

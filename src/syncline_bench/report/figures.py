@@ -278,10 +278,13 @@ def heat_map(
     mesh = axes.pcolormesh(cells, cmap=_shades(), vmin=0, vmax=top)
     axes.invert_yaxis()
     axes.set_aspect("equal")
-    if count <= _WRITTEN:
-        for source, line in enumerate(matrix):
-            for target, value in enumerate(line):
-                _annotate(axes, source, target, value, top, count, write)
+    written = [(x, y, value) for y, line in enumerate(matrix) for x, value in enumerate(line) if value > 0]
+    for x, y, value in written if count <= _WRITTEN else ():
+        look: dict[str, Any] = {
+            "color": "#ffffff" if value > 0.75 * top else INK,
+            "fontsize": 8.0 if count <= 5 else 6.5,
+        }
+        axes.text(x + 0.5, y + 0.5, write(value).replace(" ", "\n"), ha="center", va="center", **look)
     every = max(1, count // 16)
     ticks = range(0, count, every)
     axes.set_xticks([tick + 0.5 for tick in ticks], [names[tick] for tick in ticks])
@@ -290,7 +293,9 @@ def heat_map(
     axes.set_xlabel(columns)
     axes.set_ylabel(lines)
     bar = figure.colorbar(mesh, ax=axes, shrink=0.75, format=FuncFormatter(lambda value, _: f"{value / scale:g}"))
-    bar.locator = MultipleLocator(scale * _tick_step(top / scale))
+    most, power = top / scale, 10.0 ** math.floor(math.log10(top / scale / 5))
+    # A round step that divides 0 to ``top`` into at most five parts.
+    bar.locator = MultipleLocator(scale * next(step * power for step in (1, 2, 5, 10) if step * power * 5 >= most))
     bar.set_label(measure)
     bar.outline.set_visible(False)
     return Chart(title, caption, svg(figure, title))
@@ -301,23 +306,6 @@ def _shades() -> ListedColormap:
     red, green, blue = to_rgb(PALETTE[0])
     # A few levels only: a colour bar of many becomes an embedded bitmap.
     return ListedColormap([(red, green, blue, level / 23) for level in range(24)])
-
-
-def _annotate(
-    axes: Axes, source: int, target: int, value: float, top: float, count: int, write: Callable[[float], str]
-) -> None:
-    if value <= 0:
-        return
-    color = "#ffffff" if value > 0.75 * top else INK
-    size = 8.0 if count <= 5 else 6.5
-    text = write(value).replace(" ", "\n")
-    axes.text(target + 0.5, source + 0.5, text, ha="center", va="center", color=color, fontsize=size)
-
-
-def _tick_step(top: float) -> float:
-    """A round step that divides 0 to ``top`` into at most five parts."""
-    power = 10.0 ** math.floor(math.log10(top / 5))
-    return next(step * power for step in (1, 2, 5, 10) if step * power * 5 >= top)
 
 
 def css(color: str) -> str:

@@ -8,7 +8,6 @@ texts, errors, machine names) is escaped by the template engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -22,33 +21,15 @@ from .accuracy import AccuracyResult, AccuracyRow
 from .bench import BARE, BenchResult, GradientResult, GradientRow, Measured, Verdict
 from .columns import Column, Table, legend
 from .comparison import BASELINE, Result, Row
-from .figures import Chart, Key, Style, css, strategy_styles
+from .figures import Key, Style, css, strategy_styles
 from .files import ResultFile, grouped
 from .predictions import Prediction
 from .timeline_charts import timeline_charts
 
 _Row = TypeVar("_Row")
 Facts = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a page's table: what it is of, what stands below its name, and its cells or why there are none."""
-
-    key: Key
-    under: tuple[str, ...]
-    cells: tuple[str, ...]
-    error: str | None
-
-
-@dataclass(frozen=True)
-class Section:
-    """One table of a page; ``heads`` are those of its columns with their units, ``first`` is above the names."""
-
-    title: str
-    first: str
-    heads: tuple[tuple[str, str], ...]
-    lines: tuple[Line, ...]
+Section = dict[str, Any]
+"""One table of a page, by the names that the template has for its parts."""
 
 
 def comparison_page(result: Result, timelines: Sequence[Iteration] = ()) -> str:
@@ -160,17 +141,18 @@ def _section(
     title: str, shown: Table[_Row], keys: Iterable[Key], under: Callable[[_Row], tuple[str, ...]] = lambda _: ()
 ) -> Section:
     columns: Sequence[Column[_Row]] = shown.on_page
-    lines = tuple(
-        Line(
-            key,
-            tuple(filter(None, under(row))),
-            tuple(column.cell(row) for column in columns) if shown.measured(row) else (),
-            getattr(row, "error", None),
-        )
+    lines = [
+        {
+            "key": key,
+            "under": list(filter(None, under(row))),
+            "cells": [column.cell(row) for column in columns] if shown.measured(row) else [],
+            "error": getattr(row, "error", None),
+        }
         for row, key in zip(shown.rows, keys, strict=True)
-    )
+    ]
     first = next(column.headed for column in shown.columns if column.kind == "name")
-    return Section(title, first, tuple((column.headed, column.unit) for column in columns), lines)
+    heads = [(column.headed, column.unit) for column in columns]
+    return {"title": title, "first": first, "heads": heads, "lines": lines}
 
 
 def _reading(tables: Iterable[Table[Any]]) -> str:
@@ -299,9 +281,5 @@ def _filled(**content: Any) -> str:
     )
     source = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     defaults: dict[str, Any] = {"origin": "Where and how this was measured", "tables": (), "details": (), "remarks": ()}
-    return environment.from_string(source).render(drawing=_drawing, **{**defaults, **content})
-
-
-def _drawing(chart: Chart) -> Markup:
     # The SVG is serialised from an element tree, which escapes every label in it.
-    return Markup(chart.svg)
+    return environment.from_string(source).render(drawing=lambda chart: Markup(chart.svg), **{**defaults, **content})
