@@ -75,13 +75,14 @@ KERNELS = ("sparse", "onesided", "cast", "stochastic", "low_rank", "signs", "ter
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before several processes begin: have kernels compiled on a new machine, or many tests would wait for that.
+    """Before several processes begin: compile kernels on a new machine, and tests in a new clone, once for all of them.
 
-    Who runs tests has its own children begin with ``children/sitecustomize.py``.
+    A process that runs tests has its own children begin with ``children/sitecustomize.py``.
     """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             list(threads.map(compile_kernels, KERNELS))
+            list(threads.map(compile_tests, folders_to_compile()))
     else:
         path = [str(Path(__file__).with_name("children")), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -90,6 +91,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def compile_kernels(module: str) -> None:
     """Import a module of kernels in a process of its own; what is wrong with it is for its tests to say."""
     subprocess.run([sys.executable, "-c", f"import syncline.kernels.{module}"], timeout=600, check=False)
+
+
+def folders_to_compile() -> list[list[str]]:
+    """Two halves of the folders of tests, unless pytest has stored their rewritten assertions already, or may not."""
+    root = Path(__file__).parent
+    if sys.dont_write_bytecode or any(root.glob("*/__pycache__/test_*-pytest-*.pyc")):
+        return []
+    folders = sorted(str(path) for path in root.iterdir() if any(path.glob("test_*.py")))
+    return [folders[0::2], folders[1::2]]
+
+
+def compile_tests(folders: list[str]) -> None:
+    """Collect tests in a process of its own. Rewriting all assertions takes a core ten seconds."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", *folders]
+    subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, check=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
