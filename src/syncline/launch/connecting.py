@@ -9,11 +9,9 @@ from __future__ import annotations
 import importlib
 import logging
 import resource
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 
 from .. import registry
 from ..engine.driver import LIMIT_S
@@ -35,10 +33,11 @@ from ..wire import listener, meeting_sockets, watch
 from ..wire.handshake import run_id
 from ..wire.listener import Listener, connect
 from ..wire.meeting import Roll
+from ..wire.meeting_sockets import MeetingClient
 from ..wire.reports import absolve
 from ..wire.watch import LIVENESS_S, Watcher
 from .address import listen_address
-from .rendezvous import CONNECT_S, Joined, Rendezvous
+from .rendezvous import CONNECT_S, Rendezvous
 
 log = logging.getLogger("syncline")
 
@@ -108,13 +107,49 @@ def connect_session(
     check_asked(strategy)
     if point.asked.world == 1:
         _count_workers(strategy, 1)  # raises for a strategy with servers, before a search for the rendezvous
-    with point.join(run, secret, interface, timeout) as joined:
-        environment = joined.environment
+    observer, traced = (None, "off") if recording is None else (recording.file, "on")
+    with point.join(run, secret, interface, timeout) as joined, ExitStack() as undo:
+        environment, client = joined.environment, joined.client
+        workers = _count_workers(strategy, environment.world)
         make_room(environment.world)
-        traced = {folder.VARIABLE: "off" if recording is None else "on"}
-        formed = _form(strategy, joined, run, listen_address(environment, interface), timeout, liveness_s, traced)
-    observer = None if recording is None else recording.file
-    session = _begin(strategy, formed, environment.local_rank, liveness_s, limit_s, observer)
+        if strategy.transport == AUTO or strategy.transport.name == "tcp":
+            # Compiled now if necessary, before others wait for this process.
+            importlib.import_module("syncline.kernels.streams")
+        address = listen_address(environment, interface)
+        terms = {"strategy": str(strategy), "version": __version__, folder.VARIABLE: traced}
+        terms[algorithm_choice.VARIABLE] = algorithm_choice.mode()
+        doors = Listener(address, run_id(run), joined.secret, environment.rank, environment.world)
+        with closing(doors):
+            roll = client.call_roll(doors.describe(terms), run, joined.secret)
+            # All processes are present now: connecting gets its full time, however late the last one came.
+            deadline = max(client.deadline, time.monotonic() + CONNECT_S)
+            client.limit(deadline, max(timeout, CONNECT_S))
+            client.look_after(watch.Stops(roll, liveness_s).check)
+            group = Group(workers, strategy.servers, roll.nodes[:workers])
+            chosen = strategy.resolve(group, hosts=roll.hosts)
+            watch.prepare(roll)
+            control = connect(roll, doors, "control", (), deadline, client.check)
+            for sock in control.values():
+                undo.callback(sock.close)
+            transport = _transport(chosen, roll, doors, client, address, deadline)
+            undo.callback(transport.close)
+            if roll.index == 0:
+                absolve()
+            client.through()
+        process = Process(
+            group,
+            roll.index,
+            transport,
+            roll=roll,
+            local_rank=environment.local_rank,
+            limit_s=limit_s,
+            observer=observer,
+        )
+        session = Session(chosen, Membership(process), left_open=strategy.architecture == AUTO)
+        with _ending(session):
+            process.watcher = Watcher(roll, control, process.on_peer_failure, process.left, liveness_s, process.answer)
+            process.watcher.start()
+        undo.pop_all()
     with _ending(session):
         _tune(session, strategy)
         if recording is not None:
@@ -132,92 +167,6 @@ def _count_workers(strategy: Strategy, processes: int) -> int:
             " -n WORKERS --servers SERVERS)"
         )
     return workers
-
-
-@dataclass(frozen=True)
-class _Formed:
-    """A group that has formed, as one of its processes sees it."""
-
-    roll: Roll
-    group: Group
-    strategy: Strategy
-    control: dict[int, socket.socket]
-    transport: Transport
-
-
-def _form(
-    strategy: Strategy,
-    joined: Joined,
-    run: str,
-    address: str,
-    timeout: float,
-    liveness_s: float,
-    agreed: Mapping[str, str],
-) -> _Formed:
-    """Roll call and connections; a failure closes them all. All processes must have the same values of ``agreed``."""
-    client, index, processes = joined.client, joined.environment.rank, joined.environment.world
-    workers = _count_workers(strategy, processes)
-    if strategy.transport == AUTO or strategy.transport.name == "tcp":
-        # Compiled now if necessary, before others wait for this process.
-        importlib.import_module("syncline.kernels.streams")
-    doors = Listener(address, run_id(run), joined.secret, index, processes)
-    with closing(doors), ExitStack() as undo:
-        measured = {algorithm_choice.VARIABLE: algorithm_choice.mode()}
-        terms = {"strategy": str(strategy), "version": __version__, **measured, **agreed}
-        roll = client.call_roll(doors.describe(terms), run, joined.secret)
-        # All processes are present now: connecting gets its full time, however late the last one came.
-        deadline = max(client.deadline, time.monotonic() + CONNECT_S)
-        client.limit(deadline, max(timeout, CONNECT_S))
-        client.look_after(watch.Stops(roll, liveness_s).check)
-        group = Group(workers, strategy.servers, roll.nodes[:workers])
-        chosen = strategy.resolve(group, hosts=roll.hosts)
-        carried = _carried(chosen, roll)
-        watch.prepare(roll)
-        control = connect(roll, doors, "control", (), deadline, client.check)
-        for sock in control.values():
-            undo.callback(sock.close)
-        if [_connection(name) for name in carried] == ["own"]:
-            left = max(0.0, deadline - time.monotonic())
-            name, check = chosen.transport.name, client.check
-            place = Place(index, processes, client, name, address, left, check, joined.secret, roll.near)
-            transport: Transport = registry.get("transports", name).target(place, **chosen.transport.arguments)
-        else:
-            unix = {peer for name, peers in carried.items() if _connection(name) == "unix" for peer in peers}
-            data = connect(roll, doors, "data", unix, deadline, client.check)
-            transport = _transport(chosen, index, carried, data)
-        undo.callback(transport.close)
-        if index == 0:
-            absolve()
-        client.through()
-        undo.pop_all()
-    return _Formed(roll, group, chosen, control, transport)
-
-
-def _begin(
-    asked: Strategy,
-    formed: _Formed,
-    local_rank: int,
-    liveness_s: float,
-    limit_s: float,
-    observer: Observer | None,
-) -> Session:
-    """The session of a formed group, with its watcher. A failure closes all connections."""
-    roll, transport = formed.roll, formed.transport
-    with ExitStack() as undo:
-        for sock in formed.control.values():
-            undo.callback(sock.close)
-        undo.callback(transport.close)
-        process = Process(
-            formed.group, roll.index, transport, roll=roll, local_rank=local_rank, limit_s=limit_s, observer=observer
-        )
-        session = Session(formed.strategy, Membership(process), left_open=asked.architecture == AUTO)
-        with _ending(session):
-            process.watcher = Watcher(
-                roll, formed.control, process.on_peer_failure, process.left, liveness_s, process.answer
-            )
-            process.watcher.start()
-        undo.pop_all()
-    return session
 
 
 def _tune(session: Session, asked: Strategy) -> None:
@@ -251,34 +200,34 @@ def _ending(session: Session) -> Iterator[None]:
         raise
 
 
-def _carried(strategy: Strategy, roll: Roll) -> dict[str, frozenset[int]]:
-    """The transports that carry this process's messages, by name, with the peers that they reach."""
-    others = frozenset(range(len(roll.members))) - {roll.index}
-    if strategy.transport != AUTO:
-        return {strategy.transport.name: others}
-    carried = {"shm": roll.near, "tcp": others - roll.near}
-    return {name: peers for name, peers in carried.items() if peers}
-
-
-def _connection(name: str) -> str:
-    """The kind of connection that a transport needs. Raises UsageError for a transport within one process."""
-    connection: str | None = registry.get("transports", name).capabilities.get("connection")
-    if connection is None:
-        raise UsageError(f"transport={name} does not reach other processes: use shm, tcp or auto")
-    return connection
-
-
 def _transport(
-    strategy: Strategy, index: int, carried: Mapping[str, frozenset[int]], socks: Mapping[int, socket.socket]
+    strategy: Strategy, roll: Roll, doors: Listener, client: MeetingClient, address: str, deadline: float
 ) -> Transport:
-    """The transport over authenticated connections, combined if ``carried`` names several."""
+    """The strategy's transport, over connections of its own or over authenticated ones. ``auto`` may combine two."""
+    others = frozenset(range(len(roll.members))) - {roll.index}
+    carried = {strategy.transport.name: others}
+    if strategy.transport == AUTO:
+        near = {"shm": roll.near, "tcp": others - roll.near}
+        carried = {name: peers for name, peers in near.items() if peers}
+    parts = {name: registry.get("transports", name) for name in carried}
+    kinds = {name: part.capabilities.get("connection") for name, part in parts.items()}
+    arguments = strategy.transport.arguments
+    for name, kind in kinds.items():
+        if kind is None:
+            raise UsageError(f"transport={name} does not reach other processes: use shm, tcp or auto")
+        if kind == "own":
+            left = max(0.0, deadline - time.monotonic())
+            world, check = len(roll.members), client.check
+            place = Place(roll.index, world, client, name, address, left, check, roll.secret, roll.near)
+            own: Transport = parts[name].target(place, **arguments)
+            return own
+    unix = {peer for name, peers in carried.items() if kinds[name] == "unix" for peer in peers}
+    socks = connect(roll, doors, "data", unix, deadline, client.check)
     made = {
-        registry.get("transports", name).target(
-            index, {peer: socks[peer] for peer in peers}, **strategy.transport.arguments
-        ): peers
+        parts[name].target(roll.index, {peer: socks[peer] for peer in peers}, **arguments): peers
         for name, peers in carried.items()
     }
-    return Auto(index, made) if len(made) > 1 else next(iter(made))
+    return Auto(roll.index, made) if len(made) > 1 else next(iter(made))
 
 
 def make_room(world: int) -> None:
