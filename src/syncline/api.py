@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -186,8 +185,7 @@ def prepare(
     options = {"unused": unused, "weight": weight, "ignore": ignore, "broadcast_buffers": broadcast_buffers}
     handed = adapter_of(model)(here, model, optimizer, options)
     if handed is None:
-        shutdown()
-        sys.exit(0)
+        process.leave()
     made = handed.prepared
     before = [known.model is model for known in process.prepared]
     process.prepared[:] = [

@@ -15,9 +15,8 @@ syncline`` does not import this module, because it imports JAX.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from .frameworks import jax as adapter
 from .frameworks.jax import SynclineState
@@ -33,7 +32,7 @@ def average(*, group: WorkerGroup | None = None) -> Any:
     Its ``init`` is collective, outside ``jit``, with rank 0's parameters (``broadcast``); a server serves there until
     the workers have left. Raises UsageError under strategies that exchange weights (use ``distributed``).
     """
-    return adapter.transformation(process.within(group), None, _leave)
+    return adapter.transformation(process.within(group), None, process.leave)
 
 
 def distributed(optimizer: Any, *, group: WorkerGroup | None = None) -> Any:
@@ -42,7 +41,7 @@ def distributed(optimizer: Any, *, group: WorkerGroup | None = None) -> Any:
     Owners that hold the weights run the optimizer, which must be element-wise, and keep its state. ``update`` needs the
     parameters.
     """
-    return adapter.transformation(process.within(group), optimizer, _leave)
+    return adapter.transformation(process.within(group), optimizer, process.leave)
 
 
 def broadcast(tree: Any, root: int = 0, *, group: WorkerGroup | None = None) -> Any:
@@ -75,8 +74,3 @@ def load_state_dict(saved: Mapping[str, Any], params: Any, state: Any) -> tuple[
     different mathematics.
     """
     return adapter.run_of(state).load_state_dict(saved, params, state)
-
-
-def _leave() -> NoReturn:
-    process.end(fetch=True)
-    sys.exit(0)

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
@@ -166,6 +166,11 @@ class Process:
             self._failed |= ending.process.failed
         if failure is not None and passing is None:
             raise failure
+
+    def leave(self) -> NoReturn:
+        """End a server whose workers have left, with status 0."""
+        self.end(fetch=True)
+        sys.exit(0)
 
     def _end_at_exit(self) -> None:
         """End the session at exit. An exception could only be printed there, so a failure sets the exit status."""

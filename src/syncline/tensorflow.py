@@ -14,9 +14,8 @@ does not import this module, because it imports TensorFlow.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from .frameworks import tensorflow as adapter
 from .frameworks.tensorflow import Checkpoint, MeanMetrics, Means
@@ -57,7 +56,7 @@ def prepare(
     here = process.within(group)
     here.check_fit()
     if adapter.prepare(here, model, optimizer, unused, buffers=broadcast_buffers) is None:
-        _leave()
+        process.leave()
     return model if optimizer is None else (model, optimizer)
 
 
@@ -73,7 +72,7 @@ def average(model: Any, *, unused: Unused = "error", group: WorkerGroup | None =
     """
     here = process.within(group)
     here.check_fit()
-    return adapter.average(here, model, unused, _leave)
+    return adapter.average(here, model, unused, process.leave)
 
 
 def broadcast(variables: Any, root: int = 0, *, group: WorkerGroup | None = None) -> None:
@@ -97,8 +96,3 @@ def load_state_dict(model: Any, saved: Mapping[str, Any]) -> None:
     Refuses the state of a strategy with different mathematics.
     """
     adapter.prepared(model).load_state_dict(saved)
-
-
-def _leave() -> NoReturn:
-    process.end(fetch=True)
-    sys.exit(0)

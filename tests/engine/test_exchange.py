@@ -188,10 +188,8 @@ class Pieces(Sequence[Any]):
 )
 def test_one_piece_or_key_more_than_tags_can_number_is_refused(pieces: int, key: int, says: str) -> None:
     def make() -> Reducing:
-        return Reducing(
-            limited(), Pieces(pieces), lambda _: Mock(), key, "bucket 0",
-            priority=0.0, on_done=Mock(), tolerant=False, has_left=Mock(),
-        )  # fmt: skip
+        order = CodedOrder(lambda: Pieces(pieces), lambda _: Mock(), key, "bucket 0")
+        return Reducing(limited(), order, Mock(), Mock())
 
     if says:
         with pytest.raises(UsageError, match=says):

@@ -107,7 +107,7 @@ def test_a_rank_that_has_started_everything_does_not_hold_up_one_that_begins_wit
                 exchanges[1].start(late)
                 turn(exchanges, [late, early[key]], anyone())
                 assert (early[key].array == 2).all()
-        used = exchanges[0]._onesided
+        used = exchanges[0].shared
         assert used is not None
         assert sum(len(table.users) for table in used._slots.tables) <= max(SLOTS, 8 * count)
 
@@ -122,7 +122,7 @@ def test_runs_are_found_in_whichever_table_they_lie(monkeypatch: pytest.MonkeyPa
         for _ in range(2 * count):  # a turn maps a segment
             for exchange in exchanges:
                 exchange.progress(0.0)
-        here = exchanges[0]._onesided
+        here = exchanges[0].shared
         assert here is not None
         assert all(here._has_come(1, key + 1) for key in range(count))
         assert not here._has_come(1, count + 1)
@@ -337,8 +337,8 @@ def test_memory_does_not_grow_with_the_number_of_runs_or_of_sizes(monkeypatch: p
         for end, exchange in zip(ends, exchanges, strict=True):
             assert len(end._segments.fds) == 2  # the board and one for staging
             assert exchange.scratch.allocated_bytes == 4096
-            assert exchange._onesided is not None
-            assert len(exchange._onesided._scripts._known) == 8
+            assert exchange.shared is not None
+            assert len(exchange.shared._scripts._known) == 8
 
 
 def test_gathered_tables_of_any_size_leave_little_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:

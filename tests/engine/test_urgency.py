@@ -97,7 +97,7 @@ def test_between_two_segments_it_is_seen_whether_something_was_handed_over() -> 
             exchange.start(run)
         turn(exchanges, runs, anyone())
         assert np.array_equal(*arrays)
-        here = exchanges[0]._onesided
+        here = exchanges[0].shared
         assert isinstance(here, OneSided)
         operations = len(next(iter(here._scripts._known.values())).script.operations)
     starts = [(span.segment * operations + span.step) for span in one.spans("advance")]

@@ -20,7 +20,9 @@ class Here:
         self.now_s, self.moved_bytes = 0.0, 0
         self.searches: list[Waits] = []
         self._culprit = culprit
-        self.watchdog = Watchdog(LIMIT_S, lambda: {1: "sum"}, self._search, self, lambda: self.now_s)
+        self.watchdog = Watchdog(
+            LIMIT_S, lambda: {1: "sum"}, self._search, lambda: self.moved_bytes, lambda: self.now_s
+        )
 
     def _search(self, waits: Waits) -> Found:
         self.searches.append(waits)

@@ -25,7 +25,6 @@ from syncline.tuning.codec_times import (
     dense,
     every_codec,
     in_turn,
-    measure_codec,
     measure_codecs,
     told,
     variants,
@@ -105,7 +104,7 @@ N = 5000
 @pytest.mark.parametrize("elements", [1, N])
 def test_every_codec_is_measured_in_every_way(text: str, elements: int) -> None:
     for name, feedback in variants(text, elements):
-        found = measure_codec(f"feedback({name})" if feedback else name, elements, repetitions=1)
+        (found,) = measure_codecs([f"feedback({name})" if feedback else name], elements, repetitions=1)
         assert (found.codec, found.feedback) == (name, feedback)
         assert found.nbytes > 0
         assert min(found.encode_s, found.decode_s, found.np_add_s) > 0
@@ -172,7 +171,7 @@ def test_small_arrays_are_worked_on_often_enough_to_be_timed() -> None:
 @pytest.mark.parametrize(("elements", "repetitions"), [(0, 1), (1, 0), (-5, 1)])
 def test_nothing_cannot_be_measured(elements: int, repetitions: int) -> None:
     with pytest.raises(UsageError, match="1 or more"):
-        measure_codec("int8", elements, repetitions)
+        measure_codecs(["int8"], elements, repetitions)
 
 
 class Halves:

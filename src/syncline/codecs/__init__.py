@@ -234,19 +234,13 @@ def warmup_of(codec: Codec) -> int:
     return max(getattr(codec, "warmup", 0), warmup_of(codec.codec))
 
 
-@runtime_checkable
-class Relays(Protocol):
-    """A codec with extra processing of a rank's own gradients. Owners, which encode sums, use it without that."""
-
-    @property
-    def relay(self) -> Codec:
-        """The codec without that processing."""
-        ...
-
-
 def relay_of(codec: Codec) -> Codec:
-    """The codec with which an owner encodes its sums or updates."""
-    return codec.relay if isinstance(codec, Relays) else codec
+    """The codec with which an owner encodes its sums or updates.
+
+    A codec with extra processing of a rank's own gradients has the codec without it as ``relay``.
+    """
+    relay: Codec = getattr(codec, "relay", codec)
+    return relay
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Selects the kernels of a codec: for numpy arrays in host memory or for torch tensors on a device.
+"""Finds the kernels of a codec by where an array is: a NumPy array in host memory, or a torch tensor on a device.
 
 ``encode`` and ``decode`` accept both. The kernels of a family have the same names, arguments and payload bits on both
 sides: a payload encoded on a GPU can be decoded, summed and encoded again on the host, and vice versa. On a device

@@ -53,16 +53,16 @@ class PowerSGD:
             raise UsageError(f"rank={self.rank}: choose from 1 to 1024; 1 to 4 is usual")
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """The factors of both rounds, or the tensor itself."""
+        """The bytes of both factors, or those of the tensor where it is sent uncompressed."""
         nbytes = 4 * sum(self.rounds(spec))
         return nbytes, nbytes
 
     def rounds(self, spec: Spec) -> tuple[int, ...]:
-        """P and Q, or the tensor itself."""
+        """The elements of P and of Q, or those of the tensor where it is sent uncompressed."""
         return tuple(self.rank * side for side in _sides(spec)) if self._factors(spec) else (spec.elements,)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """With a random Q, the same on all ranks."""
+        """The state of a matrix also has a random Q, the same on all ranks."""
         state = fresh_state(spec, rank, feedback)
         if self._factors(spec):
             state.memory[_FACTOR] = np.zeros(self.rank * _sides(spec)[1], np.float32)

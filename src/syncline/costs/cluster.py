@@ -260,7 +260,7 @@ def topology_of(text: str) -> Topology:
         "switch": (Switch, {}),
         "fat_tree": (FatTree, {"hosts_per_leaf": _count, "oversubscription": _number}),
         "ring": (Torus, {}),
-        "torus": (Torus, {"dims": _dims}),
+        "torus": (Torus, {"dims": lambda text, what: tuple(_count(size, what) for size in text.split("x"))}),
     }
     if part.name not in makers:
         raise UsageError(f"unknown topology {text!r}: choose one of {', '.join(makers)}{nearest(part.name, makers)}")
@@ -281,10 +281,6 @@ def _count(text: str, what: str) -> int:
 def _number(text: str, what: str) -> float:
     found: float = read_value(text, float, what)
     return found
-
-
-def _dims(text: str, what: str) -> tuple[int, ...]:
-    return tuple(_count(size, what) for size in text.split("x"))
 
 
 _PLAIN = ("gamma", "message", "byte_cpu", "bucket", "tensor", "iteration", "update", "copy")

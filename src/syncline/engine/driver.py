@@ -101,7 +101,7 @@ class Driver(ABC):
         self._reducing: dict[int, Reducing] = {}  # by key
         self._on_raise, self._explain = on_raise, explain
         self.monitor = Monitor(self.transport)
-        self.watchdog = Watchdog(limit_s, self.waits, find_culprit, self.transport)
+        self.watchdog = Watchdog(limit_s, self.waits, find_culprit, lambda: self.transport.moved_bytes)
         self._thread = threading.Thread(target=self._progress, name="syncline-progress", daemon=True)
         self._thread.start()
 
@@ -378,7 +378,8 @@ class Driver(ABC):
                 if not (monitor.under_way or monitor.busy):
                     return
                 patience_s = min((watchdog.stall or watchdog).patience_s, left_s)
-                if watchdog.looks < watchdog.awaited_looks or (self._reducing and self._open_another()):
+                by_urgency = sorted(self._reducing.values(), key=Reducing.urgency) if self._reducing else ()
+                if watchdog.looks < watchdog.awaited_looks or any(one.open_another() for one in by_urgency):
                     # a peer waits for this process to poll again, or a reducer can compute meanwhile: do not sleep
                     patience_s = 0.0
                 if exchange.progress(patience_s, spins) or watchdog.bytes_moved():
@@ -391,10 +392,6 @@ class Driver(ABC):
             with contextlib.suppress(Exception):  # an explanation that fails must not hide the fault
                 shown = self._explain(shown)
             self.fail(shown)
-
-    def _open_another(self) -> bool:
-        """Start one more reducer, of the most urgent bucket that has one left."""
-        return any(one.open_another() for one in sorted(self._reducing.values(), key=Reducing.urgency))
 
     def _drain(self) -> None:
         """Hand the last acknowledgements to the kernel: peers wait for them."""

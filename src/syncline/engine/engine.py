@@ -30,8 +30,8 @@ from ..plans.messages import Program
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Found, Waits, find_culprit
 from .driver import LIMIT_S, SPINS_HERE, Blocked, Driver
-from .exchange import Exchange, Run
-from .order import NOW, UNANNOUNCED, Array, CodedOrder, Lane, Order, Sign, When, Work
+from .exchange import Exchange
+from .order import NOW, UNANNOUNCED, Array, CodedOrder, Lane, Order, Run, Sign, When, Work
 from .reducing import Reducing
 from .scope import Scope
 from .scripts import ScriptedRun
@@ -151,8 +151,8 @@ LOOK_ONLY = -1
 class PreparedRun:
     """A prepared run. While it is in flight, ``run`` and ``begin`` start no other; ``Engine.drop`` releases it."""
 
-    def __init__(self, driver: Driver, exchange: Exchange, program: Program, scripted: ScriptedRun) -> None:
-        self.program, self.scripted = program, scripted
+    def __init__(self, driver: Driver, exchange: Exchange, scripted: ScriptedRun) -> None:
+        self.program, self.scripted = scripted.of.program, scripted
         self._driver, self._exchange = driver, exchange
         self._monitor, self._watchdog = driver.monitor, driver.watchdog
 
@@ -215,7 +215,7 @@ class PreparedRun:
         def done(_: object = memory) -> None:
             self._driver.finish(work)
 
-        run = Run(self.program, self.scripted.array, key, work.label, on_done=done, sign=sign)
+        run = Run(self.program, self.scripted.of.array, key, work.label, on_done=done, sign=sign)
         self._exchange.take_up(self.scripted, run)
 
 
@@ -304,14 +304,10 @@ class Engine(Driver):
 
         reducing = self._reducing[order.key] = Reducing(
             self._exchange,
-            order.pieces(),
-            order.program,
-            order.key,
-            order.label,
+            order,
+            finished,
+            self._has_left,
             priority=work.priority,
-            on_done=finished,
-            tolerant=order.tolerant,
-            has_left=self._has_left,
             observer=self._observer,
             within=work.span,
         )
@@ -325,7 +321,8 @@ class Engine(Driver):
         """The processes that have not joined a run with signs. If all have, the processes that anything here waits
         for.
         """
-        return self._exchange.absent(key, processes) or self.awaited
+        shared = self._exchange.shared
+        return (set() if shared is None else shared.absent(key, processes)) or self.awaited
 
     def run(self, order: Order, timeout: float | None = None) -> None:
         """Exchange and return when done: ``start`` and ``wait`` with less overhead.
@@ -364,13 +361,17 @@ class Engine(Driver):
         if self._observer is not None or not self.monitor.claim(first=True):
             return None
         try:
-            return PreparedRun(self, self._exchange, program, self._exchange.keep(program.plan, dtype, size))
+            shared = self._exchange.shared
+            assert shared is not None
+            return PreparedRun(self, self._exchange, shared.keep(program, dtype, size))
         finally:
             self.monitor.hand_over()
 
     def drop(self, kept: PreparedRun, after: Work | None = None) -> None:
         """Release a prepared run after its last work is done."""
-        self.then("drop", [] if after is None else [after], partial(self._exchange.drop, kept.scripted), tolerant=True)
+        shared = self._exchange.shared
+        assert shared is not None
+        self.then("drop", [] if after is None else [after], partial(shared.drop, kept.scripted), tolerant=True)
 
     def send(self, dst: int, tag: int, data: bytes | Bytes, label: str, tolerant: bool = False) -> Work:
         """Send a message, possibly to this process itself. A ``tolerant`` one may go to a peer that leaves.

@@ -22,8 +22,8 @@ This module has no threads and no clocks and knows no framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from ..transports import Adds, Handle, HasAllreduce, Transport
 from ..wire.links import CONTROL
 from ..wire.scratch import Scratch
 from .memory import OneSided
-from .order import KEYS, Array, Sign
+from .order import KEYS, Array, Run, Sign
 from .scripts import ScriptedRun, Window
 from .trace import Kind, Observer, Span, begin
 
@@ -47,36 +47,6 @@ _INDEX_BITS = 17
 _SEGMENT_BITS = 16
 MOST_ACTIONS, MOST_SEGMENTS = 1 << _INDEX_BITS, 1 << _SEGMENT_BITS
 """The most actions per rank and segments per run that a tag can number."""
-
-
-@dataclass(eq=False)
-class Run:
-    """One plan in progress over one array.
-
-    ``key`` is the same on all ranks and separates this run's messages from those of other runs in flight. A
-    ``tolerant`` run does not fail when peers leave; it then never finishes (a server that waits for a further step).
-    ``span`` is first the enclosing span and, once the run has begun, its own.
-    """
-
-    program: Program
-    array: Array
-    key: int
-    label: str
-    priority: float = 0.0
-    on_done: Callable[[], None] | None = None
-    tolerant: bool = False
-    span: Span | None = None
-    sign: Sign | None = None
-    cut: Cut = field(init=False, repr=False)
-    opened: int = 0
-    left: int = 0
-    open_segments: list[Any] = field(default_factory=list)
-    bytes_view: NDArray[np.uint8] = field(init=False, repr=False)
-
-    @property
-    def done(self) -> bool:
-        """Whether every segment has finished."""
-        return self.left == 0
 
 
 @dataclass(frozen=True)
@@ -394,11 +364,11 @@ class Exchange:
         )
         mapped: Window | None = getattr(transport, "window", None)
         shared_bytes = min(segment_bytes, SHARED_SEGMENT_BYTES)
-        self._onesided = (
+        self.shared: OneSided | None = (
             None if mapped is None else OneSided(mapped, self.scratch, shared_bytes, has_left, observer, handed_over)
         )
         self._handed: dict[int, str] = {}  # key -> label of the library's collectives in flight
-        self.progress: Callable[..., int] = self._turn if self._onesided is None else self._advance
+        self.progress: Callable[..., int] = self._turn if self.shared is None else self._advance
         """Make progress, waiting up to ``timeout`` seconds. Returns the number of events handled.
 
         Conditions in shared memory are polled ``spins`` times before this process sleeps.
@@ -422,7 +392,7 @@ class Exchange:
             raise UsageError(f"{text}, and tags can number {MOST_ACTIONS}: use another algorithm, or fewer ranks")
         if run.priority != 0.0:
             self.regard(run.priority)
-        shared = self._onesided
+        shared = self.shared
         if shared is not None and not shared.takes(run.program.plan, run.array):
             shared = None
         if shared is None:
@@ -433,44 +403,27 @@ class Exchange:
             run.span = begin(self._observer, "run", run.label, run.span, priority=run.priority, **what)
         if shared is not None:
             run.left = 1
-            on_done = partial(self._finish, run)
-            shared.start(
-                run.program.plan, run.array, run.key, run.label, on_done, run.tolerant, run.priority, run.span, run.sign
-            )
+            shared.start(run, partial(self._finish, run))
         elif run.left == 0:
             self._finish(run)
         else:
             self._messages.open(run)
 
-    def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
-        """Prepare a run with a sign for arrays of one size and type (``OneSided.keep``)."""
-        assert self._onesided is not None
-        return self._onesided.keep(plan, dtype, size)
-
-    def drop(self, kept: ScriptedRun) -> None:
-        """Release a prepared run."""
-        assert self._onesided is not None
-        self._onesided.drop(kept)
-
     def prompt(self, kept: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
         """Execute a prepared run at once (``OneSided.prompt``): 0 when it is done, None if it cannot start."""
-        if self._under_way or self._behind or self._onesided is None:
+        if self._under_way or self._behind or self.shared is None:
             return None
-        return self._onesided.prompt(kept, address, key, sign, spins)
+        return self.shared.prompt(kept, address, key, sign, spins)
 
     def take_up(self, kept: ScriptedRun, run: Run) -> None:
         """Continue a prepared run that has started but is not done, as ``run``."""
         self._under_way[run.key] = run
         run.left = 1
-        kept.label, kept.on_done = run.label, partial(self._finish, run)
+        kept.of, kept.on_done = run, partial(self._finish, run)
 
     def shows(self, plan: Plan, array: Array) -> bool:
         """Whether a run of ``plan`` shows its sign; the same on all ranks."""
-        return self._onesided is not None and self._onesided.takes(plan, array)
-
-    def absent(self, key: int, processes: Iterable[int]) -> set[int]:
-        """The processes that have not joined a run with signs that is in flight here."""
-        return set() if self._onesided is None else self._onesided.absent(key, processes)
+        return self.shared is not None and self.shared.takes(plan, array)
 
     def regard(self, priority: float) -> None:
         """Note the priority of new work. Completions are sorted by urgency from the first priority other than 0 on."""
@@ -510,7 +463,7 @@ class Exchange:
 
     def _advance(self, timeout: float, spins: int = SPINS) -> int:
         """Make progress in shared memory and poll the transport."""
-        shared = self._onesided
+        shared = self.shared
         assert shared is not None
         if not shared.active:
             return self._turn(timeout)
@@ -550,7 +503,7 @@ class Exchange:
 
         For error messages; callable from any thread.
         """
-        waits = {} if self._onesided is None else dict(self._onesided.waiting_for)
+        waits = {} if self.shared is None else dict(self.shared.waiting_for)
         for run in self._runs():
             waits |= self._messages.waiting_for(run)
         return waits

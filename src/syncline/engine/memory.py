@@ -40,17 +40,18 @@ from numpy.typing import NDArray
 from ..errors import PeerLost, ProtocolError
 from ..kernels import board
 from ..plans.memory import Operation
+from ..plans.messages import Program
 from ..plans.plan import REDUCE, Plan
 from ..wire.links import broken
 from ..wire.scratch import Scratch, address_of
 from .cores import OFTEN, Cores
-from .order import KEY_BITS, Sign
+from .order import KEY_BITS, Run, Sign
 from .scripts import ScriptedRun, Scripts, Slots, Window, nothing
-from .trace import Kind, Observer, Span, begin
+from .trace import Kind, Observer, begin
 
 
 def _priority(run: ScriptedRun) -> float:
-    return run.priority
+    return run.of.priority
 
 
 class OneSided:
@@ -92,38 +93,29 @@ class OneSided:
         """Whether runs are in flight."""
         return bool(self._runs or self._waiting)
 
-    def start(
-        self,
-        plan: Plan,
-        array: NDArray[Any],
-        key: int,
-        label: str,
-        on_done: Callable[[], None],
-        tolerant: bool = False,
-        priority: float = 0.0,
-        span: Span | None = None,
-        sign: Sign | None = None,
-    ) -> None:
+    def start(self, run: Run, on_done: Callable[[], None]) -> None:
         """Start a run over a one-dimensional contiguous array. ``on_done`` is called from a later ``advance``."""
-        layout = self._scripts.of(plan, array.dtype, array.size)
+        layout = self._scripts.of(run.program.plan, run.array.dtype, run.array.size)
         if not layout.segments or (len(layout.script.operations) <= 2 and not layout.script.touched_by):
             # nothing to do here, but ranks with work count a generation, so this rank must too
-            self._next_generation(key)
+            self._next_generation(run.key)
             on_done()
             return
-        run = layout.idle.pop() if layout.idle else ScriptedRun(layout, self._window.world)
-        run.array, run.key, run.label, run.tolerant, run.on_done = array, key, label, tolerant, on_done
-        run.priority, run.span, run.sign = priority, span, sign
-        run.before = -1
-        self._waiting.append(run)
+        if layout.idle:
+            scripted = layout.idle.pop()
+            scripted.of = run
+        else:
+            scripted = ScriptedRun(layout, run, self._window.world)
+        scripted.on_done, scripted.before = on_done, -1
+        self._waiting.append(scripted)
         self._admit()
 
-    def keep(self, plan: Plan, dtype: np.dtype[Any], size: int) -> ScriptedRun:
+    def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> ScriptedRun:
         """Prepare a run over private arrays of one size and type, for ``prompt``."""
         kernel, window = self._kernel, self._window
-        layout = self._scripts.of(plan, dtype, size)
-        run = ScriptedRun(layout, window.world)
-        run.array = np.broadcast_to(np.empty((), dtype), size)  # a stand-in with the right size, for error messages
+        layout = self._scripts.of(program.plan, dtype, size)
+        stand_in = np.broadcast_to(np.empty((), dtype), size)  # with the right size, for error messages
+        run = ScriptedRun(layout, Run(program, stand_in, -1, ""), window.world)
         run.staging = window.staging(min(layout.per_segment, size) * layout.item)
         address = address_of(run.staging)
         place = window.find(address, run.staging.nbytes)
@@ -157,7 +149,7 @@ class OneSided:
         state[:] = run.base
         state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
         state[kernel.USER], state[kernel.SIGN : kernel.THEIRS] = address, sign.words
-        run.key, run.sign, run.before = key, sign, -1
+        run.of.key, run.of.sign, run.before = key, sign, -1
         code = run.advance(kernel, window)(spins, 0, layout.count * layout.segments + 1)
         if code == kernel.DONE:
             table.users[slot] = len(layout.script.touched_by)
@@ -183,12 +175,12 @@ class OneSided:
         if len(self._runs) > 1:
             patience_ms = 0
         runs, overtaken, looks = tuple(self._runs), False, spins
-        ranked = len(runs) > 1 and runs[0].priority != runs[-1].priority
+        ranked = len(runs) > 1 and runs[0].of.priority != runs[-1].of.priority
         for run in runs:
             state = run.state
             if ranked:  # do not spin on an urgent run while a less urgent one could go on
-                looks = 0 if run.priority != runs[-1].priority else spins
-                overtaken = self._runs[0].priority < run.priority
+                looks = 0 if run.of.priority != runs[-1].of.priority else spins
+                overtaken = self._runs[0].of.priority < run.of.priority
             code = self._go_on(run, run.advance(kernel, window), looks, patience_ms, overtaken)
             if code == kernel.DONE:
                 moved += 1
@@ -235,13 +227,13 @@ class OneSided:
         """Advance a run and report the finished operations to the observer."""
         first, script = self._done(run), run.layout.script
         at = {"segment": first // len(script.operations), "step": first % len(script.operations)}
-        span = begin(observer, "advance", run.label, run.span, priority=run.priority, **at)
+        span = begin(observer, "advance", run.of.label, run.of.span, priority=run.of.priority, **at)
         code = call()
         for done in range(first, self._done(run)):
             segment, step = divmod(done, len(script.operations))
             for kind, peer, nbytes in self._moved(run, script.operations[step], segment):
                 what = {"segment": segment, "step": step, "peer": peer, "nbytes": nbytes}
-                begin(observer, kind, run.label, span, priority=run.priority, **what).end()
+                begin(observer, kind, run.of.label, span, priority=run.of.priority, **what).end()
         span.end()
         return code
 
@@ -254,7 +246,7 @@ class OneSided:
     def _moved(self, run: ScriptedRun, operation: Operation, segment: int) -> list[tuple[Kind, int, int]]:
         """The transfers of one operation: kind, peer and bytes."""
         layout, rank = run.layout, run.layout.script.rank
-        length = min(layout.per_segment, run.array.size - segment * layout.per_segment)
+        length = min(layout.per_segment, run.of.array.size - segment * layout.per_segment)
         start, stop = (length * chunk // layout.plan.chunks for chunk in (operation.lo, operation.hi))
         nbytes, found = (stop - start) * layout.item, list[tuple[Kind, int, int]]()
         if start == stop or not operation.sources:
@@ -275,28 +267,30 @@ class OneSided:
     @property
     def labels(self) -> list[str]:
         """The labels of the runs in flight."""
-        return [run.label for run in (*self._runs, *self._waiting) if not run.tolerant]
+        return [run.of.label for run in (*self._runs, *self._waiting) if not run.of.tolerant]
 
     @property
     def waiting_for(self) -> dict[int, str]:
         """Peer -> label of a run that waits for it: peers that have not joined, else the peer that blocks it."""
-        opened = {peer: run.label for run in tuple(self._runs) for peer in self._awaited(run)}
+        opened = {peer: run.of.label for run in tuple(self._runs) for peer in self._awaited(run)}
         if opened or self._introduced:
             return opened
         waiting, strangers = tuple(self._waiting), self._strangers()
-        return {peer: run.label for run in waiting if not run.tolerant for peer in strangers.intersection(_peers(run))}
+        return {
+            peer: run.of.label for run in waiting if not run.of.tolerant for peer in strangers.intersection(_peers(run))
+        }
 
     def _awaited(self, run: ScriptedRun) -> list[int]:
         wanted = int(run.state[self._kernel.ID])
         touches = run.layout.script.touches
         absent = [peer for peer in touches if not self._has_come(peer, wanted)]
-        if run.tolerant and len(absent) == len(touches):
+        if run.of.tolerant and len(absent) == len(touches):
             return []  # no peer has joined it
         return absent or [int(run.state[self._kernel.WAITS_FOR])]
 
     def absent(self, key: int, processes: Iterable[int]) -> set[int]:
         """The members of ``processes`` that have not joined a run in flight here. Callable from any thread."""
-        wanted = next((int(run.state[self._kernel.ID]) for run in tuple(self._runs) if run.key == key), None)
+        wanted = next((int(run.state[self._kernel.ID]) for run in tuple(self._runs) if run.of.key == key), None)
         if wanted is None:
             return set()
         return {peer for peer in processes if peer != self._window.rank and not self._has_come(peer, wanted)}
@@ -329,14 +323,14 @@ class OneSided:
     def _open(self, run: ScriptedRun) -> None:
         """Initialize a run's state. Its first ``advance`` fills in the slot and publishes it."""
         kernel, window, layout, state = self._kernel, self._window, run.layout, run.state
-        identity = (self._next_generation(run.key) << KEY_BITS | run.key) + 1
+        identity = (self._next_generation(run.of.key) << KEY_BITS | run.of.key) + 1
         run.table, run.slot = table, slot = self._slots.take(identity)
         state[:] = layout.state
-        address = address_of(run.array)
-        place = window.find(address, run.array.nbytes)
+        address = address_of(run.of.array)
+        place = window.find(address, run.of.array.nbytes)
         stride = layout.per_segment * layout.item
         if place is None:
-            run.staging = window.staging(min(stride, run.array.nbytes))
+            run.staging = window.staging(min(stride, run.of.array.nbytes))
             state[kernel.STAGED], state[kernel.USER], stride = 1, address, 0
             address = address_of(run.staging)
             place = window.find(address, run.staging.nbytes)
@@ -346,9 +340,9 @@ class OneSided:
             state[kernel.SCRATCH] = address_of(run.scratch)
         state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
         state[kernel.OWN_SEGMENT : kernel.SIGN] = *place, address, stride
-        if run.sign is not None:
-            state[kernel.SIGN : kernel.THEIRS] = run.sign.words
-        if self._runs and run.priority < self._runs[-1].priority:
+        if run.of.sign is not None:
+            state[kernel.SIGN : kernel.THEIRS] = run.of.sign.words
+        if self._runs and run.of.priority < self._runs[-1].of.priority:
             insort(self._runs, run, key=_priority)
         else:
             self._runs.append(run)
@@ -366,7 +360,7 @@ class OneSided:
         self._window.count(run.layout.sent, run.layout.received)
         on_done, run.on_done = run.on_done, nothing
         if run.base is None:
-            run.array = run.state
+            del run.of  # its array may be freed
             if run.staging is not None:
                 self._window.free(run.staging)
                 run.staging = None
@@ -379,14 +373,14 @@ class OneSided:
     def _fault(self, run: ScriptedRun, code: int) -> Exception:
         """The error for a peer whose slot contradicts this run."""
         if code == self._kernel.OTHER:
-            assert run.sign is not None
+            assert run.of.sign is not None
             theirs = run.state[self._kernel.THEIRS : self._kernel.STATE].tolist()
-            return run.sign.differs(int(run.state[self._kernel.WAITS_FOR]), tuple(theirs))
+            return run.of.sign.differs(int(run.state[self._kernel.WAITS_FOR]), tuple(theirs))
         if code == self._kernel.BROKEN:
             peer = int(run.state[self._kernel.WAITS_FOR])
-            return broken(peer, f"its slot for {run.label} names memory that it has not shared")
+            return broken(peer, f"its slot for {run.of.label} names memory that it has not shared")
         return ProtocolError(
-            f"{self._where(run)}: that rank exchanges another number of bytes than the {run.array.nbytes} here;"
+            f"{self._where(run)}: that rank exchanges another number of bytes than the {run.of.array.nbytes} here;"
             " do all ranks run the same version with the same model?",
             rank=int(run.state[self._kernel.WAITS_FOR]),
         )
@@ -397,20 +391,20 @@ class OneSided:
         """
         if peer not in gone:
             return
-        if not (run.tolerant and self._has_left(peer)):
+        if not (run.of.tolerant and self._has_left(peer)):
             raise PeerLost(f"{self._where(run)}: the connection to rank {peer} closed", rank=peer)
 
     def _check_waiting(self, gone: set[int]) -> None:
         """Raise PeerLost for a run that has not begun and needs a process that has gone."""
         for run in self._waiting if gone else ():
             for peer in sorted(gone.intersection(_peers(run))):
-                if not (run.tolerant and self._has_left(peer)):
-                    raise PeerLost(f"{run.label}: the connection to rank {peer} closed", rank=peer)
+                if not (run.of.tolerant and self._has_left(peer)):
+                    raise PeerLost(f"{run.of.label}: the connection to rank {peer} closed", rank=peer)
 
     def _where(self, run: ScriptedRun) -> str:
         kernel, state, plan = self._kernel, run.state, run.layout.plan
         return (
-            f"{run.label}: waiting for rank {state[kernel.WAITS_FOR]} in shared memory ({plan.name}, operation"
+            f"{run.of.label}: waiting for rank {state[kernel.WAITS_FOR]} in shared memory ({plan.name}, operation"
             f" {state[kernel.AT]} of {len(run.layout.script.operations) - 1}, segment {state[kernel.SEGMENT] + 1} of"
             f" {run.layout.segments})"
         )

@@ -34,15 +34,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..compression.reducers import Reducer
-from ..plans.messages import Program
+from ..plans.messages import Cut, Program
+from ..transports import Transport
 from .trace import Span
 
 Array = NDArray[Any]
@@ -176,6 +178,36 @@ class Order(NamedTuple):
     after: Callable[[], None] | None = None
 
 
+@dataclass(eq=False)
+class Run:
+    """One plan in progress over one array.
+
+    ``key`` is the same on all ranks and separates this run's messages from those of other runs in flight. A
+    ``tolerant`` run does not fail when peers leave; it then never finishes (a server that waits for a further step).
+    ``span`` is first the enclosing span and, once the run has begun, its own.
+    """
+
+    program: Program
+    array: Array
+    key: int
+    label: str
+    priority: float = 0.0
+    on_done: Callable[[], None] | None = None
+    tolerant: bool = False
+    span: Span | None = None
+    sign: Sign | None = None
+    cut: Cut = field(init=False, repr=False)
+    opened: int = 0
+    left: int = 0
+    open_segments: list[Any] = field(default_factory=list)
+    bytes_view: NDArray[np.uint8] = field(init=False, repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether every segment has finished."""
+        return self.left == 0
+
+
 class CodedOrder(NamedTuple):
     """The reducers of a bucket, made by ``pieces`` at the start. A sum of n bytes in it runs ``program(n)``."""
 
@@ -215,19 +247,6 @@ class Exchanger(Protocol):
 _UNTIL_S = 0.1
 
 
-class Wakeable(Protocol):
-    """The interface of the transport to threads that do not drive it."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has no work left of its own."""
-        ...
-
-    def wake(self) -> None:
-        """Interrupt the driving thread's wait, if it waits."""
-        ...
-
-
 class Monitor:
     """The state that threads share. ``driven`` is the transport that the driving thread waits in.
 
@@ -241,7 +260,7 @@ class Monitor:
     here, under the lock.
     """
 
-    def __init__(self, driven: Wakeable) -> None:
+    def __init__(self, driven: Transport) -> None:
         self._driven = driven
         self._lock = threading.RLock()  # shared by both conditions and acquired directly, which saves two calls per use
         self._changed = threading.Condition(self._lock)  # some work is done; for waiting threads

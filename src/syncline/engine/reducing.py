@@ -9,7 +9,7 @@ driving thread, like ``exchange``, which delivers the transport's events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,10 +17,9 @@ from ..collectives import Collective
 from ..compression.reducers import Bytes, Lengths, Message, Reducer, Round, Sum, Total
 from ..errors import ProtocolError, SynclineError, UsageError, labelled
 from ..kernels.cpu import add_in_order
-from ..plans.messages import Program
 from ..transports import Handle
-from .exchange import Exchange, Run
-from .order import KEYS, Array
+from .exchange import Exchange
+from .order import KEYS, Array, CodedOrder, Run
 from .trace import Kind, Observer, Span, begin
 
 OPEN = 4
@@ -36,27 +35,24 @@ MOST_PIECES = 1 << _PIECE_BITS
 
 
 class Reducing:
-    """The reducers of one bucket in progress. A sum of n bytes runs ``program(n)``.
+    """The reducers of one bucket in progress, as its order says.
 
-    ``key`` separates this bucket from all others in flight. A ``tolerant`` one does not fail when peers leave; it then
-    never finishes.
+    The order's key separates this bucket from all others in flight. A tolerant one does not fail when peers leave; it
+    then never finishes.
     """
 
     def __init__(
         self,
         exchange: Exchange,
-        pieces: Sequence[Callable[[], Reducer]],
-        program: Callable[[int], Program | Collective],
-        key: int,
-        label: str,
-        *,
-        priority: float,
+        order: CodedOrder,
         on_done: Callable[[], None],
-        tolerant: bool,
         has_left: Callable[[int], bool],
+        *,
+        priority: float = 0.0,
         observer: Observer | None = None,
         within: Span | None = None,
     ) -> None:
+        pieces, key, label = order.pieces(), order.key, order.label
         if not 0 <= key < KEYS:
             raise UsageError(f"{label}: key {key} is out of range")
         if len(pieces) > MOST_PIECES:
@@ -65,9 +61,9 @@ class Reducing:
                 " smaller buckets, as schedule=fixed(bucket=25MiB)"
             )
         self._exchange, self._transport = exchange, exchange.transport
-        self._pieces, self._program = pieces, program
+        self._pieces, self._program = pieces, order.program
         self._key, self._label, self._priority = key, label, priority
-        self._on_done, self._tolerant, self._has_left = on_done, tolerant, has_left
+        self._on_done, self._tolerant, self._has_left = on_done, order.tolerant, has_left
         self._opened = self._ended = 0
         self._turns: set[_Turn] = set()
         self._observer, self._span = observer, within

@@ -22,8 +22,7 @@ from ..plans.memory import Script, compile_scripts
 from ..plans.plan import Plan
 from ..transports import Bytes, Words
 from ..wire.scratch import address_of
-from .order import Sign
-from .trace import Span
+from .order import Run
 
 
 class Window(Protocol):
@@ -151,15 +150,15 @@ class Scripted:
 
 
 class ScriptedRun:
-    """A run that is in flight or waits to start. It is reused for the next run of its layout."""
+    """The tables for a run (``of``) that is in flight or waits to start. The next run of their layout reuses them."""
 
     __slots__ = (
-        "array", "base", "before", "bound", "key", "label", "layout", "maps", "on_done", "peers", "priority", "room",
-        "scratch", "sign", "slot", "span", "staging", "state", "table", "tolerant",
+        "base", "before", "bound", "layout", "maps", "of", "on_done", "peers", "room", "scratch", "slot", "staging",
+        "state", "table",
     )  # fmt: skip
 
-    def __init__(self, layout: Scripted, world: int) -> None:
-        self.layout = layout
+    def __init__(self, layout: Scripted, run: Run, world: int) -> None:
+        self.layout, self.of = layout, run
         self.state = layout.state.copy()
         self.base: Words | None = None
         """For a prepared run: its state before each call."""
@@ -167,14 +166,8 @@ class ScriptedRun:
         self.room = np.empty((2, world + layout.script.scratch + 1), np.int64)
         self.maps: Words | None = None
         self.bound: Callable[[int, int, int], int] | None = None
-        self.array: NDArray[Any] = self.state
-        self.key = self.slot = self.before = -1
+        self.slot = self.before = -1
         self.table: Table | None = None
-        self.label = ""
-        self.priority = 0.0
-        self.tolerant = False
-        self.span: Span | None = None
-        self.sign: Sign | None = None
         self.on_done: Callable[[], None] = nothing
         self.staging: Bytes | None = None
         self.scratch: Bytes | None = None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ..errors import PeerTimeout
 from ..wire.culprit import ANEW, Answer, Culprit, Found, Waits
@@ -36,19 +35,11 @@ _ROUNDING_S = 1e-6
 _POLL_S = 1.0
 
 
-class CountsBytes(Protocol):
-    """Anything that counts the bytes that it sends and receives."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes sent and received so far."""
-        ...
-
-
 class Watchdog:
     """Progress and stalls of one process. For the driving thread; ``answer``, ``allow`` and ``limit`` for any thread.
 
-    ``waits`` names the processes that this one waits for; ``find_culprit`` finds the rank at fault. The driver
+    ``waits`` names the processes that this one waits for; ``find_culprit`` finds the rank at fault,
+    ``moved_bytes`` counts the bytes sent and received. The driver
     increments ``moves`` and resets ``stall`` itself on every turn.
     """
 
@@ -57,11 +48,11 @@ class Watchdog:
         limit_s: float,
         waits: Callable[[], Waits],
         find_culprit: Callable[[Waits], Found],
-        carrier: CountsBytes,
+        moved_bytes: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limit(limit_s)
-        self._waits, self._find_culprit, self._carrier = waits, find_culprit, carrier
+        self._waits, self._find_culprit, self._moved_bytes = waits, find_culprit, moved_bytes
         self._clock = clock
         self._bytes = 0  # sent and received, when nothing had moved last
         self.moves = 0
@@ -95,7 +86,7 @@ class Watchdog:
 
     def bytes_moved(self) -> bool:
         """Whether bytes have moved since the last call. This notices a message that takes longer than a poll."""
-        before, self._bytes = self._bytes, self._carrier.moved_bytes
+        before, self._bytes = self._bytes, self._moved_bytes()
         return before != self._bytes
 
     def found_nothing(self, needed: bool) -> None:

@@ -95,9 +95,9 @@ def compile_scripts(plan: Plan) -> tuple[Script, ...]:
 class _Compiler:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.ranks: list[list[_Draft]] = [[_opening()] for _ in range(plan.world)]
+        self.ranks: list[list[_Draft]] = [[_Draft(set(), [], [], 0, 0)] for _ in range(plan.world)]
         self.places = [[_Place() for _ in range(plan.chunks)] for _ in range(plan.world)]
-        self.empty = [_empty_chunks(plan, rank) for rank in range(plan.world)]
+        self.empty = [plan.empty_chunks(rank) for rank in range(plan.world)]
         self.scratch = [0] * plan.world
 
     def scripts(self) -> tuple[Script, ...]:
@@ -140,7 +140,9 @@ class _Compiler:
                 event = self._pass(dst, [dst, *sources] if adds else sources, [dst], chunks)
                 read += [(src, chunks, event) for src in sources]
                 written.append((dst, chunks, event))
-        self._note_reads(read)
+        for src, chunks, event in read:
+            for chunk in chunks:
+                self.places[src][chunk].readers.append(event)
         for (dst, lo, hi, adds), kept in collected.items():
             event = self._pass(dst, [dst, *kept] if adds else kept, [dst], range(lo, hi))
             written.append((dst, range(lo, hi), event))
@@ -204,11 +206,6 @@ class _Compiler:
             self.places[dst][chunk] = _Place(writer)
         return True
 
-    def _note_reads(self, read: list[tuple[int, range, Wait]]) -> None:
-        for src, chunks, event in read:
-            for chunk in chunks:
-                self.places[src][chunk].readers.append(event)
-
     def _outstanding(self, rank: int) -> set[Wait]:
         """The operations that still use a rank's memory at the end."""
         waits: set[Wait] = set()
@@ -250,14 +247,6 @@ class _Compiler:
             )
             for rank, drafts in enumerate(self.ranks)
         )
-
-
-def _opening() -> _Draft:
-    return _Draft(set(), [], [], 0, 0)
-
-
-def _empty_chunks(plan: Plan, rank: int) -> set[int]:
-    return set() if rank in plan.members or plan.goal == "all_gather" else set(range(plan.chunks))
 
 
 def _nearest(rank: int, drafts: Sequence[_Draft]) -> list[tuple[Wait, ...]]:

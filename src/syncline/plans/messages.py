@@ -120,7 +120,7 @@ def _follower(actions: list[Action], before: list[set[int]], i: int, unlocked: l
 
 def _actions(plan: Plan, rank: int) -> list[Action]:
     """This rank's rows as actions; the first reduction into an empty chunk of a non-member is a copy."""
-    empty = set() if rank in plan.members or plan.goal == "all_gather" else set(range(plan.chunks))
+    empty = plan.empty_chunks(rank)
     found = []
     # Both ends count alike, so the index identifies a message without negotiation.
     among: Counter[tuple[int, int]] = Counter()

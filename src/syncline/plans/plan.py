@@ -178,6 +178,10 @@ class Plan:
             sums=tuple(tuple(ranks[rank] for rank in of) for of in self.sums),
         )
 
+    def empty_chunks(self, rank: int) -> set[int]:
+        """The chunks of a rank that start without a value: none of a member, and none if data are gathered."""
+        return set() if rank in self.members or self.goal == "all_gather" else set(range(self.chunks))
+
     def _moved(self, ranks: Column, nbytes: float) -> NDArray[np.float64]:
         counts = np.bincount(ranks, weights=self.count, minlength=self.world).astype(np.float64)
         return counts * nbytes / self.chunks

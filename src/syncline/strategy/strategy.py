@@ -115,16 +115,16 @@ class Strategy(Combination):
             shown = "auto" if part == AUTO else write(kind_of(word, part.name), part)
             if word == "architecture":
                 found += [] if part == AUTO else [shown]
-                found += [f"auto(budget={write_value(self.budget_s, Seconds)})"] if self._tries else []
+                found += (
+                    [f"auto(budget={write_value(self.budget_s, Seconds)})"]
+                    if self.architecture == AUTO and self.budget_s
+                    else []
+                )
             elif shown != _DEFAULTS[word]:
                 found.append(f"{word}={shown}")
         if _needs_feedback(self.codec):
             found.append("feedback=off")
         return " ".join(found) or "auto"
-
-    @property
-    def _tries(self) -> bool:
-        return self.architecture == AUTO and self.budget_s > 0
 
     def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
         """The same strategy with every ``auto`` replaced by the default for that group, without measurements.

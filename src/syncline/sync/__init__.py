@@ -63,16 +63,6 @@ class Applies(Protocol):
         ...
 
 
-@runtime_checkable
-class Recalls(Protocol):
-    """A mode whose pushes are updates of their own and that selects the momentum; the default is one for all pushes."""
-
-    @property
-    def momentum(self) -> Momentum:
-        """Which pushes the optimizer's state belongs to."""
-        ...
-
-
 @dataclass(frozen=True)
 class Applied:
     """The default for modes whose pushes are updates of their own."""
@@ -81,19 +71,13 @@ class Applied:
     compensate: float = 0.0
 
 
-@runtime_checkable
-class Spares(Protocol):
-    """A mode whose updates do not wait for the slowest workers. A late push becomes part of the next update."""
-
-    @property
-    def backup(self) -> int:
-        """The number of workers that an update does not wait for; 0 for none."""
-        ...
-
-
 def backup_of(mode: object) -> int:
-    """The number of workers that updates do not wait for."""
-    return mode.backup if isinstance(mode, Spares) else 0
+    """The number of workers that updates do not wait for: the mode's ``backup``, or 0.
+
+    A push that is late becomes part of the next update.
+    """
+    backup: int = getattr(mode, "backup", 0)
+    return backup
 
 
 def alone(mode: SyncMode) -> bool:
@@ -108,7 +92,8 @@ def application_of(mode: SyncMode) -> Applies:
 
 def momentum_of(mode: SyncMode) -> Momentum:
     """Which pushes the optimizer's state belongs to."""
-    return mode.momentum if alone(mode) and isinstance(mode, Recalls) else "shared"
+    momentum: Momentum = getattr(mode, "momentum", "shared") if alone(mode) else "shared"
+    return momentum
 
 
 def wrong_application(mode: SyncMode) -> str:

@@ -182,11 +182,6 @@ def measure_codecs(texts: Sequence[str], elements: int, repetitions: int = REPET
     return tuple(trial.result(found, add_s) for trial, found in zip(trials, times_s, strict=True))
 
 
-def measure_codec(text: str, elements: int, repetitions: int = REPETITIONS) -> CodecTimes:
-    """``measure_codecs`` for one codec."""
-    return measure_codecs([text], elements, repetitions)[0]
-
-
 def told(text: str) -> tuple[str, bool]:
     """Split a codec's text into the codec and whether error feedback surrounds it; raises UsageError.
 
