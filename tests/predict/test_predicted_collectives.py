@@ -195,6 +195,6 @@ def test_a_hundred_thousand_workers_are_answered_by_formulas():
     ],
 )
 def test_what_cannot_be_answered_is_refused(texts, sizes, workers, says):
-    cluster = load_network("alpha=1us,beta=1ns,topology=ring") if "on ring" in says else TEN
+    cluster = load_network("alpha=1us,beta=1ns,topology=ring") if "for ring" in says else TEN
     with pytest.raises(UsageError, match=says):
         predict_collectives(texts, sizes, workers, cluster)
