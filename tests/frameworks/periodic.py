@@ -1,21 +1,11 @@
-"""What tests of workers that exchange weights have in common: their steps, and the formulas by hand."""
+"""What tests of workers that exchange weights have in common: their steps, and how they are brought together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from toy import STAGED, Here, batch, loss_of, weights
+from toy import STAGED, Here, batch, loss_of
 
 WORKERS, STEPS = 3, 6
-
-
-Weights = list[torch.Tensor]
-
-
-Agree = Callable[[Weights, list[Weights]], None]
-"""Changes the agreed weights, and all workers', in place."""
 
 
 def under(strategy: str, sync: str) -> str:
@@ -30,31 +20,6 @@ def shares(here: Here, steps: range = range(STEPS), rank: int | None = None) -> 
         here.optimizer.zero_grad()
         loss_of(here.model(batch(10 * step + (here.rank if rank is None else rank)))).backward()
         here.optimizer.step()
-
-
-def by_hand(
-    make: Callable[[int], Any], due: Callable[[int], bool], agree: Agree, workers: int = WORKERS
-) -> list[list[dict[str, torch.Tensor]]]:
-    """The same for every worker, one after the other in this process."""
-    made = [make(index) for index in range(workers)]
-    agreed = [parameter.detach().clone() for parameter in made[0][0].parameters()]
-    found: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(workers)]
-    for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(made):
-            shares(Here(model, optimizer), range(step, step + 1), rank)
-        if due(step):
-            with torch.no_grad():
-                agree(agreed, [list(model.parameters()) for model, _ in made])
-        for mine, (model, _) in zip(found, made, strict=True):
-            mine.append(weights(model))
-    return found
-
-
-def mean(agreed: Weights, workers: list[Weights]) -> None:
-    for place, value in enumerate(agreed):
-        value.copy_(sum(mine[place] for mine in workers) / len(workers))  # type: ignore[arg-type]
-        for mine in workers:
-            mine[place].copy_(value)
 
 
 def consolidate(here: Here) -> None:

@@ -186,8 +186,14 @@ TRACING = threading.Lock()
 """torch.fx traces for one thread at a time."""
 
 
-@pytest.mark.parametrize("how", [*COPIES, "copy"])
-@pytest.mark.parametrize("kind", SAYING)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, how) for kind in SAYING for how in (["deepcopy"] if "part" in kind else ["deepcopy", "pickle"])),
+        *(("part of Stated", how) for how in ("pickle", "torch.save", "copy")),
+        *((kind, "copy") for kind in ("torch.fx", "Reduced", "CopiedFlat")),
+    ],
+)
 def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(group: Any, kind: str, how: str) -> None:
     """In the steps that are timed and behind them; what else its attributes are, and the user's own hooks, stay."""
     copied = COPIES.get(how, copy.copy)

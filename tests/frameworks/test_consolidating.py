@@ -14,10 +14,7 @@ from syncline.session.session import Session
 
 
 @pytest.mark.parametrize("strategy", ["ring codec=topk(ratio=0.1)", "ps(servers=1, update=worker)", "ring" + STAGED])
-@pytest.mark.parametrize("sync", ["local(steps=4)", "diloco(steps=4)", "post_local(after=1, steps=4)"])
-def test_all_have_the_mean_of_what_they_had_and_go_on_as_if_nothing_had_been(
-    group: Any, strategy: str, sync: str
-) -> None:
+def test_all_have_the_mean_of_what_they_had_and_go_on_as_if_nothing_had_been(group: Any, strategy: str) -> None:
     def body(here: Here) -> list[dict[str, torch.Tensor]]:
         shares(here, range(3))
         before = weights(here.model)
@@ -26,7 +23,7 @@ def test_all_have_the_mean_of_what_they_had_and_go_on_as_if_nothing_had_been(
         consolidate(here)
         return [before, once, weights(here.model)]
 
-    found = on_group(group, under(strategy, sync), 2, sgd, body, weight=1)
+    found = on_group(group, under(strategy, "diloco(steps=4)"), 2, sgd, body, weight=1)
     before = [mine[0] for mine in found]
     assert not torch.equal(before[0]["0.weight"], before[1]["0.weight"])
     for mine in found:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from periodic import consolidate, equal, shares
+from periodic import equal, shares
 from toy import Here, adam, batch, close, loss_of, making, mlp, on_group, sgd, weights
 
 from syncline.errors import GradientError, UsageError
@@ -30,30 +30,6 @@ def test_bytes_are_fewer_by_the_period(group: Any, sync: str, period: int) -> No
 
     often, seldom = group("ring", 2, sent)[0], group(f"ring sync={sync}", 2, sent)[0]
     assert often == period * seldom
-
-
-@pytest.mark.parametrize("codec", ["int8", "onebit", "topk(ratio=0.1)", "powersgd(rank=2)", "fp16"])
-@pytest.mark.parametrize(
-    "sync", ["local(steps=2)", "diloco(steps=2)", "easgd(steps=2)", "post_local(after=2, steps=2)"]
-)
-def test_a_codec_leaves_agreed_weights_equal(group: Any, codec: str, sync: str) -> None:
-    refused = codec in ("topk(ratio=0.1)", "powersgd(rank=2)") and sync == "easgd(steps=2)"
-    without = " feedback=off" if refused else ""
-
-    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
-        model = mlp().float()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def body(here: Here) -> dict[str, torch.Tensor]:
-        for step in range(4):
-            here.optimizer.zero_grad()
-            loss_of(here.model(batch(10 * step + here.rank).float())).backward()
-            here.optimizer.step()
-        if sync.startswith("easgd"):
-            consolidate(here)
-        return weights(here.model)
-
-    equal(on_group(group, f"ring sync={sync} codec={codec}{without}", 3, make, body, weight=1))
 
 
 def test_what_a_codec_has_lost_comes_with_the_next_differences(group: Any) -> None:

@@ -1,20 +1,24 @@
-"""What a script does between two averages of weights: clipping, scaling, accumulating, and statistics of batches."""
+"""What a script does between two averages of weights: clipping, scaling, accumulating, statistics; and who counts."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from periodic import Normalised, by_hand, consolidate, equal, mean, shares
-from toy import STAGED, Here, batch, close, loss_of, mlp, on_group, sgd, weights
+from periodic import STEPS, WORKERS, Normalised, consolidate, equal, shares, under
+from toy import STAGED, Here, batch, close, loss_of, making, mlp, on_group, same_as_alone, sgd, weights
 
+from syncline.errors import UsageError
 from syncline.frameworks.torch import Options, prepare
 from syncline.session.session import Session
+
+CARRIED = ["ring", "ps(servers=2, update=worker)", "ring" + STAGED]
 
 
 def clipped(here: Here) -> list[float]:
@@ -173,15 +177,19 @@ def test_accumulated_passes_and_those_of_one_closure_are_one_step(group: Any) ->
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb
 def test_compiled_models_train_as_others(group: Any) -> None:
-    def body(here: Here) -> dict[str, torch.Tensor]:
+    def body(here: Here, compiled: bool) -> dict[str, torch.Tensor]:
         plain = here.model
-        here.model = torch.compile(plain, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
+        if compiled:
+            here.model = torch.compile(plain, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
         shares(here, range(4))
         return weights(plain)
 
-    own = by_hand(sgd, lambda step: step % 2 == 1, mean, 2)
-    for found, wanted in zip(on_group(group, "ring sync=local(steps=2)", 2, sgd, body, weight=1), own, strict=True):
-        close(found, wanted[3])
+    one, other = (
+        on_group(group, "ring sync=local(steps=2)", 2, sgd, partial(body, compiled=compiled), weight=1)
+        for compiled in (False, True)
+    )
+    for found, wanted in zip(other, one, strict=True):
+        close(found, wanted)
 
 
 def test_gradients_stay_where_autograd_puts_them(group: Any) -> None:
@@ -251,3 +259,73 @@ def test_statistics_of_batches_are_averaged_with_the_weights(group: Any, strateg
             average = (own[0][name] + own[1][name]) / 2
             assert torch.allclose(mine[name], average if shared else alone[name], rtol=1e-12)
         assert int(mine["norm.num_batches_tracked"]) == 2
+
+
+# Ranks count by their samples.
+
+
+@pytest.mark.parametrize("strategy", CARRIED)
+def test_an_average_after_every_step_of_plain_descent_is_synchronous(group: Any, strategy: str) -> None:
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(STEPS):
+            here.optimizer.zero_grad()
+            loss_of(here.model(here.share(batch(step, 13)))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, under(strategy, "local(steps=1)"), WORKERS, making("sgd"), body)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring" + STAGED])
+def test_in_the_first_steps_of_post_local_ranks_count_by_their_samples(group: Any, strategy: str) -> None:
+    """Which their tickets say, before any weights have been exchanged."""
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            here.optimizer.zero_grad()
+            loss_of(here.model(here.share(batch(step, 13)))).backward()
+            here.optimizer.step()
+        return weights(here.model)
+
+    same_as_alone(group, under(strategy, "post_local(after=2, steps=2)"), WORKERS, sgd, body)
+
+
+class Watching(torch.nn.Module):
+    """Keeps the mean of what it has seen last, which is no number where that was nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.copy_(x.detach().mean(0))
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("strategy", ["ring sync=local(steps=2)", "ring sync=local(steps=2)" + STAGED])
+def test_who_has_seen_no_samples_counts_nothing(group: Any, strategy: str, steps: int) -> None:
+    """Whose weights and statistics are no numbers: after a period, and in the final mean in the middle of one."""
+
+    def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+        model = Watching()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(here: Here) -> dict[str, torch.Tensor]:
+        for step in range(steps):
+            here.optimizer.zero_grad()
+            loss_of(here.model(batch(step, 0 if here.rank == 1 else 8))).backward()
+            here.optimizer.step()
+        if here.replica is not None:
+            consolidate(here)
+        return weights(here.model)
+
+    wanted = body(Here(*make(0)))
+    for found in on_group(group, strategy, 2, make, body, weight="batch"):
+        close(found, wanted)
+
+
+def test_gossip_counts_all_alike(group: Any) -> None:
+    with pytest.raises(UsageError, match=r"weight='batch': under sync=gossip .* leave weight= out"):
+        on_group(group, "ring sync=gossip", 2, sgd, shares)

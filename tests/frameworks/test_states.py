@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
-from toy import Here, batch, loss_of, sgd, train, weights
+from periodic import Normalised, equal
+from toy import Here, batch, fill, loss_of, on_group, sgd, train, weights
 
 from syncline import checkpoint
 from syncline.errors import UsageError
@@ -77,49 +79,6 @@ def test_a_state_of_other_ranks_is_refused_by_their_names(group: Any) -> None:
     group("ring", 3, body)
 
 
-@pytest.mark.filterwarnings("ignore:this state:UserWarning")
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "codec=topk(ratio=0.3)",
-        "codec=powersgd(rank=2)",
-        "codec=feedback(onebit, warmup=2)",
-        "sync=diloco(steps=2)",
-        "sync=easgd(steps=2)",
-        "sync=local(steps=3) codec=topk(ratio=0.3)",
-        "sync=gossip(steps=2)",
-        "ps(servers=2, on=workers) codec=topk(ratio=0.3)",
-        "ps(servers=2, on=workers, update=worker) codec=topk(ratio=0.3)",
-        "ring",
-    ],
-)
-def test_the_state_of_one_worker_leaves_nothing_of_what_several_did_before(group: Any, strategy: str) -> None:
-    """Whoever takes it up in the middle goes on as one who does in the beginning, and is told what is not in it."""
-    values, optimizer = weights(sgd()[0]), sgd()[1].state_dict()
-    state = group(strategy.replace("servers=2", "servers=1"), 1, lambda session: checkpoint.save(session, []))[0]
-
-    def body(session: Session, before: int) -> Any:
-        made = prepare(session, *sgd(), Options(weight=1))
-        assert made is not None
-        assert made.optimizer is not None
-        here = Here(made.model, made.optimizer, session.rank, session.world_size)
-        train(here, range(20, 20 + before))
-        made.consolidate()
-        made.model.load_state_dict(values)
-        made.optimizer.load_state_dict(copy.deepcopy(optimizer))
-        checkpoint.load(session, [made], {**state, "strategy": str(session.strategy)})
-        assert made.replica.steps == 0
-        train(here, range(4))
-        made.consolidate()
-        return weights(made.model)
-
-    wanted = group(strategy, 2, lambda session: body(session, 0))
-    for before in (1, 4):
-        for mine, theirs in zip(group(strategy, 2, lambda session, n=before: body(session, n)), wanted, strict=True):
-            for name, tensor in theirs.items():
-                assert torch.equal(mine[name], tensor), (before, name)
-
-
 def test_the_state_of_one_worker_says_that_steps_are_not_in_it(group: Any) -> None:
     state = group("sync=local(steps=2)", 1, lambda session: checkpoint.save(session, []))[0]
 
@@ -164,3 +123,116 @@ def test_what_carries_a_run_is_no_part_of_its_state(group: Any) -> None:
             assert session.as_here(f"{other} schedule=fixed") != here
 
     group("ring", 2, body)
+
+
+# Of workers that train by themselves.
+
+
+def saved_state(here: Here) -> Any:
+    """What each rank saves, as ``torch.save`` and ``torch.load`` leave it."""
+    assert here.session is not None
+    file = io.BytesIO()
+    state = checkpoint.save(here.session, prepared(here))
+    torch.save([here.model.state_dict(), here.optimizer.state_dict(), state], file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def prepared(here: Here) -> list[Any]:
+    assert here.replica is not None
+    return [Prepared(here.model, here.optimizer, here.replica, None)]
+
+
+def small_with_statistics(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
+    model = fill(Normalised().float())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def float_shares(here: Here, steps: range) -> None:
+    for step in steps:
+        here.optimizer.zero_grad()
+        x = batch(10 * step + here.rank, 4 + 2 * here.rank).float()
+        here.model(x).square().sum().backward()
+        here.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("sync", "at"),
+    [
+        ("local(steps=3)", 4),
+        ("easgd(steps=3)", 5),
+        ("gossip(graph=exponential, steps=2)", 3),
+        ("post_local(after=4, steps=2)", 3),
+        ("post_local(after=3, steps=2) codec=int8", 5),
+    ],
+)
+def test_statistics_and_counts_of_samples_are_resumed(group: Any, sync: str, at: int) -> None:
+    """From the middle of a period too: each rank with its own weights, statistics and optimizer."""
+    kept: dict[int, Any] = {}
+
+    def whole(here: Here) -> dict[str, torch.Tensor]:
+        float_shares(here, range(at))
+        kept[here.rank] = saved_state(here)
+        float_shares(here, range(at, 9))
+        return weights(here.model)
+
+    def resumed(here: Here) -> dict[str, torch.Tensor]:
+        assert here.session is not None
+        model, optimizer, state = kept[here.rank]
+        here.model.load_state_dict(kept[0][0])  # rank 0's, as most scripts have it
+        here.optimizer.load_state_dict(optimizer)
+        checkpoint.load(here.session, prepared(here), state)
+        assert here.replica is not None
+        assert here.replica.steps == at
+        for name, tensor in weights(here.model).items():
+            assert torch.equal(tensor, model[name])
+        float_shares(here, range(at, 9))
+        return weights(here.model)
+
+    weight = 1 if sync.startswith("gossip") else "batch"
+    wanted = on_group(group, f"ring sync={sync}", 2, small_with_statistics, whole, weight=weight)
+    found = on_group(group, f"ring sync={sync}", 2, small_with_statistics, resumed, weight=weight)
+    for mine, theirs in zip(found, wanted, strict=True):
+        equal([theirs, mine])
+
+
+def test_a_state_after_a_period_that_ended_in_a_skipped_step_is_of_one_moment(group: Any) -> None:
+    """As when a GradScaler skips on all ranks: what the codec keeps is of the exchange that is made to save."""
+    kept: dict[int, Any] = {}
+
+    def whole(here: Here) -> dict[str, torch.Tensor]:
+        float_shares(here, range(3))
+        here.model(batch(30 + here.rank).float()).square().sum().backward()
+        kept[here.rank] = saved_state(here)
+        float_shares(here, range(4, 8))
+        return weights(here.model)
+
+    def resumed(here: Here) -> dict[str, torch.Tensor]:
+        assert here.session is not None
+        _, optimizer, state = kept[here.rank]
+        here.model.load_state_dict(kept[0][0])
+        here.optimizer.load_state_dict(optimizer)
+        checkpoint.load(here.session, prepared(here), state)
+        float_shares(here, range(4, 8))
+        return weights(here.model)
+
+    strategy = "ring sync=local(steps=2) codec=topk(ratio=0.3)"
+    wanted = on_group(group, strategy, 2, small_with_statistics, whole, weight=1)
+    found = on_group(group, strategy, 2, small_with_statistics, resumed, weight=1)
+    for mine, theirs in zip(found, wanted, strict=True):
+        equal([theirs, mine])
+
+
+def test_a_state_of_another_model_is_refused(group: Any) -> None:
+    kept: list[Any] = []
+
+    def first(here: Here) -> None:
+        assert here.session is not None
+        kept.append(checkpoint.save(here.session, prepared(here)))
+
+    def second(here: Here) -> None:
+        assert here.session is not None
+        checkpoint.load(here.session, prepared(here), kept[0])
+
+    on_group(group, "ring sync=local(steps=2)", 2, sgd, first, weight=1)
+    with pytest.raises(UsageError, match="the agreed weights in this state belong to another model"):
+        on_group(group, "ring sync=local(steps=2)", 2, small_with_statistics, second, weight=1)

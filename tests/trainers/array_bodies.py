@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from matrix import Result, Run, trained
 
 import syncline
 import syncline.errors
@@ -48,4 +49,13 @@ def said(place: Place, cases: list[tuple[str, str]], calls: Mapping[str, Callabl
             except syncline.errors.SynclineError as error:
                 found.append(str(error))
             syncline.shutdown()
+    return found
+
+
+def train_all(framework: str, place: Place, work: Sequence[tuple[Run, Sequence[Any]]]) -> list[Result | None]:
+    """Be a process of one run after the other, each with the states that it begins from."""
+    found: list[Result | None] = [None] * len(work)
+    for number, (run, states) in enumerate(work):
+        with joined(place, run.strategy):
+            found[number] = trained(framework, place, run, states)
     return found

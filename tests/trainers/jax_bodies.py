@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from array_bodies import Place, batch, joined, said
+from array_bodies import Place, batch, joined, said, train_all
 
 import syncline
 import syncline.errors
@@ -56,6 +56,9 @@ def step_of(optimizer: Any) -> Any:
         return optax.apply_updates(params, updates), state
 
     return jax.jit(step)
+
+
+train_matrix = partial(train_all, "jax")
 
 
 def plain(tree: Any) -> Any:
@@ -216,46 +219,6 @@ def advance_alone(made: Any, params: Any, steps: int) -> Any:
     for number in range(steps):
         params, state = step(params, state, *batch(number, 0, 1))
     return params
-
-
-def resumed(place: Place, strategies: list[str], saved: list[Any], first: int, last: int) -> list[Any]:
-    """Go on from what was saved, or begin; what is saved then, and the weights."""
-    found = []
-    for number, strategy in enumerate(strategies):
-        with joined(place, strategy):
-            params, made, state = begin("adam")
-            if saved:
-                params, state = syncline.jax.load_state_dict(saved[number], params, state)
-            params, state = advance(made, params, state, first, last)
-            state = syncline.jax.state_dict(params, state)
-            found.append((state, plain(params)))
-    return found
-
-
-def periodic(place: Place, strategies: list[str], steps: int) -> list[Any]:
-    """The weights that workers go on with, and those that all have in the end."""
-    found = []
-    for strategy in strategies:
-        with joined(place, strategy):
-            params, made, state = begin("momentum")
-            params, state = advance(made, params, state, 0, steps)
-            found.append((plain(params), plain(syncline.jax.consolidate(params, state))))
-    return found
-
-
-def by_themselves(place: Place, strategies: list[str], steps: int) -> list[Any]:
-    """Pushes that are updates by themselves, of gradients that are 1."""
-    found = []
-    for strategy in strategies:
-        with joined(place, strategy):
-            made = syncline.jax.distributed(optax.sgd(0.25))
-            params = {"w": jnp.ones(9)}
-            state = made.init(params)
-            for _ in range(steps):
-                updates, state = jax.jit(made.update)({"w": jnp.ones(9)}, state, params)
-                params = optax.apply_updates(params, updates)
-            found.append(plain(syncline.jax.consolidate(params, state)))
-    return found
 
 
 def refused(place: Place, cases: list[tuple[str, str]]) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from array_bodies import BATCH, Place, batch, joined
+from array_bodies import BATCH, Place, batch, joined, train_all
 
 import syncline
 import syncline.errors
@@ -22,6 +23,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: keras.optimizers.Adam(0.05),
     "adamw": lambda: keras.optimizers.AdamW(0.02, weight_decay=0.1),
 }
+
+train_matrix = partial(train_all, "tensorflow")
 
 
 def model(seed: int = 0, dtype: str = "float64") -> Any:
@@ -135,20 +138,6 @@ def _clipped(made: Any, means: Any, way: str) -> Callable[[Any, Any], Any]:
     return step
 
 
-def resumed(place: Place, strategies: list[str], saved: list[Any], first: int, last: int) -> list[Any]:
-    """Go on from what was saved, or begin; what is saved then, and the weights."""
-    found = []
-    for number, strategy in enumerate(strategies):
-        with joined(place, strategy):
-            made, used = begin("adam", "fit")
-            if saved:
-                syncline.tensorflow.load_state_dict(made, saved[number])
-                assert int(used.iterations) == first
-            advance(made, used, "fit", first, last, syncline.rank(), syncline.world_size())
-            found.append((syncline.tensorflow.state_dict(made), made.get_weights()))
-    return found
-
-
 def periodic(place: Place, strategies: list[str], steps: int) -> list[Any]:
     """The weights that workers go on with, and those that all have in the end, by ``fit`` and eager."""
     found = []
@@ -161,19 +150,4 @@ def periodic(place: Place, strategies: list[str], steps: int) -> list[Any]:
                 each.append(made.get_weights())
             syncline.consolidate()
             found.append((*each, made.get_weights()))
-    return found
-
-
-def by_themselves(place: Place, strategies: list[str], steps: int) -> list[Any]:
-    """Pushes that are updates by themselves, of gradients that are 1."""
-    found = []
-    for strategy in strategies:
-        with joined(place, strategy):
-            variables, used = [tf.Variable(tf.ones(9))], keras.optimizers.SGD(0.25)
-            syncline.tensorflow.prepare(variables, used)
-            step = tf.function(lambda used=used, variables=variables: used.apply([tf.ones(9)], variables))
-            for _ in range(steps):
-                step()
-            syncline.consolidate()
-            found.append(variables[0].numpy())
     return found

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from array_ranks import are_refused, check_near, is_told_of, ranks, train_digits_without
 
 for package in ("jax", "optax"):

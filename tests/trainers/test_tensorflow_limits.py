@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from array_ranks import are_refused, is_told_of, ranks, train_digits_without
 
 for package in ("tensorflow", "keras"):

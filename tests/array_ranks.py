@@ -26,6 +26,7 @@ import numpy as np
 from pool import Group, Pool
 
 HERE = Path(__file__).resolve().parent
+FOLDERS = [str(HERE / name) for name in ("trainers", "frameworks")]
 LIMIT_S = 240.0
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -37,15 +38,18 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "SYNCLINE_SECRET": "the secret of these tests",
 }
-MODULES = {"jax": ["array_ranks", "jax_bodies"], "tensorflow": ["array_ranks", "tensorflow_bodies", "tensorflow_cases"]}
+MODULES = {
+    "jax": ["array_ranks", "in_jax", "jax_bodies"],
+    "tensorflow": ["array_ranks", "in_tensorflow", "tensorflow_bodies", "tensorflow_cases"],
+}
 
 
 class Ranks:
     """Processes that were started together, and have ended."""
 
-    def __init__(self, folder: Path, group: Group) -> None:
+    def __init__(self, folder: Path, group: Group, limit_s: float) -> None:
         with group:
-            self.statuses = group.end(LIMIT_S)
+            self.statuses = group.end(limit_s)
             self.printed = [rank.printed() for rank in group.ranks]
         paths = [folder / f"{rank.index}.pickle" for rank in group.ranks]
         self.results = [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]
@@ -69,20 +73,28 @@ def pool_of(framework: str) -> Pool:
 
     What XLA has compiled for a rank is not compiled again for the next one: that would take most of all the time.
     """
-    environ = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*FOLDERS, *filter(None, sys.path)])}
     pool = Pool(HERE, *MODULES[framework], environ=environ, whole=True, scratch="JAX_COMPILATION_CACHE_DIR")
     atexit.register(pool.close)
     return pool
 
 
-def ranks(folder: Path, function: str, processes: int, *arguments: Any, x64: bool = True, **environ: str) -> Ranks:
+def ranks(
+    folder: Path,
+    function: str,
+    processes: int,
+    *arguments: Any,
+    x64: bool = True,
+    limit_s: float = LIMIT_S,
+    **environ: str,
+) -> Ranks:
     """Have processes call ``module.name`` with their place and these arguments; all have ended when this returns."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     folder.mkdir(exist_ok=True)
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     each = [[function, index, processes, address, str(folder), x64] for index in range(processes)]
-    return Ranks(folder, pool_of(function.partition("_")[0]).start(rank, each, environ))
+    return Ranks(folder, pool_of(function.partition("_")[0]).start(rank, each, environ), limit_s)
 
 
 def rank(_: Connection, function: str, index: int, processes: int, address: str, folder: str, x64: bool) -> None:
@@ -144,7 +156,7 @@ def train_digits_without(folder: Path, others: Sequence[str], example: str, **en
     """
     for name in others:
         (folder / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
-    script = Path(__file__).resolve().parents[2] / "examples" / example
+    script = HERE.parent / "examples" / example
     path = os.pathsep.join([str(folder), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "syncline", "run", "-n", "2", "--strategy", "ring", str(script)],
@@ -174,29 +186,3 @@ def is_told_of(folder: Path, packages: Mapping[str, str], module: str, says: str
     )
     assert done.returncode == 1
     assert re.search(says, done.stderr), done.stderr
-
-
-def resume(
-    folder: Path,
-    function: str,
-    workers: int,
-    strategies: Sequence[str],
-    servers: int,
-) -> None:
-    """A run of seven steps is one of four and one of three, bit for bit, and near one that goes on with a worker more.
-
-    ``function`` gives for each strategy a state and weights.
-    """
-    processes = workers + servers
-    through = ranks(folder / "all", function, processes, strategies, [], 0, 7).found()[:workers]
-    begun = ranks(folder / "one", function, processes, strategies, [], 0, 4).found()[0]
-    saved = [state for state, _ in begun]
-    again = ranks(folder / "two", function, processes, strategies, saved, 4, 7).found()[:workers]
-    for rank in range(workers):
-        for text, (_, wanted), (_, found) in zip(strategies, through[rank], again[rank], strict=True):
-            assert equal(wanted, found), text
-    more = ranks(folder / "three", function, processes + 1, strategies, saved, 4, 7).found()[: workers + 1]
-    for text, *found in zip(strategies, *more, strict=True):
-        assert all(state["steps"] == 7 and state["world_size"] == workers + 1 for state, _ in found)
-        for _, weights in found if "codec" not in text and "local" not in text else ():
-            check_near(weights, through[0][strategies.index(text)][1], text)
