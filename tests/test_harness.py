@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import threads
 from pool import Pool
 from syncline.errors import ClosedError
 from syncline.session.session import Session
@@ -47,10 +48,10 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     assert not [name for name, count in names.items() if count > 1]
 
 
-def test_all_ranks_that_do_not_end_are_named(shared: Any, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_that_do_not_end_are_named(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in its session, ranks 1 and 2 for something of their own; rank 3 ends."""
-    monkeypatch.setattr(shared, "LIMIT_S", 0.1)
-    monkeypatch.setattr(shared, "END_S", 0.1)
+    monkeypatch.setattr(threads, "LIMIT_S", 0.1)
+    monkeypatch.setattr(threads, "END_S", 0.1)
     ended, over = [threading.Event() for _ in range(4)], threading.Event()
 
     def body(session: Session) -> None:

@@ -19,7 +19,7 @@ import pytest
 from matrix import Result, Run, trained
 
 import array_ranks
-from conftest import run_group
+from threads import run_group
 
 WORKERS = {"numpy": 3, "torch": 3, "staged": 3, "jax": 2, "tensorflow": 2}
 _asked: dict[str, list[Run]] = {"jax": [], "tensorflow": []}

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from matrix import TINY, Arrays, Run, rate, start
+from matrix import SHAPES, TINY, Arrays, Run, rate, start
 
 import syncline
 import syncline.tensorflow
@@ -35,6 +35,11 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def shape_of(array: Any) -> tuple[int, ...]:
+    """Of one element where that is a scalar, whose gradient TensorFlow hands over as no array."""
+    return array.shape or (1,)
+
+
 class Trainer:
     def __init__(self, variables: list[Any], optimizer: Any) -> None:
         self.rank, self._variables = syncline.rank(), variables
@@ -51,11 +56,11 @@ class Trainer:
 
     def step(self, number: int, pushed: Arrays, pull: float) -> None:  # noqa: ARG002 - the optimizer counts them
         kind = self._variables[0].dtype
-        told = [tf.constant(array, kind) for array in pushed.values()]
+        told = [tf.constant(array, kind, shape_of(array)) for array in pushed.values()]
         self._step(told, tf.constant(pull, kind))
 
     def weights(self) -> Arrays:
-        return {name: one.numpy() for name, one in zip(start(), self._variables, strict=True)}
+        return {name: one.numpy().reshape(SHAPES[name]) for name, one in zip(SHAPES, self._variables, strict=True)}
 
     def consolidate(self) -> None:
         syncline.consolidate()
@@ -73,5 +78,6 @@ class Trainer:
 def begin(_: Any, run: Run) -> Trainer:
     """From weights that are rank 0's, whatever this one's were."""
     keras.config.set_floatx(run.dtype)
-    variables = [tf.Variable(array.astype(run.dtype)) for array in start(syncline.rank()).values()]
+    arrays = [array.astype(run.dtype).reshape(shape_of(array)) for array in start(syncline.rank()).values()]
+    variables = [tf.Variable(array) for array in arrays]
     return Trainer(variables, OPTIMIZERS[run.rule]())

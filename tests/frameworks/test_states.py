@@ -234,5 +234,5 @@ def test_a_state_of_another_model_is_refused(group: Any) -> None:
         checkpoint.load(here.session, prepared(here), kept[0])
 
     on_group(group, "ring sync=local(steps=2)", 2, sgd, first, weight=1)
-    with pytest.raises(UsageError, match="the agreed weights in this state belong to another model"):
+    with pytest.raises(UsageError, match=r"the agreed weights in this state .* another model"):
         on_group(group, "ring sync=local(steps=2)", 2, small_with_statistics, second, weight=1)
