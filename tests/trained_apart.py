@@ -30,7 +30,7 @@ def tell():
 
 atexit.register(tell)
 from syncline_bench.train import main
-main(sys.argv[1])
+main(*sys.argv[1:])
 """
 
 

@@ -390,8 +390,7 @@ def open_files() -> int:
 
 
 def test_as_many_segments_as_there_may_be_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("shm", "_segments"):
-        monkeypatch.setattr(f"syncline.transports.{module}.MOST_SEGMENTS", 40)
+    monkeypatch.setattr("syncline.transports.shm.MOST_SEGMENTS", 40)
     assert MOST_SEGMENTS == 1 << 16
     fd = memory(65536, SOUND)
     with attacked("shm") as (end, raw):

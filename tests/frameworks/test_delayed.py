@@ -33,7 +33,7 @@ from syncline.strategy.strategy import Strategy
 
 
 def test_a_gradient_that_is_still_under_way_is_not_added_to(group: Any) -> None:
-    with pytest.raises(GradientError, match=r"adds to the gradient of .* still under way.*call zero_grad"):
+    with pytest.raises(GradientError, match=r"adds to the gradient of .* still in flight.*call zero_grad"):
         on_group(group, "ring schedule=delayed", 2, sgd, never_zeroed)
 
 

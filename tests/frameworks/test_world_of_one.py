@@ -111,7 +111,7 @@ def test_public_calls_reach_servers_that_hold_the_gradients(group: Any, monkeypa
         loss_of(here.model(batch(1))).backward()
         here.optimizer.step()  # the servers' own clock began at 0
         assert here.replica.steps == 6
-        with pytest.raises(UsageError, match="of a run with 'tree'"):
+        with pytest.raises(UsageError, match="to a run with 'tree'"):
             syncline.load_state_dict({"strategy": "tree", "world_size": 1, "steps": []})
 
     group("ps(servers=1)", 1, lambda session: as_public(session, body, monkeypatch))

@@ -70,7 +70,7 @@ def test_replicas_learn_the_same_over_real_transports(pool: Pool, address: str, 
     for other in others:
         assert [row[:3] for row in other] == [row[:3] for row in one]
     assert [row[1].split()[0] for row in one] == ["direct", "direct", "tree", "ring"]
-    assert ["owners" in one[0][2], "gathered" in one[1][2], "merged" in one[2][2], "summed" in one[3][2]] == [True] * 4
+    assert ["owners" in one[0][2], "gathers" in one[1][2], "merged" in one[2][2], "summed" in one[3][2]] == [True] * 4
 
 
 @pytest.mark.parametrize("update", ["server", "worker"])

@@ -121,7 +121,7 @@ def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
     ("module", "says"),
     [
         ("raise ImportError('no jax')", "syncline.jax needs jax, which cannot be imported .no jax.: pip install"),
-        ("__version__ = '0.4.35'", "syncline.jax needs jax 0.10 or newer, and 0.4.35 is installed: pip install"),
+        ("__version__ = '0.4.35'", "syncline.jax needs jax 0.10 or newer, but 0.4.35 is installed: pip install"),
     ],
 )
 def test_a_jax_that_is_missing_or_too_old_is_named(tmp_path: Path, module: str, says: str) -> None:
@@ -147,7 +147,7 @@ def test_a_step_that_was_traced_before_is_refused_where_a_rank_may_leave_it_out(
         for name, said in found.items():
             where = {"cond": "branch", "switch": "branch", "vmap": "jax.vmap"}.get(name, "loop")
             for text in said[:1] if name == "fori_loop" else said:  # whose length is known where nothing is traced
-                assert re.search(rf"update\(\) is traced (inside of|under) .*{where}", text), (name, text)
+                assert re.search(rf"update\(\) is traced (inside|under) .*{where}", text), (name, text)
 
 
 def test_what_refuses_branches_leaves_nothing_in_what_is_compiled(tmp_path: Path) -> None:

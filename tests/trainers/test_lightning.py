@@ -106,7 +106,7 @@ def test_the_options_are_those_of_lightnings_ddp(trainer: Any) -> None:
 
     made = trainer(SynclineStrategy("ring codec=int8", find_unused_parameters=True)).strategy
     assert made._ddp_kwargs == {"find_unused_parameters": True}
-    with pytest.raises(UsageError, match="is given process_group_backend"):
+    with pytest.raises(UsageError, match="sets process_group_backend itself"):
         SynclineStrategy(process_group_backend="gloo")
 
 

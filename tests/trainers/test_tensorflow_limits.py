@@ -83,9 +83,9 @@ RING = {
     ("ring", "half"): "there is no gradient of 'dense/kernel (2)'",
     ("ring", "shapes"): "but its variable has shape (5, 7) and type float64",
     ("ring", "not prepared"): "has not been prepared in this run",
-    ("ring", "no such root"): "broadcast() from rank 2 of 2: give one of 0 to 1",
-    ("ring", "no state"): "this is no state that syncline.tensorflow.state_dict() gave",
-    ("ring", "no epochs"): "a checkpoint every 0 epochs: give 1 or more",
+    ("ring", "no such root"): "broadcast() from rank 2 of 2: choose one of 0 to 1",
+    ("ring", "no state"): "this is no result of syncline.tensorflow.state_dict()",
+    ("ring", "no epochs"): "a checkpoint every 0 epochs: choose 1 or more",
     ("ring", "cut file"): "run.npz is no complete checkpoint of syncline.tensorflow.Checkpoint",
 }
 OF_SERVERS = {
@@ -118,12 +118,12 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
         ("other_variables", "rank 1 (*) broadcasts other variables than rank 0"),
         (
             "other_optimizers",
-            "rank 1 (*) has the optimizer SGD with {'momentum': 0.5}, rank 0 (*) has SGD",
+            "rank 1 (*) has the optimizer SGD with {'momentum': 0.5}, but rank 0 (*) has SGD",
         ),
         ("other_metrics", "report different metrics of an epoch, and only one has 'mae'"),
         ("shared_variables", "has been prepared again: use the result of the last syncline.prepare()"),
         ("traced_before", "the optimizer counts 1 steps that were made without the other ranks"),
-        ("other_shapes", "rank 1 (*): the gradient of 'Variable' is of shape (1, 3)"),
+        ("other_shapes", "rank 1 (*): the gradient of 'Variable' has shape (1, 3)"),
         ("dies", "rank 1 (*) died"),
         ("killed_in_a_graph", "rank 1 (*) died"),
         ("raises", "the loss : Tensor had NaN"),
@@ -147,9 +147,9 @@ TENSORFLOW, KERAS = "__version__ = '2.21.0'", "__version__ = '3.15.1'"
     ("tensorflow", "keras", "says"),
     [
         ("raise ImportError('none')", KERAS, "needs tensorflow, which cannot be imported .none.: pip install"),
-        ("__version__ = '2.15.0'", KERAS, "needs tensorflow 2.16 or newer, and 2.15.0 is installed: pip install"),
+        ("__version__ = '2.15.0'", KERAS, "needs tensorflow 2.16 or newer, but 2.15.0 is installed: pip install"),
         (TENSORFLOW, "raise ImportError('none')", "needs keras, which cannot be imported .none.: pip install"),
-        (TENSORFLOW, "__version__ = '2.15.0'", "needs keras 3.0 or newer, and 2.15.0 is installed: pip install"),
+        (TENSORFLOW, "__version__ = '2.15.0'", "needs keras 3.0 or newer, but 2.15.0 is installed: pip install"),
         (
             TENSORFLOW,
             f"{KERAS}\nclass backend:\n    backend = staticmethod(lambda: 'jax')",

@@ -94,7 +94,7 @@ def test_a_mistake_that_all_ranks_make_is_told_once(tmp_path: Path) -> None:
     assert outcome.status == 1
     text = "\n".join(printed)
     assert text.count("Traceback") == 1
-    assert text.count("has 0 server processes, 1 were started") == 1
+    assert text.count("but 1 were started") == 1
     assert text.count("the same UsageError, see above") == 2
 
 
