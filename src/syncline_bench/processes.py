@@ -63,11 +63,14 @@ def measure(
         env = {**framework_of(case.framework).capabilities["environ"], **env}
         place = Launched(launcher, env, site, case.servers)
         with Ranks(job.to_json(), processes, place, script, limit_s, reports.take) as ranks:
-            ranks.join()
+            ranks.join(limit_s)
     except RanksSilent as silent:
         error = f"{silent}, so the row was ended: raise the limit (--timeout of compare) if its iterations take longer"
     except SynclineError as failure:
         error = str(failure)
+    missing = [rank for rank in range(case.workers) if rank not in reports.results]
+    if error is None and missing:
+        error = f"rank {missing[0]} ended with status 0 but without a result"
     display.end("done" if error is None else "failed")
     row = replace(reports.row(), error=error)
     return row if launcher is None else replace(row, launcher=launcher.text)

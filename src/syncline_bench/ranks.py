@@ -191,14 +191,14 @@ class Ranks:
         self._mailbox.tell(what)
         self._follow(heard, limit_s)
 
-    def end(self) -> None:
-        """Let the ranks close what they have and end. Raises RanksFailed when they do not end well."""
-        self.order()
-        self.join()
+    def end(self, limit_s: float = SILENCE_S) -> None:
+        """Let the ranks close what they have and end. Raises RanksFailed when they do not end well, or not in time."""
+        self.order(limit_s=limit_s)
+        self.join(min(limit_s, _END_S))
 
-    def join(self) -> None:
+    def join(self, limit_s: float = _END_S) -> None:
         """Wait for the end of ranks that have no more to do. Raises RanksFailed when they do not end well."""
-        outcome = self._run.wait(_END_S)
+        outcome = self._run.wait(limit_s)
         if outcome.status:
             raise RanksFailed(self._failure(outcome, set()))
 
@@ -245,9 +245,9 @@ class Ranks:
         return f"rank {rank}" if rank < self._workers else f"rank {rank} (server {rank - self._workers})"
 
     def _failure(self, outcome: Outcome, busy: set[int]) -> str:
-        """Why the set failed: the rank that was killed, else the first error told, else the rank that was lost.
+        """Why the set failed: a rank that was killed, else one that was lost without a word, else the first error told.
 
-        The first failure is usually the cause of the others. A process's last lines follow where it has told no error.
+        A process's last lines follow where it has told no error.
         """
         told = [f"{self._name(rank)}: {text}" for _, rank, text in sorted(self._errors)]
         lost = None if any(rank == self._lost for _, rank, _ in self._errors) else self._lost

@@ -44,7 +44,9 @@ from .workloads import Workload, load
 
 SCRIPT = ("-m", "syncline_bench.warm")
 START_LIMIT_S = 120.0
-"""The time limit for the ranks to load the framework and the workload."""
+"""The longest silence while the ranks load the framework and the workload."""
+_END_LIMIT_S = 5.0
+"""The longest silence while they end: all rows are there."""
 
 _LAST_WORDS_S = 2.0
 """For further reports after the first report of a failure: a search has no time to lose."""
@@ -80,10 +82,12 @@ class WarmRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._ranks is not None:
-            with suppress(SynclineError):  # all rows are there
-                self._ranks.end()
-        self.end_at_once()
+        try:
+            if kind is None and self._ranks is not None:
+                with suppress(SynclineError):  # all rows are there
+                    self._ranks.end(_END_LIMIT_S)
+        finally:
+            self.end_at_once()
 
     def start(self) -> float:
         """Start the ranks unless they run. Returns the seconds until all are ready; raises SynclineError on failure."""

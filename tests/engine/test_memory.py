@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -370,18 +372,24 @@ def test_while_a_run_is_under_way_no_other_is_begun() -> None:
             stack.callback(engine.close)
             stack.callback(engine.fail, ClosedError("the test is over"))
         kept = work = None
+        memory = weakref.WeakSet()  # what keeps the array alive, in place of a tensor
         deadline = time.monotonic() + LIMIT_S
         while work is None and time.monotonic() < deadline:  # they have to know each other, and nobody to drive
             kept = kept or one.keep(programs[0], arrays[0].dtype, arrays[0].size)
-            work = kept and kept.begin(arrays[0].ctypes.data, 0, "first", sign, arrays[0])
+            work = kept and kept.begin(arrays[0].ctypes.data, 0, "first", sign, memory)
         assert kept is not None
         assert work is not None
         assert not work.done
         assert kept.begin(arrays[0].ctypes.data, 1, "second", sign, arrays[0]) is None
         assert not kept.run(arrays[0].ctypes.data, 1, "second", sign, LIMIT_S)
+        held = weakref.ref(memory)
+        del memory
+        assert held() is not None
         two.run(Order(programs[1], arrays[1], 0, "first", sign=sign), LIMIT_S)
         one.wait(work, timeout=LIMIT_S)
         assert all((array == 2).all() for array in arrays)
+        gc.collect()
+        assert held() is None
 
 
 def test_who_was_rung_looks_at_what_was_handed_over_before_it_sleeps_again(monkeypatch: pytest.MonkeyPatch) -> None:

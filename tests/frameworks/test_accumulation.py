@@ -433,6 +433,7 @@ def test_gradients_that_are_not_zeroed_are_added_to_as_on_one_worker(group: Any,
         ("ps(servers=1) schedule=priority", "have other values of it"),
         ("ps(servers=1)", "do not count as much"),
         ("ps(servers=2, on=workers)", "do not count as much"),
+        ("ps(servers=1, local=on)", "the push has added gradients of other workers of this host to it"),
     ],
 )
 def test_gradients_that_are_not_zeroed_are_refused_where_the_share_of_them_is_not_known(

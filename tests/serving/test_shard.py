@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.nouns import Group, Slice, numpy_dtype
+from syncline.nouns import Bucket, Group, Slice, numpy_dtype
 from syncline.serving.protocol import ALL
 from syncline.serving.records import Elements, State
 from syncline.serving.shard import Groups, Holding, Shard, gathered, parted, planned
@@ -130,3 +130,12 @@ def test_owners_share_the_weights_evenly(network: str, schedule: str) -> None:
             ]
             assert sum(shares) == sum(layer.spec.elements for layer in found)
             assert max(shares) <= 1.02 * min(shares)
+
+
+def test_the_shares_of_a_hosts_workers_do_not_cut_what_an_owner_has() -> None:
+    bucket = Bucket((Slice(0, 0, 1000), Slice(1, 0, 500)), "float32")
+    array = np.zeros(1500, np.float32)
+    for text in ("ps(servers=2, local=on)", "ps(servers=2)"):
+        push, _ = Strategy.parse(text).halves(Group(4, 2, (0, 0, 0, 1)))
+        found = [[held.slice for held in planned([bucket], [array], [array], push, owner)] for owner in (4, 5)]
+        assert found == [[Slice(0, 0, 750)], [Slice(0, 750, 1000), Slice(1, 0, 500)]]

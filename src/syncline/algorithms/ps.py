@@ -10,7 +10,7 @@ server", OSDI 2014.
 
 With ``local`` the workers of a host first add up their gradients among themselves. Each of them then pushes and pulls
 its share for the whole host, so that an array crosses the host's port once in each direction, whatever the number of
-workers behind it. The workers of a host on which a server runs push to it directly. Jiang et al., "A unified
+workers behind it. The workers of a host push directly to one of them that serves. Jiang et al., "A unified
 architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters" (BytePS), OSDI 2020.
 """
 

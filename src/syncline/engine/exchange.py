@@ -521,8 +521,9 @@ class Exchange:
         run.left = 0
         if run.span is not None:
             run.span.end()
-        if run.on_done is not None:
-            run.on_done()
+        on_done, run.on_done = run.on_done, None  # a prepared run keeps this object, which must keep no memory alive
+        if on_done is not None:
+            on_done()
 
 
 def _urgency(handle: Handle) -> float:

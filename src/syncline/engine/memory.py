@@ -360,7 +360,7 @@ class OneSided:
         self._window.count(run.layout.sent, run.layout.received)
         on_done, run.on_done = run.on_done, nothing
         if run.base is None:
-            del run.of  # its array may be freed
+            run.of.array = _NO_ARRAY  # the array may be freed; other threads may still read the label and the key
             if run.staging is not None:
                 self._window.free(run.staging)
                 run.staging = None
@@ -415,6 +415,7 @@ def _peers(run: ScriptedRun) -> tuple[int, ...]:
     return run.layout.script.touches + run.layout.script.touched_by
 
 
+_NO_ARRAY = np.empty(0, np.uint8)
 _GENERATIONS = 0xFFFFFFFF
 
 _HEAD_WORDS = board.BOARD_HEAD // 8

@@ -309,7 +309,7 @@ class LocalRun:
                 ended.append(key.data)
         self._take_requests()
         # Of processes that ended at the same moment a killed one is the likelier cause of the others' end.
-        for child in sorted(ended, key=lambda child: (child.look() or 0) <= 128):
+        for child in sorted(ended, key=lambda child: ((child.look() or 0) <= 128, child.rank)):
             self._note(child)
         while self._due and self._due[0][0] <= time.monotonic():
             self._tell(self._due.popleft()[1])

@@ -392,8 +392,8 @@ class Summing:
 
     @property
     def _owns(self) -> bool:
-        """False if the codec assigns nothing of the model to this server: its exchanges then end at once."""
-        return self._compression is None or self._compression.owns
+        """False if nothing of the model comes to this server, by the plan or the codec: its exchanges end at once."""
+        return bool(self._program.actions) if self._compression is None else self._compression.owns
 
     def _post(self) -> None:
         session, self._exchanges = self._session, self._exchanges + 1

@@ -24,6 +24,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
@@ -202,10 +203,12 @@ def planned(
     """The holdings of process ``index`` under a push plan, tensor by tensor; the workers' weights are its own."""
     found = []
     for number, (bucket, gradient, weight) in enumerate(zip(buckets, gradients, weights, strict=True)):
-        edges = chunk_edges(bucket.elements, push.chunks)
-        for chunk, owner in enumerate(push.owners):
+        edges, first = chunk_edges(bucket.elements, push.chunks), 0
+        for owner, chunks in groupby(push.owners):  # the neighbouring chunks of an owner are one part
+            last = first + len(list(chunks))
             if owner == index:
-                found += held(number, bucket, gradient, weight, edges[chunk], edges[chunk + 1])
+                found += held(number, bucket, gradient, weight, edges[first], edges[last])
+            first = last
     return found
 
 

@@ -114,6 +114,10 @@ def check_same_model(session: Session, key: int, tensors: Sequence[str], *said: 
     for (here, remedy), there in zip(said, theirs[0], strict=False):
         if here != there:
             raise session.fail(MismatchError(f"{me} {here}, and {first} {there}: {remedy}"))
+    if len(said) != len(theirs[0]):
+        raise session.fail(
+            MismatchError(f"{me} has a model of another framework than {first}: use the same everywhere")
+        )
     for here, there in zip_longest(tensors, theirs[1], fillvalue="nothing"):
         if here != there:
             raise session.fail(MismatchError(f"{me} has another model than {first}: {here} here, {there} there"))

@@ -6,7 +6,7 @@ is reported exactly once. If its peer is gone, it fails.
 
 All transports use ``Operations``, which do no I/O. ``LoopTransport`` is the base of ``tcp`` and
 ``shm``: an end whose connections one event loop drives, and which can wait alone or together with other transports
-(``_auto.Member``). It does not know the meaning of frames.
+(``_auto.Combinable``). It does not know the meaning of frames.
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def _notebook(place: Place, prefix: str) -> Any:
             place.store.set(full(key), bytes(value))
 
         def get(self, key: str) -> bytes:
-            return read(key, place.timeout_s)
+            return read(key, place.timeout_s, time.monotonic())
 
         def add(self, key: str, amount: int) -> int:
             return place.store.add(full(key), amount)
@@ -348,12 +348,13 @@ def _notebook(place: Place, prefix: str) -> Any:
             return all(place.store.get(full(key)) is not None for key in keys)
 
         def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+            begun_s, limit_s = time.monotonic(), place.timeout_s if timeout is None else timeout.total_seconds()
             for key in keys:
-                read(key, place.timeout_s if timeout is None else timeout.total_seconds())
+                read(key, limit_s, begun_s)
 
-    def read(key: str, limit_s: float) -> bytes:
+    def read(key: str, limit_s: float, begun_s: float) -> bytes:
         late = f"not all ranks joined the process group of transport=torch within {limit_s:.0f} s"
-        return place.read(f"{prefix}/{key}", time.monotonic() + limit_s, late)
+        return place.read(f"{prefix}/{key}", begun_s + limit_s, late)
 
     def full(key: str) -> str:
         return f"{place.key}/{prefix}/{key}"

@@ -443,16 +443,17 @@ class Watcher:
                 return
             if not self._told_own:
                 self.failure = error
+        if self.failure is not None:  # else the others end because of this process, so it must end too
+            self.abort(reason, culprit)
+            self.failed.set()
+            with self._answered:
+                self._answered.notify()
+            self._on_failure(error)
         if not self._insisting:
             self._insisting = True
             threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
         if self.failure is None:
-            return  # the others end because of this process, so it must end too
-        self.abort(reason, culprit)
-        self.failed.set()
-        with self._answered:
-            self._answered.notify()
-        self._on_failure(error)
+            return
         # Printing may block on the reader of stderr, so it comes last, when all processes are informed.
         if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
             say(f"syncline: {self._roll.name(self._roll.index)}: {error}\n")

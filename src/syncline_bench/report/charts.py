@@ -146,7 +146,7 @@ def learning(learners: Sequence[Learner], *, timed: bool) -> list[Chart]:
         iteration,
         lambda point: point.loss,
     )
-    accuracy = "The share of test images that the model of rank 0 gets right, against the iteration; the lines should "
+    accuracy = "The share of the test set that the model of rank 0 gets right, against the iteration; the lines should "
     accuracy += "end at the same height."
     found += _learned(learners, "Test accuracy", accuracy, "iteration", iteration, lambda point: point.accuracy)
     if timed:

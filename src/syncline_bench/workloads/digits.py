@@ -5,8 +5,7 @@
 batch is constant, whatever the number of workers, so that all of them train the same model.
 
 The recipe makes the result insensitive to rounding: no dropout, no batch normalization, and the learning rate of
-``_solver``. It exists as a blueprint
-beside its PyTorch model, so that any framework can train it.
+``_solver``. It exists as a blueprint beside its PyTorch model, so that any framework can train it.
 """
 
 from __future__ import annotations

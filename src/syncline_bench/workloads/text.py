@@ -85,7 +85,8 @@ def _library() -> bytes:
     """The beginning of the standard library's source code."""
     found = b""
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        found += path.read_bytes()
+        if not path.name.startswith("_sysconfigdata"):  # differs between installations of one version
+            found += path.read_bytes()
         if len(found) >= MOST_BYTES:
             return found
     raise UsageError("this Python has no source code of its standard library to learn: give a file, text:FILE")

@@ -41,7 +41,7 @@ Groups = list[dict[str, Any]]
 class Served:
     """Mixed into the class of a user's optimizer by ``take_over``; the owners of the weights apply the updates."""
 
-    _client: Client
+    _syncline_client: Client
     param_groups: Groups
     defaults: dict[str, Any]
     grad_scale: torch.Tensor
@@ -50,7 +50,7 @@ class Served:
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Answer True to a GradScaler, which then leaves the check for overflows to ``step``."""
-        self._client.share_overflow()
+        self._syncline_client.share_overflow()
         return True
 
     @torch.optim.Optimizer.profile_hook_step
@@ -62,8 +62,8 @@ class Served:
                 loss = closure()
         self._opt_called = True  # what learning-rate schedulers look at
         if scaled:  # a GradScaler has set these
-            self._client.unscale(float(self.grad_scale))
-        self._client.step(group_values(self.param_groups), skip=scaled and bool(self.found_inf))
+            self._syncline_client.unscale(float(self.grad_scale))
+        self._syncline_client.step(group_values(self.param_groups), skip=scaled and bool(self.found_inf))
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made before and after prepare find _opt_called kept
@@ -71,10 +71,10 @@ class Served:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients as the optimizer's own method does."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
-        if self._client.deferred is None:
+        if self._syncline_client.deferred is None:
             plain()
         else:
-            self._client.deferred.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
+            self._syncline_client.deferred.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
     @property
     def state(self) -> NoReturn:
@@ -91,7 +91,7 @@ class Served:
 
     def state_dict(self) -> dict[str, Any]:
         """The state dictionary with the owners' state, as a single process would return it."""
-        self._client.settle("optimizer.state_dict()")
+        self._syncline_client.settle("optimizer.state_dict()")
         return self._whole().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,11 +99,11 @@ class Served:
 
         If each push is an update by itself, all workers must call it.
         """
-        self._client.settle("optimizer.load_state_dict()")
+        self._syncline_client.settle("optimizer.load_state_dict()")
         whole = self._whole(fetch=False)
         whole.load_state_dict(dict(state))
         _take_values(self, whole)
-        self._client.owned.load(records_of(whole, self._client.parameters))
+        self._syncline_client.owned.load(records_of(whole, self._syncline_client.parameters))
 
     def add_param_group(self, group: dict[str, Any]) -> None:  # noqa: ARG002
         """Refuse: ``prepare`` fixes the set of served weights."""
@@ -111,14 +111,14 @@ class Served:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle as a plain optimizer with the owners' state."""
-        self._client.settle("copying or saving the optimizer")
+        self._syncline_client.settle("copying or saving the optimizer")
         return _reduced(self._whole(), protocol)
 
     def _whole(self, fetch: bool = True) -> torch.optim.Optimizer:
         """A plain optimizer of the user's class over the same parameters; with ``fetch``, it has the owners' state."""
         whole = _plain_like(self)
         if fetch:
-            state = whole_state(self._client.owned.owners.ask("state"), self._client.parameters)
+            state = whole_state(self._syncline_client.owned.owners.ask("state"), self._syncline_client.parameters)
             whole.state.update(_in_order(state, self.param_groups))
         return whole
 
@@ -126,9 +126,9 @@ class Served:
 class Parted:
     """Mixed into the class of an optimizer whose state is spread over several ranks after the end of a run."""
 
-    _pieces: list[Record] | None  # None on a rank that owned nothing
-    _owners: int
-    _parameters: Sequence[torch.nn.Parameter]
+    _syncline_pieces: list[Record] | None  # None on a rank that owned nothing
+    _syncline_owners: int
+    _syncline_parameters: Sequence[torch.nn.Parameter]
     param_groups: Groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:  # noqa: ARG002
@@ -162,8 +162,8 @@ class Parted:
 def take_over(optimizer: torch.optim.Optimizer, client: Client) -> None:
     """Make the user's optimizer object the served one, so that schedulers that hold it keep working."""
     del optimizer.state
-    optimizer._hidden = hide_step(optimizer)  # type: ignore[attr-defined]
-    optimizer._client = client  # type: ignore[attr-defined]
+    optimizer._syncline_hidden = hide_step(optimizer)  # type: ignore[attr-defined]
+    optimizer._syncline_client = client  # type: ignore[attr-defined]
     mix_in(optimizer, Served)
 
 
@@ -172,7 +172,7 @@ def give_back(optimizer: Any, fetch: bool) -> None:
 
     Does nothing to an optimizer that is not served.
     """
-    client = getattr(optimizer, "_client", None)
+    client = getattr(optimizer, "_syncline_client", None)
     if client is None:
         return
     if fetch and client.owned.owners.answers_one:
@@ -184,9 +184,9 @@ def give_back(optimizer: Any, fetch: bool) -> None:
     _restore(optimizer, {})
     if kept:
         del optimizer.state
-        optimizer._pieces, optimizer._owners = pieces, client.owned.owners.count
-        optimizer._parameters = client.parameters
-        optimizer._hidden = vars(optimizer).pop("step", None)
+        optimizer._syncline_pieces, optimizer._syncline_owners = pieces, client.owned.owners.count
+        optimizer._syncline_parameters = client.parameters
+        optimizer._syncline_hidden = vars(optimizer).pop("step", None)
         mix_in(optimizer, Parted)
 
 
@@ -195,16 +195,16 @@ def put_together(session: Session, optimizer: Any) -> None:
 
     Raises UsageError if an owner of the earlier run does not take part in this one.
     """
-    pieces = optimizer._pieces if isinstance(optimizer, Parted) else None
+    pieces = optimizer._syncline_pieces if isinstance(optimizer, Parted) else None
     parts = session.gather(b"" if pieces is None else pack(pieces))
     if not isinstance(optimizer, Parted):
         return
     found = [(rank, part) for rank, part in enumerate(parts) if part]
-    if len(found) != optimizer._owners:
+    if len(found) != optimizer._syncline_owners:
         raise _parted()
     number = session.member.number
     records = [record for rank, part in found for record in unpack(part, session.name(rank), number(rank))]
-    _restore(optimizer, _in_order(whole_state(records, optimizer._parameters), optimizer.param_groups))
+    _restore(optimizer, _in_order(whole_state(records, optimizer._syncline_parameters), optimizer.param_groups))
 
 
 def hide_step(optimizer: torch.optim.Optimizer) -> Any:
@@ -235,7 +235,7 @@ def _with_state(name: str) -> Callable[..., Any]:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._client.settle(f"optimizer.{name}()")
+        self._syncline_client.settle(f"optimizer.{name}()")
         whole = self._whole()
         before = _versions(whole)
         found = getattr(whole, name)(*args, **kwargs)
@@ -268,7 +268,7 @@ def own_class(optimizer: Any) -> type:
 def _restore(optimizer: Any, state: Mapping[Any, Any] | None = None) -> None:
     """Restore the own class of an optimizer with a mixin, with this state if there is one."""
     optimizer.__class__ = own_class(optimizer)
-    hidden = vars(optimizer).get("_hidden")
+    hidden = vars(optimizer).get("_syncline_hidden")
     for name in ADDED:
         vars(optimizer).pop(name, None)
     if hidden is not None:
@@ -336,16 +336,16 @@ def _or_plain(method: _Method) -> _Method:
 class Stepping:
     """Mixed into the class of a user's optimizer whose updates are deferred."""
 
-    _deferred: DeferredUpdates
+    _syncline_deferred: DeferredUpdates
     param_groups: Groups
 
     @_or_plain
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Defer the update of each weight until its first use. Returns the closure's loss."""
-        if not self._deferred.updates_alone:  # such an optimizer (LBFGS) may call the closure several times
+        if not self._syncline_deferred.updates_alone:  # such an optimizer (LBFGS) may call the closure several times
             self._opt_called = True
-            return self._deferred.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
-        loss, deferred, whole = None, self._deferred, super().step  # type: ignore[misc]
+            return self._syncline_deferred.at_once(partial(super().step, *(() if closure is None else (closure,))))  # type: ignore[misc]
+        loss, deferred, whole = None, self._syncline_deferred, super().step  # type: ignore[misc]
         if closure is not None:
             deferred.looked = True
             with torch.enable_grad():
@@ -364,19 +364,19 @@ class Stepping:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients as the optimizer's own method does. Setting them to None counts as no read."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
-        self._deferred.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
+        self._syncline_deferred.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 
     @_or_plain
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Finish deferred updates, then add a group, whose parameters must belong to the model too."""
-        self._deferred.flush()
-        self._deferred.check_added(group)
+        self._syncline_deferred.flush()
+        self._syncline_deferred.check_added(group)
         super().add_param_group(group)  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
         """The state after all deferred updates."""
-        self._deferred.flush()
+        self._syncline_deferred.flush()
         return vars(self)["state"]
 
     @state.setter
@@ -386,20 +386,20 @@ class Stepping:
     @_or_plain
     def state_dict(self) -> dict[str, Any]:
         """The state dictionary after all deferred updates."""
-        self._deferred.flush()
+        self._syncline_deferred.flush()
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
 
     @_or_plain
     def load_state_dict(self, state: Any) -> None:
         """Finish deferred updates, then load a state."""
-        self._deferred.flush()
+        self._syncline_deferred.flush()
         super().load_state_dict(state)  # type: ignore[misc]
 
     @_or_plain
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Finish deferred updates, then copy or pickle as a plain optimizer."""
-        self._deferred.flush()
+        self._syncline_deferred.flush()
         groups, state = self.param_groups, vars(self)["state"]
         return _reduced(copy_with(self, own_class(self), groups, state, steps=False), protocol)
 
@@ -415,14 +415,14 @@ def defer_steps(replica: TrainedReplica, optimizer: torch.optim.Optimizer, *, gi
     deferred = DeferredUpdates(replica, optimizer, plain, later=later, local=goes_ahead(schedule))
     deferred.gives_way, deferred.watches = gives_way, schedule.apply == "step"
     replica.deferred = deferred
-    optimizer._deferred, optimizer._hidden = deferred, hidden  # type: ignore[attr-defined]
+    optimizer._syncline_deferred, optimizer._syncline_hidden = deferred, hidden  # type: ignore[attr-defined]
     mix_in(optimizer, Stepping)
     watch_zero_grad(deferred)
 
 
 def end_deferred_steps(optimizer: Any) -> None:
     """Restore the optimizer's own class. Updates that are still in flight are abandoned."""
-    deferred = getattr(optimizer, "_deferred", None)
+    deferred = getattr(optimizer, "_syncline_deferred", None)
     if deferred is not None:
         _restore(optimizer)
         vars(deferred.model).pop("zero_grad", None)

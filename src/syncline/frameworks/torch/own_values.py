@@ -33,8 +33,8 @@ from ...serving.records import Record
 from ...serving.shard import Groups
 
 _SCALARS = (bool, int, float, str, type(None))
-ADDED = ("_client", "_deferred", "_hidden", "_pieces", "_owners", "_parameters")
-"""The attributes that ``optimizer`` adds to a user's optimizer."""
+ADDED = tuple(f"_syncline_{name}" for name in ("client", "deferred", "hidden", "pieces", "owners", "parameters"))
+"""The attributes that ``optimizer`` adds to a user's optimizer, with names that no script uses."""
 OF_STEPS = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """The attributes that belong to the steps of the user's optimizer alone."""
 _NOT_COPIED = frozenset((*ADDED, "param_groups", "state"))

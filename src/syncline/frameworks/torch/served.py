@@ -360,9 +360,12 @@ class Client:
         replica = self.replica
         if not left:
             return
+        roles, servers = replica.session.strategy.roles, replica.session.group.servers
+        if self._staging.device is None and servers and roles is not None and roles.local:
+            raise self._not_zeroed(left[0], "the push has added gradients of other workers of this host to it")
         self._counted = self._share(self._meeting)
         factor = replica.session.world_size / self._counted
-        if self._staging.device is not None or replica.session.group.servers:
+        if self._staging.device is not None or servers:
             for index in left:
                 replica.storage.views[index].mul_(factor)
             return
