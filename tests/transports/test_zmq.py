@@ -208,7 +208,7 @@ def test_who_does_not_come_is_named_and_nothing_stays_open() -> None:
     before = threading.active_count()
     with pytest.raises(GroupError, match="no ZeroMQ connection with rank 1 within 0 s: check that hosts reach"):
         Zmq(Place(0, 2, timeout_s=0.2))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may have ended meanwhile
 
     def failed() -> None:
         raise GroupError("rank 1 has failed")

@@ -108,34 +108,35 @@ def connect_session(
     if point.asked.world == 1:
         _count_workers(strategy, 1)  # raises for a strategy with servers, before a search for the rendezvous
     observer, traced = (None, "off") if recording is None else (recording.file, "on")
-    with point.join(run, secret, interface, timeout) as joined, ExitStack() as undo:
-        environment, client = joined.environment, joined.client
-        workers = _count_workers(strategy, environment.world)
-        make_room(environment.world)
-        if strategy.transport == AUTO or strategy.transport.name == "tcp":
-            # Compiled now if necessary, before others wait for this process.
-            importlib.import_module("syncline.kernels.streams")
-        address = listen_address(environment, interface)
-        terms = {"strategy": str(strategy), "version": __version__, folder.VARIABLE: traced}
-        terms[algorithm_choice.VARIABLE] = algorithm_choice.mode()
-        doors = Listener(address, run_id(run), joined.secret, environment.rank, environment.world)
-        with closing(doors):
-            roll = client.call_roll(doors.describe(terms), run, joined.secret)
-            # All processes are present now: connecting gets its full time, however late the last one came.
-            deadline = max(client.deadline, time.monotonic() + CONNECT_S)
-            client.limit(deadline, max(timeout, CONNECT_S))
-            client.look_after(watch.Stops(roll, liveness_s).check)
-            group = Group(workers, strategy.servers, roll.nodes[:workers])
-            chosen = strategy.resolve(group, hosts=roll.hosts)
-            watch.prepare(roll)
-            control = connect(roll, doors, "control", (), deadline, client.check)
-            for sock in control.values():
-                undo.callback(sock.close)
-            transport = _transport(chosen, roll, doors, client, address, deadline)
-            undo.callback(transport.close)
-            if roll.index == 0:
-                absolve()
-            client.through()
+    with ExitStack() as undo:
+        with point.join(run, secret, interface, timeout) as joined:
+            environment, client = joined.environment, joined.client
+            workers = _count_workers(strategy, environment.world)
+            make_room(environment.world)
+            if strategy.transport == AUTO or strategy.transport.name == "tcp":
+                # Compiled now if necessary, before others wait for this process.
+                importlib.import_module("syncline.kernels.streams")
+            address = listen_address(environment, interface)
+            terms = {"strategy": str(strategy), "version": __version__, folder.VARIABLE: traced}
+            terms[algorithm_choice.VARIABLE] = algorithm_choice.mode()
+            doors = Listener(address, run_id(run), joined.secret, environment.rank, environment.world)
+            with closing(doors):
+                roll = client.call_roll(doors.describe(terms), run, joined.secret)
+                # All processes are present now: connecting gets its full time, however late the last one came.
+                deadline = max(client.deadline, time.monotonic() + CONNECT_S)
+                client.limit(deadline, max(timeout, CONNECT_S))
+                client.look_after(watch.Stops(roll, liveness_s).check)
+                group = Group(workers, strategy.servers, roll.nodes[:workers])
+                chosen = strategy.resolve(group, hosts=roll.hosts)
+                watch.prepare(roll)
+                control = connect(roll, doors, "control", (), deadline, client.check)
+                for sock in control.values():
+                    undo.callback(sock.close)
+                transport = _transport(chosen, roll, doors, client, address, deadline)
+                undo.callback(transport.close)
+                if roll.index == 0:
+                    absolve()
+                client.through()
         process = Process(
             group,
             roll.index,
