@@ -35,11 +35,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def shape_of(array: Any) -> tuple[int, ...]:
-    """Of one element where that is a scalar, whose gradient TensorFlow hands over as no array."""
-    return array.shape or (1,)
-
-
 class Trainer:
     def __init__(self, variables: list[Any], optimizer: Any) -> None:
         self.rank, self._variables = syncline.rank(), variables
@@ -56,7 +51,7 @@ class Trainer:
 
     def step(self, number: int, pushed: Arrays, pull: float) -> None:  # noqa: ARG002 - the optimizer counts them
         kind = self._variables[0].dtype
-        told = [tf.constant(array, kind, shape_of(array)) for array in pushed.values()]
+        told = [tf.constant(array, kind) for array in pushed.values()]
         self._step(told, tf.constant(pull, kind))
 
     def weights(self) -> Arrays:
@@ -78,6 +73,6 @@ class Trainer:
 def begin(_: Any, run: Run) -> Trainer:
     """From weights that are rank 0's, whatever this one's were."""
     keras.config.set_floatx(run.dtype)
-    arrays = [array.astype(run.dtype).reshape(shape_of(array)) for array in start(syncline.rank()).values()]
+    arrays = [array.astype(run.dtype) for array in start(syncline.rank()).values()]
     variables = [tf.Variable(array) for array in arrays]
     return Trainer(variables, OPTIMIZERS[run.rule]())

@@ -90,6 +90,8 @@ def test_rank_0_collects_what_all_have_recorded(
 def test_what_a_failed_run_has_left_can_be_put_together(pool: Pool, address: str, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "t.json.parts"
     with pool.start(bodies.fails, everyone(3, address, how), {"SYNCLINE_TRACE": str(tmp_path / "t.json")}) as group:
+        group.hear(1, among=[0, 2])
+        group.ranks[1].line.send("end")
         group.end()
         told = "".join(rank.printed() for rank in group.ranks)
     assert f"syncline timeline {folder}" in told

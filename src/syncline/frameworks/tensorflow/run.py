@@ -272,7 +272,8 @@ class Run:
             self.weights.within = True
             self.error = None
             try:
-                return function(*arrays) or []
+                # TensorFlow hands a tensor without dimensions over as a number, not as an array.
+                return function(*map(np.asarray, arrays)) or []
             except BaseException as error:
                 self.error = error
                 raise
