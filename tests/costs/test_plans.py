@@ -34,7 +34,7 @@ from syncline.engine.step import BucketPhase, Submit
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
 from syncline.strategy.strategy import Strategy
-from syncline_bench.predict.collectives import Size, closed_s
+from syncline_bench.predict.formulas import Size, closed_s
 from syncline_bench.predict.networks import inline, load_network
 
 Cost = tuple[float, float, float]

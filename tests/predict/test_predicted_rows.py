@@ -13,7 +13,7 @@ from syncline_bench.predict.asked import asked_of, settled
 from syncline_bench.predict.networks import inline, parse_holdout
 from syncline_bench.predict.rows import predict, question, worker_counts
 from syncline_bench.predict.vary import Varied
-from syncline_bench.report.predictions import Predicted, Prediction
+from syncline_bench.report.predictions import Predicted, Prediction, findings
 
 BETA = 0.25e-6
 COMPUTING_S = 4.0
@@ -203,16 +203,44 @@ def test_bad_input_is_refused_with_the_nearest(trace: str, change: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    ("strategy", "says"),
+    ("strategy", "network", "says"),
     [
-        ("auto", "the plan of ring has about 19,999,800,000 messages.*--collective ring"),
-        ("direct", "the plan of direct .* predict fewer workers"),
-        ("double_tree", "the plan of double_tree has 100,000 workers"),
+        (
+            "ring",
+            "alpha=1us,beta=1ns,topology=ring",
+            "plan of ring has about 19,999,800,000 messages.*on ring.*no closed",
+        ),
+        (
+            "direct codec=int8",
+            "10gbe",
+            r"payloads of codec=feedback\(int8\) have no closed form: predict fewer workers",
+        ),
+        ("double_tree", "10gbe", "the plan of double_tree.* has 100,000 workers"),
     ],
 )
-def test_a_plan_that_no_machine_holds_is_refused_before_it_is_made(trace: str, strategy: str, says: str) -> None:
+def test_a_plan_that_no_machine_holds_is_refused_before_it_is_made(
+    trace: str, strategy: str, network: str, says: str
+) -> None:
     with pytest.raises(UsageError, match=says):
-        predict(question(trace, ["10gbe"], (100_000,), [strategy]))
+        predict(question(trace, [network], (100_000,), [strategy]))
+
+
+def test_what_no_plan_fits_is_predicted_by_closed_forms_and_says_so(trace: str) -> None:
+    texts = [
+        "auto",
+        "ring schedule=wait_free",
+        "ring schedule=split(slice=4MiB)",
+        "ring codec=fp16",
+        "ps(servers=3000)",
+    ]
+    found = predict(question(trace, ["10gbe"], (4096,), texts))
+    assert {row.model for row in found.rows} == {"formula"}
+    assert all("a closed form" in line for text in texts for line in findings(found) if line.startswith(f"{text}: "))
+    (few,) = predict(question(trace, ["10gbe"], (64,), ["ring schedule=wait_free"])).rows
+    (many,) = (row for row in found.rows if row.requested == "ring schedule=wait_free")
+    assert few.model == "plan"
+    assert many.iteration_s > few.iteration_s
+    assert many.bytes_sent_per_step == pytest.approx((few.bytes_sent_per_step or 0.0) * (4095 / 4096) / (63 / 64))
 
 
 def test_a_network_that_is_too_small_is_no_schedule_that_cannot_be_laid_out(

@@ -126,7 +126,7 @@ class Strategy(Combination):
             found.append("feedback=off")
         return " ".join(found) or "auto"
 
-    def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False) -> Strategy:
+    def resolve(self, group: Group, *, hosts: int = 1, inproc: bool = False, planned: bool = True) -> Strategy:
         """The same strategy with every ``auto`` replaced by the default for that group, without measurements.
 
         ``group`` may omit the strategy's own servers. ``hosts`` is the number of machines; processes of one share
@@ -134,7 +134,7 @@ class Strategy(Combination):
         share a host and others do not: it is shm inside hosts and tcp between them. With an architecture of two levels,
         a codec is dropped on a single host, and the codec uses one level if no host has several ranks. Raises
         UsageError if the transport cannot reach all ranks, or the architecture has no plan for so many workers or
-        servers.
+        servers; unless ``planned``, no plan is made and the last is not checked.
         """
         group = self._with_servers(group)
         if group.workers <= (backup := backup_of(self.sync_mode())):
@@ -167,7 +167,7 @@ class Strategy(Combination):
             codec = NONE  # nothing is compressed inside a host
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, codec=codec, schedule=schedule, transport=transport)
-        if resolved.collective is None:
+        if planned and resolved.collective is None:
             resolved.plan(group)
         return resolved
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from syncline.costs.cluster import Cluster
 from syncline.errors import StrategyError, UsageError
-from syncline.registry import names
+from syncline.registry import entries, names
 from syncline.strategy.grammar import Part, nearest, read_list, read_part, read_value, read_words
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO, preset_of, write
@@ -23,7 +23,6 @@ from syncline.tuning.algorithm_choice import candidates as algorithms
 from syncline.tuning.algorithm_choice import is_wanted as algorithm_is_wanted
 
 from ..workloads import load
-from .collectives import check_plan
 from .iterations import simulate
 from .networks import load_network
 from .settings import OURS, Habits, Iteration, Model, Setting, lay_out, model_of, setting_of
@@ -170,7 +169,6 @@ def _peer(part: Part) -> Asked:
 def settled(asked: Asked, cluster: Cluster, workers: int, per_host: int | None, model: Model) -> Settled:
     """Resolve a strategy for a cluster and simulate it. Raises UsageError, with its name, if it cannot run there."""
     try:
-        check_plan(asked.strategy, cluster, workers, per_host)
         first = setting_of(asked.strategy, cluster, workers, per_host)
         chosen: list[str] = []
         if algorithm_is_wanted(asked.strategy, first.strategy, workers):
@@ -187,14 +185,26 @@ def settled(asked: Asked, cluster: Cluster, workers: int, per_host: int | None, 
 
 
 def _with_algorithm(asked: Asked, setting: Setting, model: Model) -> Setting:
-    names = algorithms(setting.strategy, setting.placement.group)
     fastest = setting, simulate(setting, model, asked.habits).iteration_s
-    for name in names:
-        one = replace(setting, strategy=replace(setting.strategy, architecture=Part(name)))
-        if one.strategy != setting.strategy:
-            seconds = simulate(one, model, asked.habits).iteration_s
-            fastest = min(fastest, (one, seconds), key=lambda pair: pair[1])
+    for one in _with_other_algorithms(setting):
+        seconds = simulate(one, model, asked.habits).iteration_s
+        fastest = min(fastest, (one, seconds), key=lambda pair: pair[1])
     return fastest[0]
+
+
+def _with_other_algorithms(setting: Setting) -> list[Setting]:
+    """The setting with each candidate of a run; where no plan fits, with each algorithm that a formula or plan has."""
+    if setting.formula is None:
+        candidates = list(algorithms(setting.strategy, setting.placement.group))
+    else:
+        every = entries("algorithms")
+        candidates = [one.name for one in every if one.capabilities.get("goal") == "allreduce" and not one.parameters]
+    found = []
+    for name in candidates:
+        one = replace(setting, strategy=replace(setting.strategy, architecture=Part(name)))
+        if one.strategy != setting.strategy and (setting.formula is None or one.is_known):
+            found.append(one)
+    return found
 
 
 def _with_schedule(asked: Asked, setting: Setting, model: Model) -> Settled:

@@ -1,33 +1,14 @@
 """Predicts the times of collectives alone: from their plans, or from closed formulas if the plans are too large.
 
-Owns the checks of the question, the choice between plan and formula, and the interval. A formula holds for one switch,
-and for messages that pass a port one after the other. Tests compare the times of plans (``costs.plans``) with them.
-
-Theory. Of N ranks with an array of n bytes, a s per message, b s per byte, g s per byte reduced, lg = ceil(log2 N):
-
-    ring                    2(N-1) a + 2(N-1)/N n b + (N-1)/N n g        (Patarasuk, Yuan 2009)
-    recursive_doubling      lg (a + n b + n g), N a power of two; otherwise one step more before, one after (Thakur,
-                            Rabenseifner, Gropp 2005)
-    halving_doubling        2 lg a + 2(N-1)/N n b + (N-1)/N n g, likewise, with all around them (Rabenseifner 2004)
-    tree                    2 lg (a + n b) + lg n g
-    direct                  2(N-1) a + 2(N-1)/N n b + (N-1)/N n g
-    hierarchical            on m hosts of p: a ring's halves inside, a ring of n/p across (Cho et al. 2019)
-    ps(servers=S)           2 (max(N, S) a + max(N/S, 1) n b) + (N-1)/S n g: pull follows push (Li et al. 2014)
-    ps(on=workers), S = N   as direct
-    ps_flat_tree            N (a + n b) + lg (a + n b): to one server one by one, back along a tree
-    ps_tree                 as tree: to one server along a tree and back
-    reduce_scatter, all_gather, broadcast, and the direct halves: one half of the above
-
-The formulas are sums over messages, so links may be piecewise linear and may have flights. A ring over hosts with
-several ranks each has the pace of the slower link.
+Owns the checks of the question, the choice between plan and formula (``formulas``), and the interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -38,181 +19,15 @@ from syncline.errors import UsageError
 from syncline.nouns import Group
 from syncline.plans.plan import Plan
 from syncline.strategy.grammar import Part, nearest, read_part
-from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import AUTO, bind, build, roles_of, write
+from syncline.strategy.words import bind, build, roles_of, write
 
 from ..report.files import STANDARD_OUTPUT, result_paths
 from ..report.predictions import CollectivePrediction, CollectiveRow, render_collectives
+from .formulas import FORMULAS, Size, closed_s, formula_of, has_formula, is_too_large, messages_of, name_of, too_many
 from .networks import load_network
 
-
-class Sent(NamedTuple):
-    """A number of messages in sequence, each with the same share of the array."""
-
-    messages: float
-    share: float
-    inside: bool = False
-    flights: float | None = None
-    """The number of flights in sequence (messages that wait for an arrival); None: one per message."""
-
-
-@dataclass(frozen=True)
-class Formula:
-    """The work of the busiest rank: its messages, and the share of the array that it adds."""
-
-    sent: tuple[Sent, ...]
-    added: float
-
-    @property
-    def messages(self) -> float:
-        """The number of messages that its port carries."""
-        return sum(one.messages for one in self.sent)
-
-    def seconds(self, nbytes: float, cluster: Cluster) -> float:
-        """The time for an array of ``nbytes``."""
-        total = self.added * nbytes * cluster.gamma_s_per_byte
-        for one in self.sent:
-            link = cluster.inside if one.inside and cluster.inside is not None else cluster.between
-            flights = one.messages if one.flights is None else one.flights
-            total += one.messages * link.busy_s(one.share * nbytes) + flights * link.flight_s
-        return total
-
-
-class Size(NamedTuple):
-    """The numbers of workers, of workers per host, and of servers."""
-
-    workers: int
-    per_host: int = 1
-    servers: int = 1
-
-    @property
-    def lg(self) -> int:
-        """The depth of a binary tree of the workers."""
-        return (self.workers - 1).bit_length()
-
-    @property
-    def folded(self) -> tuple[int, bool]:
-        """The logarithm of the largest power of two up to the number of workers, and whether workers remain."""
-        lg = self.workers.bit_length() - 1
-        return lg, self.workers != 1 << lg
-
-
-def closed_s(algorithm: str, nbytes: float, size: Size, cluster: Cluster) -> float:
-    """Seconds of an algorithm from its formula. Raises UsageError, with the remedy, if there is none."""
-    return formula_of(algorithm, size, cluster).seconds(nbytes, cluster)
-
-
-def formula_of(algorithm: str, size: Size, cluster: Cluster) -> Formula:
-    """The formula of an algorithm on a cluster. Raises UsageError, with the remedy, if there is none."""
-    fault = _without(algorithm, size, cluster)
-    if fault is not None:
-        raise UsageError(f"{algorithm} has no closed formula {fault}: predict it with few enough workers for its plan")
-    if size.workers == 1:
-        return Formula((), 0.0)
-    return _on_slower_links(FORMULAS[algorithm](size), algorithm, size, cluster)
-
-
-def has_formula(algorithm: str, size: Size, cluster: Cluster) -> bool:
-    """Whether an algorithm has a formula for this size and cluster."""
-    return algorithm in FORMULAS and _without(algorithm, size, cluster) is None
-
-
-_RINGS = ("ring", "reduce_scatter", "all_gather")
-
-
-def _without(algorithm: str, size: Size, cluster: Cluster) -> str | None:
-    """The reason why there is no formula, or None."""
-    if algorithm not in FORMULAS:
-        return f"here (those that have one are {', '.join(FORMULAS)})"
-    if not isinstance(cluster.topology, Switch) and size.workers > 1:
-        return f"on {cluster.topology}"
-    if size.per_host > 1 and algorithm not in (*_RINGS, "hierarchical"):
-        return "with several workers on a host"
-    if algorithm == "hierarchical" and size.workers % size.per_host:
-        return "on hosts of unequal size"
-    if algorithm == "hierarchical" and size.per_host > 1 and cluster.inside is None:
-        return "where links inside hosts are not known"
-    if algorithm == "hierarchical" and cluster.ports_per_host not in (1, size.per_host):
-        return f"with {cluster.ports_per_host} ports for {size.per_host} workers"
-    return None
-
-
-def _on_slower_links(formula: Formula, algorithm: str, size: Size, cluster: Cluster) -> Formula:
-    """The formula for several workers per host: a ring's slower link, or the port that ranks share."""
-    if size.per_host == 1:
-        return formula
-    if algorithm == "hierarchical":
-        waits = 1 if cluster.ports_per_host >= size.per_host else size.per_host
-        sent = (one if one.inside else one._replace(messages=waits * one.messages, flights=one.messages)
-                for one in formula.sent)  # fmt: skip
-        return Formula(tuple(sent), formula.added)
-    within = cluster.inside is not None and size.workers <= size.per_host
-    return Formula(tuple(one._replace(inside=within) for one in formula.sent), formula.added)
-
-
-def _half(size: Size, added: bool) -> Formula:
-    share = 1 / size.workers
-    return Formula((Sent(size.workers - 1, share),), (size.workers - 1) * share if added else 0.0)
-
-
-def _direct_half(size: Size, added: bool) -> Formula:
-    return Formula((Sent(size.workers - 1, 1 / size.workers, flights=1),), _half(size, added).added)
-
-
-def _both(first: Formula, second: Formula) -> Formula:
-    return Formula((*first.sent, *second.sent), first.added + second.added)
-
-
-def _doubling(size: Size) -> Formula:
-    lg, folded = size.folded
-    return Formula((Sent(lg + 2 * folded, 1.0),), float(lg + folded))
-
-
-def _halving(size: Size) -> Formula:
-    lg, folded = size.folded
-    halves = [Sent(2, 0.5**step) for step in range(1, lg + 1)]
-    around = [Sent(2, 1.0)] if folded else []
-    return Formula((*halves, *around), 1 - 0.5**lg + folded)
-
-
-def _two_levels(size: Size) -> Formula:
-    inside, hosts = size.per_host, size.workers // size.per_host
-    within = Sent(2 * (inside - 1), 1 / inside, inside=True)
-    across = Sent(2 * (hosts - 1), 1 / size.workers)
-    added = (inside - 1) / inside + (hosts - 1) / hosts / inside
-    return Formula(tuple(one for one in (within, across) if one.messages), added)
-
-
-def _servers(size: Size) -> Formula:
-    share = 1 / size.servers
-    busiest = Sent(2 * max(size.workers, size.servers), share, flights=2)
-    return Formula((busiest,), (size.workers - 1) * share)
-
-
-FORMULAS: Mapping[str, Callable[[Size], Formula]] = {
-    "ring": lambda size: _both(_half(size, True), _half(size, False)),
-    "recursive_doubling": _doubling,
-    "halving_doubling": _halving,
-    "tree": lambda size: Formula((Sent(2 * size.lg, 1.0),), float(size.lg)),
-    "direct": lambda size: _both(_direct_half(size, True), _direct_half(size, False)),
-    "hierarchical": _two_levels,
-    "ps": _servers,
-    "ps_flat_tree": lambda size: Formula((Sent(size.workers, 1.0, flights=1), Sent(size.lg, 1.0)), size.workers - 1.0),
-    "ps_tree": lambda size: Formula((Sent(2 * size.lg, 1.0),), float(size.lg)),
-    "reduce_scatter": lambda size: _half(size, True),
-    "all_gather": lambda size: _half(size, False),
-    "direct_reduce_scatter": lambda size: _direct_half(size, True),
-    "direct_all_gather": lambda size: _direct_half(size, False),
-    "broadcast": lambda size: Formula((Sent(size.lg, 1.0),), 0.0),
-}
-"""The formulas by name. ``ps_flat_tree`` and ``ps_tree`` are ways of a parameter server that have no plan here."""
-
-
-_QUICK, _MOST = 1_000_000, 10_000_000
-"""The most messages of a plan that is timed: if a formula is known, and otherwise."""
-
-_MOST_WORKERS = 8192
-"""The most workers of a plan whose number of messages is unknown beforehand."""
+_QUICK = 1_000_000
+"""The most messages of a plan that is timed if a formula is known."""
 
 
 @dataclass(frozen=True)
@@ -226,20 +41,8 @@ class Asked:
 
     @property
     def formula(self) -> str:
-        """The name of its formula, if there is one."""
-        if self.part is None:
-            return self.text
-        served = self.part.arguments.get("on") == "workers"
-        if self.part.arguments.get("local"):
-            return ""
-        return "direct" if served and self.size.servers == self.size.workers else "" if served else self.part.name
-
-    @property
-    def messages(self) -> float | None:
-        """The approximate number of messages of its plan; None if unknown."""
-        if self.formula not in FORMULAS:
-            return None
-        return FORMULAS[self.formula](self.size).messages * self.size.workers if self.size.workers > 1 else 0.0
+        """The name of its formula; empty if it has none."""
+        return self.text if self.part is None else name_of(self.part, self.size)
 
 
 def predict_collectives(
@@ -296,38 +99,17 @@ def asked_of(text: str, workers: int, cluster: Cluster, per_node: int | None = N
 
 def answered_by(asked: Asked, cluster: Cluster) -> str:
     """``plan``, or ``formula`` if the plan would take too long. Raises UsageError if there is neither."""
-    messages, known = asked.messages, has_formula(asked.formula, asked.size, cluster)
     if asked.part is None:
         formula_of(asked.formula, asked.size, cluster)  # raises, with the reason, if there is none
         return "formula"
-    if asked.size.workers <= _MOST_WORKERS if messages is None else messages <= (_QUICK if known else _MOST):
+    known = has_formula(asked.formula, asked.size, cluster)
+    if not is_too_large(asked.part, asked.size) and not (known and (messages_of(asked.part, asked.size) or 0) > _QUICK):
         return "plan"
     if known:
         return "formula"
-    many = f"about {messages:,.0f} messages" if messages is not None else f"{asked.size.workers:,} workers"
     raise UsageError(
-        f"the plan of {asked.text} with {many} is too large to simulate, and there is no closed formula for"
-        f" {cluster.topology} with {asked.size.per_host} workers on a host: predict fewer workers"
-    )
-
-
-def check_plan(strategy: Strategy, cluster: Cluster, workers: int, per_host: int | None = None) -> None:
-    """Raise UsageError if a strategy's plan would be too large for a simulation, before the plan is made."""
-    per_host = min(workers, per_host or cluster.per_host)
-    part = strategy.architecture
-    if part == AUTO:  # no candidate of auto has fewer messages than this
-        part = Part("ring" if per_host in (1, workers) else "hierarchical")
-    roles = roles_of(part)
-    size = Size(workers, per_host, 1 if roles is None else roles.owners)
-    asked = Asked(write("algorithms", part), part, size, ProcessPlacement(Group(workers), per_host))
-    messages = asked.messages
-    if workers <= _MOST_WORKERS if messages is None else messages <= _MOST:
-        return
-    many = f"about {messages:,.0f} messages" if messages is not None else f"{workers:,} workers"
-    most = f"{_MOST:,} messages" if messages is not None else f"{_MOST_WORKERS:,} workers"
-    raise UsageError(
-        f"the plan of {asked.text} has {many}, and at most {most} are simulated: predict fewer workers, or the exchange"
-        f" alone from a formula, with --collective {part.name}"
+        f"the plan of {asked.text} with {too_many(asked.part, asked.size)} is too large to simulate, and there is no"
+        f" closed formula for {cluster.topology} with {asked.size.per_host} workers on a host: predict fewer workers"
     )
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from syncline.costs.cluster import Cluster, Switch
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import NONE, write
+from syncline.sync import Mixes
 
 from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from ..report.predictions import Predicted, Prediction, Stated, render
@@ -95,6 +96,7 @@ def _row(
         bytes_sent_per_step=sent_bytes(setting, model),
         chosen=found.chosen,
         note=one.note,
+        model="plan" if setting.formula is None or isinstance(setting.strategy.sync_mode(), Mixes) else "formula",
         epoch_s=epoch_s,
         price=None if asked.price is None or epoch_s is None else asked.price * workers * epoch_s / 3600,
         **{name: getattr(iteration, name) for name in stages},

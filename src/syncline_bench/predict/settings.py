@@ -46,6 +46,7 @@ from syncline.strategy.words import NONE, write
 from syncline.sync import Averages, Mixes, SyncMode, mixes_of
 
 from ..workloads import EVEN, Speed, Trace, Workload
+from .formulas import MOST, MOST_WORKERS, Formula, Size, formula_of, has_formula, is_too_large, name_of, too_many
 
 _AT_ONCE = Batches()
 
@@ -132,6 +133,7 @@ class Exchanges:
         self.strategy, self.cluster, self.placement = setting.strategy, setting.cluster, setting.placement
         self.group, self.layers, self.buckets = setting.placement.group, layers, buckets
         self._codec_costs, self._mode = codec_costs(setting), setting.strategy.sync_mode()
+        self._formula = setting.formula
         self._found: dict[tuple[int, Phase, int], Sequence[Chain]] = {}
 
     def chains(self, operation: BucketPhase) -> Sequence[Chain]:
@@ -152,10 +154,10 @@ class Exchanges:
         if self.strategy.server_holds_weights:
             return self._pushed_and_pulled(bucket)
         if isinstance(self._mode, Mixes):
-            return self._summed(self._mode.mix(self.group.workers, operation.step), bucket.nbytes)
+            return self._summed(self._plan_load(self._mode.mix(self.group.workers, operation.step), bucket.nbytes))
         if self.strategy.codec != NONE:
             return self._compressed(bucket)
-        return self._summed(self.plan(operation.phase), bucket.nbytes)
+        return self._summed(self._load(operation.phase, bucket.nbytes))
 
     def sent_bytes(self, bucket: Bucket) -> float:
         """The bytes that a worker sends for a bucket, averaged over the workers."""
@@ -166,12 +168,11 @@ class Exchanges:
             return sum(self._plan_load(plan, bucket.nbytes).sent_bytes for plan in plans) / len(plans)
         if self.strategy.codec != NONE:
             return sum(self._piece_load(piece).sent_bytes for piece in self._pieces("both", bucket))
-        return self._plan_load(self.plan("allreduce"), bucket.nbytes).sent_bytes
+        return self._load("allreduce", bucket.nbytes).sent_bytes
 
     # Dense gradients.
 
-    def _summed(self, plan: Plan, nbytes: float) -> list[Chain]:
-        load = self._plan_load(plan, nbytes)
+    def _summed(self, load: Load) -> list[Chain]:
         return [
             [*self._moved(load), Stage("cores", load.added_bytes * self.cluster.gamma_s_per_byte, ENGINE)],
             [self._processor(load)],
@@ -193,6 +194,15 @@ class Exchanges:
 
     def _plan_load(self, plan: Plan, nbytes: float) -> Load:
         return plan_load(self.cluster, self.placement, plan, nbytes)
+
+    def _load(self, phase: Phase, nbytes: float) -> Load:
+        """The load of the allreduce, or of one of its halves."""
+        if self._formula is None:
+            return self._plan_load(self.plan(phase), nbytes)
+        if phase == "allreduce":
+            return self._formula.load(nbytes, self.cluster)
+        assert self._formula.halves is not None  # as for plans: only what has true halves is used as halves
+        return self._formula.halves[phase == "all_gather"].load(nbytes, self.cluster)
 
     def plan(self, phase: Phase) -> Plan:
         """The plan of the allreduce, or of one of its halves."""
@@ -235,7 +245,7 @@ class Exchanges:
         total = Load()
         for step in piece:
             if isinstance(step, Summed):
-                total = total.then(self._plan_load(self.plan("allreduce"), step.nbytes))
+                total = total.then(self._load("allreduce", step.nbytes))
             else:
                 total = total.then(step.load(self.cluster))
         return total
@@ -265,6 +275,8 @@ class Exchanges:
 
     def _halves(self, bucket: Bucket) -> tuple[Load, Load]:
         if self.strategy.codec == NONE:
+            if self._formula is not None:
+                return self._load("reduce_scatter", bucket.nbytes), self._load("all_gather", bucket.nbytes)
             push, pull = (self._plan_load(half, bucket.nbytes) for half in self._half_plans)
             return push, pull
         sides = []
@@ -375,6 +387,41 @@ class Setting:
         """Whether workers push and pull independently of each other."""
         return self.strategy.server_holds_weights and not self.strategy.sync_mode().merges
 
+    @cached_property
+    def formula(self) -> Formula | None:
+        """The closed form of an exchange whose plan is too large to simulate, else None.
+
+        Raises UsageError, with the remedy, if the plan is too large and there is no closed form.
+        """
+        part, group, per_host = self.strategy.architecture, self.placement.group, self.placement.per_host
+        roles = self.strategy.roles
+        size = Size(group.workers, per_host, 1 if roles is None else roles.owners)
+        if not is_too_large(part, size):
+            return None
+        name = name_of(part, size)
+        codec = self.strategy.codec
+        known = codec == NONE or ways.way_of(self.strategy.codec_object()).carrier is None
+        if known and has_formula(name, size, self.cluster):
+            return formula_of(name, size, self.cluster)
+        where = f"on {self.cluster.topology} with {per_host} workers on a host"
+        without = (
+            f"{where} it has no closed form"
+            if known
+            else f"payloads of codec={write('codecs', codec)} have no closed form"
+        )
+        raise UsageError(
+            f"the plan of {write('algorithms', part)} has {too_many(part, size)}, at most {MOST:,} messages or"
+            f" {MOST_WORKERS:,} workers are simulated, and {without}: predict fewer workers, or another strategy"
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the exchange has a plan that can be simulated, or a closed form."""
+        try:
+            return self.formula is not None or bool(self.strategy.plan(self.placement.group))
+        except UsageError:
+            return False
+
 
 def setting_of(strategy: Strategy, cluster: Cluster, workers: int, per_host: int | None = None) -> Setting:
     """Resolve a strategy for a cluster. Raises UsageError if it cannot run there."""
@@ -382,7 +429,10 @@ def setting_of(strategy: Strategy, cluster: Cluster, workers: int, per_host: int
     nodes = tuple(worker // per_host for worker in range(workers))
     group = Group(workers, strategy.servers, nodes if per_host > 1 else ())
     placement = ProcessPlacement(group, per_host)
-    return Setting(strategy.resolve(group, hosts=placement.count), cluster, placement)
+    setting = Setting(strategy.resolve(group, hosts=placement.count, planned=False), cluster, placement)
+    if setting.formula is None:
+        setting.strategy.plan(group)  # raises if there is none for so many workers
+    return setting
 
 
 def lay_out(setting: Setting, model: Model) -> Laid:
@@ -505,7 +555,10 @@ def exchange_cost(setting: Setting) -> Cost:
     """The seconds of a single exchange by its bytes, for schedules: linear interpolation between some sizes."""
     if setting.measured is not None:
         return setting.measured
-    plan = setting.strategy.plan(setting.placement.group)
     sizes = [0, *(1 << power for power in range(6, 33, 2))]
-    seconds = [plan_s(plan, nbytes, setting.cluster, setting.placement) for nbytes in sizes]
+    if setting.formula is not None:
+        seconds = [setting.formula.seconds(nbytes, setting.cluster) for nbytes in sizes]
+    else:
+        plan = setting.strategy.plan(setting.placement.group)
+        seconds = [plan_s(plan, nbytes, setting.cluster, setting.placement) for nbytes in sizes]
     return lambda nbytes: float(np.interp(nbytes, sizes, seconds))

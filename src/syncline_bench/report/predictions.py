@@ -96,6 +96,9 @@ class Predicted:
     note: Annotated[str, "what is not as in the original of a preset"] = ""
     price: Annotated[float | None, "of an epoch, with `--price` of a worker for an hour"] = None
     epoch_s: Annotated[float | None, "of an epoch, with `--epoch-images`"] = None
+    model: Annotated[str, "`plan`, the messages of an exchange; `formula`, its closed form, for too many messages"] = (
+        "plan"
+    )
 
 
 @dataclass(frozen=True)
@@ -231,8 +234,9 @@ def findings(result: Prediction) -> list[str]:
         remedy = row.remedy[:1].upper() + row.remedy[1:]
         lines.append(f"{row.requested}{on(row.network)}, {most} workers: {row.bottleneck}. {remedy}.")
     for row in largest:
-        if row.chosen or row.note:
-            said = "; ".join(text for text in (row.chosen, row.note) if text)
+        closed = "a closed form of its exchange, whose plan has too many messages to simulate"
+        said = "; ".join(text for text in (row.chosen, row.note, closed * (row.model == "formula")) if text)
+        if said:
             lines.append(f"{row.requested}{on(row.network)}: {said}.")
     for knee in result.knees:
         at = knee["workers"]
