@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,10 @@ EDGES = np.cumsum([0, *(int(np.prod(shape)) for shape in SHAPES)])
 
 
 class Served:
-    """Workers and the owners of their weights, which are servers, or workers where there are none."""
+    """Workers and the owners of their weights, which are servers, or workers where there are none.
+
+    With ``hosts`` their workers add up their gradients first.
+    """
 
     def __init__(
         self,
@@ -29,12 +33,15 @@ class Served:
         feedback: bool | None = None,
         single: bool = False,
         dtype: str = "float32",
+        hosts: Sequence[tuple[int, ...]] = (),
+        serving: tuple[int, ...] = (),
     ) -> None:
         layers = [Layer(Spec(f"p{number}", shape, dtype)) for number, shape in enumerate(SHAPES)]
         slices = [Slice(number, 0, layer.spec.elements) for number, layer in enumerate(layers)]
         self.layers = layers
         self.buckets = [Bucket((part,), dtype) for part in slices] if single else [Bucket(tuple(slices), dtype)]
-        self.workers, places = workers, tuple(range(workers, workers + servers)) or tuple(range(owners))
+        self.workers, places = workers, tuple(range(workers, workers + servers)) or serving
+        places = places or tuple(range(owners))
         self.rooms = [Counted() for _ in range(workers + servers)]
         start = np.random.default_rng(5).standard_normal(ELEMENTS).astype(numpy_dtype(dtype))
         cuts = np.cumsum([0, *(bucket.elements for bucket in self.buckets)])
@@ -43,7 +50,7 @@ class Served:
             flat, gradient = start.copy(), np.zeros_like(start)
             self.known.append(flat)
             self.gradients.append(gradient)
-            me = Participant(index, workers, places, room)
+            me = Participant(index, workers, places, room, hosts=tuple(hosts))
             arrays = [gradient[a:b] for a, b in pairwise(cuts)]
             made = Compression(
                 codec(text, feedback), layers, self.buckets, arrays, me, served=True, held=True, name=f"rank {index}"
@@ -70,7 +77,10 @@ class Served:
 
     def step(self, seed: int, rate: float = 0.1) -> None:
         """Plain gradient descent at the owners."""
-        self.push(gradients(self.workers, ELEMENTS, seed))
+        self.descend(gradients(self.workers, ELEMENTS, seed), rate)
+
+    def descend(self, inputs: list[list[np.ndarray]], rate: float = 0.1) -> None:
+        self.push(inputs)
         for process, updates in enumerate(self.updates):
             for one in updates.owned:
                 start = EDGES[one.tensor] + one.start

@@ -377,7 +377,7 @@ def test_arrays_are_added_in_the_order_of_ranks(group: Any) -> None:
         array = np.full(30_000, GIVEN[me], np.float32)
         mine = array.copy()
         total = Total(array, [rank for rank in everyone if rank < me], [rank for rank in everyone if rank > me])
-        run(session, Round([Message(rank, mine.view(np.uint8)) for rank in total.peers], [], total))
+        run(session, Round([Message(rank, mine.view(np.uint8)) for rank in total.peers], [], [total]))
         assert (array == array[0]).all()
         return float(array[0])
 
@@ -390,7 +390,7 @@ def test_arrays_are_added_in_the_order_of_ranks(group: Any) -> None:
 def test_a_total_of_one_is_what_it_was(group: Any) -> None:
     def body(session: Session) -> float:
         array = np.full(5, GIVEN[session.index], np.float32)
-        run(session, Round([], [], Total(array, [], [])))
+        run(session, Round([], [], [Total(array, [], [])]))
         return float(array[0])
 
     assert group("ring", 2, body) == list(GIVEN[:2])
@@ -401,7 +401,7 @@ def test_an_array_of_another_size_is_refused_with_the_name_of_its_rank(group: An
         if session.index == 0:
             run(session, Round([Message(1, np.zeros(8, np.uint8))], []), Round([], [Message(1, np.zeros(1, np.uint8))]))
         else:
-            run(session, Round([], [], Total(np.zeros(3, np.float32), [0], [])))
+            run(session, Round([], [], [Total(np.zeros(3, np.float32), [0], [])]))
 
     with pytest.raises(ProtocolError, match="a total: 8 bytes came from rank 0 to be added to 12; do all ranks run"):
         group("ring", 2, body)

@@ -21,7 +21,7 @@ ALGORITHMS = ["recursive_doubling", "halving_doubling", "double_tree", "hierarch
 SERVED = ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=2) schedule=priority(slice=64B)"]
 SERVED += ["ps(servers=2, on=workers)", "ps(servers=2) schedule=fifo"]
 CODED = ["ring codec=topk(ratio=0.3)", "ring codec=int8 schedule=priority(slice=64B)", "ps(servers=2) codec=int8"]
-CODED += ["ps(servers=1, on=workers) codec=int8", "ring codec=bf16"]
+CODED += ["ps(servers=1, on=workers) codec=int8", "ring codec=bf16", "ps(servers=2, local=on) codec=int8"]
 SUMMED = "ps(servers=1, update=worker) codec=int8"
 STAGED = ["ring schedule=wait_free", "ps(servers=1)", "ps(servers=2, on=workers)"]
 FORKED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]

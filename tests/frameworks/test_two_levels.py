@@ -49,9 +49,16 @@ def test_a_model_on_a_device_is_staged_on_two_levels_too(group: Any) -> None:
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(f"hierarchical codec={codec}" for codec in CODECS),
+        "ps(servers=2, local=on) codec=int8",
+        "ps(servers=2, on=workers, update=worker, local=on) codec=onebit",
+    ],
+)
 def test_replaced_layouts_forget_nothing(
-    group: Any, codec: str, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    group: Any, strategy: str, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks of a host encode a tensor in other buckets, and take over what was kept back of it."""
     registry.names("schedules")
@@ -59,7 +66,7 @@ def test_replaced_layouts_forget_nothing(
     registry.register("schedules", "remade")(Remade)
 
     plain, again = (
-        on_group(group, f"hierarchical codec={codec} schedule={schedule}", len(nodes), sgd, some_steps, nodes)
+        on_group(group, f"{strategy} schedule={schedule}", len(nodes), sgd, some_steps, nodes)
         for schedule in ("wait_free", "remade")
     )
     for found, wanted in zip(again, plain, strict=True):
@@ -91,6 +98,30 @@ PUSHED = [
 ]
 PUSHED += ["ps(servers=2, on=workers, local=on)", "ps(servers=1, on=workers, update=worker, local=on) schedule=split"]
 PUSHED += ["ps(servers=1, local=on)" + STAGED]
+
+
+@pytest.mark.parametrize(
+    ("servers", "words", "nodes"),
+    [
+        ("servers=1", "", (0, 0, 0)),
+        ("servers=1", STAGED, NODES[0]),
+        ("servers=2", " schedule=wait_free", NODES[0]),
+        ("servers=2, update=worker", "", NODES[1]),
+        ("servers=2, on=workers", " schedule=priority(slice=64B)", NODES[1]),
+        ("servers=1, on=workers, update=worker", "", NODES[0]),
+    ],
+)
+def test_what_hosts_push_is_compressed_between_them(
+    group: Any, servers: str, words: str, nodes: tuple[int, ...]
+) -> None:
+    """Where nothing is lost, training is as without a codec; where something is, all workers have the same bits."""
+    strategy, wanted = f"ps({servers}, local=on) codec=", alone(sgd, some_steps)
+    lossless = on_group(group, f"{strategy}topk(ratio=1.0) feedback=off{words}", len(nodes), sgd, some_steps, nodes)
+    for found in lossless:
+        close(found, wanted, 1e-5)  # payloads are float32
+    first, *others = on_group(group, f"{strategy}int8{words}", len(nodes), sgd, some_steps, nodes)
+    for found in others:
+        close(found, first, 0.0)
 
 
 @pytest.mark.parametrize("nodes", [*NODES, (0, 0, 0), (0, 1, 2)], ids=str)

@@ -50,13 +50,16 @@ def test_two_levels_send_every_part_once_between_hosts(pool: Pool, address: str)
 @pytest.mark.parametrize(("local", "times"), [("on", 1), ("off", 2)])
 def test_a_host_pushes_and_pulls_once(pool: Pool, address: str, local: str, times: int) -> None:
     """Two hosts of two workers, on each a server: half of an array is pushed and the other half answered."""
-    nodes, nbytes = [0, 0, 1, 1], 4 * 1024 * 512
+    nodes, codecs = [0, 0, 1, 1], {"none": 4 * 1024 * 512, "int8": 1024 * 512 * (1 + 4 / 1024)}
     strategy = f"ps(servers=2, on=workers, update=worker, local={local})"
-    with pool.start(host_bodies.what_is_coded, everyone(4, address, nodes, strategy, ["none"])) as group:
-        sent = [counts for ((_, _, counts, _),) in group.results()]
-    for host in (0, 1):
-        across = sum(sent[rank][peer] for rank in range(4) for peer in range(4) if nodes[rank] == host != nodes[peer])
-        assert times * nbytes <= across < 1.02 * times * nbytes
+    with pool.start(host_bodies.what_is_coded, everyone(4, address, nodes, strategy, list(codecs))) as group:
+        rows = list(zip(*group.results(), strict=True))
+    for nbytes, found in zip(codecs.values(), rows, strict=True):
+        assert len({one[3] for one in found}) == 1
+        for host in (0, 1):
+            here = [rank for rank in range(4) if nodes[rank] == host]
+            across = sum(found[rank][2][peer] for rank in here for peer in range(4) if nodes[peer] != host)
+            assert times * nbytes <= across < 1.02 * times * nbytes
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,7 @@ def test_on_one_host_nothing_is_compressed_and_all_are_told(pool: Pool, address:
 
 def test_a_run_on_two_levels_is_resumed_with_the_same_bits(pool: Pool, address: str) -> None:
     strategies = [f"hierarchical codec={text}" for text in ("int8", "topk(ratio=0.1)", "powersgd(rank=1)")]
+    strategies += ["ps(servers=2, on=workers, local=on) codec=int8"]
     with pool.start(host_bodies.resumes, everyone(4, address, [0, 0, 1, 1], strategies)) as group:
         for found in group.results():
             assert found == [[True, True, True]] * len(strategies)

@@ -18,7 +18,7 @@ from syncline.strategy.strategy import Strategy
 from syncline.sync.bsp import Bsp
 from syncline_bench.predict.iterations import Together, simulate
 from syncline_bench.predict.networks import inline
-from syncline_bench.predict.settings import Habits, Iteration, Model, lay_out, model_of, setting_of, traced
+from syncline_bench.predict.settings import Exchanges, Habits, Iteration, Model, lay_out, model_of, setting_of, traced
 from syncline_bench.workloads import Images, Speed, Trace, Workload
 from syncline_bench.workloads._trace import TracedLayer
 
@@ -183,6 +183,35 @@ def test_a_codec_sends_less_and_takes_its_time() -> None:
     assert coded < dense / 2
     costly = network(1e-5, 1e-8, more=",codecs.feedback(int8).encode=1e-7s,codecs.feedback(int8).decode=1e-7s")
     assert iteration_s("direct codec=int8", costly, of, 4) > dense
+
+
+@pytest.mark.parametrize("update", ["server", "worker"])
+@pytest.mark.parametrize(("on", "payloads"), [("ranks", 1.0), ("workers", 0.5)])
+def test_hosts_that_push_for_their_workers_send_one_payload(on: str, payloads: float, update: str) -> None:
+    """Two hosts of four: a payload goes to two servers and one comes back, less the part of a server on the host."""
+    of, cluster = model((1 << 22, 0.0, 0.0)), network(beta=1e-8, more=",inside.alpha=0s,inside.beta=0s")
+    one_way_s = payloads * (1 << 22) * (1 + 4 / 1024) * 1e-8
+    for local, times in (("on", 1), ("off", 4)):
+        strategy = Strategy.parse(f"ps(servers=2, on={on}, update={update}, local={local}) codec=int8 schedule=fifo")
+        setting = setting_of(strategy, cluster, 8, per_host=4)
+        found = simulate(setting, of, Habits(tickets=False))
+        assert found.iteration_s == pytest.approx(2 * times * one_way_s, rel=0.01)
+        if local == "on":
+            (bucket,) = lay_out(setting, of).buckets
+            inside = 8 * 2 * 3 / 4 * bucket.nbytes
+            sent = 8 * Exchanges(setting, of.layers, [bucket]).sent_bytes(bucket)
+            by_servers = on == "workers"
+            assert sent - inside == pytest.approx(2 * (1 + by_servers) * one_way_s / 1e-8, rel=0.01)
+
+
+def test_hosts_of_one_worker_push_and_pull_as_without_hosts() -> None:
+    of = model((1 << 20, 0.0, 0.0))
+    for words in ("codec=int8", ""):
+        flat, local = (
+            iteration_s(f"ps(servers=1, update=worker{more}) {words}", network(beta=1e-8), of, 4)
+            for more in ("", ", local=on")
+        )
+        assert local == pytest.approx(flat)
 
 
 def test_a_workload_that_computes_has_no_times_and_the_remedy_is_named() -> None:

@@ -326,10 +326,13 @@ def test_steps_that_end_later_are_refused_where_they_cannot(text: str, says: str
     [
         ("sync=asp", "adds up the gradients of a host's workers for one push, and under sync=asp every worker's push"),
         ("sync=bsp(backup=1)", r"and under sync=bsp\(backup=1\) owners receive every worker's push separately"),
-        ("codec=feedback(int8)", r"for one push as they are, and codec=feedback\(int8\) encodes every worker's"),
+        (
+            "sync=ssp(staleness=2) codec=feedback(int8)",
+            "and under sync=ssp every worker's push is an update of its own",
+        ),
     ],
 )
-def test_a_host_pushes_dense_gradients_of_all_its_workers(words: str, says: str) -> None:
+def test_a_host_pushes_for_all_its_workers(words: str, says: str) -> None:
     with pytest.raises(StrategyError, match=says) as refused:
         Strategy.parse(f"ps(servers=1, local=on) {words}")
     assert f"the nearest that works is 'ps(servers=1) {words}'" in str(refused.value)

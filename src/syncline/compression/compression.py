@@ -30,6 +30,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +107,11 @@ class Compression:
         self.check_cuts(buckets)
 
     @property
+    def _servers(self) -> Sequence[int]:
+        """The owners of the sums on two levels; empty if the hosts of every rail own them."""
+        return self.participant.owners if self._served else ()
+
+    @property
     def keeps(self) -> bool:
         """Whether a resumed run needs the state of earlier steps to go on with the same bits."""
         drawn = any(isinstance(one.codec, Stochastic) and one.codec.stochastic for one in self._codecs)
@@ -160,12 +166,16 @@ class Compression:
         return made
 
     def _divided(self, parts: list[Operand], array: Floats, warming: int) -> Divided:
+        me = self.participant
         if self._held:
-            first_half = pushing if self._alone else collecting
-            return Divided(parts, first_half(parts, self.participant), warming)
-        if self.participant.hosts:
-            return Divided(parts, levels.pieces(parts, array, self.participant), warming)
-        return Divided(parts, pieces(parts, self.participant, served=self._served), warming)
+            between: levels.Pieces = pushing if self._alone else collecting
+        else:
+            between = partial(pieces, served=self._served)
+        if me.hosts:
+            found = levels.pieces(parts, array, me, between, servers=self._servers, down=not self._held)
+        else:
+            found = between(parts, me)
+        return Divided(parts, found, warming)
 
     def warming(self, step: int) -> int:
         """How many tensors are not compressed yet at a step. The parts stay the same as long as this number does."""
@@ -273,8 +283,9 @@ class Compression:
 
     @property
     def ranks_keep(self) -> bool:
-        """Whether the ranks of a host keep state for each other; the same on all processes."""
-        return bool(self.participant.hosts) and any(True for state in self._states for _ in arrays_of(state))
+        """Whether the ranks of a host keep state for each other; the same on all workers."""
+        me = self.participant
+        return bool(me.hosts) and me.works and any(True for state in self._states for _ in arrays_of(state))
 
     def kept_for_host(self) -> Saved:
         """This process's parts of its host's state."""
@@ -296,7 +307,8 @@ class Compression:
         """This process's part of a checkpoint."""
         found: Saved = {"clock": np.array(self._clock, np.int64)}
         if self.participant.hosts:
-            found["host"] = np.array([self.participant.encoder], np.int64)
+            if self.participant.works:
+                found["host"] = np.array([self.participant.encoder], np.int64)
             return found | self.kept_for_host() | self.kept_by_owner()
         for state in self._states:
             for what, array in arrays_of(state):
@@ -383,7 +395,8 @@ class Compression:
     def _encoded(self) -> Iterator[Operand]:
         """The slices that this process encodes for its host."""
         for number, bucket in enumerate(self._buckets if self.participant.hosts else ()):
-            yield from levels.encoded(self.parts(number, np.empty(bucket.elements, np.float32)), self.participant)
+            parts = self.parts(number, np.empty(bucket.elements, np.float32))
+            yield from levels.encoded(parts, self.participant, self._servers)
 
     def _owned(self) -> Iterator[Operand]:
         """The slices that this process encodes a second time."""
@@ -391,7 +404,7 @@ class Compression:
             return
         for number in range(len(self._buckets)):
             parts = self.parts(number, np.empty(self._buckets[number].elements, np.float32))
-            if self.participant.hosts:
+            if self.participant.hosts and not self._served:
                 yield from levels.owned(parts, self.participant)
                 continue
             wanted = [part for part in parts if self._served or way_of(part.codec).again]

@@ -40,11 +40,16 @@ from ..codecs import Floats, State, relay_of
 from ..kernels import cpu
 from ..wire.scratch import Scratch
 from .compression import Compression, Divided
-from .reducers import Bytes, Held, Operand, Participant, ReduceError, Reducer
+from .reducers import Bytes, Held, Operand, Participant, ReduceError, Reducer, levels
 from .reducers.formats import MessageFormat, Packet
 from .reducers.owners import OwnedPiece, answer, divide, share_out
 
 Array = NDArray[Any]
+
+
+def _sending(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Reducer]]:
+    """One reducer per piece."""
+    return [partial(_send_update, piece, me) for piece in divide(share_out(parts, len(me.owners)))]
 
 
 def _send_update(piece: OwnedPiece, me: Participant) -> Reducer:
@@ -151,8 +156,12 @@ class Updates:
             shares[me.owner] = [
                 replace(part, held=held) for part, held in zip(shares[me.owner], self._held[number], strict=True)
             ]
-        reducers = [partial(_send_update, piece, me) for piece in divide(shares)]
-        return Divided([part for share in shares for part in share], reducers, warming)
+        parts = [part for share in shares for part in share]
+        if me.hosts:
+            reducers = levels.pieces(parts, self._known[number], me, _sending, servers=me.owners, up=False)
+        else:
+            reducers = _sending(parts, me)
+        return Divided(parts, reducers, warming)
 
     def _shares(self, number: int, step: int | None = None) -> list[list[Operand]]:
         parts = self._compression.parts(number, self._known[number], step)

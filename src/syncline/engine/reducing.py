@@ -1,6 +1,6 @@
 """Drives reducers over a transport: rounds become messages, sums become runs of the architecture's plan.
 
-A total is added directly from the transport's memory (over shm from the peers' memory), in one pass after all parts
+A total is added directly from the transport's memory (over shm from the peers' memory), in one pass after all its parts
 have arrived, in the order that the reducer gives, whatever the order of arrival.
 
 Several reducers of a bucket are open at once, so that one computes while the messages of another travel. Only for the
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..collectives import Collective
-from ..compression.reducers import Bytes, Lengths, Message, Reducer, Round, Sum, Total
+from ..compression.reducers import Lengths, Message, Reducer, Round, Sum, Total
 from ..errors import ProtocolError, SynclineError, UsageError, labelled
 from ..kernels.cpu import add_in_order
 from ..transports import Handle
@@ -130,7 +130,7 @@ class Reducing:
             if isinstance(asked, Sum):
                 self._sum(asked.array, number, reducer, turn)
                 return
-            if asked.sends or asked.receives or (asked.total is not None and asked.total.peers):
+            if asked.sends or asked.receives or any(total.peers for total in asked.totals):
                 self._turns.add(_Turn(self, number, reducer, turn, asked))
                 return
             lengths = []
@@ -169,14 +169,19 @@ class _Turn:
     def __init__(self, of: Reducing, number: int, reducer: Reducer, turn: int, asked: Round) -> None:
         self.of, self.number, self._reducer, self._turn = of, number, reducer, turn
         self._lengths = [0] * len(asked.receives)
-        self._total, self._lent = asked.total, dict[int, Handle]()
-        adds = [] if asked.total is None else [Message(peer, _bytes(asked.total)) for peer in asked.total.peers]
-        self.peers = [message.peer for message in (*adds, *asked.receives, *asked.sends)]
+        self._totals, self._lent = asked.totals, [dict[int, Handle]() for _ in asked.totals]
+        adds = [
+            (which, Message(peer, total.array.view(np.uint8)))
+            for which, total in enumerate(asked.totals)
+            for peer in total.peers
+        ]
+        self.peers = [message.peer for message in (*(add for _, add in adds), *asked.receives, *asked.sends)]
         self._messages = len(self.peers)
         tag = _MARK | of._key << _PIECE_BITS | number
         transport = of._transport
-        for message in adds:
-            transport.borrow(message.peer, tag, message.data.nbytes, owner=_Completion(self, "receive", message))
+        for which, message in adds:
+            owner = _Completion(self, "receive", message, which)
+            transport.borrow(message.peer, tag, message.data.nbytes, owner=owner)
         for index, message in enumerate(asked.receives):
             owner = _Completion(self, "receive", message, index)
             transport.recv(message.peer, tag, message.data, owner=owner)
@@ -189,24 +194,24 @@ class _Turn:
         return self._turn > 1 or len(self.peers) < self._messages
 
     def arrived(self, handle: Handle, index: int) -> None:
-        """Handle the completion of a message: a send, a part of the total, or received message number ``index``."""
+        """Handle the completion of a message: a send, a part of total ``index``, or received message ``index``."""
         of = self.of
         if handle.error is not None:
             if of._tolerant and of._has_left(handle.peer):
                 return
             verb = "sending a payload to" if handle.kind == "send" else "receiving a payload from"
             raise labelled(f"{of._label}: {verb} rank {handle.peer}", handle.error)
-        if index >= 0:
+        if handle.kind == "borrow":
+            self._came(handle, self._totals[index], self._lent[index])
+        elif index >= 0:
             self._lengths[index] = handle.nbytes
-        elif handle.kind == "borrow" and self._total is not None:
-            self._came(handle, self._total)
         self.peers.remove(handle.peer)
         if not self.peers:
             of._turns.discard(self)
             of._advance(self.number, self._reducer, self._turn, self._lengths)
 
-    def _came(self, handle: Handle, total: Total) -> None:
-        """Keep an arrived part of the total; with the last part, compute the sum. Sends may still be in flight."""
+    def _came(self, handle: Handle, total: Total, lent: dict[int, Handle]) -> None:
+        """Keep an arrived part of a total; with the last part, compute the sum. Sends may still be in flight."""
         of = self.of
         if handle.nbytes != total.array.nbytes:
             raise ProtocolError(
@@ -214,31 +219,27 @@ class _Turn:
                 " do all ranks run the same version with the same model?",
                 rank=handle.peer,
             )
-        self._lent[handle.peer] = handle
-        if len(self._lent) < len(total.peers):
+        lent[handle.peer] = handle
+        if len(lent) < len(total.peers):
             return
         span = None if of._observer is None else of._tell("reduce", self.number, nbytes=total.array.nbytes)
-        before, after = ([self._array(peer, total) for peer in some] for some in (total.before, total.after))
+        before, after = ([_numbers(lent[peer], total) for peer in some] for some in (total.before, total.after))
         add_in_order(total.array, before, after)
         if span is not None:
             span.end()
-        for lent in self._lent.values():
-            of._transport.release(lent)
-        self._lent.clear()
-
-    def _array(self, peer: int, total: Total) -> Array:
-        """A peer's part as numbers."""
-        payload = self._lent[peer].payload
-        assert payload is not None
-        return payload.view(total.array.dtype)
+        for one in lent.values():
+            of._transport.release(one)
+        lent.clear()
 
 
-def _bytes(total: Total) -> Bytes:
-    return total.array.view(np.uint8)
+def _numbers(lent: Handle, total: Total) -> Array:
+    """A part of a total as numbers."""
+    assert lent.payload is not None
+    return lent.payload.view(total.array.dtype)
 
 
 class _Completion:
-    """The completion callback of one message: of a send, of a part of the total, or of received message ``index``."""
+    """The completion callback of a message: a send, a part of total ``index``, or received message ``index``."""
 
     __slots__ = ("_index", "_span", "_turn", "priority")
 

@@ -127,11 +127,15 @@ class Scope:
             return
 
     def _round(self, asked: Round) -> Round:
-        total = asked.total
-        if total is not None:
-            before, after = ([self.ranks[peer] for peer in some] for some in (total.before, total.after))
-            total = replace(total, before=before, after=after)
-        return Round(self._messages(asked.sends), self._messages(asked.receives), total)
+        totals = [
+            replace(
+                total,
+                before=[self.ranks[peer] for peer in total.before],
+                after=[self.ranks[peer] for peer in total.after],
+            )
+            for total in asked.totals
+        ]
+        return Round(self._messages(asked.sends), self._messages(asked.receives), totals)
 
     def _messages(self, some: Sequence[Message]) -> list[Message]:
         return [replace(message, peer=self.ranks[message.peer]) for message in some]
@@ -142,8 +146,8 @@ class Scope:
             sent[message.peer] += message.data.nbytes
         for message, nbytes in zip(done.receives, lengths, strict=True):
             received[message.peer] += nbytes
-        if done.total is not None:
-            received.update(dict.fromkeys(done.total.peers, done.total.array.nbytes))
+        for total in done.totals:
+            received.update(dict.fromkeys(total.peers, total.array.nbytes))
         self._count(self._sent, sent)
         self._count(self._received, received)
 

@@ -256,7 +256,7 @@ class Session(Communicator):
         served, held = self.strategy.roles is not None, self.strategy.server_holds_weights
         how = {"served": served, "held": held, "alone": not self.strategy.sync_mode().merges}
         me, name = self._participant(), self.member.name(self.index)
-        if me.hosts and len(me.hosts[me.encoder]) > 1:
+        if me.hosts and me.works and len(me.hosts[me.encoder]) > 1:
             others = ", ".join(str(self.member.number(rank)) for rank in me.hosts[me.encoder] if rank != self.index)
             name = f"{name}, or rank {others} of its host"
         return Compression(self.strategy.codec_object(), layers, buckets, arrays, me, **how, name=name)

@@ -401,16 +401,11 @@ def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
 
 
 def _hosts_push_sums(given: Combination) -> Fault | None:
-    if given.roles is None or not given.roles.local:
+    if given.roles is None or not given.roles.local or build("sync", given.sync).merges:
         return None
     flat = variants(given.architecture, lambda roles: not roles.local)
     reason = f"{write('algorithms', given.architecture)} adds up the gradients of a host's workers for one push"
-    if not build("sync", given.sync).merges:
-        return f"{reason}, and {_apart(given)}", [*flat, {"sync": BSP}]
-    if given.codec not in (NONE, AUTO):
-        codec = write("codecs", given.codec)
-        return f"{reason} as they are, and codec={codec} encodes every worker's", [*flat, {"codec": NONE}]
-    return None
+    return f"{reason}, and {_apart(given)}", [*flat, {"sync": BSP}]
 
 
 def _apart(given: Combination) -> str:

@@ -131,10 +131,11 @@ class Strategy(Combination):
 
         ``group`` may omit the strategy's own servers. ``hosts`` is the number of machines; processes of one share
         memory. ``inproc`` means that the ranks are threads of one process. ``transport=auto`` stays if some processes
-        share a host and others do not: it is shm inside hosts and tcp between them. With an architecture of two levels,
-        a codec is dropped on a single host, and the codec uses one level if no host has several ranks. Raises
-        UsageError if the transport cannot reach all ranks, or the architecture has no plan for so many workers or
-        servers; unless ``planned``, no plan is made and the last is not checked.
+        share a host and others do not: it is shm inside hosts and tcp between them. If hosts sum before a codec
+        compresses, the codec is dropped on a single host from which nothing is sent; an architecture of two levels
+        becomes one of one level for the codec if no host has several ranks. Raises UsageError if the transport cannot
+        reach all ranks, or the architecture has no plan for so many workers or servers; unless ``planned``, no plan is
+        made and the last is not checked.
         """
         group = self._with_servers(group)
         if group.workers <= (backup := backup_of(self.sync_mode())):
@@ -161,10 +162,11 @@ class Strategy(Combination):
         carrier = way_of(replace(self, codec=codec).codec_object()).carrier
         places = len(group.members_by_node()) if group.nodes else hosts
         flat = _one_level(architecture) if codec != NONE else None
-        if flat is None or places >= group.workers:
-            architecture = Part(carrier) if carrier and self.roles is None else flat or architecture
-        elif places == 1:
+        pushes = self.servers > 0 and self.server_holds_weights  # also from a single host
+        if places == 1 < group.workers and (flat is not None or (self._hosts_push and not pushes)):
             codec = NONE  # nothing is compressed inside a host
+        elif flat is None or places >= group.workers:
+            architecture = Part(carrier) if carrier and self.roles is None else flat or architecture
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule
         resolved = replace(self, architecture=architecture, codec=codec, schedule=schedule, transport=transport)
         if planned and resolved.collective is None:
@@ -191,10 +193,20 @@ class Strategy(Combination):
 
     def hosts(self, group: Group) -> tuple[tuple[int, ...], ...]:
         """The workers of each host if hosts sum before a codec compresses; empty if every worker compresses."""
-        if self.codec == NONE or _one_level(self.architecture) is None:
-            return ()
         nodes = group.members_by_node()
-        return nodes if 1 < len(nodes) < group.workers else ()
+        if self.codec == NONE or not self._sums_inside or len(nodes) == group.workers:
+            return ()
+        return nodes if len(nodes) > 1 or self._hosts_push else ()
+
+    @property
+    def _hosts_push(self) -> bool:
+        """Whether the workers of a host make one push to owners."""
+        return self.roles is not None and self.roles.local
+
+    @property
+    def _sums_inside(self) -> bool:
+        """Whether gradients are summed inside hosts before a codec compresses them."""
+        return self._hosts_push or _one_level(self.architecture) is not None
 
     def halves(self, group: Group) -> tuple[Plan, Plan]:
         """The plans of push and pull if servers hold the weights. UsageError if the architecture has no owners."""
@@ -232,13 +244,14 @@ class Strategy(Combination):
             return f"each worker sends its payloads separately to owners of the weights, {what}"
         if self.codec == NONE:
             return f"allreduce by {name}"
+        inside = "gradients are summed uncompressed inside hosts; between hosts " if self._sums_inside else ""
         if self.server_holds_weights:
-            return "servers add up payloads, update the weights, and send the encoded change to all workers"
+            return f"{inside}servers add up payloads, update the weights, and send the encoded change to all workers"
         if self.roles is not None:
-            return OWNERS.words.format(owners="servers")
-        codec, inside = self.codec_object(), ""
-        if _one_level(self.architecture) is not None:
-            name, inside = "owners of their parts", "gradients are summed uncompressed inside hosts; between hosts "
+            return inside + OWNERS.words.format(owners="servers")
+        codec = self.codec_object()
+        if inside:
+            name = "owners of their parts"
         words = way_of(codec).words.format(architecture=name, owners="owners")
         if isinstance(codec, Chooses):
             words = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -65,11 +66,12 @@ def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[in
                     sent += data.nbytes
                 posted.add(rank)
                 moved = True
-            adds = () if one.total is None else one.total.peers
-            if all(under_way.get((peer, rank)) for peer in (*adds, *(message.peer for message in one.receives))):
+            wanted = Counter([peer for total in one.totals for peer in total.peers])
+            wanted.update(message.peer for message in one.receives)
+            if all(len(under_way.get((peer, rank), ())) >= count for peer, count in wanted.items()):
                 lengths = []
-                if one.total is not None:
-                    _add(one.total, [under_way[peer, rank].popleft() for peer in adds])
+                for total in one.totals:
+                    _add(total, [under_way[peer, rank].popleft() for peer in total.peers])
                 for message in one.receives:
                     data = under_way[message.peer, rank].popleft()
                     require(data.nbytes <= message.data.nbytes, f"{data.nbytes} bytes for {message.data.nbytes}")
@@ -132,7 +134,7 @@ class Ranks:
     """The processes of a group that exchange a model's gradients, with states that persist over steps.
 
     ``shapes`` are the model's tensors, ``buckets`` slices of them, by default all in one. Owners are the ``servers``,
-    or the workers if there are none. ``hosts`` are the workers of each host, for two levels.
+    the workers that are ``serving``, or all workers. ``hosts`` are the workers of each host, for two levels.
     """
 
     def __init__(
@@ -144,11 +146,12 @@ class Ranks:
         servers: int = 0,
         dtype: str = "float32",
         hosts: Sequence[Sequence[int]] = (),
+        serving: Sequence[int] = (),
     ) -> None:
         self.layers = [Layer(Spec(f"p{number}", shape, dtype)) for number, shape in enumerate(shapes)]
         whole = [Slice(number, 0, layer.spec.elements) for number, layer in enumerate(self.layers)]
         self.buckets = [Bucket(tuple(part), dtype) for part in (buckets or [whole])]
-        owners = tuple(range(workers, workers + servers)) or tuple(range(workers))
+        owners = tuple(range(workers, workers + servers)) or tuple(serving or range(workers))
         self.rooms = [Counted() for _ in range(workers + servers)]
         self.arrays = [
             [np.zeros(bucket.elements, numpy_dtype(dtype)) for bucket in self.buckets] for _ in range(workers + servers)
@@ -161,7 +164,7 @@ class Ranks:
                 self.buckets,
                 arrays,
                 Participant(index, workers, owners, room, hosts=places),
-                served=bool(servers),
+                served=bool(servers or serving),
                 name=f"rank {index}",
             )
             for index, (arrays, room) in enumerate(zip(self.arrays, self.rooms, strict=True))
@@ -283,7 +286,7 @@ def among(
 ) -> Callable[[Codec, int, int], Iterator[Exchanged]]:
     """Groups of workers and servers, with error feedback where a strategy would use it or could.
 
-    With ``hosts``, also their workers on two levels.
+    With ``hosts``, also their workers on two levels, without servers and with two.
     """
 
     def cases(codec: Codec, seed: int, count: int) -> Iterator[Exchanged]:  # noqa: ARG001
@@ -294,6 +297,8 @@ def among(
                 yield Exchanged(whole, workers, servers, seed)
         if hosts:
             yield Exchanged(whole, sum(map(len, hosts)), 0, seed, hosts)
+        if hosts and ways.way_of(whole).servable:
+            yield Exchanged(whole, sum(map(len, hosts)), 2, seed, hosts)
 
     return cases
 
@@ -325,9 +330,11 @@ def the_traffic_is_predicted(case: Exchanged) -> None:
         for arrays, gradients in zip(ranks.arrays, case.gradients(step), strict=False):
             arrays[0][:] = gradients
         parts = parts_of(case.codec, ranks.layers, ranks.buckets[0], step)
-        foreseen = ways.traffic(parts, case.workers, at, served=bool(case.servers))
+        between = partial(ways.traffic, served=bool(case.servers))
         if case.hosts:
-            foreseen = levels.traffic(parts, case.hosts)
+            foreseen = levels.traffic(parts, case.hosts, between, servers=at if case.servers else ())
+        else:
+            foreseen = between(parts, case.workers, at)
         as_predicted([rank.pieces(0) for rank in ranks.ranks], foreseen)
         for rank in ranks.ranks:
             rank.finish(0)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -38,7 +38,7 @@ from syncline.costs.iteration import Batches, Duties, Stretch
 from syncline.costs.plans import ClusterShape, Load, Outline, ProcessPlacement, flows_outline, plan_load, plan_s
 from syncline.engine.step import BucketPhase, Phase
 from syncline.errors import UsageError
-from syncline.nouns import Bucket, Group, Layer
+from syncline.nouns import Bucket, Group, Layer, numpy_dtype
 from syncline.plans.plan import COPY, REDUCE, Plan
 from syncline.schedules import Cost
 from syncline.strategy.strategy import Strategy
@@ -218,10 +218,9 @@ class Exchanges:
     # Compressed gradients.
 
     def _compressed(self, bucket: Bucket) -> list[Chain]:
-        hosts, pieces = self.strategy.hosts(self.group), self._pieces("both", bucket)
-        encoders, share = (len(hosts), 1 / min(map(len, hosts))) if hosts else (self.group.workers, 1.0)
-        computing = ways.way_of(self.strategy.codec_object()).computing(encoders)
-        gradient = bucket.nbytes * share / max(1, len(pieces))
+        way = ways.way_of(self.strategy.codec_object()) if self.strategy.roles is None else ways.OWNERS
+        pieces, computing = self._pieces("both", bucket), way.computing(self._encoders)
+        gradient = bucket.nbytes * self._encoded / max(1, len(pieces))
         first_s = gradient * self._codec_costs.encode_s_per_byte
         rest_s = gradient * (
             (computing.encodes - 1) * self._codec_costs.encode_s_per_byte
@@ -261,11 +260,11 @@ class Exchanges:
         if self.strategy.codec == NONE:
             encoded_s = decoded_s = 0.0
         adding = Stage("serving", push.added_bytes * self.cluster.gamma_s_per_byte, ENGINE)
-        taken = Stage("serving", self._owned(self.group.workers * decoded_s), ENGINE)
+        taken = Stage("serving", self._owned(self._encoders * decoded_s), ENGINE)
         answered = Stage("serving", self._owned(encoded_s), ENGINE)
         to, back = self._moved(push), self._moved(pull, "back" if self._apart else "port")
-        wire = [Stage("cores", encoded_s, ENGINE), *to, adding, taken, updating, answered, *back]
-        wire.append(Stage("cores", decoded_s, ENGINE))
+        wire = [Stage("cores", self._encoded * encoded_s, ENGINE), *to, adding, taken, updating, answered, *back]
+        wire.append(Stage("cores", self._encoded * decoded_s, ENGINE))
         chains: list[Chain] = [wire, [self._processor(push.then(pull), "serving")]]
         if self._apart:  # the chains above are of the busiest rank, a server: add the workers' own processor time
             pulled = pull.moved_bytes / max(1, self.group.workers) * max(1, len(self._owners))
@@ -298,6 +297,24 @@ class Exchanges:
     @property
     def _apart(self) -> bool:
         return self.group.servers > 0
+
+    @cached_property
+    def _hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each host if hosts sum before the codec compresses."""
+        return self.strategy.hosts(self.group)
+
+    @property
+    def _encoders(self) -> int:
+        return len(self._hosts) or self.group.workers
+
+    @cached_property
+    def _encoded(self) -> float:
+        """The part of a bucket that the busiest worker encodes. A worker that serves encodes its part for its host."""
+        if not self._hosts:
+            return 1.0
+        fewest, owned = min(map(len, self._hosts)), self._owned(1.0)
+        serving = [sum(rank in self._owners for rank in ranks) for ranks in self._hosts]
+        return max((1 - count * owned) / fewest + (owned if count else 0.0) for count in serving)
 
     def _owned(self, amount: float) -> float:
         """One owner's share of an amount."""
@@ -343,13 +360,15 @@ def _sketches(
     """The traffic of a bucket's pieces, which does not depend on the constants."""
     group, parts = placement.group, parts_of(strategy.codec_object(), layers, bucket)
     hosts, owners = strategy.hosts(group), _owners_of(strategy, group)
+    between: levels.Foreseen = partial(ways.traffic, served=bool(owners))
     if half != "both":
-        pieces = (push_traffic if half == "push" else pull_traffic)(parts, group.workers, owners)
-    elif hosts:
-        pieces = levels.traffic(parts, hosts)
+        between = push_traffic if half == "push" else pull_traffic
+    if hosts:
+        up, down = half != "pull", half != "push"
+        element_bytes = numpy_dtype(bucket.dtype).itemsize if half == "pull" else 4
+        pieces = levels.traffic(parts, hosts, between, servers=owners, up=up, down=down, element_bytes=element_bytes)
     else:
-        served = strategy.roles is not None
-        pieces = ways.traffic(parts, group.workers, owners if served else range(group.workers), served=served)
+        pieces = between(parts, group.workers, owners or range(group.workers))
     return tuple(
         tuple(flows_outline(shape, placement, step) if isinstance(step, Flows) else step for step in piece)
         for piece in pieces
@@ -427,7 +446,8 @@ def setting_of(strategy: Strategy, cluster: Cluster, workers: int, per_host: int
     """Resolve a strategy for a cluster. Raises UsageError if it cannot run there."""
     per_host = min(workers, per_host or cluster.per_host)
     nodes = tuple(worker // per_host for worker in range(workers))
-    group = Group(workers, strategy.servers, nodes if per_host > 1 else ())
+    local = strategy.roles is not None and strategy.roles.local  # hosts of one worker push too
+    group = Group(workers, strategy.servers, nodes if per_host > 1 or local else ())
     placement = ProcessPlacement(group, per_host)
     setting = Setting(strategy.resolve(group, hosts=placement.count, planned=False), cluster, placement)
     if setting.formula is None:

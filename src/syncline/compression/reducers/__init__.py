@@ -73,7 +73,7 @@ class Round:
 
     sends: Sequence[Message]
     receives: Sequence[Message]
-    total: Total | None = None
+    totals: Sequence[Total] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Participant:
     """This process and the processes that reduce with it. ``owners`` are the processes that own parts, in part order.
 
     ``report`` receives the name of every tensor whose gradient here is not finite. ``hosts`` lists the workers of each
-    host if hosts sum before encoding (``levels``). ``called`` gives the participants' ranks for error messages if they
+    host if hosts sum before encoding (``levels``). ``called`` gives the processes' ranks for error messages if they
     are a subset of all. With ``means`` owners divide sums by the number of workers before encoding, and workers do not
     divide.
     """

@@ -170,9 +170,8 @@ class Packet:
 
 def name_of(process: int, me: Participant) -> str:
     """The name of a process in error messages."""
-    if me.called:
-        return f"rank {me.called[process]}"
-    return f"rank {process}" if process < me.workers else f"server rank {process}"
+    number = me.called[process] if me.called else process
+    return f"rank {number}" if process < me.workers else f"server rank {number}"
 
 
 def spec_of(part: Operand) -> Spec:

@@ -96,11 +96,11 @@ def pull_traffic(parts: Sequence[Operand], workers: int, owners: Sequence[int]) 
 
 
 def _to_owners(piece: OwnedPiece, workers: int, owners: Sequence[int]) -> Flows:
-    return _joined([form.flows(*_others(owner, workers)) for owner, form in _asked(piece.formats, owners)])
+    return joined([form.flows(*_others(owner, workers)) for owner, form in _asked(piece.formats, owners)])
 
 
 def _from_owners(piece: OwnedPiece, workers: int, owners: Sequence[int]) -> Flows:
-    return _joined([form.flows(*_others(owner, workers)[::-1]) for owner, form in _asked(piece.answers, owners)])
+    return joined([form.flows(*_others(owner, workers)[::-1]) for owner, form in _asked(piece.answers, owners)])
 
 
 def _asked(formats: Sequence[MessageFormat], owners: Sequence[int]) -> list[tuple[int, MessageFormat]]:
@@ -114,7 +114,8 @@ def _others(owner: int, workers: int) -> tuple[Column, Column]:
     return others, np.full_like(others, owner)
 
 
-def _joined(flows: Sequence[Flows]) -> Flows:
+def joined(flows: Sequence[Flows]) -> Flows:
+    """Messages that all travel concurrently."""
     return Flows(*(np.concatenate(columns) for columns in zip(*(one.columns for one in flows), strict=True)))
 
 
