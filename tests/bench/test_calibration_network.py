@@ -41,7 +41,7 @@ def place(*nodes: int, **more: Any) -> Hosts:
 
 
 def test_what_is_written_is_read_back_with_sources_and_intervals() -> None:
-    found = calibration_of("mine", place(0, 1), timed(), (), COMPUTED, ORIGIN, "syncline calibrate")
+    found = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "syncline calibrate")
     cluster = parse_network(to_json(found.cluster), "mine.json")
     assert (cluster.name, cluster.cores, cluster.one_machine, cluster.per_host) == ("mine", 2, True, 1)
     assert "a processor, 2 cores; python 3.12" in cluster.source
@@ -54,9 +54,20 @@ def test_what_is_written_is_read_back_with_sources_and_intervals() -> None:
     assert {row.name for row in found.rows} == set(cluster.constants)
 
 
+def test_what_computing_loses_is_kept_with_its_range_and_source() -> None:
+    lost = Estimate(0.6, 0.4, 1.1, 28)
+    found = calibration_of("mine", place(0, 1), timed(), (), lost, COMPUTED, ORIGIN, "syncline calibrate")
+    cluster = parse_network(to_json(found.cluster), "mine.json")
+    assert cluster.slowdown("cpu") == 0.6
+    assert cluster.slowdown("cuda") == 0.0
+    kept = cluster.constants["slowdown.cpu"]
+    assert (kept.range, kept.measured) == ((0.4, 1.1), True)
+    assert "backward passes" in kept.source
+
+
 def test_pieces_and_links_inside_hosts_have_names_of_their_own() -> None:
     inside = timed(alpha_s=5e-6)
-    found = calibration_of("mine", place(0, 0, 1, 1), timed(later_s=2e-3), inside, COMPUTED, ORIGIN, "").cluster
+    found = calibration_of("mine", place(0, 0, 1, 1), timed(later_s=2e-3), inside, None, COMPUTED, ORIGIN, "").cluster
     assert found.constants["between.from_131072.alpha"].value == pytest.approx(2.03e-3, rel=0.05)
     assert found.constants["inside.alpha"].value == pytest.approx(5e-6, rel=0.1)
     assert found.per_host == 2
@@ -65,11 +76,11 @@ def test_pieces_and_links_inside_hosts_have_names_of_their_own() -> None:
 def test_times_that_do_not_grow_with_the_size_make_no_network() -> None:
     """It would be one of unlimited bandwidth."""
     with pytest.raises(SynclineError, match=r"between: .* show no bandwidth: measure longer, with --seconds"):
-        calibration_of("mine", place(0, 1), timed(beta_s=0.0), (), COMPUTED, ORIGIN, "")
+        calibration_of("mine", place(0, 1), timed(beta_s=0.0), (), None, COMPUTED, ORIGIN, "")
 
 
 def test_outliers_are_told_with_the_farthest() -> None:
-    remarks = calibration_of("mine", place(0, 1), timed(), (), COMPUTED, ORIGIN, "").remarks
+    remarks = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "").remarks
     (told,) = (line for line in remarks if "outliers" in line)
     cells = len(timed())
     assert told.startswith(f"{cells} of {9 * cells}")
@@ -77,7 +88,7 @@ def test_outliers_are_told_with_the_farthest() -> None:
 
 
 def test_one_rank_has_no_links_and_the_file_says_what_stands_for_them() -> None:
-    found = calibration_of("mine", place(0), (), (), COMPUTED, ORIGIN, "")
+    found = calibration_of("mine", place(0), (), (), None, COMPUTED, ORIGIN, "")
     assert any("Links were not measured" in line for line in found.remarks)
     cluster = parse_network(to_json(found.cluster), "mine.json")
     alpha = cluster.constants["between.alpha"]
@@ -129,7 +140,7 @@ def test_an_update_without_torch_is_an_assumption(monkeypatch: pytest.MonkeyPatc
     found = measure((), lambda *_: None)
     assert found.per_byte["update"].value == pytest.approx(1.5 * found.per_byte["copy"].value)
     assert "torch is not installed" in found.assumed["update"]
-    cluster = calibration_of("mine", place(0, 1), timed(), (), found, ORIGIN, "").cluster
+    cluster = calibration_of("mine", place(0, 1), timed(), (), None, found, ORIGIN, "").cluster
     assert not cluster.constants["update"].measured
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.costs.clock import Chains, Clock, Operations, Resource, Share, Stage
+from syncline.costs.clock import Chains, Clock, Hindered, Operations, Resource, Share, Stage
 from syncline.engine.step import BucketPhase, Submit
 
 
@@ -116,3 +116,53 @@ def test_nothing_begins_before_operations_are_open() -> None:
     operations.submit(Submit(BucketPhase(0, 0, "allreduce"), 0.0))
     clock.run()
     assert clock.now_s == 6
+
+
+def hindered(factor: float, begin_s: float, seconds: float, others: list[Use]) -> tuple[float, float]:
+    """When a job ends beside the lane "engine" of a shared core, and for how long that lane was served meanwhile."""
+    clock = Clock()
+    share = Share(Resource(clock), "worker")
+    layers = Hindered(clock, share, "engine", factor)
+    ended = [-1.0]
+
+    def over() -> None:
+        ended[0] = clock.now_s
+
+    for other in others:
+        clock.at(other.at_s, partial(share.use, other.seconds, lambda: None, lane=other.lane))
+    clock.at(begin_s, partial(layers.use, seconds, over))
+    clock.run(over=lambda: ended[0] >= 0)
+    return ended[0], layers.busy_s
+
+
+@pytest.mark.parametrize(
+    ("factor", "others", "expected"),
+    [
+        (0.5, [Use(1, 2, lane="engine")], 5.0),
+        (2.0, [Use(1, 2, lane="engine")], 8.0),  # what is gained before and after makes up for what is lost
+        (1.0, [Use(0, 3, lane="engine")], 7.0),
+        (0.5, [Use(1, 2, lane="training")], 4.0),
+        (0.5, [Use(1, 1, lane="engine"), Use(1, 1, lane="training")], 4.5),  # both get half of the core for two seconds
+        (0.5, [Use(9, 1, lane="engine")], 4.0),
+    ],
+)
+def test_a_job_loses_a_part_of_what_the_other_lane_is_served(factor: float, others: list[Use], expected: float) -> None:
+    assert hindered(factor, 0.0, 4.0, others) == (pytest.approx(expected), pytest.approx(expected))
+
+
+@given(
+    st.floats(0, 3),
+    st.floats(0.1, 5),
+    st.lists(st.tuples(st.floats(0, 5), st.floats(0.01, 2)), max_size=6),
+)
+def test_nothing_is_lost_but_the_part_of_what_was_served(
+    factor: float, seconds: float, others: list[tuple[float, float]]
+) -> None:
+    """All of the other lane counts that ends before the job does; a lane serves its jobs one after the other."""
+    end_s, _ = hindered(factor, 0.0, seconds, [Use(at_s, long_s, lane="engine") for at_s, long_s in others])
+    free_s = served_s = 0.0
+    for at_s, long_s in sorted(others):
+        begin_s = max(free_s, at_s)
+        free_s = begin_s + long_s
+        served_s += max(0.0, min(free_s, end_s) - begin_s)
+    assert end_s == pytest.approx(seconds + factor * served_s, abs=1e-6)

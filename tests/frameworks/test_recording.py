@@ -53,13 +53,16 @@ def test_every_tensor_has_its_times_and_the_trace_can_be_read(tmp_path: Path, pa
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     file = tmp_path / "trace.csv"
     with file.open("w") as opened:
-        write_trace(recording.layers, 0.5, opened)
+        recording.h2d_s = 0.5
+        write_trace(recording, opened)
     trace = read_trace(file)
     assert [layer.name for layer in trace.layers] == [layer.spec.name for layer in recording.layers]
     assert trace.elements == sum(parameter.numel() for parameter in model.parameters())
     assert trace.total_s == pytest.approx(sum(one.forward_s + one.backward_s for one in recording.layers), abs=1e-7)
-    assert file.read_text().splitlines()[0] == "name,elements,forward_s,backward_s,h2d_s"
-    assert [float(line.split(",")[4]) for line in file.read_text().splitlines()[1:]] == [0.5, 0, 0, 0]
+    assert file.read_text().splitlines()[0] == "name,elements,forward_s,backward_s,h2d_s,device,shape,rows"
+    assert trace.device == "cpu"
+    assert [line.split(",")[4] for line in file.read_text().splitlines()[1:]] == ["0.500000000", "", "", ""]
+    assert [layer.tensors[0].shape for layer in trace.layers] == [layer.spec.shape for layer in recording.layers]
 
 
 def test_copies_to_a_device_are_timed_while_it_records() -> None:
@@ -91,6 +94,7 @@ def test_a_script_that_ends_early_has_made_so_many_steps() -> None:
     assert (recording.made, [layer.backward_s for layer in recording.layers]) == (3, [0.0] * 4)
     train(2, Gan())
     assert recording.made == 3
-    written = io.StringIO()
-    write_trace((), 0.0, written)
+    with Recording(1, 1) as recording:
+        written = io.StringIO()
+        write_trace(recording, written)
     assert written.getvalue().count("\n") == 1

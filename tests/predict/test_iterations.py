@@ -126,6 +126,25 @@ def test_ranks_that_share_a_core_take_turns_on_it() -> None:
     assert iteration_s("ring schedule=fifo", network(beta=0.0, more=",update=0.5s"), TWO) == pytest.approx(4 + 24 * 0.5)
 
 
+@pytest.mark.parametrize(
+    ("text", "device", "expected"),
+    [
+        # The thread that moves messages works 24 bytes times 10 ms for a bucket: beside the first layer, then alone.
+        ("ring schedule=wait_free", "cpu", 4 + 0.5 * 0.24 + 0.24),
+        ("ring schedule=wait_free", "", 4 + 0.24),
+        ("ring schedule=wait_free", "cuda", 4 + 0.24),
+        ("ring schedule=fifo", "cpu", 4 + 0.48),
+    ],
+)
+def test_layers_lose_time_beside_messages_on_the_device_they_compute_on(
+    text: str, device: str, expected: float
+) -> None:
+    beside = network(beta=0.0, more=",byte_cpu=0.01s,slowdown.cpu=0.5")
+    assert iteration_s(text, beside, replace(TWO, device=device)) == pytest.approx(expected)
+    uneven = replace(TWO, device=device, speed=Speed(slow_rank=1, slowdown=1 + 1e-9))  # all workers are simulated
+    assert iteration_s(text, replace(beside, cores=2), uneven) == pytest.approx(expected)
+
+
 rows = st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 0.01), st.floats(0, 0.01)), min_size=1, max_size=8)
 schedules = st.sampled_from(["fifo", "wait_free", "fixed(bucket=64KiB)", "priority(slice=64KiB)", "split(slice=64KiB)"])
 

@@ -76,6 +76,8 @@ def test_a_layer_without_elements_only_takes_time(tmp_path: Path) -> None:
         (f"{HEAD}\na,,0.1,0.1\n", 2, "there is no elements"),
         (f"{HEAD}\n,1,0.1,0.1\n", 2, "there is no name"),
         (f"{HEAD}\na,1,0.1,0.1,7\n", 2, "more values than columns"),
+        (f"{HEAD},device\na,1,0.1,0.1,tpu\n", 2, "device must be cpu or cuda, got 'tpu'"),
+        (f"{HEAD},device\na,1,0.1,0.1,cpu\nb,1,0.1,0.1,cuda\n", 3, "layers on cpu and on cuda: a trace is of one"),
         (f"{HEAD}\na,-1,0.1,0.1\n", 2, "elements must be a whole number"),
         (f"{HEAD}\na,1.5,0.1,0.1\n", 2, "elements must be a whole number"),
         (f"{HEAD}\na,1,0.1,0.1\n\na,1,0.1,0.1\n", 4, "already on line 2"),

@@ -76,12 +76,21 @@ class Resource:
         self._turn = 0  # counts changes of service: an end scheduled before the last change is void
         self._serial = count()
         self._busy_s = 0.0
+        self._watching: list[Call] = []
 
     @property
     def busy_s(self) -> float:
         """Seconds of service so far; a lane that stands for several counts once."""
         self._pass()
         return self._busy_s
+
+    def watch(self, call: Call) -> None:
+        """Call whenever the rate of a lane may have changed."""
+        self._watching.append(call)
+
+    def rate(self, lane: str) -> float:
+        """The rate at which a lane is served now; 0 if it has no job."""
+        return self._rate(len(self._served())) if lane in self._lanes else 0.0
 
     def stand(self, lane: str, alike: int) -> None:
         """Let a lane stand for ``alike`` lanes: each gets the same service, and takes as much of the capacity."""
@@ -125,6 +134,8 @@ class Resource:
             turn, rate = self._turn, self._rate(len(served))
             left_s = max(0.0, min(jobs[0][3].left_s for jobs in served))
             self._clock.after(left_s / rate, lambda: self._end(turn))
+        for call in self._watching:
+            call()
 
     def _end(self, turn: int) -> None:
         """Finish the jobs whose service ends now."""
@@ -163,8 +174,60 @@ class Share:
         self._resource.stand(name, self._alike)
         self._resource.use(seconds, served, priority=priority, serial=serial, lane=name)
 
+    def watch(self, call: Call) -> None:
+        """As ``Resource.watch``."""
+        self._resource.watch(call)
 
-Used = Resource | Share
+    def rate(self, lane: str) -> float:
+        """As ``Resource.rate``."""
+        return self._resource.rate(f"{self._name} {lane}")
+
+
+class Hindered:
+    """Serves one job at a time, which loses ``factor`` seconds for each second that a lane of ``other`` is served.
+
+    With a factor of 1 or more nothing is gained while the other lane is busy.
+    """
+
+    def __init__(self, clock: Clock, other: Resource | Share, lane: str, factor: float) -> None:
+        self._clock, self._other, self._lane, self._factor = clock, other, lane, factor
+        self._job: _Job | None = None
+        self._rate, self._since_s, self._turn = 1.0, 0.0, 0
+        self.busy_s = 0.0
+        """Seconds of service of the jobs that have finished, with what they lost."""
+        other.watch(self._change)
+
+    def use(self, seconds: float, done: Call, *, priority: float = 0.0, serial: int = 0, lane: str = "") -> None:  # noqa: ARG002
+        """Request service for ``seconds``. The former job has ended."""
+        assert self._job is None
+        begun_s = self._clock.now_s
+
+        def served() -> None:
+            self.busy_s += self._clock.now_s - begun_s
+            done()
+
+        self._job, self._since_s = _Job(seconds, served), begun_s
+        self._change()
+
+    def _change(self) -> None:
+        """Account for the service up to now, and foresee the end at the present rate."""
+        if self._job is None:
+            return
+        now_s = self._clock.now_s
+        self._job.left_s -= (now_s - self._since_s) * self._rate
+        self._since_s, self._turn = now_s, self._turn + 1
+        self._rate = 1.0 - self._factor * self._other.rate(self._lane)
+        if self._rate > 0:
+            turn = self._turn
+            self._clock.after(max(0.0, self._job.left_s) / self._rate, lambda: self._end(turn))
+
+    def _end(self, turn: int) -> None:
+        if turn == self._turn and self._job is not None:
+            job, self._job = self._job, None
+            job.done()
+
+
+Used = Resource | Share | Hindered
 
 
 class Stage(NamedTuple):

@@ -31,8 +31,11 @@ max(o, g) + (n-1) G, and the flight is the rest: L + 2 o - max(o, g).
     tensor  iteration                              of a gradient, and of an iteration, in the training thread
     update  copy                                   a byte of weights updated, a byte copied
     codecs.CODEC.encode  codecs.CODEC.decode       a byte of gradient; CODEC is the codec's text
+    slowdown.cpu  slowdown.cuda                    see below
 
-All are in seconds per message or per byte.
+All are in seconds per message or per byte, but for ``slowdown.DEVICE``: the seconds by which layers that compute on
+this device take longer for each second of processor time of the thread that moves messages meanwhile. Both use
+the memory's bandwidth, and the processor's if there are too few cores.
 """
 
 from __future__ import annotations
@@ -284,9 +287,15 @@ def _number(text: str, what: str) -> float:
 
 
 _PLAIN = ("gamma", "message", "byte_cpu", "bucket", "tensor", "iteration", "update", "copy")
-_NAMES = (*(f"{end}.{what}" for end in ("between", "inside") for what in ("alpha", "beta", "flight")), *_PLAIN)
 _PIECE = re.compile(r"(between|inside)\.(?:from_(\d+)\.)?(alpha|beta)")
 _CODEC = re.compile(r"codecs\.(.+)\.(encode|decode)")
+SLOWDOWN = "slowdown."
+DEVICES = ("cpu", "cuda")
+_NAMES = (
+    *(f"{end}.{what}" for end in ("between", "inside") for what in ("alpha", "beta", "flight")),
+    *_PLAIN,
+    *(SLOWDOWN + device for device in DEVICES),
+)
 
 End = Literal["low", "high"]
 
@@ -408,6 +417,10 @@ class Cluster:
                 raise UsageError(f"network {self.name}: {missing[0]} is missing: a codec needs encode and decode")
             found[text] = CodecCosts(*(self._seconds(key) for key in keys))
         return found
+
+    def slowdown(self, device: str) -> float:
+        """The seconds that layers on a device lose for each second of the thread that moves messages; 0 if unknown."""
+        return self._seconds(SLOWDOWN + device)
 
     def replaced(self, values: Mapping[str, float]) -> Cluster:
         """A copy with other values, exact and not measured; these may be constants that it did not have."""

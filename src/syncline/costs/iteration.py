@@ -60,10 +60,12 @@ class Duties:
     """The computation of a worker in an iteration: ``parts`` in forward order.
 
     Besides the layers the training thread has stages to ``update`` the weights of a bucket, for ``averaging`` weights,
-    for every ``gradient`` and for every ``iteration``. Layers are pure delays, as on an accelerator.
+    for every ``gradient`` and for every ``iteration``. Layers take their time ``on`` a resource; without one they are
+    pure delays.
     """
 
     parts: tuple[Stretch, ...]
+    on: str | None = None
     batches: Batches = Batches()
     update: Callable[[int], Sequence[Stage]] = lambda _: ()
     gradient: Sequence[Stage] = ()
@@ -129,9 +131,9 @@ class VirtualWorker:
         for part in duties.parts:
             for tensor in part.tensors:
                 yield from self._do(steps.needed(tensor))
-            yield from self._lasting("forward_s", (Stage(None, part.forward_s * factor),))
+            yield from self._lasting("forward_s", (Stage(duties.on, part.forward_s * factor),))
         for part in reversed(duties.parts):
-            yield from self._lasting("backward_s", (Stage(None, part.backward_s * factor),))
+            yield from self._lasting("backward_s", (Stage(duties.on, part.backward_s * factor),))
             for tensor in reversed(part.tensors):
                 yield from self._lasting("backward_s", duties.gradient)
                 yield from self._do(steps.produced(tensor))

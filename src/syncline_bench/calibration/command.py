@@ -38,8 +38,9 @@ from ..machine import provenance
 from ..predict.networks import to_json
 from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from ..report.predictions import render_constants
-from . import computing, links
+from . import computing, links, overlap
 from .computing import ways_of
+from .fits import Estimate
 from .links import Timed
 from .network import Calibration, Hosts, calibration_of
 
@@ -185,6 +186,7 @@ class _Found(NamedTuple):
     place: Hosts
     between: Sequence[Timed] = ()
     inside: Sequence[Timed] = ()
+    slowdown: Estimate | None = None
 
 
 def _take_part(request: Request, environment: Environment, console: Console | None) -> None:
@@ -227,7 +229,10 @@ def _joined(request: Request, environment: Environment, console: Console | None)
             for title, ranks in {f"links, {place.text}": place.between, "links inside a host": place.inside}.items():
                 with display.task(title, 1.0) as task:
                     found[title] = links.measure(session, ranks, request.budget_s, task.at) if ranks else []
-        return _Found(place, *found.values())
+            with display.task("computing beside messages", 1.0) as task:
+                slowdown = overlap.measure(session, place.between, task.at)
+        between, inside = found.values()
+        return _Found(place, between, inside, slowdown)
     finally:
         api.shutdown()  # also reports an exception in flight to the other ranks
 

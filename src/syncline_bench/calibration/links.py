@@ -153,7 +153,7 @@ class Timed:
 
 def measure(session: Session, members: Sequence[int], budget_s: float, told: Told) -> list[Timed]:
     """Time all cells between an even number of ranks. All ranks of the session call this and get the same result."""
-    with _without_collector():
+    with without_collector():
         return _Measuring(session, members, budget_s, told).run()
 
 
@@ -238,7 +238,7 @@ class _Measuring:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Disable garbage collection during a measurement."""
     before = gc.isenabled()
     gc.collect()

@@ -93,6 +93,7 @@ def calibration_of(
     place: Hosts,
     between: Sequence[Timed],
     inside: Sequence[Timed],
+    slowdown: Estimate | None,
     computed: Computed,
     origin: Mapping[str, Any],
     asked: str,
@@ -116,6 +117,8 @@ def calibration_of(
             remarks.append(_held_against(end, found))
     if between:
         estimates.processor(between)
+        if slowdown is not None:
+            estimates.slowdown(slowdown)
     else:
         like = load_network(ASSUMED)
         reason = f"assumed: from the network {ASSUMED}, since a single rank has no link to measure"
@@ -163,6 +166,11 @@ class _Estimates:
         of = "processor time of a rank in the steps of a ring"
         for key, estimate in fit_processor(timed).constants.items():
             self._add(key, estimate, of)
+
+    def slowdown(self, found: Estimate) -> None:
+        """Add the time that computing loses beside messages."""
+        of = "seconds that backward passes lose per processor second of allreduces meanwhile: transformer, wide layers"
+        self._add("slowdown.cpu", found, of)
 
     def computed(self, computed: Computed) -> None:
         """Add the times of one thread per byte."""

@@ -114,7 +114,7 @@ def record(output: str, steps: int, skip: int, module: bool, script: str, args: 
             f" the first {skip}: let it train longer, or lower --skip and --steps"
         )
     file = io.StringIO(newline="")
-    write_trace(recording.layers, recording.h2d_s, file)
+    write_trace(recording, file)
     replace_text(target or STANDARD_OUTPUT, file.getvalue())
     forward_s, backward_s = (
         sum(getattr(layer, what) for layer in recording.layers) for what in ("forward_s", "backward_s")

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from syncline.compression.reducers.ways import parts_of
-from syncline.costs.clock import Begin, Call, Chain, Chains, Clock, Operations, Resource, Stage, Used
+from syncline.costs.clock import Begin, Call, Chain, Chains, Clock, Operations, Resource, Share, Stage, Used
 from syncline.costs.iteration import Handed, VirtualWorker, run
 from syncline.costs.plans import ProcessPlacement
 from syncline.engine.step import BucketPhase, Steps, Submit
@@ -131,14 +131,15 @@ class Apart:
         steps = Steps(
             len(self._model.layers), self._laid, self._schedule, self._setting.strategy.sync_mode(), held=True
         )
-        cores = {"cores": self._machines.worker(worker)}
+        cores = self._machines.worker(worker)
         operations = Operations(self._clock, partial(self._push, worker), self._in_flight)
         duties = duties_of(self._setting, self._model, self._laid)
         handed = Handed(operations.submit, lambda _: None)
         found = VirtualWorker(self._clock, duties, steps, handed, stretch_of(self._model, worker))
         # Equal workers that start together would stay in step and always compete for the ports. Stagger their starts.
         begin_s = worker / len(self._workers) * self._model.computing_s
-        self._clock.at(begin_s, partial(run, self._clock, found.iterations(), cores, operations))
+        own = self._machines.of(self._model, cores, cores)
+        self._clock.at(begin_s, partial(run, self._clock, found.iterations(), own, operations))
         return found
 
     def _payload_bytes(self, number: int) -> float:
@@ -244,7 +245,8 @@ class Together:
         self._schedule = setting.strategy.schedule_object()
         self._clock = Clock()
         self._machines = Machines(setting, self._clock)
-        self._resources = resources_of(setting, self._clock, self._machines)
+        self._engine = self._machines.all_workers()
+        self._resources = resources_of(setting, self._clock, self._machines, self._engine)
         exchanges = Exchanges(setting, model.layers, self._laid.buckets)
         in_flight = habits.in_flight or self._schedule.in_flight
         self._operations = Operations(self._clock, self._begin(exchanges), in_flight)
@@ -259,7 +261,8 @@ class Together:
         period = period_of(self._setting.strategy.sync_mode(), self._setting.workers)
         before, counted = (1, 1) if self._repeats else (_BEFORE, -(-least // period) * period)
         for rank, worker in enumerate(self._workers):
-            own = self._resources if len(self._workers) == 1 else {"cores": self._machines.worker(rank)}
+            cores = self._engine if len(self._workers) == 1 else self._machines.worker(rank)
+            own = self._machines.of(self._model, cores, self._engine)
             run(self._clock, worker.iterations(), own, self._operations)
         (begun_s, begun_busy_s), (ended_s, busy_s) = (self._look(before), self._look(before + counted))
         means = {name: (ended_s[name] - seconds) / counted for name, seconds in begun_s.items()}
@@ -356,10 +359,10 @@ def measured_chains(setting: Setting, laid: Laid, operation: BucketPhase) -> Seq
     return [[Stage("port", setting.measured(laid.buckets[operation.bucket].nbytes))]]
 
 
-def resources_of(setting: Setting, clock: Clock, machines: Machines) -> dict[str, Used]:
+def resources_of(setting: Setting, clock: Clock, machines: Machines, cores: Share) -> dict[str, Used]:
     """The resources that the exchanges of a setting use, by name (see ``settings``)."""
     found: dict[str, Used] = {name: Resource(clock, ranked=True) for name in ("port", "back", "inside")}
-    found["cores"] = machines.all_workers()
+    found["cores"] = cores
     found["serving"] = machines.serving(0) if setting.placement.group.servers else found["cores"]
     return found
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from syncline.costs.cluster import Cluster, Constant, loggp, topology_of
+from syncline.costs.cluster import SLOWDOWN, Cluster, Constant, loggp, topology_of
 from syncline.errors import DataError, UsageError
 from syncline.nouns import Rate, Seconds
 from syncline.strategy.grammar import nearest, read_list, read_value
@@ -132,7 +132,8 @@ def inline(text: str) -> Cluster:
         elif key in _SHAPE:
             shape[key] = read_value(value, int, key)
         else:
-            constants[name] = Constant(_given_s(key, value), source="given")
+            given_s = read_value(value, float, key) if name.startswith(SLOWDOWN) else _given_s(key, value)
+            constants[name] = Constant(given_s, source="given")
     return Cluster(text, _with_links(constants), about="given as constants", source="given", **shape)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from syncline.costs.cluster import Cluster, Switch
+from syncline.costs.cluster import SLOWDOWN, Cluster, Switch
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import NONE, write
 from syncline.sync import Mixes
@@ -241,6 +241,10 @@ def _assumed(cluster: Cluster, cases: Cases) -> Iterator[str]:
         )
     if not cluster.constants.get("update"):
         yield f"{cluster.name} has no cost of an update: it is assumed to take no time."
+    device = cases[0][1].model.device if cases else ""
+    if SLOWDOWN + device not in cluster.constants:
+        where = f"on {device}" if device else "whose device the trace does not name"
+        yield f"{cluster.name} has no slowdown of layers {where}: they are assumed to lose no time beside messages."
     assumed = [name for name, one in cluster.constants.items() if not one.measured and one.source != "given"]
     if assumed:
         yield f"{cluster.name}: assumed and not measured: {', '.join(assumed)}."

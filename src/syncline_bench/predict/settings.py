@@ -8,6 +8,7 @@ If all workers are alike, one is simulated: a stage of an exchange takes as long
     port     the busiest host's port in the direction of gradients, and of results without separate servers
     back     the port's other direction, in which separate servers answer while pushes continue
     inside   the links between the ranks of a host
+    layers   the device of the layers, which are slower while the engine's thread is at work
     cores    a rank's share of its host's cores, with a lane for the engine's thread and one for training
     serving  a server's cores, if servers are separate processes
 
@@ -32,7 +33,7 @@ from syncline.compression.compression import join_cuts
 from syncline.compression.reducers import Flows, Summed, levels, ways
 from syncline.compression.reducers.owners import pull_traffic, push_traffic
 from syncline.compression.reducers.ways import parts_of
-from syncline.costs.clock import Chain, Clock, Resource, Share, Stage, Used
+from syncline.costs.clock import Chain, Clock, Hindered, Resource, Share, Stage, Used
 from syncline.costs.cluster import Cluster, CodecCosts
 from syncline.costs.iteration import Batches, Duties, Stretch
 from syncline.costs.plans import ClusterShape, Load, Outline, ProcessPlacement, flows_outline, plan_load, plan_s
@@ -61,6 +62,8 @@ class Model:
     batch: int
     batches: Batches = _AT_ONCE
     speed: Speed = EVEN
+    device: str = ""
+    """The device on which the layers compute; empty if unknown."""
 
     @property
     def forward_s(self) -> float:
@@ -114,7 +117,7 @@ def traced(name: str, trace: Trace, batch: int, batches: Batches = _AT_ONCE, spe
             last = number == len(one.tensors) - 1
             named = replace(spec, name=f"{one.name}.{spec.name}")
             layers.append(Layer(named, parts[-1].forward_s * (number == 0), parts[-1].backward_s * last))
-    return Model(name, tuple(parts), tuple(layers), batch, batches, speed)
+    return Model(name, tuple(parts), tuple(layers), batch, batches, speed, trace.device)
 
 
 ENGINE, TRAINING = "engine", "training"
@@ -513,6 +516,7 @@ def duties_of(setting: Setting, model: Model, laid: Laid) -> Duties:
 
     return Duties(
         model.parts,
+        "layers" if cluster.slowdown(model.device) else None,
         model.batches,
         update,
         gradient=taking(cluster.tensor_s),
@@ -534,15 +538,23 @@ class Machines:
         self._servers = placement.group.servers
         self._cores = self._new()
 
-    def all_workers(self) -> Used:
+    def all_workers(self) -> Share:
         """The cores of one worker that is simulated for all."""
         return Share(self._cores, "workers", self._together)
 
-    def worker(self, rank: int) -> Used:
+    def worker(self, rank: int) -> Share:
         """The cores of one of several simulated workers."""
         if self._cluster.one_machine:
             return Share(self._cores, f"worker {rank}")
         return Share(self._new(), "worker", self._together)
+
+    def of(self, model: Model, cores: Share, engine: Share) -> dict[str, Used]:
+        """What a worker's training thread uses: its cores, and the device of its layers beside the engine's thread."""
+        found: dict[str, Used] = {"cores": cores}
+        factor = self._cluster.slowdown(model.device)
+        if factor:
+            found["layers"] = Hindered(self._clock, engine, ENGINE, factor)
+        return found
 
     def serving(self, owners: int) -> Used:
         """The cores of a server, or those that one of ``owners`` workers uses for serving."""

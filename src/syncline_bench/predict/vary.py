@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from syncline.costs.cluster import Cluster, Switch
+from syncline.costs.cluster import SLOWDOWN, Cluster, Switch
 from syncline.costs.iteration import Batches
 from syncline.strategy.words import NONE, write
 
@@ -40,7 +40,7 @@ TENFOLD = 0.1
 COMPUTING, LOADING, CORES, SHARED = "compute", "loading", "processor cores", "links inside the network"
 BANDWIDTH, LATENCY, SERVERS = "bandwidth", "latency", "servers' ports"
 INSIDE, ADDING, CODEC, SOFTWARE, UPDATE = "links inside hosts", "adding", "codec", "software", "update"
-COPYING = "copying at owners"
+COPYING, BESIDE = "copying at owners", "slower computing beside messages"
 
 _RESOURCES: Mapping[str, Callable[[str], bool]] = {
     BANDWIDTH: lambda key: key.startswith("between.") and key.endswith(".beta"),
@@ -51,6 +51,7 @@ _RESOURCES: Mapping[str, Callable[[str], bool]] = {
     SOFTWARE: lambda key: key in ("message", "byte_cpu", "bucket", "tensor", "iteration"),
     UPDATE: lambda key: key == "update",
     COPYING: lambda key: key == "copy",
+    BESIDE: lambda key: key.startswith(SLOWDOWN),
 }
 
 
@@ -97,9 +98,13 @@ class Varied:
         return found
 
     def uses(self, name: str) -> bool:
-        """Whether a constant can have an effect: ``copy`` only under asynchronous pushes, a codec's only under it."""
+        """Whether a constant can have an effect: ``copy`` only under asynchronous pushes, a codec's only under it, a
+        device's only if the layers compute on it.
+        """
         if name == "copy":
             return self.setting.alone
+        if name.startswith(SLOWDOWN):
+            return name == SLOWDOWN + self.model.device
         return not name.startswith("codecs.") or name in self._own_codec
 
     @cached_property
@@ -181,6 +186,7 @@ _REMEDIES = {
     SOFTWARE: "a tenth of the processor time of messages",
     UPDATE: "a 10 times faster update",
     COPYING: "10 times faster copying",
+    BESIDE: "a tenth of the slowdown of computing beside messages",
 }
 
 

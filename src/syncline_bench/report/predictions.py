@@ -289,12 +289,17 @@ _COLUMNS: tuple[Column[ConstantRow], ...] = (
 def render_constants(rows: Sequence[ConstantRow], title: str, remarks: Sequence[str]) -> Sheet:
     """The table, what its columns mean, and what to keep in mind."""
     table = Table(_COLUMNS, rows, title, style=lambda row: "" if row.measured else "dim", spare=64)
-    words = "Values are seconds per message, or per byte moved, added, updated, copied, encoded or decoded."
+    words = (
+        "Values are seconds per message, or per byte moved, added, updated, copied, encoded or decoded; a slowdown is"
+        " the time that layers lose per second of the thread that moves messages."
+    )
     return Sheet([table], words, remarks, kept="-o")
 
 
 def amount(name: str, value: float) -> str:
-    """A constant as people read it: seconds of a message, nanoseconds of a byte."""
+    """A constant as people read it: seconds of a message, nanoseconds of a byte, a ratio of seconds."""
+    if name.startswith("slowdown."):
+        return units.significant(value)
     if name.rpartition(".")[2] in _PER_MESSAGE:
         return units.seconds(value)
     return f"{units.significant(1e9 * value)} ns"

@@ -9,7 +9,10 @@ A trace file is CSV with one line per layer, in forward order, and at least thes
 ``elements`` is the number of the layer's parameters, which a replay holds as one float32 tensor; 0 is a layer that only
 takes time, such as a pooling. Times are seconds of one worker's batch. ``backward_s`` is the time from the gradient of
 the layer's output to those of its input and parameters. An optional column ``h2d_s`` has the time for copying a batch
-to the device; the lines' times add up, and it is usually empty or 0 in all but one.
+to the device; the lines' times add up, and it is usually empty or 0 in all but one. An optional column ``device`` names
+the device that the layers computed on, ``cpu`` or ``cuda``, in one line or in all. With an optional column ``shape``,
+such as ``768x3072``, the tensor has this shape; codecs of matrices depend on it. An optional column ``rows`` has the
+share of the tensor's rows whose gradient is not zero, as of an embedding that few symbols of a batch use; empty is 1.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from syncline.costs.cluster import DEVICES
 from syncline.errors import DataError, UsageError
 from syncline.nouns import Spec
 
 COLUMNS = ("name", "elements", "forward_s", "backward_s")
 """The required columns of a trace file; others are ignored, except ``h2d_s``."""
 
-_COPIES = "h2d_s"
+_COPIES, _DEVICE, _SHAPE, _ROWS = "h2d_s", "device", "shape", "rows"
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,12 @@ class TracedLayer:
     forward_s: float
     backward_s: float
     h2d_s: float = 0.0
+    rows: float = 1.0
+    """The share of rows whose gradient is not zero."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.rows <= 1:
+            raise UsageError(f"rows of layer {self.name!r} must be a share above 0 and up to 1, got {self.rows!r}")
         if not self.name:
             raise UsageError("a layer needs a name")
         times = {"forward_s": self.forward_s, "backward_s": self.backward_s, "h2d_s": self.h2d_s}
@@ -56,13 +64,14 @@ class TracedLayer:
 class Trace:
     """A network as a sequence of layers in forward order; backward is the reverse.
 
-    ``batch`` is the number of samples per worker that the times are for, None if unknown. Raises UsageError if there is
-    no layer, no parameter, or a duplicate name.
+    ``batch`` is the number of samples per worker that the times are for, None if unknown; ``device`` is where the
+    layers computed, empty if unknown. Raises UsageError if there is no layer, no parameter, or a duplicate name.
     """
 
     name: str
     layers: tuple[TracedLayer, ...]
     batch: int | None = None
+    device: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -108,19 +117,20 @@ def read_trace(path: str | Path) -> Trace:
     """The trace in a CSV file. DataError names the file and line of a fault, and what is expected."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            layers = tuple(_layers(csv.DictReader(file, strict=True), path))
+            devices: set[str] = set()
+            layers = tuple(_layers(csv.DictReader(file, strict=True), path, devices))
     except OSError as error:
         raise DataError(f"cannot read the trace {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"the trace {path} is not text in UTF-8: {error.reason}") from None
     try:
-        return Trace(str(path), layers)
+        return Trace(str(path), layers, device="".join(devices))
     except UsageError as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def _layers(rows: csv.DictReader[str], path: str | Path) -> Iterator[TracedLayer]:
-    """The layers line by line. DataError names the fault of a line."""
+def _layers(rows: csv.DictReader[str], path: str | Path, devices: set[str]) -> Iterator[TracedLayer]:
+    """The layers line by line; adds their device to ``devices``. DataError names the fault of a line."""
     seen: dict[str, int] = {}
     try:
         columns = [(column or "").strip() for column in rows.fieldnames or ()]
@@ -135,6 +145,9 @@ def _layers(rows: csv.DictReader[str], path: str | Path) -> Iterator[TracedLayer
             if layer.name in seen:
                 raise UsageError(f"the layer {layer.name!r} was already on line {seen[layer.name]}: names differ")
             seen[layer.name] = rows.reader.line_num
+            devices |= _device(row)
+            if len(devices) > 1:
+                raise UsageError(f"layers on {' and on '.join(sorted(devices))}: a trace is of one device")
             yield layer
     except (UsageError, csv.Error) as error:
         raise DataError(f"{path}, line {max(1, rows.reader.line_num)}: {error}") from None
@@ -151,13 +164,32 @@ def _layer(row: Mapping[str | None, str | list[str] | None]) -> TracedLayer:
         if not isinstance(value, str) or not value.strip():
             raise UsageError(f"there is no {column}")
         values[column] = value.strip()
+    for column in (_COPIES, _SHAPE, _ROWS):
+        value = row.get(column)
+        if isinstance(value, str) and value.strip():
+            values[column] = value.strip()
     elements = _elements(values["elements"])
-    tensors = (Spec("weight", (elements,)),) if elements else ()
-    copied = row.get(_COPIES)
-    if isinstance(copied, str) and copied.strip():
-        values[_COPIES] = copied.strip()
-    h2d_s = _seconds(values, _COPIES) if _COPIES in values else 0.0
-    return TracedLayer(values["name"], tensors, _seconds(values, "forward_s"), _seconds(values, "backward_s"), h2d_s)
+    tensors = (Spec("weight", _shape(values, elements)),) if elements else ()
+    times = _number(values, "forward_s"), _number(values, "backward_s"), _number(values, _COPIES, 0.0)
+    return TracedLayer(values["name"], tensors, *times, _number(values, _ROWS, 1.0))
+
+
+def _shape(values: Mapping[str, str], elements: int) -> tuple[int, ...]:
+    """The shape of a line, by default one dimension."""
+    sizes = values.get(_SHAPE, str(elements)).split("x")
+    shape = tuple(int(size) if size.isascii() and size.isdigit() else 0 for size in sizes)
+    if math.prod(shape) != elements:
+        raise UsageError(f"shape must be sizes with the product {elements}, such as 768x3072, got {values[_SHAPE]!r}")
+    return shape
+
+
+def _device(row: Mapping[str | None, str | list[str] | None]) -> set[str]:
+    """The device of a line, if it names one."""
+    value = row.get(_DEVICE)
+    named = {value.strip()} - {""} if isinstance(value, str) else set[str]()
+    if unknown := named.difference(DEVICES):
+        raise UsageError(f"device must be {' or '.join(DEVICES)}, got {unknown.pop()!r}")
+    return named
 
 
 def _elements(text: str) -> int:
@@ -166,8 +198,11 @@ def _elements(text: str) -> int:
     return int(text)
 
 
-def _seconds(values: Mapping[str, str], column: str) -> float:
+def _number(values: Mapping[str, str], column: str, default: float | None = None) -> float:
+    if default is not None and column not in values:
+        return default
     try:
         return float(values[column])
     except ValueError:
-        raise UsageError(f"{column} must be a number of seconds, got {values[column]!r}") from None
+        kind = "a share" if column == _ROWS else "a number of seconds"
+        raise UsageError(f"{column} must be {kind}, got {values[column]!r}") from None

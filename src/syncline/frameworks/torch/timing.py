@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import pairwise
@@ -31,6 +31,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ...costs.cluster import DEVICES
 from ...errors import UsageError
 from ...nouns import Layer
 from .compiled import eager
@@ -180,7 +181,7 @@ class LayerTimes:
         self._handles = []
 
 
-COLUMNS = ("name", "elements", "forward_s", "backward_s", "h2d_s")
+COLUMNS = ("name", "elements", "forward_s", "backward_s", "h2d_s", "device", "shape", "rows")
 
 
 class Recorded(SystemExit):
@@ -197,13 +198,16 @@ class Recording:
     def __init__(self, steps: int, skip: int, away: Callable[[torch.device], bool] | None = None) -> None:
         self.done = False
         self.layers: tuple[Layer, ...] = ()
-        self.h2d_s = 0.0
+        self.h2d_s, self.device = 0.0, ""
+        self.rows: dict[int, float] = {}
+        """The share of rows with a gradient in the last step, of embeddings, by the number of their layer."""
         self.made = 0
         """The number of optimizer steps so far."""
         self._steps, self._skip = steps, skip
         self._depth = 0
         self._called: dict[int, torch.nn.Module] = {}  # outermost modules with parameters to train
         self._times: LayerTimes | None = None
+        self._embeddings: dict[int, torch.nn.Parameter] = {}
         self._copies = _Copies(away or (lambda device: device.type == "cuda"))
         self._handles: list[Any] = [
             modules.register_module_forward_pre_hook(eager(lambda module, _: self._enter(module))),
@@ -235,6 +239,7 @@ class Recording:
         self.made += 1
         if self._times is not None and self._times.enough:
             self.layers = self._times.of(self.layers)
+            self.rows = {number: _used(weight) for number, weight in self._embeddings.items()}
             self.h2d_s, self.done = self._copies.median_s, True
             raise Recorded(0)
         if self._times is None and self.made >= self._skip:
@@ -256,11 +261,14 @@ class Recording:
 
     def _attach(self, model: torch.nn.Module) -> None:
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-        self.layers = layers_of(named)
-        self._times = LayerTimes(model, named, self._steps, clock_of(device_of(named)), forward=True)
+        self.layers, device = layers_of(named), device_of(named)
+        self.device = device.type if device.type in DEVICES else ""
+        self._times = LayerTimes(model, named, self._steps, clock_of(device), forward=True)
         for index, (_, parameter) in enumerate(named):
             hook = eager(lambda _, index=index: self._produced(index))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        looked_up = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+        self._embeddings = {index: one for index, (_, one) in enumerate(named) if id(one) in looked_up}
         self._copies.begin()
 
     def _produced(self, index: int) -> None:
@@ -325,10 +333,22 @@ def _idle() -> None:
         torch.cuda.synchronize()
 
 
-def write_trace(layers: Iterable[Layer], h2d_s: float, file: TextIO) -> None:
-    """Write layers as a trace file: one line per tensor, in forward order."""
-    rows = csv.writer(file, lineterminator="\n")
-    rows.writerow(COLUMNS)
-    for index, layer in enumerate(layers):
-        times = (layer.forward_s, layer.backward_s, 0.0 if index else h2d_s)
-        rows.writerow([layer.spec.name, layer.spec.elements, *(f"{seconds:.9f}" for seconds in times)])
+def _used(weight: torch.nn.Parameter) -> float:
+    """The share of rows whose gradient is not zero."""
+    gradient = weight.grad
+    if gradient is None:
+        return 1.0
+    rows = gradient.to_dense() if gradient.is_sparse else gradient
+    return max(1.0, float((rows != 0).any(-1).sum())) / len(rows)
+
+
+def write_trace(recording: Recording, file: TextIO) -> None:
+    """Write the layers as a trace file: one line per tensor, in forward order."""
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(COLUMNS)
+    for index, layer in enumerate(recording.layers):
+        times = f"{layer.forward_s:.9f}", f"{layer.backward_s:.9f}"
+        first = ("", "") if index else (f"{recording.h2d_s:.9f}", recording.device)
+        shape, share = "x".join(map(str, layer.spec.shape)), recording.rows.get(index, 1.0)
+        last = shape, "" if share == 1 else f"{share:.6g}"
+        lines.writerow([layer.spec.name, layer.spec.elements, *times, *first, *last])

@@ -8,7 +8,8 @@ be more ranks than cores.
 The memory is real, the mathematics is not. Layers pass one number per sample through, and all elements of a layer's
 gradient are the sum of the incoming gradient times the layer's position (k of L: k / L). With half the mean square of
 the output as loss, that sum is the batch's mean. It differs between ranks and layers, and its mean over ranks is that
-of the whole batch, so an unaveraged or misplaced gradient shows in the weights.
+of the whole batch, so an unaveraged or misplaced gradient shows in the weights. Where a trace has gradients for a share
+of the rows only, all other rows are zero: the same ones in every step and on every rank.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class ReplayedLayer(nn.Module):
         # Gradients keep their memory, as with an accelerator's caching allocator: fresh pages cost ten times as much as
         # writing. The memory is touched here, or else the first iteration would pay for it.
         self._memory = [torch.ones_like(parameter) for parameter in self.parameters()]
+        self._rows = [_used_rows(memory, layer.rows) for memory in self._memory]
 
     def forward(self, signal: Tensor) -> Tensor:
         """The unchanged signal, after the layer's forward time.
@@ -82,19 +84,29 @@ class ReplayedLayer(nn.Module):
         """The gradients of all parameters, full of ``value`` times the layer's factor, after the backward time."""
         self._pacer.begin()
         found = [
-            _filled(parameter, memory, value * self._factor)
-            for parameter, memory in zip(self.parameters(), self._memory, strict=True)
+            _filled(parameter, memory, rows, value * self._factor)
+            for parameter, memory, rows in zip(self.parameters(), self._memory, self._rows, strict=True)
         ]
         self._pacer.finish(self._layer.backward_s)
         return found
 
 
-def _filled(parameter: nn.Parameter, memory: Tensor, value: float) -> Tensor:
+def _used_rows(memory: Tensor, share: float) -> Tensor | None:
+    """The rows whose gradient is not zero, at even distances; None for all."""
+    count = max(1, round(share * len(memory)))
+    return None if count >= len(memory) else torch.arange(count) * len(memory) // count
+
+
+def _filled(parameter: nn.Parameter, memory: Tensor, rows: Tensor | None, value: float) -> Tensor:
     in_use = parameter.grad is not None and parameter.grad.data_ptr() == memory.data_ptr()
-    if in_use or memory.device != parameter.device:
-        return torch.full_like(parameter, value)  # a second gradient is added to the memory of the first
+    # A second gradient is added to the memory of the first.
+    found = torch.empty_like(parameter) if in_use or memory.device != parameter.device else memory
+    if rows is None:
+        found.fill_(value)
+    else:
+        found.zero_()[rows.to(found.device)] = value
     # Autograd takes over a tensor without a copy if there is no other reference to it.
-    return memory.fill_(value).detach()
+    return found.detach()
 
 
 class _Timed(torch.autograd.Function):

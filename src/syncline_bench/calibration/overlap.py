@@ -1,0 +1,137 @@
+"""Measures how much longer a backward pass takes while the engine moves messages: ``slowdown.cpu``.
+
+Every rank computes with torch on one thread, as ``compare`` does, first alone, then while its engine runs ring
+allreduces of ``_SIZES`` among all ranks that take part. The lost time is set against the processor time of the same
+allreduces without computation, which is the time that a simulation gives to the thread that moves messages. So the
+constant contains everything that both have in common: caches, memory, the interpreter's lock, and cores, if there are
+fewer than busy threads. It is measured for layers that mostly multiply matrices and for layers that mostly pass over
+memory; its range covers all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+
+import numpy as np
+from numpy.typing import NDArray
+
+from syncline.algorithms.ring import all_gather_rows, reduce_scatter_rows
+from syncline.engine.order import Order, Work
+from syncline.plans.messages import compile_program
+from syncline.plans.plan import Plan
+from syncline.session.session import Session
+
+from .fits import Estimate
+from .links import Told, without_collector
+
+_SIZES = {64 << 10: 128, 4 << 20: 12}
+"""Bytes of an allreduce, and the number of them that are in flight together."""
+
+_ALONE_S = 0.06
+"""The time of the passes without communication."""
+
+_ROUNDS = 7
+_WIDEST = (5.0, 95.0)
+_LABEL = "calibration"
+
+Pass = Callable[[], None]
+
+
+def measure(session: Session, members: Sequence[int], told: Told) -> Estimate | None:
+    """The seconds lost per processor second of the engine, on rank 0's account; None without torch.
+
+    All ranks call it together; ``members`` take part.
+    """
+    able = json.loads(session.tell_all(json.dumps(find_spec("torch") is not None).encode()))
+    if not able or not members:
+        return None
+    from ..codecs.compositions import one_thread  # needs torch
+
+    with without_collector(), one_thread():
+        found = _Measuring(session, tuple(members), told).run()
+    medians, every = np.median(found, axis=1), np.maximum(found, 0.0)
+    low, high = np.percentile(every, _WIDEST)
+    value = float(np.clip(np.median(medians), low, high))
+    return Estimate(value, float(low), float(high), samples=found.size)
+
+
+class _Measuring:
+    """The rounds of one measurement; every rank executes them."""
+
+    def __init__(self, session: Session, members: tuple[int, ...], told: Told) -> None:
+        self._session, self._members, self._told = session, members, told
+        count = len(members)
+        parts = [(place, 1) for place in range(count)]
+        rows = [reduce_scatter_rows(members, parts, 0), all_gather_rows(members, parts, count - 1)]
+        plan = Plan.of(_LABEL, session.world_size, count, np.concatenate(rows))
+        self._program = compile_program(plan, session.rank)
+        self._takes_part = session.rank in members
+
+    def run(self) -> NDArray[np.float64]:
+        """The lost seconds per processor second: a row for each kind of layers and size, a column for each round."""
+        found: list[list[float]] = []
+        for kind, step in _passes():
+            for nbytes, count in _SIZES.items():
+                arrays = [self._session.engine.allocate(nbytes, np.dtype(np.float32)) for _ in range(count)]
+                for array in arrays:
+                    array[:] = 0  # sums of zeros cannot overflow
+                self._finish(self._start(arrays))
+                step()
+                self._told(len(found) / 4, f"computing beside messages: {kind}")
+                found.append([self._round(arrays, step) for _ in range(_ROUNDS)])
+        return np.array(found)
+
+    def _round(self, arrays: Sequence[NDArray[np.float32]], step: Pass) -> float:
+        """One round; the mean over the ranks that take part."""
+        self._session.barrier()
+        pass_s = _alone_s(step) if self._takes_part else 0.0
+        self._session.barrier()
+        used_s = time.process_time()
+        self._finish(self._start(arrays))
+        used_s = time.process_time() - used_s
+        self._session.barrier()
+        works, begun_s, passes = self._start(arrays), time.perf_counter(), 0
+        while self._takes_part and not all(work.done for work in works):
+            step()
+            passes += 1
+        lost_s = time.perf_counter() - begun_s - passes * pass_s
+        self._finish(works)
+        mine = np.array([lost_s, used_s] if self._takes_part else [0.0, 0.0])
+        every = np.array([np.frombuffer(told) for told in self._session.gather(mine.tobytes())])
+        lost, used = every.sum(axis=0)
+        return float(lost / used)
+
+    def _start(self, arrays: Sequence[NDArray[np.float32]]) -> list[Work]:
+        engine, keys = self._session.engine, self._session.keys
+        orders = [Order(self._program, array, keys.take(), _LABEL) for array in arrays]
+        return [engine.start(order) for order in orders]
+
+    def _finish(self, works: Sequence[Work]) -> None:
+        for work in works:
+            self._session.engine.wait(work)
+
+
+def _alone_s(step: Pass) -> float:
+    """The mean time of a pass."""
+    begun_s, passes = time.perf_counter(), 0
+    while time.perf_counter() - begun_s < _ALONE_S:
+        step()
+        passes += 1
+    return (time.perf_counter() - begun_s) / passes
+
+
+def _passes() -> Iterator[tuple[str, Pass]]:
+    """Forward and backward passes of some milliseconds: of a transformer, and of layers as large as their input."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from ..workloads.models.transformer import Transformer
+
+    model, symbols = Transformer(96, 64, 128, 4, 6), torch.zeros(8, 64, dtype=torch.int64)
+    yield "a transformer", lambda: cross_entropy(model(symbols), symbols).backward()  # type: ignore[no-untyped-call]
+    sparse = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024))
+    rows = torch.ones(8, 1024)
+    yield "wide layers", lambda: sparse(rows).square().mean().backward()
