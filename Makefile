@@ -25,7 +25,7 @@ test: install ## Run all tests but those that take long
 	$(PYTEST) -m "not slow"
 
 test-all: .venv/.trainers ## Install the trainers' packages too, and run the tests that make test leaves out
-	$(PYTEST) -m slow tests/trainers $$(grep -rl --include='test_*.py' 'mark\.slow' tests)
+	$(PYTEST) -m slow
 
 check: install ## Run ruff and mypy
 	$(BIN)/ruff check

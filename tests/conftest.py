@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ FIRST = (
 )
 
 
+LIBRARY = re.compile(r"\[.*\b(grpc|ucx|mpi|openmpi|mpich)\b")
 KERNELS = ("sparse", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear")
 
 
@@ -101,7 +103,7 @@ def compile_tests(folders: list[str]) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let those of ``FIRST`` begin; the files of each keep their order. Tests from elsewhere are the last.
 
-    All that trainers have to do with is slow.
+    Slow are the trainers' tests, and contracts and processes over message libraries that few have installed.
     """
     root = Path(__file__).parent
 
@@ -113,7 +115,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     for item in items:
-        if item.path.is_relative_to(root / "trainers"):
+        folder = item.path.relative_to(root).parts[0] if item.path.is_relative_to(root) else ""
+        over_library = folder in ("contracts", "parallel") and LIBRARY.search(item.name)
+        if folder == "trainers" or over_library:
             item.add_marker("slow")
 
 

@@ -285,6 +285,7 @@ def parent_of(pid: int) -> int:
         return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["allreduce", "all-gather"])
 def test_the_ring_on_pyzmq_is_right(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("zmq")

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matrix import TINY, Arrays, Run, rate, start
+from matrix import PART, SQUARES, TINY, Arrays, Run, rate, start
 
 import syncline
 import syncline.jax
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(rate("sgd", 0)),
-    "momentum": lambda: optax.sgd(rate("momentum", 0), momentum=0.9),
-    "adam": lambda: optax.adam(lambda number: rate("adam", number), eps=TINY),
+    "momentum": lambda: optax.sgd(rate("momentum", 0), momentum=PART),
+    "adam": lambda: optax.adam(lambda number: rate("adam", number), b1=PART, b2=SQUARES, eps=TINY),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from matrix import SHAPES, TINY, Arrays, Run, rate, start
+from matrix import PART, SHAPES, SQUARES, TINY, Arrays, Run, rate, start
 
 import syncline
 import syncline.tensorflow
@@ -30,8 +30,8 @@ class Rate(keras.optimizers.schedules.LearningRateSchedule):
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(rate("sgd", 0)),
-    "momentum": lambda: keras.optimizers.SGD(rate("momentum", 0), momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(Rate("adam"), epsilon=TINY),
+    "momentum": lambda: keras.optimizers.SGD(rate("momentum", 0), momentum=PART),
+    "adam": lambda: keras.optimizers.Adam(Rate("adam"), beta_1=PART, beta_2=SQUARES, epsilon=TINY),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from matrix import TINY, Arrays, Run, rate, start
+from matrix import PART, SQUARES, TINY, Arrays, Run, rate, start
 
 from host_copier import HostCopier
 from syncline import checkpoint
@@ -17,8 +17,8 @@ from syncline.session.session import Session
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, eps=TINY),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=PART),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, betas=(PART, SQUARES), eps=TINY),
 }
 
 

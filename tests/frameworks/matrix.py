@@ -60,7 +60,9 @@ def rate(rule: str, number: Any) -> Any:
     return 0.25 / (1 + number) if rule == "adam" else 0.1
 
 
-TINY = 1e-12
+PART, SQUARES = 1 - 2**-3, 1 - 2**-10
+"""What momentum and Adam keep. Keras has them in single precision, so they are numbers that this holds exactly."""
+TINY = 1e-15
 """Added to Adam's root, where frameworks add it differently."""
 
 
@@ -68,7 +70,7 @@ def sgd(weights: Any, gradient: Any, state: dict[str, Any], *, lr: float = 0.1) 
     weights -= weights.dtype.type(lr) * gradient
 
 
-def momentum(weights: Any, gradient: Any, state: dict[str, Any], *, lr: float = 0.1, part: float = 0.9) -> None:
+def momentum(weights: Any, gradient: Any, state: dict[str, Any], *, lr: float = 0.1, part: float = PART) -> None:
     velocity = state.setdefault("velocity", np.zeros_like(weights))
     velocity *= part
     velocity += gradient
@@ -79,9 +81,10 @@ def adam(weights: Any, gradient: Any, state: dict[str, Any], lr: float = 0.1) ->
     state["step"] = step = state.get("step", 0) + 1
     mean = state.setdefault("mean", np.zeros_like(weights))
     square = state.setdefault("square", np.zeros_like(weights))
-    mean += weights.dtype.type(0.1) * (gradient - mean)
-    square += weights.dtype.type(0.001) * (gradient**2 - square)
-    weights -= weights.dtype.type(lr / (1 - 0.9**step)) * mean / (np.sqrt(square / (1 - 0.999**step)) + TINY)
+    mean += weights.dtype.type(1 - PART) * (gradient - mean)
+    square += weights.dtype.type(1 - SQUARES) * (gradient**2 - square)
+    root = np.sqrt(square / (1 - SQUARES**step)) + TINY
+    weights -= weights.dtype.type(lr / (1 - PART**step)) * mean / root
 
 
 RULES: dict[str, Callable[..., None]] = {"sgd": sgd, "momentum": momentum, "adam": adam}

@@ -226,7 +226,12 @@ def test_nobody_blames_anybody_else(pool: Pool, address: str, strategy: str, fau
             assert blamed == (set() if rank == victim else {str(victim)}), text
 
 
-ENDINGS = [(kind, "is killed", end) for kind in fault_bodies.KINDS for end in ("call", "exit", "exception")]
+# Of the ends of a kind, one is tried at once and all in time.
+ENDINGS: list[Any] = [
+    pytest.param(kind, "is killed", end, marks=[pytest.mark.slow] * ((number + place) % 3 > 0))
+    for number, kind in enumerate(fault_bodies.KINDS)
+    for place, end in enumerate(("call", "exit", "exception"))
+]
 ENDINGS += [(kind, fault, "call") for kind in fault_bodies.KINDS for fault in ("raises", "exits")]
 ENDINGS += [(f"ring schedule={word}", "is stopped", end) for word in ("split", "delayed") for end in ("call", "exit")]
 

@@ -49,6 +49,7 @@ def test_processes_over_libraries_train_as_one(pool: Pool, address: str, strateg
         check_training(group.results())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)"])
 def test_the_weights_are_those_of_tcp_bit_for_bit(pool: Pool, address: str, strategy: str) -> None:
     processes = 4 + strategy.startswith("ps")

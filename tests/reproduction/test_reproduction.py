@@ -64,6 +64,7 @@ def test_taihulight_is_as_the_formulas_have_it_and_the_page_in_docs_says_so() ->
         assert markdown([chapter]) in written, chapter.title
 
 
+@pytest.mark.slow
 def test_tianhe_and_the_stages_need_no_tables_and_are_as_the_page_in_docs_says() -> None:
     pytest.importorskip("torch")  # which layers are derived with
     written, system = PAGE.read_text(), tianhe()

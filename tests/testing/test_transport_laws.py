@@ -328,4 +328,4 @@ def test_a_transport_without_urgency_is_not_held_to_it(monkeypatch: pytest.Monke
     registry.register("transports", "plain", priority=False, **entry.capabilities)(type("Plain", (entry.target,), {}))
     urgent = "an urgent message overtakes waiting messages"
     assert urgent not in check_transport("plain", examples=1)
-    assert urgent in check_transport("inproc", ahead_bytes=0, examples=1)
+    assert urgent in LAWS.names

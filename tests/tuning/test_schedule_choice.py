@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.costs.iteration import IterationTimes, predict_iteration
@@ -215,6 +215,7 @@ def test_the_simplest_counts_of_those_that_are_predicted_to_be_as_fast_as_the_be
     assert fast[0] == mine
 
 
+@settings(max_examples=25)
 @given(models, st.builds(LinearCost, st.floats(0, 0.01), st.floats(1e-12, 1e-8)), st.booleans())
 def test_what_runs_without_trials_is_tried_first_and_then_what_is_predicted_not_to_be_far_behind(
     layers: list[Layer], cost: LinearCost, overlap: bool

@@ -16,6 +16,7 @@ architecture for accelerating distributed DNN training in heterogeneous GPU/CPU 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -104,15 +105,16 @@ def _transfers(group: Group, servers: int, on: str, local: bool) -> tuple[int, _
     if shares * servers > _MOST_CHUNKS:
         shares = max(map(len, hosts))
 
+    ends = {ranks: [shares * end // len(ranks) for end in range(len(ranks) + 1)] for ranks in hosts}
+    spans = {worker: span for ranks in hosts for worker, span in zip(ranks, pairwise(ends[ranks]), strict=True)}
+    edges = sorted({edge for some in ends.values() for edge in some})
+
     def share(worker: int, part: int) -> tuple[int, int]:
         """The first chunk of a part that a worker exchanges with the part's server, and the number of chunks."""
-        ranks = host_of[worker]
-        if places[part] in ranks:
+        if places[part] in host_of[worker]:
             return part * shares, shares * (worker != places[part])
-        low, high = (shares * (ranks.index(worker) + end) // len(ranks) for end in (0, 1))
+        low, high = spans[worker]
         return part * shares + low, high - low
-
-    edges = sorted({shares * end // len(ranks) for ranks in hosts for end in range(len(ranks) + 1)})
 
     def outside(turns: _Turns) -> _Legs:
         """Between workers and servers, cut where the share of any host ends: of all chunks of a message, a server has
@@ -121,15 +123,20 @@ def _transfers(group: Group, servers: int, on: str, local: bool) -> tuple[int, _
         found = []
         for worker, part in turns:
             first, count = share(worker, part)
-            cuts = [part * shares + edge for edge in edges if 0 <= part * shares + edge - first <= count]
+            low = first - part * shares
+            within = edges[bisect_left(edges, low) : bisect_right(edges, low + count)]
+            cuts = [part * shares + edge for edge in within]
             found += [(worker, places[part], low, high - low) for low, high in pairwise(cuts)]
         return found
 
     def inside(turns: _Turns) -> _Legs:
         """Between workers of a host without the part's server: one of them has the share, the other needs it."""
-        remote = [(worker, part) for worker, part in turns if places[part] not in host_of[worker]]
-        found = [(worker, other, *share(worker, part)) for worker, part in remote for other in host_of[worker]]
-        return [leg for leg in found if leg[0] != leg[1] and leg[3]]
+        found = []
+        for worker, part in turns:
+            if places[part] not in host_of[worker]:
+                first, count = share(worker, part)
+                found += [(worker, other, first, count) for other in host_of[worker] if other != worker and count]
+        return found
 
     # Worker w starts with the server after its own number, and servers answer in the same order: no hot spot.
     turns = [(worker, (worker + k) % servers) for k in range(servers) for worker in range(workers)]

@@ -253,7 +253,7 @@ class VariableWeights(WeightsOfCall):
 
     def values(self) -> Groups:
         """The learning rate of the present step; all other settings stay as they were."""
-        return [{RATE: self.rate}]
+        return [{RATE: self.rate, _WHOLE_RATE: self.rate}]
 
     def kept(self) -> list[State]:
         return [{} for _ in self._variables] if self.slots is None else self.slots.read()
@@ -267,6 +267,7 @@ class VariableWeights(WeightsOfCall):
 # At owners of weights.
 
 
+_WHOLE_RATE = "whole lr"
 _REMEDY = "or ps(update=worker), ring or another allreduce"
 
 
@@ -291,6 +292,8 @@ class KerasSlices(OnHoldings):
             assign(variable, held.weights)
         gradients = [tf.constant(np.array(held.gradient)) for held in self._holdings]
         self._update(gradients, tf.constant(scale, tf.float64))
+        # A rate that is divided among pushes must not get into a checkpoint, which sets the workers' rate.
+        assign(self._optimizer.learning_rate, np.array(groups[0][_WHOLE_RATE]))
         for held, variable in zip(self._holdings, self._variables, strict=True):
             np.copyto(held.weights, value(variable))
 
