@@ -58,12 +58,17 @@ def available_memory_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             found = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::")[2].lstrip("/")
-        folder = Path("/sys/fs/cgroup") / group
-        limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
-        found = min(found, max(0, limit - used))
+    with contextlib.suppress(ValueError):
+        found = min(found, max(0, int(control_group("memory.max")) - int(control_group("memory.current"))))
     return found
+
+
+def control_group(name: str) -> str:
+    """A value of this process's control group, such as ``pids.max``; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::")[2].lstrip("/")
+        return (Path("/sys/fs/cgroup") / group / name).read_text(encoding="utf-8").strip()
+    return ""
 
 
 def source_sha256() -> str:

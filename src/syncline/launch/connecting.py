@@ -231,13 +231,18 @@ def _transport(
     return Auto(roll.index, made) if len(made) > 1 else next(iter(made))
 
 
+def descriptors(world: int) -> int:
+    """The number of descriptors that each process of a group of ``world`` needs."""
+    return (_EACH + _MEETING) * world + _BESIDE
+
+
 def make_room(world: int) -> None:
     """Raise the limit of open descriptors for a group of ``world``. UsageError if the system refuses.
 
     The usual limit is 1024, for select(2). It is raised further if possible, to the number that rank 0 has open while
     strangers use up their share at its two pairs of doors and in the meeting.
     """
-    needed = (_EACH + _MEETING) * world + _BESIDE
+    needed = descriptors(world)
     doors, meeting = listener.CALLERS + 2 * world, meeting_sockets.MORE + 2 * world
     most = _EACH * world + 2 * doors + meeting + _BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The commands that run a script or another command: ``syncline run``, ``record`` and ``lab``."""
+"""The commands that run a script or another command, and the check before: ``run``, ``doctor``, ``record``, ``lab``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ._options import TRACE
+from ._options import JSON, TRACE
 
 MODULE = click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 _VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -28,6 +28,9 @@ def _check_script(script: str, module: bool) -> None:
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of workers.")
 @click.option("--servers", type=click.IntRange(min=0), help="Number of server processes; default: that of --strategy.")
 @click.option("--strategy", help="Default strategy of syncline.init() in SCRIPT.")
+@click.option(
+    "--check", is_flag=True, help="First check this machine as syncline doctor does, and end if a check fails."
+)
 @TRACE
 @MODULE
 @click.argument("script")
@@ -36,6 +39,7 @@ def run(
     workers: int,
     servers: int | None,
     strategy: str | None,
+    check: bool,
     timeline_path: Path | None,
     module: bool,
     script: str,
@@ -61,6 +65,8 @@ def run(
         env["SYNCLINE_STRATEGY"] = str(parsed)
     _check_script(script, module)
     servers = servers or 0
+    if check:
+        _check_machine(workers + servers)
     assembly = None
     if timeline_path is not None:
         from syncline.timeline.folder import Assembly
@@ -74,6 +80,38 @@ def run(
     if outcome.status:
         click.echo(f"syncline: {outcome.text}", err=True)
     sys.exit(outcome.status)
+
+
+def _check_machine(processes: int) -> None:
+    """Print the warnings and failures of ``syncline doctor``. A failure ends the command: the run could not work."""
+    from rich.console import Console
+
+    from ..doctor.checks import before_run
+    from ..doctor.command import show
+
+    found = before_run(processes)
+    if found:
+        show(found, Console(stderr=True))
+    if any(one.status == "fail" for one in found):
+        click.echo("syncline: a check failed, so the script was not started; leave --check out to start it", err=True)
+        sys.exit(1)
+
+
+@click.command()
+@click.option("-n", "--workers", type=click.IntRange(min=1), help="Check a job of this number of ranks, started here.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True,
+    help="Seconds for all ranks of a job to come.",
+)  # fmt: skip
+@JSON
+def doctor(**options: Any) -> None:
+    """Check this machine, or under a launcher the hosts of a job pairwise, and name faults with their remedies.
+
+    The exit status is 1 if a check fails: a run could not work. Warnings do not change it.
+    """
+    from ..doctor import command
+
+    sys.exit(command.run(**options))
 
 
 @click.command(context_settings=_VERBATIM)

@@ -285,11 +285,11 @@ def stream(lab: Lab, seconds: float) -> float:
         receiver, _ = listener.accept()
         receiver.settimeout(_MARGIN_S)
         with receiver:
-            thread = threading.Thread(target=_send, args=(sender,), name="syncline-lab-stream", daemon=True)
+            thread = threading.Thread(target=fill, args=(sender,), name="syncline-lab-stream", daemon=True)
             thread.start()
             try:
-                _receive(receiver, _SKIP_S)
-                return _receive(receiver, seconds)
+                arrival_rate(receiver, _SKIP_S)
+                return arrival_rate(receiver, seconds)
             finally:
                 receiver.close()
                 with contextlib.suppress(OSError):  # the closed receiver may have ended the connection already
@@ -297,16 +297,17 @@ def stream(lab: Lab, seconds: float) -> float:
                 thread.join(_MARGIN_S)
 
 
-def _send(sock: socket.socket) -> None:
+def fill(sock: socket.socket) -> None:
+    """Send until the other end closes the connection, or takes nothing for as long as the socket's time limit."""
     block = bytes(_BLOCK_BYTES)
     try:
         while True:
             sock.sendall(block)
-    except OSError:  # the receiver has closed the connection after the measurement
+    except OSError:  # the receiver closes the connection after the measurement
         return
 
 
-def _receive(sock: socket.socket, seconds: float) -> float:
+def arrival_rate(sock: socket.socket, seconds: float) -> float:
     """Measure the bytes per second that arrive, including unread ones, because a busy machine may read late."""
     block = bytearray(_BLOCK_BYTES)
     count = -_lying(sock)
@@ -314,7 +315,7 @@ def _receive(sock: socket.socket, seconds: float) -> float:
     while now - start < seconds:
         received = sock.recv_into(block)
         if not received:
-            raise SynclineError("the stream that measures the lab's goodput ended early: its sender was interrupted")
+            raise SynclineError("the stream that measures a link ended early: see whether its sender was interrupted")
         count += received
         now = time.monotonic()
     return (count + _lying(sock)) / (now - start)
