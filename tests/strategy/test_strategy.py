@@ -279,6 +279,10 @@ def test_auto_becomes_what_fits_the_group(text: str, hosts: int, resolved: str) 
         ("hierarchical codec=fp16", (0, 0), "hierarchical"),
         ("auto codec=int8", (0, 0), "direct codec=feedback(int8)"),
         ("ring codec=int8", (0, 0, 1, 1), "direct codec=feedback(int8)"),
+        ("ps(servers=1, local=on) codec=int8", (0, 0, 1), "ps(servers=1, local=true) codec=feedback(int8)"),
+        ("ps(servers=1, local=on) codec=fp16", (0, 0), "ps(servers=1, local=true) codec=fp16"),
+        ("ps(servers=1, on=workers, local=on) codec=fp16", (0, 0), "ps(servers=1, on=workers, local=true)"),
+        ("ps(servers=1, update=worker, local=on) codec=fp16", (0, 0), "ps(servers=1, update=worker, local=true)"),
     ],
 )
 def test_two_levels_compress_between_hosts_that_have_several_ranks(
@@ -288,7 +292,7 @@ def test_two_levels_compress_between_hosts_that_have_several_ranks(
     strategy = Strategy.parse(text).resolve(group, hosts=len(set(nodes)))
     assert str(replace(strategy, schedule=Part("auto"), transport=Part("auto"))) == resolved
     assert strategy.resolve(group, hosts=len(set(nodes))) == strategy
-    levels = resolved.startswith("hierarchical codec")
+    levels = " codec" in resolved and ("hierarchical" in resolved or "local" in resolved)
     assert strategy.hosts(group) == (group.members_by_node() if levels else ())
     assert strategy.exchange.startswith("gradients are summed uncompressed inside hosts; between") == levels
 
