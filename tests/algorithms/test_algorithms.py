@@ -19,6 +19,7 @@ TEXTS = [
     "ps(servers=2)",
     "ps(servers=3)",
     "ps(servers=3, local=on)",
+    "hierarchical(inside=native)",
 ]
 
 
@@ -103,15 +104,25 @@ def test_direct_messages_never_start_at_one_rank_together(name):
             assert {targets[turn] for targets in sent.values()} == set(range(6))
 
 
-def test_every_part_crosses_the_network_once_per_node():
+@pytest.mark.parametrize("inside", ["ring", "native"])
+def test_every_part_crosses_the_network_once_per_node(inside):
     for nodes in node_shapes(13):
         if len(set(nodes)) > 1:
-            plan = registry.get("algorithms", "hierarchical").target(Group(13, nodes=nodes))
+            plan = registry.get("algorithms", "hierarchical").target(Group(13, nodes=nodes), inside=inside)
             place, count = np.array(nodes), len(set(nodes))
             across = place[plan.src] != place[plan.dst]
             for node in set(nodes):
                 sent = plan.count[across & (place[plan.src] == node)].sum() / plan.chunks
                 assert sent == pytest.approx(2 * (count - 1) / count), nodes
+
+
+def test_a_message_library_sums_inside_nodes_of_several_workers():
+    for nodes in node_shapes(13):
+        group = Group(13, nodes=nodes)
+        plan = registry.get("algorithms", "hierarchical").target(group, inside="native")
+        assert plan.native == tuple(ranks for ranks in group.members_by_node() if len(ranks) > 1)
+        place = np.array(nodes or (0,) * 13)
+        np.testing.assert_array_equal(plan.natively, place[plan.src] == place[plan.dst])
 
 
 @pytest.mark.parametrize("nodes", [(), (0,) * 6, tuple(range(6))])

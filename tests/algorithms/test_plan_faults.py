@@ -18,6 +18,7 @@ from syncline.sync.gossip import Gossip
 
 NAMES_RANKS = re.compile(
     r"step \d+, \d+ -> \d+ (reduce|copy) chunks? \d+.*rank \d+|at the end rank \d+ .* of ranks? \d+"
+    r"|a message library carries out the transfers among ranks \d+"
 )
 
 
@@ -38,7 +39,7 @@ def right_plans(draw: st.DrawFn) -> Plan:
         return target(Group(workers), pieces=draw(st.integers(1, 3)))
     if name == "hierarchical":
         nodes = draw(st.lists(st.integers(0, 3), min_size=workers, max_size=workers))
-        return target(Group(workers, nodes=tuple(nodes)))
+        return target(Group(workers, nodes=tuple(nodes)), inside=draw(st.sampled_from(["ring", "native"])))
     if name == "broadcast":
         return target(Group(workers), root=draw(st.integers(0, workers - 1)))
     return target(Group(workers))
@@ -55,6 +56,7 @@ def changed(plan: Plan, rows: list[list[int]]) -> Plan:
         owners=plan.owners,
         root=plan.root,
         sums=plan.sums,
+        native=plan.native,
     )
 
 

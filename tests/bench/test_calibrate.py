@@ -13,17 +13,19 @@ import pytest
 
 from syncline_bench.predict.networks import load_network
 
-COMMAND = [sys.executable, "-m", "syncline", "calibrate", "--transport", "tcp", "--codecs", "none"]
+CALIBRATE = [sys.executable, "-m", "syncline", "calibrate", "--codecs", "none"]
+COMMAND = [*CALIBRATE, "--transport", "tcp"]
 LIMIT_S = 120.0
 
 
-def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("torch", marks=pytest.mark.slow)])
+def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path, transport: str) -> None:
     """The process with its children; nothing but the file is left."""
     path = tmp_path / "mine.json"
     # A busy machine may show no bandwidth in so short a time: then the command says so, and is asked again.
     for seconds in ("0.1", "1", "4"):
         done = subprocess.run(
-            [*COMMAND, "--seconds", seconds, "-o", str(path)],
+            [*CALIBRATE, "--transport", transport, "--seconds", seconds, "-o", str(path)],
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -38,9 +40,10 @@ def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     cluster = load_network(str(path))
     assert (cluster.name, cluster.cores, cluster.one_machine) == ("mine", len(os.sched_getaffinity(0)), True)
-    assert cluster.source.startswith(f"syncline calibrate --transport tcp --codecs none --seconds {seconds};")
+    assert cluster.source.startswith(f"syncline calibrate --transport {transport} --codecs none --seconds {seconds};")
     wanted = {"between.alpha", "between.beta", "between.flight", "message", "byte_cpu", "bucket", "gamma", "copy"}
     assert wanted <= set(cluster.constants)
+    assert (cluster.native is not None) == (transport == "torch")
     assert all(cluster.constants[name].measured for name in wanted)
     # A byte takes some time to send, and a processor some to send it.
     assert max(piece.per_byte_s for piece in cluster.between.pieces) > 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from syncline.engine.exchange import SEGMENT_BYTES
+from syncline.plans.check import check
 from syncline.plans.messages import compile_program
 from syncline_bench.calibration.links import SIZES, TINY, Cell, Timed, cells_of, fit_link, measure
 
@@ -66,6 +67,19 @@ def test_all_ranks_get_the_same_and_rank_0_decides(group: Callable[..., list[Any
     link = fit_link(first)
     assert link.beta[0].value >= 0
     assert set(link.off) == {one.cell.nbytes for one in first}
+
+
+def test_a_library_is_timed_among_all_ranks_of_a_host() -> None:
+    """A reduce-scatter and an all-gather of the whole array; ranks of other hosts only meet the others."""
+    cell, members = cells_of(1 << 20, SEGMENT_BYTES, native=True)[0], (1, 2, 4)
+    plan = cell.plan(WORLD, members)
+    check(plan)
+    assert plan.native == (members,)
+    assert plan.natively.all()
+    for rank in range(WORLD):
+        program = compile_program(plan, rank)
+        assert not program.actions
+        assert (program.native is not None) == (rank in members)
 
 
 def test_messages_grow_no_more_when_the_budget_is_long_spent(group: Callable[..., list[Any]]) -> None:

@@ -73,6 +73,22 @@ def test_pieces_and_links_inside_hosts_have_names_of_their_own() -> None:
     assert found.per_host == 2
 
 
+def test_a_library_inside_a_host_has_constants_of_its_own() -> None:
+    """Of all ranks of the host with the most; a range of sizes that takes longer has a line of its own."""
+    sizes = {nbytes: cells_of(nbytes, 32 << 20, native=True)[0] for nbytes in SIZES}
+    seconds = {nbytes: 1e-4 + (2e-3 if nbytes >= 1 << 17 else 0.0) + nbytes * 3e-9 for nbytes in SIZES}
+    native = [Timed(cell, Samples((seconds[n],) * 8), Samples((0.0,) * 8)) for n, cell in sizes.items()]
+    where = place(0, 1, 1, 1, transport="torch")
+    assert where.native == [1, 2, 3]
+    assert place(0, 1).native == []
+    cluster = calibration_of("mine", where, timed(), (), None, COMPUTED, ORIGIN, "", native).cluster
+    again = parse_network(to_json(cluster), "mine.json").native
+    assert again is not None
+    for nbytes, wanted in seconds.items():
+        assert again.busy_s(nbytes) == pytest.approx(wanted, rel=0.05)
+    assert "among 3 ranks of a host, by the library of transport=torch" in cluster.constants["native.alpha"].source
+
+
 def test_times_that_do_not_grow_with_the_size_make_no_network() -> None:
     """It would be one of unlimited bandwidth."""
     with pytest.raises(SynclineError, match=r"between: .* show no bandwidth: measure longer, with --seconds"):

@@ -50,11 +50,15 @@ def on_hosts(text: str, hosts: Hosts, **options: object) -> Ranks:
 
 
 @pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize(("hosts", "cut"), [(hosts, cut) for hosts in PLACES for cut in (False, True)], ids=str)
+@pytest.mark.parametrize(
+    ("hosts", "cut", "native"),
+    [*((hosts, cut, False) for hosts in PLACES for cut in (False, True)), (PLACES[2], True, True)],
+    ids=str,
+)
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_host_counts_as_one_worker(text: str, hosts: Hosts) -> None:
+def test_a_host_counts_as_one_worker(text: str, hosts: Hosts, native: bool) -> None:
     """The bits of as many workers as there are hosts, whose gradients are the hosts' sums; and what is kept back."""
-    group, alone = on_hosts(text, hosts), Ranks(codec(text), len(hosts))
+    group, alone = on_hosts(text, hosts, native=native), Ranks(codec(text), len(hosts))
     for step in range(3):
         given = gradients(group.workers, ELEMENTS, step)
         group.step(given)
@@ -66,17 +70,20 @@ def test_a_host_counts_as_one_worker(text: str, hosts: Hosts) -> None:
 
 
 @pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize(("hosts", "cut"), [(PLACES[1], False), (PLACES[2], True)], ids=str)
+@pytest.mark.parametrize(
+    ("hosts", "cut", "native"), [(PLACES[1], False, False), (PLACES[2], True, False), (PLACES[2], True, True)], ids=str
+)
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_travels_is_known_without_data(text: str, hosts: Hosts) -> None:
-    group = on_hosts(text, hosts)
+def test_what_travels_is_known_without_data(text: str, hosts: Hosts, native: bool) -> None:
+    group = on_hosts(text, hosts, native=native)
     for step in (0, 2):  # some codecs warm up
         for rank in group.ranks:
             rank.resume_at(step)
         for arrays, (values,) in zip(group.arrays, gradients(group.workers, ELEMENTS, step), strict=True):
             arrays[0][:] = values
-        foreseen = levels.traffic(parts_of(group.codec, group.layers, group.buckets[0], step), hosts)
-        as_predicted([rank.pieces(0) for rank in group.ranks], foreseen)
+        parts = parts_of(group.codec, group.layers, group.buckets[0], step)
+        foreseen = levels.traffic(parts, hosts, up=not native, down=not native)
+        as_predicted([rank.pieces(0) for rank in group.ranks], foreseen, group.library)
         for rank in group.ranks:
             rank.finish(0)
 

@@ -35,7 +35,7 @@ class Rank:
         self._read_bytes = 0
         self._held: list[np.ndarray] = []
         self._count_reads()
-        self._results: dict[int, np.ndarray] = {}
+        self._results: dict[int, Any] = {}
         self._borrowed: dict[int, Handle] = {}
         self._hidden: Any = None
 
@@ -79,6 +79,17 @@ class Rank:
         self._results[number] = array
         self.transport.allreduce(key, array, owner=number)
 
+    def reduce_scatter(self, number: int, key: int, parts: list[np.ndarray]) -> None:
+        self._results[number] = parts
+        self.transport.reduce_scatter(key, parts, owner=number)
+
+    def all_gather(self, number: int, key: int, parts: list[np.ndarray]) -> None:
+        self._results[number] = parts
+        self.transport.all_gather(key, parts, owner=number)
+
+    def together(self) -> tuple[int, ...]:
+        return self.transport.together
+
     def poll(self, timeout: float) -> list[tuple[int, int, Any, Any]]:
         return [self._told(handle) for handle in self.transport.poll(timeout)]
 
@@ -89,7 +100,7 @@ class Rank:
             self._borrowed[handle.owner] = handle
             return handle.owner, handle.nbytes, handle.payload, None
         found = self._results.pop(handle.owner)
-        whole = handle.kind in ("allreduce", "add")
+        whole = handle.peer < 0 or handle.kind == "add"
         return handle.owner, handle.nbytes, found if whole else found[: handle.nbytes], None
 
     def idle(self) -> bool:

@@ -96,7 +96,7 @@ class RemoteEnd:
     def __init__(self, rank: int, line: Connection) -> None:
         self.rank = rank
         self.world = -1
-        self.handles: dict[int, tuple[Handle, np.ndarray | None]] = {}
+        self.handles: dict[int, tuple[Handle, Any]] = {}
         self._line = line
         self._numbers = itertools.count()
         self._sending = threading.Lock()
@@ -120,7 +120,7 @@ class RemoteEnd:
     def allocate(self, nbytes: int) -> Bytes:
         return np.zeros(nbytes, np.uint8)
 
-    def _start(self, handle: Handle, into: np.ndarray | None, *arguments: Any) -> Handle:
+    def _start(self, handle: Handle, into: np.ndarray | list[np.ndarray] | None, *arguments: Any) -> Handle:
         handle.note = next(self._numbers)
         self.ask(handle.kind, handle.note, *arguments)
         self.handles[handle.note] = handle, into
@@ -144,6 +144,16 @@ class RemoteEnd:
     def allreduce(self, key: int, array: np.ndarray, owner: Any = None) -> Handle:
         return self._start(Handle("allreduce", -1, key, array.nbytes, owner), array, key, array)
 
+    def reduce_scatter(self, key: int, parts: list[np.ndarray], owner: Any = None) -> Handle:
+        return self._start(Handle("reduce_scatter", -1, key, 0, owner), parts, key, parts)
+
+    def all_gather(self, key: int, parts: list[np.ndarray], owner: Any = None) -> Handle:
+        return self._start(Handle("all_gather", -1, key, 0, owner), parts, key, parts)
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        return tuple(self.ask("together"))
+
     def release(self, handle: Handle) -> None:
         handle.payload = None
         self.ask("release", handle.note)
@@ -158,6 +168,9 @@ class RemoteEnd:
             handle.error = error_from(error)
         elif handle.kind == "borrow":
             handle.payload = data
+        elif isinstance(into, list):
+            for part, come in zip(into, data, strict=True):
+                part[:] = come
         elif into is not None:
             into[: data.size] = data
         return handle

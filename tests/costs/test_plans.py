@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bounds import lower_bound_s
 from one_by_one import PlanRuns
 from syncline import registry
+from syncline.algorithms.hierarchical import hierarchical
 from syncline.compression.reducers import Flows
 from syncline.costs.clock import Clock
 from syncline.costs.cluster import Cluster, route
@@ -32,6 +33,7 @@ from syncline.costs.plans import (
 )
 from syncline.engine.step import BucketPhase, Submit
 from syncline.nouns import Group
+from syncline.plans.check import phases
 from syncline.plans.plan import Plan
 from syncline.strategy.strategy import Strategy
 from syncline_bench.predict.formulas import Size, closed_s
@@ -193,6 +195,28 @@ def test_ranks_of_a_host_share_its_port_and_talk_inside_it_by_themselves() -> No
     assert plan_load(two_ports, ProcessPlacement(group, 2), plan_of("direct", 4, nodes), 4e8).port_s == pytest.approx(
         flat.port_s / 2
     )
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 0, 0, 0)], ids=str)
+def test_a_library_inside_hosts_takes_its_own_time_before_and_after_the_messages(nodes: tuple[int, ...]) -> None:
+    """Without its constants the plan's transfers count as messages."""
+    group, nbytes = Group(4, 0, nodes), 4e8
+    links = f"between.alpha={ALPHA}s,between.beta={BETA}s,inside.alpha=1us,inside.beta=0.1ns,gamma=0s"
+    known = inline(f"{links},native.alpha=1ms,native.beta=0.5ns")
+    plan = hierarchical(group, inside="native")
+    library_s, hosts, where = 1e-3 + nbytes * 0.5e-9, np.array(nodes), len(set(nodes))
+    between_s = plan_time(plan.across, nbytes, known, hosts).whole_s
+    assert plan_time(plan, nbytes, known, hosts).whole_s == pytest.approx(library_s + between_s)
+    assert plan_time(plan, nbytes, inline(links), hosts).whole_s == pytest.approx(
+        plan_time(plan.by_messages(), nbytes, known, hosts).whole_s
+    )
+    if nodes != (0, 1, 1, 1):  # placements have equally many workers on all hosts
+        found = plan_load(known, ProcessPlacement(group, 4 // where), plan, nbytes)
+        assert found.inside_s == pytest.approx(library_s)
+        assert found.sent_bytes == pytest.approx((where - 1) * nbytes / 2)
+        push, _ = phases(plan)
+        half = plan_load(known, ProcessPlacement(group, 4 // where), push, nbytes)
+        assert half.inside_s == pytest.approx(library_s / 2)
 
 
 def test_an_oversubscribed_tree_makes_what_crosses_it_slower() -> None:

@@ -10,13 +10,16 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from summing import Summing
 from syncline import registry
+from syncline.algorithms.hierarchical import hierarchical
 from syncline.algorithms.ps import ps
 from syncline.engine.exchange import Exchange, Run
 from syncline.nouns import Group, numpy_dtype
+from syncline.plans.check import phases
 from syncline.plans.messages import chunk_edges, compile_program
 from syncline.plans.plan import Plan
-from syncline.transports import Handle
+from syncline.transports import Handle, Transport
 from syncline.transports._operations import Receive
 from syncline.transports.inproc import Hub, InProc
 
@@ -82,15 +85,22 @@ def cases(draw: Callable[..., Any], names: tuple[str, ...] = tuple(ALGORITHMS)) 
     )
 
 
+@st.composite
+def native_cases(draw: Callable[..., Any]) -> Case:
+    """Two levels, of which a message library carries out the inner one: the whole, or one of its halves."""
+    nodes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+    plan = hierarchical(Group(len(nodes), nodes=tuple(nodes)), inside="native")
+    plan = draw(st.sampled_from([plan, *phases(plan)]))
+    numbers = draw(st.integers(0, 200)), draw(st.sampled_from(DTYPES)), draw(st.sampled_from([1, 7, 64, 1 << 20]))
+    return Case(plan, *numbers, draw(st.integers(1, 3)), draw(st.booleans()))
+
+
 def drive(
     case: Case, arrays: list[list[NDArray[Any]]], choose: Callable[[int], int], start_late: bool = False
 ) -> list[Exchange]:
     """Exchange ``arrays[rank]`` (several at once) from one thread; ``choose(n)`` says which of n ranks comes next."""
     hub = Hub(case.plan.world)
-    exchanges = [
-        Exchange(Copying(hub, rank) if case.copying else hub.transport(rank), case.segment_bytes, case.window)
-        for rank in range(case.plan.world)
-    ]
+    exchanges = [Exchange(_end(case, hub, rank), case.segment_bytes, case.window) for rank in range(case.plan.world)]
     runs: list[list[Run]] = [
         [Run(compile_program(case.plan, rank), array, key, f"bucket {key}") for key, array in enumerate(mine)]
         for rank, mine in enumerate(arrays)
@@ -111,6 +121,13 @@ def drive(
         idle = 0 if moved else idle + 1
         assert idle < 500, "nothing moves any more"
     return exchanges
+
+
+def _end(case: Case, hub: Hub, rank: int) -> Transport:
+    """The end of a rank, with collectives in its group if the plan has some there."""
+    if case.plan.native:
+        return Summing(hub, rank, next((ranks for ranks in case.plan.native if rank in ranks), (rank,)))
+    return Copying(hub, rank) if case.copying else hub.transport(rank)
 
 
 def chooser(data: st.DataObject) -> Callable[[int], int]:

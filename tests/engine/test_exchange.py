@@ -9,13 +9,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from exchanging import ALGORITHMS, Case, cases, check, chooser, drive
+from exchanging import ALGORITHMS, Case, cases, check, chooser, drive, native_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapped import anyone, machine, placed, run_of, turn
 from numpy.typing import NDArray
 
+from summing import Summing
 from syncline import registry
+from syncline.algorithms.hierarchical import hierarchical
 from syncline.algorithms.ps import push_and_pull
 from syncline.collectives import Collective
 from syncline.compression.reducers import Message, Reducer, Round, Total
@@ -37,6 +39,15 @@ from syncline.transports.inproc import Hub, InProc
 def test_every_algorithm_reaches_its_goal_in_any_order_of_events(
     data: st.DataObject, case: Case, start_late: bool
 ) -> None:
+    inputs = case.inputs()
+    outputs = [array.copy() for array in inputs]
+    drive(case, [[array] for array in outputs], chooser(data), start_late)
+    check(case, inputs, outputs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), native_cases(), st.booleans())
+def test_a_library_sums_inside_groups_in_any_order_of_events(data: st.DataObject, case: Case, start_late: bool) -> None:
     inputs = case.inputs()
     outputs = [array.copy() for array in inputs]
     drive(case, [[array] for array in outputs], chooser(data), start_late)
@@ -353,6 +364,35 @@ def test_a_transport_without_collectives_is_refused() -> None:
         exchange.hand_over(Collective("allreduce"), np.ones(3), 0, "bucket 0", lambda: None)
     with pytest.raises(UsageError, match="one-dimensional"):
         Exchange(Adding(Hub(2), 0)).hand_over(Collective("allreduce"), np.ones((3, 3)), 0, "x", lambda: None)
+
+
+def test_a_library_without_the_plans_collectives_is_refused() -> None:
+    """Before anything is sent: a transport without any, and one whose group is another than the plan's."""
+    plan = hierarchical(Group(4, nodes=(0, 0, 1, 1)), inside="native")
+    hub = Hub(4)
+    for end, reason in (
+        (InProc(hub, 0), "transport=inproc has no collectives of its own"),
+        (Summing(hub, 0), "the library's group is ranks 0-3, and the plan's ranks 0-1: use inside=ring"),
+    ):
+        exchange = Exchange(end)
+        with pytest.raises(UsageError, match=reason):
+            exchange.start(Run(compile_program(plan, 0), np.ones(8, np.float32), 0, "bucket 0"))
+        assert exchange.labels == []
+
+
+def test_a_library_that_fails_inside_a_host_is_named_with_the_ranks() -> None:
+    class Failing(Summing):
+        def _meet(self, goal: Any, key: int, parts: Any, owner: Any) -> Handle:  # noqa: ARG002
+            handle = Handle(goal, -1, key, 0, owner)
+            self._operations.finish(handle, PeerLost("rank 1 is gone", rank=1))
+            return handle
+
+    plan = hierarchical(Group(4, nodes=(0, 0, 1, 1)), inside="native")
+    exchange = Exchange(Failing(Hub(4), 0, (0, 1)))
+    exchange.start(Run(compile_program(plan, 0), np.ones(8, np.float32), 0, "bucket 0"))
+    assert exchange.waiting_for == {1: "bucket 0"}
+    with pytest.raises(PeerLost, match="bucket 0: reduce-scatter by transport=inproc among ranks 0-1: rank 1 is gone"):
+        exchange.progress(0.0)
 
 
 GIVEN = (1e8, 1.0, -1e8, 3.0)

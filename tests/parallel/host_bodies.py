@@ -90,10 +90,10 @@ def what_is_coded(line: Connection, place: bodies.Place, nodes: list[int], strat
     line.send(found)
 
 
-def dies(line: Connection, place: bodies.Place, nodes: list[int], victim: int) -> None:
+def dies(line: Connection, place: bodies.Place, nodes: list[int], victim: int, strategy: str) -> None:
     """One process is killed between two steps."""
     pretend(nodes[place[0]])
-    with bodies.joined(place, "auto"):
+    with bodies.joined(place, strategy):
         for step in range(1_000_000):
             if step == 2 and place[0] == victim:
                 os.kill(os.getpid(), 9)

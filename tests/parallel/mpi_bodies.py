@@ -1,7 +1,8 @@
 """A rank under mpirun that does, one after the other, what ranks of the pool do each in a process of their own.
 
 Arguments: a folder for results (``RANK.N`` is what was sent last in the Nth part, pickled), and JSON: a list of
-[function of rank_bodies, arguments after the place]. Every process meets at a store of its own choice: none is given.
+[function of rank_bodies or host_bodies, arguments after the place]. Every process meets at a store of its own choice:
+none is given.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import host_bodies
 import rank_bodies
 import torch
 
@@ -35,7 +37,8 @@ def main(folder: str, parts: list[list[Any]]) -> None:
     rank_bodies.syncline.init = lambda strategy, **_: init(strategy)  # type: ignore[assignment]
     for number, (name, *arguments) in enumerate(parts):
         line = Line()
-        getattr(rank_bodies, name)(line, (found.rank, found.world, ""), *arguments)
+        body = getattr(rank_bodies, name, None) or getattr(host_bodies, name)
+        body(line, (found.rank, found.world, ""), *arguments)
         Path(folder, f"{found.rank}.{number}").write_bytes(pickle.dumps(line.last))
 
 

@@ -64,14 +64,22 @@ def test_a_host_pushes_and_pulls_once(pool: Pool, address: str, local: str, time
 
 @pytest.mark.parametrize(
     ("strategy", "nodes"),
-    [("ring", [0, 0, 1, 1]), ("direct", [0, 1, 1]), ("hierarchical", [0, 0, 1, 1]), ("double_tree", [0, 1, 1])],
+    [
+        ("ring", [0, 0, 1, 1]),
+        ("direct", [0, 1, 1]),
+        ("hierarchical", [0, 0, 1, 1]),
+        ("double_tree", [0, 1, 1]),
+        ("hierarchical(inside=native)", [0, 0, 1, 1]),
+        ("hierarchical(inside=native)", [0, 1, 1, 0, 1]),
+        ("hierarchical(inside=native)", [0, 0, 0]),
+    ],
     ids=str,
 )
 def test_collectives_over_both(pool: Pool, address: str, strategy: str, nodes: list[int]) -> None:
     case = everyone(len(nodes), address, nodes, "collectives", strategy)
     with pool.start(host_bodies.on_nodes, case) as group:
         sent, received = zip(*group.results(), strict=True)
-    assert sum(sent) >= sum(received) > 0
+    assert 1.01 * sum(sent) >= sum(received) > 0  # message libraries count a body once it has left
 
 
 CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
@@ -86,6 +94,9 @@ CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
         ("ps(servers=2, update=worker)", [0, 0, 0, 1], 2),
         ("ps(servers=1, local=on)", [0, 0, 1, 1, 2], 4),
         ("ps(servers=2, on=workers, local=on) schedule=wait_free", [0, 0, 1, 1], 4),
+        ("hierarchical(inside=native) schedule=wait_free", [0, 1, 1], 3),
+        ("hierarchical(inside=native) schedule=split(slice=64B)", [0, 0, 1, 1], 4),
+        ("hierarchical(inside=native) schedule=priority(slice=64B)", [0, 0, 1, 1], 4),
     ],
 )
 def test_processes_on_several_hosts_train_as_one(
@@ -97,23 +108,29 @@ def test_processes_on_several_hosts_train_as_one(
     check_trained_as_one(results, CASES)
 
 
-def test_payloads_cross_between_hosts_once_for_each_host(pool: Pool, address: str) -> None:
-    """Two hosts of two and of three: inside travels what a dense reduce-scatter and all-gather move."""
+@pytest.mark.parametrize("inside", ["ring", "native"])
+def test_payloads_cross_between_hosts_once_for_each_host(pool: Pool, address: str, inside: str) -> None:
+    """Two hosts of two and of three: inside travels what a dense reduce-scatter and all-gather move, or a library's."""
+    by = " by gloo" if inside == "native" else ""
     codecs, nodes, elements = {"int8": 8, "fp16": 16, "topk(ratio=0.01)": 0.48}, [0, 0, 1, 1, 1], 1 << 19
-    case = everyone(5, address, nodes, "hierarchical", list(codecs))
+    case = everyone(5, address, nodes, f"hierarchical(inside={inside})", list(codecs))
     with pool.start(host_bodies.what_is_coded, case) as group:
         rows = list(zip(*group.results(), strict=True))
     for (codec, bits), found in zip(codecs.items(), rows, strict=True):
-        assert all(one[0].startswith("hierarchical codec=") and codec in one[0] for one in found)
-        assert all(one[1].startswith("gradients are summed uncompressed inside hosts; between hosts ") for one in found)
+        assert all(one[0].startswith("hierarchical") and codec in one[0] for one in found)
+        words = f"gradients are summed uncompressed inside hosts{by}; between hosts "
+        assert all(one[1].startswith(words) for one in found)
         assert len({one[3] for one in found}) == 1
         for host in (0, 1):
             here = [rank for rank in range(5) if nodes[rank] == host]
             between = sum(found[rank][2][peer] for rank in here for peer in range(5) if nodes[peer] != host)
             payload = elements * bits / 8  # half for the other host's part and half for the own one's sum
             assert payload * 0.95 < between < payload * 1.1 + 4000, codec
-            inside = sum(found[rank][2][peer] for rank in here for peer in here)
-            assert inside == pytest.approx(2 * (len(here) - 1) * 4 * elements, rel=0.01)
+            within = sum(found[rank][2][peer] for rank in here for peer in here)
+            if by:  # messages that begin the library's collectives
+                assert within < 4000
+            else:
+                assert within == pytest.approx(2 * (len(here) - 1) * 4 * elements, rel=0.01)
 
 
 def test_on_one_host_nothing_is_compressed_and_all_are_told(pool: Pool, address: str) -> None:
@@ -130,15 +147,15 @@ def test_on_one_host_nothing_is_compressed_and_all_are_told(pool: Pool, address:
 
 def test_a_run_on_two_levels_is_resumed_with_the_same_bits(pool: Pool, address: str) -> None:
     strategies = [f"hierarchical codec={text}" for text in ("int8", "topk(ratio=0.1)", "powersgd(rank=1)")]
-    strategies += ["ps(servers=2, on=workers, local=on) codec=int8"]
+    strategies += ["ps(servers=2, on=workers, local=on) codec=int8", "hierarchical(inside=native) codec=int8"]
     with pool.start(host_bodies.resumes, everyone(4, address, [0, 0, 1, 1], strategies)) as group:
         for found in group.results():
             assert found == [[True, True, True]] * len(strategies)
 
 
-@pytest.mark.parametrize("victim", [1, 3])
-def test_who_dies_is_named_on_all_hosts(pool: Pool, address: str, victim: int) -> None:
-    with pool.start(host_bodies.dies, everyone(4, address, [0, 0, 1, 1], victim)) as group:
+@pytest.mark.parametrize(("victim", "strategy"), [(1, "auto"), (3, "auto"), (3, "hierarchical(inside=native)")])
+def test_who_dies_is_named_on_all_hosts(pool: Pool, address: str, victim: int, strategy: str) -> None:
+    with pool.start(host_bodies.dies, everyone(4, address, [0, 0, 1, 1], victim, strategy)) as group:
         group.end()
         for rank in group.ranks:
             if rank.index != victim:

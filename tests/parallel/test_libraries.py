@@ -163,6 +163,7 @@ def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("mpi")
     parts: list[list[Any]] = [["train", strategy, CASES] for strategy in TRAIN]
     parts += [["collectives", strategy] for strategy in COLLECTIVES]
+    parts += [["on_nodes", [0, 0, 1, 1, 1], "collectives", "hierarchical(inside=native) transport=mpi"]]
     return run_bodies(request.param, 5, folder, *parts, ["forks", "native transport=mpi"])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from summing import Summing
 from syncline import registry
 from syncline.errors import PeerLost, UsageError
 from syncline.testing import BrokenLaw, check_transport, network
@@ -20,26 +21,9 @@ from syncline.testing.laws import holds
 from syncline.testing.network import Network, Subject, network_of
 from syncline.testing.transports import LAWS
 from syncline.transports import Bytes, Handle, Transport
-from syncline.transports.inproc import Hub, InProc, _Message
+from syncline.transports.inproc import Hub
 
 SHORT_S = 0.5
-
-
-class Summing(InProc):
-    """An end with an allreduce of its own: the last rank that comes adds."""
-
-    def allreduce(self, key: int, array: Any, owner: Any = None) -> Handle:
-        handle = Handle("allreduce", -1, key, array.nbytes, owner)
-        hub = self._hub
-        with vars(hub).setdefault("lock", threading.Lock()):
-            come = vars(hub).setdefault("sums", {}).setdefault(key, [])
-            come.append((self.rank, handle, array))
-            if len(come) == self.world:
-                total = np.sum([one for _, _, one in come], axis=0)
-                for rank, its, one in come:
-                    one[:] = total
-                    hub.inboxes[rank].put(_Message("consumed", self.rank, handle=its))
-        return handle
 
 
 @contextmanager
@@ -222,6 +206,10 @@ def in_turn(self: Any, key: int, array: Any, owner: Any = None) -> Handle:  # no
     return right(self).allreduce(self.turn, array, owner)  # type: ignore[no-any-return]
 
 
+def gathers_too_few(self: Any, key: int, parts: Sequence[Any], owner: Any = None) -> Handle:
+    return right(self).all_gather(key, parts[:-1], owner)  # type: ignore[no-any-return]
+
+
 def adds_anything(self: Any, key: int, array: Any, owner: Any = None) -> Handle:
     return right(self).allreduce(key, array.view(np.float64), owner)  # type: ignore[no-any-return]
 
@@ -288,6 +276,7 @@ BROKEN: dict[str, list[Network]] = {
         broken("inproc", allocate=in_a_file),
     ],
     "its allreduce adds every type": [broken(summing, allreduce=adds_one)],
+    "its halves add and gather every type": [broken(summing, all_gather=gathers_too_few)],
     "allreduces match by key whatever the order of ranks": [broken(summing, allreduce=in_turn)],
     "messages and allreduces share the transport": [broken(summing, send=another(lambda *_: True))],
     "unsupported types of sums are refused": [broken(summing, allreduce=adds_anything)],

@@ -65,7 +65,7 @@ class Library(Enveloped):
     def _pull(self, peer: int, body: Body) -> None:  # noqa: ARG002
         self.wire.pulled[self.rank, body.slot] = body.data, body.done
 
-    def _reduce(self, array: Any, handle: Handle) -> None:
+    def _collect(self, call: Any, handle: Handle) -> None:
         raise NotImplementedError
 
     def _move(self, timeout: float) -> None:

@@ -22,7 +22,8 @@ from syncline.transports import MemoryStore, Place
 torch = pytest.importorskip("torch")
 
 from syncline.frameworks.torch.storage import _brought_down  # noqa: E402
-from syncline.transports.torch import StagedAllreduce, Torch, _in_time  # noqa: E402
+from syncline.transports._envelope import Call  # noqa: E402
+from syncline.transports.torch import StagedCollectives, Torch, _in_time  # noqa: E402
 
 
 class Doubling:
@@ -53,7 +54,9 @@ def test_arrays_are_staged_through_the_device_on_its_stream(dtype: str) -> None:
 
     array = (np.arange(100) % 17).astype(numpy_dtype(dtype))
     before = array.astype(np.int64)
-    wait = StagedAllreduce(Doubling(log), "cpu", stream, lambda: log.append("synchronize")).start(array)
+    wait = StagedCollectives(Doubling(log), "cpu", stream, lambda: log.append("synchronize")).start(
+        Call("allreduce", [array])
+    )
     np.testing.assert_array_equal(array.astype(np.int64), before)  # the host's memory is not touched yet
     wait()
     np.testing.assert_array_equal(array.astype(np.int64), 2 * before)

@@ -1,6 +1,8 @@
 """Hierarchical: reduce-scatter inside every node, allreduce of every part across nodes, all-gather inside.
 
-Both levels are rings (``ring``).
+Both levels are rings (``ring``). With ``inside=native`` the reduce-scatter and the all-gather inside a node are those
+of the transport's message library (Gloo, NCCL or MPI). The plan then has one step for each of the two, which says what
+the library must do, and not how.
 
 Theory. Links inside a node are faster than the network. Reducing inside first lets every part cross the network once
 per node instead of once per rank, and all ranks of a node work on parts of their own. Cho et al., "BlueConnect", MLSys
@@ -17,21 +19,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
+from typing import Literal
 
 import numpy as np
 
 from ..nouns import Group
-from ..plans.plan import Plan
+from ..plans.plan import COPY, REDUCE, Column, Plan
 from ..registry import register
-from .ring import all_gather_rows, reduce_scatter_rows
+from .ring import Parts, all_gather_rows, reduce_scatter_rows
 
 _MOST_CHUNKS = 1024
 """With more chunks the bookkeeping costs more than exactly equal parts gain."""
 
 
 @register("algorithms", "hierarchical", goal="allreduce", two_levels="ring")
-def hierarchical(group: Group) -> Plan:
+def hierarchical(group: Group, *, inside: Literal["ring", "native"] = "ring") -> Plan:
     """Allreduce over two levels, inside nodes and across them; a ring when there is only one node or one rank in each.
+
+    With inside=native the message library's own collectives sum inside nodes.
 
     Cost with m nodes of p ranks, links a1, b1 inside and a2, b2 across: 2(p-1)a1 + 2(p-1)/p nb1 + 2(m-1)a2 +
     2(m-1)/m (n/p) b2 when every rank has a NIC; the last term times p when the node has one (Cho et al. 2019).
@@ -43,12 +48,16 @@ def hierarchical(group: Group) -> Plan:
         shares = max(sizes)
     chunks = shares * len(nodes)
     cuts = [[shares * i // size * len(nodes) for i in range(size + 1)] for size in sizes]
-    across = max(sizes) - 1
+    native = inside == "native"
+    across = min(max(sizes) - 1, 1) if native else max(sizes) - 1
     inside_again = across + 2 * (len(nodes) - 1)
     rows = []
     for ranks, edges in zip(nodes, cuts, strict=True):
         parts = [(low, high - low) for low, high in pairwise(edges)]
-        rows += [reduce_scatter_rows(ranks, parts, 0), all_gather_rows(ranks, parts, inside_again)]
+        if native:
+            rows += [_owners_rows(ranks, parts, 0, REDUCE), _owners_rows(ranks, parts, inside_again, COPY)]
+        else:
+            rows += [reduce_scatter_rows(ranks, parts, 0), all_gather_rows(ranks, parts, inside_again)]
     for low, high in pairwise(sorted({edge for edges in cuts for edge in edges})):
         owners = [ranks[_part_of(low, edges)] for ranks, edges in zip(nodes, cuts, strict=True)]
         share = (high - low) // len(nodes)
@@ -57,7 +66,19 @@ def hierarchical(group: Group) -> Plan:
             reduce_scatter_rows(owners, parts, across),
             all_gather_rows(owners, parts, across + len(nodes) - 1),
         ]
-    return Plan.of("hierarchical", group, chunks, np.concatenate(rows))
+    groups = [ranks for ranks in nodes if len(ranks) > 1] if native else []
+    return Plan.of("hierarchical", group, chunks, np.concatenate(rows), native=groups)
+
+
+def _owners_rows(ranks: Sequence[int], parts: Parts, step: int, op: int) -> Column:
+    """Rows of one step in which every rank sends its part i to ``ranks[i]`` (reduce), or gets it from there (copy)."""
+    rows = [
+        (step, *((other, owner) if op == REDUCE else (owner, other)), *part, op)
+        for owner, part in zip(ranks, parts, strict=True)
+        for other in ranks
+        if other != owner
+    ]
+    return np.array(rows, np.int32).reshape(-1, 6)
 
 
 def _part_of(chunk: int, edges: Sequence[int]) -> int:

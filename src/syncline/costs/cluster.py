@@ -24,7 +24,9 @@ max(o, g) + (n-1) G, and the flight is the rest: L + 2 o - max(o, g).
 
     between.alpha  between.beta  between.flight    a message, a byte, the flight: between hosts
     inside.alpha   inside.beta   inside.flight     the same within a host; without them hosts have no faster link
-    between.from_65536.alpha  ....beta             the same for messages of that many bytes and more
+    native.alpha   native.beta                     the reduce-scatter and the all-gather of a message library inside a
+                                                   host, together: fixed, and a byte of the array
+    between.from_65536.alpha  ....beta             the same for messages (arrays) of that many bytes and more
     gamma                                          a byte added to another
     message  byte_cpu                              processor time of a message, and of a byte sent or received
     bucket                                         of a bucket and operation, in the thread that moves messages
@@ -287,12 +289,14 @@ def _number(text: str, what: str) -> float:
 
 
 _PLAIN = ("gamma", "message", "byte_cpu", "bucket", "tensor", "iteration", "update", "copy")
-_PIECE = re.compile(r"(between|inside)\.(?:from_(\d+)\.)?(alpha|beta)")
+_PIECE = re.compile(r"(between|inside|native)\.(?:from_(\d+)\.)?(alpha|beta)")
 _CODEC = re.compile(r"codecs\.(.+)\.(encode|decode)")
 SLOWDOWN = "slowdown."
 DEVICES = ("cpu", "cuda")
 _NAMES = (
     *(f"{end}.{what}" for end in ("between", "inside") for what in ("alpha", "beta", "flight")),
+    "native.alpha",
+    "native.beta",
     *_PLAIN,
     *(SLOWDOWN + device for device in DEVICES),
 )
@@ -392,7 +396,7 @@ class Cluster:
         if self.cores is not None and self.cores < 1:
             raise UsageError(f"network {self.name}: hosts need at least one core, got {self.cores}")
         # Computed here for their checks: pieces begin at 0, and alpha and beta come together.
-        self.between, self.inside, self.codecs  # noqa: B018
+        self.between, self.inside, self.native, self.codecs  # noqa: B018
 
     @cached_property
     def between(self) -> LinkCost:
@@ -405,6 +409,11 @@ class Cluster:
     def inside(self) -> LinkCost | None:
         """The link between two ranks of one host; None if they use the same link as ranks of different hosts."""
         return self._link("inside")
+
+    @cached_property
+    def native(self) -> LinkCost | None:
+        """A message library's reduce-scatter and all-gather of an array inside a host, together; None if unknown."""
+        return self._link("native")
 
     @cached_property
     def codecs(self) -> Mapping[str, CodecCosts]:

@@ -22,6 +22,10 @@ network between buffers what a port cannot accept yet. If a link inside the netw
 than the ports of its messages, these messages take proportionally longer, as under max-min fairness for equal messages.
 Processors give a lower bound: where cores are counted, the plan takes at least the processor time of its messages,
 bytes and additions.
+
+**Libraries.** If a message library carries out the transfers inside hosts (``Plan.native``), its reduce-scatter and its
+all-gather take half of the cluster's ``native`` seconds each, at all ranks of a host together. If the cluster has no
+such constants, these transfers count as messages.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from numpy.typing import NDArray
 
 from ..compression.reducers import Flows
 from ..nouns import Group
-from ..plans.plan import Plan
+from ..plans.plan import COPY, REDUCE, Plan
 from .cluster import Cluster, Constant, Floats, Ints, LinkCost, Switch, Topology
 
 _SHORTEST_S = 1e-12
@@ -147,6 +151,7 @@ class ClusterShape(NamedTuple):
     topology: Topology
     ports_per_host: int
     has_inside: bool
+    has_native: bool
     starts: tuple[tuple[float, ...], ...]
     """The sizes from which other constants apply: between hosts, and inside."""
 
@@ -155,7 +160,8 @@ class ClusterShape(NamedTuple):
         """The shape of a cluster."""
         links = (cluster.between, cluster.inside or cluster.between)
         starts = tuple(tuple(piece.from_bytes for piece in link.pieces) for link in links)
-        return cls(cluster.topology, cluster.ports_per_host, cluster.inside is not None, starts)
+        known = cluster.inside is not None, cluster.native is not None
+        return cls(cluster.topology, cluster.ports_per_host, *known, starts)
 
 
 class Places(NamedTuple):
@@ -252,7 +258,22 @@ def plan_s(plan: Plan, nbytes: float, cluster: Cluster, placement: ProcessPlacem
 
 def plan_load(cluster: Cluster, placement: ProcessPlacement, plan: Plan, nbytes: float) -> Load:
     """The load of a plan for an array of ``nbytes``. Cost: linear in its transfers, once per plan."""
-    return plan_outline(cluster, placement, plan).load(cluster, nbytes / plan.chunks)
+    load = plan_outline(cluster, placement, plan).load(cluster, nbytes / plan.chunks)
+    before_s, after_s = _library_s(plan, nbytes, cluster)
+    return load._replace(inside_s=load.inside_s + before_s + after_s) if before_s or after_s else load
+
+
+def native_s(cluster: Cluster, nbytes: float) -> float:
+    """Seconds of a message library's reduce-scatter and all-gather inside a host; 0 if the cluster does not tell."""
+    return 0.0 if cluster.native is None else cluster.native.busy_s(nbytes)
+
+
+def _library_s(plan: Plan, nbytes: float, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of the library's reduce-scatter before a plan's other transfers, and of its all-gather after them."""
+    if not plan.native:
+        return 0.0, 0.0
+    half_s, ops = native_s(cluster, nbytes) / 2, plan.op[plan.natively]
+    return half_s * bool((ops == REDUCE).any()), half_s * bool((ops == COPY).any())
 
 
 def plan_outline(cluster: Cluster, placement: ProcessPlacement, plan: Plan) -> Outline:
@@ -262,6 +283,8 @@ def plan_outline(cluster: Cluster, placement: ProcessPlacement, plan: Plan) -> O
 
 @lru_cache(maxsize=64)
 def _plan_outline(shape: ClusterShape, placement: ProcessPlacement, plan: Plan) -> Outline:
+    if shape.has_native and plan.native:
+        plan = plan.across
     if not len(plan):
         return Outline()
     step = np.cumsum(np.diff(plan.step, prepend=plan.step[0]) != 0)
@@ -412,16 +435,29 @@ def plan_time(
     times chunks.
     """
     places = np.arange(plan.world) if hosts is None else np.asarray(hosts)
+    begins_s = np.zeros(plan.world) if starts_s is None else np.array(starts_s, np.float64)
+    before_s, after_s = _library_s(plan, nbytes, cluster)
+    groups = [list(ranks) for ranks in plan.native] if cluster.native is not None else []
+    if groups:
+        plan = plan.across
+        _meet(begins_s, groups, before_s)
     messages = _Messages(plan, nbytes, cluster, places)
-    clocks = _Clocks(plan, messages, np.zeros(plan.world) if starts_s is None else np.asarray(starts_s, np.float64))
+    clocks = _Clocks(plan, messages, begins_s)
     edges = np.flatnonzero(np.diff(plan.step, prepend=-1, append=np.iinfo(np.int32).max))
     for low, high in pairwise(edges.tolist()):
         messages.share(slice(low, high))
         clocks.step(slice(low, high))
+    _meet(clocks.ends_s, groups, after_s)
     whole_s = float(clocks.ends_s.max())
     if cluster.cores is not None:
         whole_s = max(whole_s, _processor_s(plan, cluster, places, messages) / cluster.cores)
     return PlanTime(whole_s, clocks.ends_s)
+
+
+def _meet(clocks_s: Floats, groups: Sequence[list[int]], takes_s: float) -> None:
+    """Let the ranks of each group wait for each other, and then go on together."""
+    for ranks in groups if takes_s else ():
+        clocks_s[ranks] = clocks_s[ranks].max() + takes_s
 
 
 class _Messages:

@@ -1,4 +1,4 @@
-"""Runs plans over a transport: by messages, in mapped memory, or by a collective of the transport's library.
+"""Runs plans over a transport: by messages, in mapped memory, or by collectives of the transport's library.
 
 A ``Run`` executes one plan over one array. The ``Exchange`` selects how a run moves its data, polls the transport for
 all runs and dispatches the completions. In mapped memory (``memory``) compiled code executes the segments.
@@ -10,6 +10,11 @@ actions that depend on it. A segment posts its reducing receives when it opens a
 memory (a peer's memory over shm, scratch over tcp). Copying receives go directly into the array. Reductions into one
 chunk keep plan order, so the result does not depend on timing. Received parts take at most ``window`` segments of
 scratch per run.
+
+A plan may leave the transfers inside groups to the message library (``Plan.native``). Each segment then begins with the
+library's reduce-scatter in the group, and ends with its all-gather. While one segment is on its way between groups, the
+library works on others. The library runs its collectives in the order in which the group's first rank starts them;
+between groups urgent messages go first.
 
 Priority: the transport sends the most urgent message first, and of all completions the most urgent are handled first.
 Before a less urgent one is handled, the transport is polled again. A run thus waits at most for the arrived parts of
@@ -25,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +38,9 @@ from numpy.typing import NDArray
 from ..collectives import Collective
 from ..errors import ProtocolError, UsageError, labelled
 from ..kernels.cpu import add_all_into
-from ..plans.messages import Action, Cut, Program
-from ..plans.plan import Plan
-from ..transports import Adds, Handle, HasAllreduce, Transport
+from ..plans.messages import Action, Cut, Native, Program
+from ..plans.plan import Plan, ranks_text
+from ..transports import Adds, Handle, HasAllreduce, HasCollectives, Transport
 from ..wire.links import CONTROL
 from ..wire.scratch import Scratch
 from .memory import OneSided
@@ -65,7 +70,7 @@ class Copied:
 class Segment:
     """The state of one segment: the remaining dependencies of its actions, and the parts that cannot be applied yet."""
 
-    __slots__ = ("arrived", "left", "moves", "number", "posted", "run", "span", "spans", "tag", "waits")
+    __slots__ = ("arrived", "left", "moves", "native", "number", "posted", "run", "span", "spans", "tag", "waits")
 
     def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
@@ -74,6 +79,7 @@ class Segment:
         self.waits = list(run.program.waits)
         self.left = len(run.program.actions)
         self.posted: set[int] = set()  # actions in the transport
+        self.native: tuple[int, ...] = ()  # the ranks of the library's collective in flight
         self.arrived: dict[int, Handle | Copied] = {}
         self.span: Span | None = None
         self.spans: dict[int, Span]  # spans of the posted actions; only with an observer
@@ -96,11 +102,16 @@ def has_begun(run: Run) -> bool:
     return run.left < run.cut.segments or any(segment.arrived or segment.left < actions for segment in segments)
 
 
+NATIVE_SEGMENT_BYTES = 4 * 1024 * 1024
+NATIVE_WINDOW = 3
+"""Segments and window of plans with a message library's part: the library works on one segment while others travel."""
+
+
 class TwoSided:
     """The runs by messages of one process. Not thread-safe.
 
-    An array is cut into segments of ``segment_bytes``; a run has at most ``window`` of them open. ``finish(run)`` is
-    called after its last segment.
+    An array is cut into segments of ``segment_bytes``; a run has at most ``window`` of them open, unless a message
+    library has a part in its plan. ``finish(run)`` is called after its last segment.
     """
 
     def __init__(
@@ -143,7 +154,8 @@ class TwoSided:
             and self._adder.adds_from(action.peer, dtype)
             for action, waits in zip(program.actions, program.waits, strict=True)
         )
-        return Cut(program, size, max(1, self._segment_bytes // dtype.itemsize), adds)
+        nbytes = min(self._segment_bytes, NATIVE_SEGMENT_BYTES) if program.plan.native else self._segment_bytes
+        return Cut(program, size, max(1, nbytes // dtype.itemsize), adds)
 
     def waiting_for(self, run: Run) -> dict[int, str]:
         """Peer -> label of a run that waits for it. A tolerant run waits only once a peer has joined it.
@@ -152,11 +164,11 @@ class TwoSided:
         """
         if run.tolerant and not has_begun(run):
             return {}
-        return {
-            run.program.actions[i].peer: run.label
-            for segment in tuple(run.open_segments)
-            for i in tuple(segment.posted)
-        }
+        found: dict[int, str] = {}
+        for segment in tuple(run.open_segments):
+            found |= {run.program.actions[i].peer: run.label for i in tuple(segment.posted)}
+            found |= {rank: run.label for rank in segment.native if rank != run.program.rank}
+        return found
 
     def open(self, run: Run) -> None:
         """Open the next segment of a run, and further ones until its window is full."""
@@ -166,6 +178,49 @@ class TwoSided:
             segment.span = begin(self._observer, "segment", run.label, run.span, segment=segment.number)
         run.open_segments.append(segment)
         run.opened += 1
+        native = run.program.native
+        if native is not None and native.reduces:
+            self._collect(segment, native, "reduce_scatter", partial(self._begin, segment))
+        else:
+            self._begin(segment)
+        window = max(self._window, NATIVE_WINDOW) if run.program.plan.native else self._window
+        if run.opened < window and run.opened < run.cut.segments:
+            self.open(run)
+
+    def _collect(
+        self,
+        segment: Segment,
+        native: Native,
+        goal: Literal["reduce_scatter", "all_gather"],
+        then: Callable[[], None],
+    ) -> None:
+        """Let the transport's library run a collective on a segment, and call ``then`` after it."""
+        run, library = segment.run, self._transport
+        assert isinstance(library, HasCollectives)  # tested at the start of the run
+        segment.native = native.ranks
+        span = None
+        if self._observer is not None:
+            kind: Kind = "reduce" if goal == "reduce_scatter" else "copy"
+            span = begin(self._observer, kind, run.label, segment.span, phase=goal, segment=segment.number)
+
+        def collected(handle: Handle) -> None:
+            segment.native = ()
+            if handle.error is not None:
+                what = f"{goal.replace('_', '-')} by transport={library.name} among {ranks_text(native.ranks)}"
+                raise labelled(f"{run.label}: {what}", handle.error)
+            if span is not None:
+                span.end()
+            then()
+
+        parts = [run.array[start:stop] for start, stop in run.cut.parts(segment.number)]
+        start = library.reduce_scatter if goal == "reduce_scatter" else library.all_gather
+        start(segment.tag, parts, owner=collected)
+
+    def _begin(self, segment: Segment) -> None:
+        """Start the actions of a segment that have no dependency."""
+        run = segment.run
+        if not segment.left:
+            self._acted(segment)
         # Post the reducing receives first: a peer's data can then arrive while this rank still waits to apply it.
         ready = []
         for i, (start, stop, tag, borrows, adds) in enumerate(segment.moves):
@@ -182,8 +237,6 @@ class TwoSided:
                 ready.append(i)
         for i in ready:
             self._act(segment, i)
-        if run.opened < self._window and run.opened < run.cut.segments:
-            self.open(run)
 
     def _act(self, segment: Segment, i: int) -> None:
         """Start action ``i``, whose dependencies are done. Empty actions finish at once and start their successors."""
@@ -291,15 +344,28 @@ class TwoSided:
             if segment.waits[other] == 0:
                 unlocked.append(other)
         if segment.left == 0:
-            if segment.span is not None:
-                segment.span.end()
-            run.open_segments.remove(segment)
-            run.left -= 1
-            if run.opened < run.cut.segments:
-                self.open(run)
-            elif run.left == 0:
-                self._finish(run)
+            self._acted(segment)
         return unlocked
+
+    def _acted(self, segment: Segment) -> None:
+        """Go on after all actions of a segment."""
+        native = segment.run.program.native
+        if native is not None and native.gathers:
+            self._collect(segment, native, "all_gather", partial(self._close, segment))
+        else:
+            self._close(segment)
+
+    def _close(self, segment: Segment) -> None:
+        """End a segment, and open the next one or finish the run."""
+        run = segment.run
+        if segment.span is not None:
+            segment.span.end()
+        run.open_segments.remove(segment)
+        run.left -= 1
+        if run.opened < run.cut.segments:
+            self.open(run)
+        elif run.left == 0:
+            self._finish(run)
 
     def _tell(self, kind: Kind, segment: Segment, i: int) -> Span:
         """Begin the observer's span of one action of a segment."""
@@ -390,6 +456,7 @@ class Exchange:
         if len(run.program.actions) > MOST_ACTIONS:
             text = f"{run.label}: a rank has {len(run.program.actions)} transfers in {run.program.plan.name}"
             raise UsageError(f"{text}, and tags can number {MOST_ACTIONS}: use another algorithm, or fewer ranks")
+        self._check_library(run)
         if run.priority != 0.0:
             self.regard(run.priority)
         shared = self.shared
@@ -408,6 +475,17 @@ class Exchange:
             self._finish(run)
         else:
             self._messages.open(run)
+
+    def _check_library(self, run: Run) -> None:
+        """Raise UsageError unless the transport's library can carry out its part of a run."""
+        native, library = run.program.native, self.transport
+        if native is None:
+            return
+        if not isinstance(library, HasCollectives):
+            raise UsageError(f"{run.label}: transport={library.name} has no collectives of its own for inside=native")
+        if library.together != native.ranks:
+            made, asked = (ranks_text(ranks) for ranks in (library.together, native.ranks))
+            raise UsageError(f"{run.label}: the library's group is {made}, and the plan's {asked}: use inside=ring")
 
     def prompt(self, kept: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
         """Execute a prepared run at once (``OneSided.prompt``): 0 when it is done, None if it cannot start."""

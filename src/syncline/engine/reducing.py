@@ -14,10 +14,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ..collectives import Collective
-from ..compression.reducers import Lengths, Message, Reducer, Round, Sum, Total
+from ..compression.reducers import HostCollective, Lengths, Message, Reducer, Round, Sum, Total
 from ..errors import ProtocolError, SynclineError, UsageError, labelled
 from ..kernels.cpu import add_in_order
-from ..transports import Handle
+from ..transports import Handle, HasCollectives
 from .exchange import Exchange
 from .order import KEYS, Array, CodedOrder, Run
 from .trace import Kind, Observer, Span, begin
@@ -66,6 +66,7 @@ class Reducing:
         self._on_done, self._tolerant, self._has_left = on_done, order.tolerant, has_left
         self._opened = self._ended = 0
         self._turns: set[_Turn] = set()
+        self._collecting: set[int] = set()  # the pieces with a collective of the library in flight
         self._observer, self._span = observer, within
 
     def urgency(self) -> float:
@@ -84,7 +85,11 @@ class Reducing:
         A tolerant bucket waits only in rounds that a peer has joined.
         """
         turns = [turn for turn in list(self._turns) if turn.begun or not self._tolerant]
-        return {peer: self._label for turn in turns for peer in tuple(turn.peers)}
+        waits = {peer: self._label for turn in turns for peer in tuple(turn.peers)}
+        if self._collecting and isinstance(self._transport, HasCollectives):
+            near = self._transport.together
+            waits |= {peer: self._label for peer in near if peer != self._transport.rank}
+        return waits
 
     def start(self) -> None:
         """Open the first reducer."""
@@ -130,6 +135,9 @@ class Reducing:
             if isinstance(asked, Sum):
                 self._sum(asked.array, number, reducer, turn)
                 return
+            if isinstance(asked, HostCollective):
+                self._collect(asked, number, reducer, turn)
+                return
             if asked.sends or asked.receives or any(total.peers for total in asked.totals):
                 self._turns.add(_Turn(self, number, reducer, turn, asked))
                 return
@@ -159,6 +167,29 @@ class Reducing:
         run = Run(program, array, self._key, self._label, self._priority, summed, self._tolerant, self._span)
         self._exchange.start(run)
 
+    def _collect(self, asked: HostCollective, number: int, reducer: Reducer, turn: int) -> None:
+        """Let the transport's library run a collective among the workers of this host."""
+        library, label = self._transport, self._label
+        if not isinstance(library, HasCollectives):
+            raise UsageError(f"{label}: transport={library.name} has no collectives of its own for inside=native")
+        span = None if self._observer is None else self._tell("reduce", number, phase=asked.goal)
+
+        def collected(handle: Handle) -> None:
+            self._collecting.discard(number)
+            if handle.error is not None:
+                raise labelled(f"{label}: {asked.goal.replace('_', '-')} by transport={library.name}", handle.error)
+            if span is not None:
+                span.end()
+            self._advance(number, reducer, turn, [])
+
+        self._collecting.add(number)
+        start = library.reduce_scatter if asked.goal == "reduce_scatter" else library.all_gather
+        start(self._tag(number), asked.parts, owner=collected)
+
+    def _tag(self, number: int) -> int:
+        """The tag of a piece's messages and collectives."""
+        return _MARK | self._key << _PIECE_BITS | number
+
 
 class _Turn:
     """One round of one reducer. The reducer resumes when all messages have been sent and received.
@@ -177,7 +208,7 @@ class _Turn:
         ]
         self.peers = [message.peer for message in (*(add for _, add in adds), *asked.receives, *asked.sends)]
         self._messages = len(self.peers)
-        tag = _MARK | of._key << _PIECE_BITS | number
+        tag = of._tag(number)
         transport = of._transport
         for which, message in adds:
             owner = _Completion(self, "receive", message, which)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
 
 from ..collectives import Collective
-from ..compression.reducers import Lengths, Message, Reducer, Round, Sum
+from ..compression.reducers import Lengths, Message, Reducer, Round
 from ..errors import UsageError
 from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan, ranks_text
@@ -110,7 +110,7 @@ class Scope:
     def _sum(self, order: CodedOrder, nbytes: int) -> Program:
         return self._program(order.program(nbytes))
 
-    def _reducer(self, piece: Callable[[], Reducer]) -> Generator[Round | Sum, Lengths, None]:
+    def _reducer(self, piece: Callable[[], Reducer]) -> Reducer:
         """A reducer whose rounds are translated to processes of the run."""
         reducer, lengths = piece(), Lengths()
         try:

@@ -219,7 +219,8 @@ def _transport(
         if kind == "own":
             left = max(0.0, deadline - time.monotonic())
             world, check = len(roll.members), client.check
-            place = Place(roll.index, world, client, name, address, left, check, roll.secret, roll.near)
+            together = tuple(sorted(roll.near | {roll.index})) if strategy.native_inside else ()
+            place = Place(roll.index, world, client, name, address, left, check, roll.secret, roll.near, together)
             own: Transport = parts[name].target(place, **arguments)
             return own
     unix = {peer for name, peers in carried.items() if kinds[name] == "unix" for peer in peers}

@@ -27,15 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import PlanError
-from .plan import COLUMNS, COPY, REDUCE, Goal, Plan, ranks_text
+from .plan import COLUMNS, COPY, REDUCE, Column, Goal, Plan, ranks_text
 
 
 def check(plan: Plan) -> None:
     """Prove that the plan reaches its goal; PlanError names the step, the transfer and the ranks of the first fault.
 
     A plan is faulty if it adds a contribution twice, makes a transfer that brings nothing new, overwrites contributions
-    that the copied chunk lacks, mixes a copy and another transfer into one chunk in one step, sends an empty chunk, or
-    leaves a result incomplete. Cost: linear in the number of chunks moved.
+    that the copied chunk lacks, mixes a copy and another transfer into one chunk in one step, sends an empty chunk,
+    leaves a result incomplete, or leaves transfers to a message library that are no collective. Cost: linear in the
+    number of chunks moved.
     """
     if plan.goal in ("all_gather", "broadcast") and np.any(plan.op == REDUCE):
         fault = plan[int(np.flatnonzero(plan.op == REDUCE)[0])]
@@ -52,6 +53,8 @@ def check(plan: Plan) -> None:
                 raise PlanError(
                     f"{plan.name}: at the end rank {rank} does not hold the result of chunk {chunk}: {what}"
                 )
+    if plan.native:
+        _check_native(plan)
 
 
 def mixing_matrix(plan: Plan) -> NDArray[np.float64]:
@@ -232,12 +235,49 @@ def _require_reduces_first(plan: Plan, reduces: NDArray[np.bool_], copies: NDArr
                 )
 
 
+def _check_native(plan: Plan) -> None:
+    """Prove that a message library can carry out the transfers inside each group of the plan.
+
+    The reduces must be a reduce-scatter before all other transfers: each rank gets its part, consecutive chunks, from
+    all others of the group. The copies must be an all-gather of the same parts after all others.
+    """
+    across = plan.step[~plan.natively]
+    for ranks in plan.native:
+        inside = plan.natively & np.isin(plan.src, ranks)
+        reduces, copies = (np.flatnonzero(inside & (plan.op == op)) for op in (REDUCE, COPY))
+        early = len(across) == 0 or bool((plan.step[reduces] < across.min()).all())
+        late = len(across) == 0 or bool((plan.step[copies] > across.max()).all())
+        parts = [
+            _parts_of(plan, rows, owners, others, ranks)
+            for rows, owners, others in ((reduces, plan.dst, plan.src), (copies, plan.src, plan.dst))
+            if len(rows)
+        ]
+        if not (early and late and all(parts) and len({tuple(sorted(of)) for of in parts}) <= 1):
+            raise PlanError(
+                f"{plan.name}: a message library carries out the transfers among {ranks_text(sorted(ranks))}, but they"
+                " are no reduce-scatter before all other transfers, or no all-gather of the same parts after them"
+            )
+
+
+def _parts_of(
+    plan: Plan, rows: NDArray[np.intp], owners: Column, others: Column, ranks: Sequence[int]
+) -> set[tuple[int, int, int]]:
+    """The (owner, first chunk, count) of a reduce-scatter or all-gather among ``ranks``; empty if it is neither."""
+    parts = {(int(owners[row]), int(plan.chunk[row]), int(plan.count[row])) for row in rows}
+    covered = sorted(chunk for _, first, count in parts for chunk in range(first, first + count))
+    pairs = sorted((int(owners[row]), int(others[row])) for row in rows)
+    wanted = sorted((owner, other) for owner, *_ in parts for other in ranks if other != owner)
+    return parts if covered == list(range(plan.chunks)) and pairs == wanted else set()
+
+
 def _half(plan: Plan, chosen: NDArray[np.bool_], goal: Goal, owners: tuple[int, ...]) -> Plan:
     rows = plan.rows[chosen]
     # Each phase counts its own steps from 0 without gaps.
     rows[:, 0] = np.unique(rows[:, 0], return_inverse=True)[1]
     name = f"{plan.name} {goal}"
-    return Plan.of(name, plan.world, plan.chunks, rows, goal=goal, members=plan.members, owners=owners)
+    return Plan.of(
+        name, plan.world, plan.chunks, rows, goal=goal, members=plan.members, owners=owners, native=plan.native
+    )
 
 
 def _mask(ranks: Sequence[int]) -> int:
@@ -253,9 +293,12 @@ def _contributions(mask: int) -> str:
 def order_of_additions(plan: Plan) -> str | None:
     """A hash of the expression that all chunks share at all members; None if chunks or ranks differ.
 
-    Also None if one step adds several values to one chunk, because the engine then chooses the order. Cost: linear in
+    Also None if one step adds several values to one chunk, because the engine then chooses the order, or if a message
+    library adds. Cost: linear in
     the number of chunks moved. That is seconds for a ring of hundreds of ranks, so results are cached per plan.
     """
+    if plan.native:
+        return None
     held = {(rank, chunk): _leaf(rank) for rank in plan.members for chunk in range(plan.chunks)}
     for step in np.unique(plan.step):
         before, added = dict(held), set[tuple[int, int]]()

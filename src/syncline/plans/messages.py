@@ -9,8 +9,10 @@ follows.
   send. It also waits for earlier receives into its chunks, which keeps sums in plan order and gives every run the same
   bits.
 
-Only direct dependencies are kept; the others follow from them. ``Cut`` tells which elements each action moves in every
-segment of an array. This module knows neither bytes nor transports.
+Only direct dependencies are kept; the others follow from them. If a message library carries out transfers inside groups
+(``Plan.native``), the actions are the others. They start after the library's reduce-scatter and end before its
+all-gather (``Native``). ``Cut`` tells which elements each action moves in every segment of an array. This module knows
+neither bytes nor transports.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..errors import PlanError
-from .plan import Plan
+from .plan import COPY, REDUCE, Plan
 
 Kind = Literal["send", "copy", "reduce"]
 
@@ -45,6 +47,19 @@ class Action:
     swaps: bool = False
 
 
+@dataclass(frozen=True)
+class Native:
+    """What a message library does among ``ranks``: ``parts`` are the chunks lo to hi that each rank owns.
+
+    With ``reduces`` a reduce-scatter to the owners precedes all actions; with ``gathers`` an all-gather follows them.
+    """
+
+    ranks: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
+    reduces: bool
+    gathers: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """One rank's actions in plan order. Programs compare by identity.
@@ -53,7 +68,7 @@ class Program:
     apply a reduction. ``unlocks[i]`` lists the actions that wait for action i. ``follows[i]`` is the next reduction
     into the same chunks in the same step if it waits for reduction i alone, else -1; ``precedes`` is the inverse. Both
     reductions can run in one pass over memory. The peer of the second sent its data before this step, so waiting for
-    both delays nothing.
+    both delays nothing. ``native`` is what the message library does before and after the actions, if anything.
     """
 
     plan: Plan
@@ -63,6 +78,7 @@ class Program:
     unlocks: tuple[tuple[int, ...], ...]
     follows: tuple[int, ...]
     precedes: tuple[int, ...]
+    native: Native | None = None
 
 
 def compile_program(plan: Plan, rank: int) -> Program:
@@ -105,7 +121,21 @@ def compile_program(plan: Plan, rank: int) -> Program:
     follows = tuple(_follower(actions, before, i, found) for i, found in enumerate(unlocks))
     back = {j: i for i, j in enumerate(follows)}
     precedes = tuple(back.get(i, -1) for i in range(len(actions)))
-    return Program(plan, rank, tuple(actions), waits, tuple(tuple(found) for found in unlocks), follows, precedes)
+    after = tuple(tuple(found) for found in unlocks)
+    return Program(plan, rank, tuple(actions), waits, after, follows, precedes, _native(plan, rank))
+
+
+def _native(plan: Plan, rank: int) -> Native | None:
+    """The library's part in a plan for the group of ``rank``; None if there is none. ``check`` proves its form."""
+    ranks = next((ranks for ranks in plan.native if rank in ranks), ())
+    inside = plan.natively & np.isin(plan.src, ranks)
+    reduces, copies = inside & (plan.op == REDUCE), inside & (plan.op == COPY)
+    if not inside.any():
+        return None
+    rows, owners = (reduces, plan.dst) if reduces.any() else (copies, plan.src)
+    owned = {int(owners[row]): plan[row] for row in np.flatnonzero(rows).tolist()}
+    parts = [(owned[one].chunk, owned[one].chunk + owned[one].count) if one in owned else (0, 0) for one in ranks]
+    return Native(ranks, tuple(parts), bool(reduces.any()), bool(copies.any()))
 
 
 def _follower(actions: list[Action], before: list[set[int]], i: int, unlocked: list[int]) -> int:
@@ -125,7 +155,8 @@ def _actions(plan: Plan, rank: int) -> list[Action]:
     # Both ends count alike, so the index identifies a message without negotiation.
     among: Counter[tuple[int, int]] = Counter()
     # Select this rank's rows first: a plan over all pairs has N^2 rows, and a rank takes part in 2N of them.
-    for row in np.flatnonzero((plan.src == rank) | (plan.dst == rank)).tolist():
+    rows = (plan.src == rank) | (plan.dst == rank)
+    for row in np.flatnonzero(rows & ~plan.natively if plan.native else rows).tolist():
         transfer = plan[row]
         index = among[transfer.src, transfer.dst]
         among[transfer.src, transfer.dst] += 1
@@ -171,30 +202,28 @@ class Cut:
         self._program, self._size, self._per, self._adds = program, size, per_segment, adds
         plan = program.plan
         self._owned = plan.goal in ("reduce_scatter", "all_gather")
-        if not (size and program.actions):
+        self._parts = program.native.parts if program.native is not None else ()
+        if not (size and (program.actions or self._parts)):
             self.segments = 0
         elif not self._owned:
             self.segments = -(-size // per_segment)
         else:
             widest = -(-size // plan.chunks)
             # Chunks of one message must lie side by side, so such a plan cannot be cut inside its chunks.
-            together = any(action.hi - action.lo > 1 for action in program.actions)
+            together = any(action.hi - action.lo > 1 for action in program.actions) or bool(plan.native)
             self._per = widest if together else max(1, per_segment // plan.chunks)
             self.segments = -(-widest // self._per)
         self.first: Sequence[Move] = self.moves(0) if self.segments else ()
         """What each action moves of the first segment, which most arrays have alone."""
 
+    def parts(self, number: int) -> list[tuple[int, int]]:
+        """The elements that each rank of the message library's group owns in segment ``number``."""
+        starts, stops = self._bounds(number)
+        return [(starts[lo], stops[hi - 1]) if hi > lo else (0, 0) for lo, hi in self._parts]
+
     def moves(self, number: int) -> Sequence[Move]:
         """The elements that each action moves in segment ``number``."""
-        size, per, chunks = self._size, self._per, self._program.plan.chunks
-        if self._owned:
-            edges = chunk_edges(size, chunks)
-            starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
-            stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
-        else:
-            first = number * per
-            edges = [first + edge for edge in chunk_edges(min(size - first, per), chunks)]
-            starts, stops = edges[:-1], edges[1:]
+        starts, stops = self._bounds(number)
         return tuple(
             Move(
                 starts[one.lo],
@@ -205,6 +234,19 @@ class Cut:
             )
             for one, adds in zip(self._program.actions, self._adds, strict=True)
         )
+
+    def _bounds(self, number: int) -> tuple[list[int], list[int]]:
+        """The first element of every chunk in segment ``number``, and the one after its last."""
+        size, per, chunks = self._size, self._per, self._program.plan.chunks
+        if self._owned:
+            edges = chunk_edges(size, chunks)
+            starts = [min(edges[chunk] + number * per, edges[chunk + 1]) for chunk in range(chunks)]
+            stops = [min(edges[chunk] + (number + 1) * per, edges[chunk + 1]) for chunk in range(chunks)]
+        else:
+            first = number * per
+            edges = [first + edge for edge in chunk_edges(min(size - first, per), chunks)]
+            starts, stops = edges[:-1], edges[1:]
+        return starts, stops
 
 
 def chunk_edges(size: int, chunks: int) -> list[int]:

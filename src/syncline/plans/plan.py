@@ -54,8 +54,10 @@ class Plan:
     ``world`` counts all processes: workers first, then dedicated servers. ``members`` contribute and must hold the
     result. ``owners`` names, for every chunk, the rank that must hold it (reduce_scatter) or holds it at the start
     (all_gather); it is empty for other goals. ``root`` is the source of a broadcast. ``sums`` lists, for every member,
-    the ranks whose contributions it must hold after a mix, itself included. The columns are read-only int32 arrays of
-    equal length. Raises PlanError for malformed rows; ``check`` decides whether they reach the goal.
+    the ranks whose contributions it must hold after a mix, itself included. ``native`` are groups of ranks: a message
+    library carries out the transfers between ranks of one group, by its own reduce-scatter and all-gather. The columns
+    are read-only int32 arrays of equal length. Raises PlanError for malformed rows; ``check`` decides whether they
+    reach the goal.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Plan:
     owners: tuple[int, ...] = ()
     root: int | None = None
     sums: tuple[tuple[int, ...], ...] = ()
+    native: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _validate_head(self)
@@ -94,6 +97,7 @@ class Plan:
         owners: Sequence[int] = (),
         root: int | None = None,
         sums: Sequence[Sequence[int]] = (),
+        native: Sequence[Sequence[int]] = (),
     ) -> Plan:
         """Make a plan from rows (step, src, dst, chunk, count, op). Rows are sorted by step and otherwise keep their
         order.
@@ -109,8 +113,9 @@ class Plan:
             rows = rows[np.argsort(rows[:, 0], kind="stable")]
         columns = dict(zip(COLUMNS, rows.T, strict=True))
         everyone = tuple(range(group.workers)) if members is None else tuple(members)
-        of = tuple(tuple(sorted(ranks)) for ranks in sums)
-        return cls(name, group.processes, chunks, everyone, goal, **columns, owners=tuple(owners), root=root, sums=of)
+        of, groups = tuple(tuple(sorted(ranks)) for ranks in sums), tuple(tuple(ranks) for ranks in native)
+        head = name, group.processes, chunks, everyone, goal
+        return cls(*head, **columns, owners=tuple(owners), root=root, sums=of, native=groups)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -135,7 +140,8 @@ class Plan:
 
         The order counts because messages between two ranks are numbered, and sums are computed, in plan order.
         """
-        return hashlib.sha256(np.array([self.chunks]).tobytes() + self.rows.tobytes()).hexdigest()[:16]
+        head = np.array([self.chunks]).tobytes() + b"".join(np.array(ranks).tobytes() for ranks in self.native)
+        return hashlib.sha256(head + self.rows.tobytes()).hexdigest()[:16]
 
     @property
     def steps(self) -> int:
@@ -151,6 +157,25 @@ class Plan:
         found[outside[first]] = False
         return found
 
+    @cached_property
+    def natively(self) -> NDArray[np.bool_]:
+        """For every transfer, whether a message library carries it out."""
+        place = np.arange(-self.world, 0)  # ranks of no group are alone
+        for number, ranks in enumerate(self.native):
+            place[list(ranks)] = number
+        found: NDArray[np.bool_] = place[self.src] == place[self.dst]
+        return found
+
+    @cached_property
+    def across(self) -> Plan:
+        """The transfers that no message library carries out, which alone are no collective."""
+        columns = {title: getattr(self, title)[~self.natively] for title in COLUMNS}
+        return replace(self, native=(), **columns)
+
+    def by_messages(self) -> Plan:
+        """The same plan with all transfers as messages."""
+        return replace(self, native=()) if self.native else self
+
     def bytes_sent(self, nbytes: float) -> NDArray[np.float64]:
         """The bytes that each rank sends when the array has ``nbytes``: float64, shape (world,), exact chunk shares."""
         return self._moved(self.src, nbytes)
@@ -162,7 +187,8 @@ class Plan:
     def among(self, ranks: Sequence[int]) -> Plan:
         """The same transfers with other rank numbers: rank i becomes ``ranks[i]``.
 
-        This embeds a group's plan in a larger world; the other ranks take no part in it.
+        This embeds a group's plan in a larger world; the other ranks take no part in it. All transfers are messages,
+        because a message library has its own groups of ranks.
         """
         if len(ranks) != self.world or len(set(ranks)) < self.world:
             raise PlanError(f"{self.name}: {self.world} ranks need {self.world} different numbers, not {tuple(ranks)}")
@@ -176,6 +202,7 @@ class Plan:
             owners=tuple(ranks[rank] for rank in self.owners),
             root=None if self.root is None else ranks[self.root],
             sums=tuple(tuple(ranks[rank] for rank in of) for of in self.sums),
+            native=(),
         )
 
     def empty_chunks(self, rank: int) -> set[int]:
@@ -222,6 +249,11 @@ def _validate_head(plan: Plan) -> None:
             f"the sum of rank {rank} must contain its own contribution, and each rank once; it is {of}",
         )
     require((plan.root is not None) == (plan.goal == "broadcast"), "only a broadcast has a root, and it needs one")
+    grouped = [rank for ranks in plan.native for rank in ranks]
+    require(
+        len(set(grouped)) == len(grouped) and all(0 <= rank < plan.world for rank in grouped),
+        f"groups of a message library must be of different ranks from 0 to {plan.world - 1}, not {plan.native}",
+    )
 
 
 def _validate_rows(plan: Plan) -> None:

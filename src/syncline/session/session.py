@@ -146,7 +146,7 @@ class Session(Communicator):
 
     def _fit_in(self) -> None:
         """Resolve the strategy for this group of workers. If it is impossible there, models are refused."""
-        asked = self.strategy
+        asked = self.strategy.by_messages()  # the message library has groups for the run's hosts only
         if asked.servers:
             self._unfit = (
                 f"{asked}: its server processes serve all workers of the run, and no group of them; use"
@@ -223,7 +223,8 @@ class Session(Communicator):
             return planned(self.choice.at(nbytes), group)
         if self.strategy.roles is not None:
             return planned(self.strategy.roles.beside, group)
-        return self.strategy.plan(group)
+        strategy = self.strategy if group == self.group else self.strategy.by_messages()
+        return strategy.plan(group)
 
     def bucket_program(self, nbytes: int) -> Program | Collective:
         """This process's program of a bucket's exchange, or the message library's own collective."""
@@ -286,7 +287,8 @@ class Session(Communicator):
         owners = tuple(range(workers)) if roles is None else roles.places(self.group)
         numbers = tuple(map(self.member.number, range(workers))) if self is not self.family[0] else ()
         hosts = self.strategy.hosts(self.group)
-        return Participant(self.index, workers, owners, self.engine.room, hosts=hosts, called=numbers)
+        native = self.strategy.native_inside
+        return Participant(self.index, workers, owners, self.engine.room, hosts=hosts, called=numbers, native=native)
 
     def run_by(self, choice: Choice) -> None:
         """From now on choose the algorithm by size: ``architecture=auto``. All workers call it with the same table."""

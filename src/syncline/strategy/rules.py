@@ -61,6 +61,11 @@ class Combination:
         """Whether servers apply the update. Otherwise every worker does."""
         return self.roles is not None and self.roles.holds_weights
 
+    @property
+    def native_inside(self) -> bool:
+        """Whether the message library's own collectives sum inside hosts, as part of a plan."""
+        return bool(self.architecture.arguments.get("inside") == "native")
+
     @cached_property
     def collective(self) -> Collective | None:
         """The library's collective that replaces a plan; None if there is a plan."""
@@ -133,12 +138,15 @@ def nearest_that_works(combination: Combination, fault: Fault) -> Combination | 
 
 
 def _native_needs_its_library(given: Combination) -> Fault | None:
-    if given.collective is None or given.transport == AUTO:
+    if given.transport == AUTO or not (given.native_inside or given.collective):
         return None
-    if registry.get("transports", given.transport.name).capabilities.get("allreduce"):
+    declared = registry.get("transports", given.transport.name).capabilities
+    if declared.get("collectives" if given.native_inside else "allreduce"):
         return None
-    reason = f"native calls the transport's own collectives, and transport={given.transport.name} has none"
-    return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": AUTO}]
+    name = "inside=native" if given.native_inside else "native"
+    reason = f"{name} calls the transport's own collectives, and transport={given.transport.name} has none"
+    plan = with_arguments(given.architecture, inside="ring") if given.native_inside else AUTO
+    return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": plan}]
 
 
 def _native_sends_what_it_is_given(given: Combination) -> Fault | None:
@@ -149,7 +157,7 @@ def _native_sends_what_it_is_given(given: Combination) -> Fault | None:
 
 
 def _nccl_knows_collectives_only(given: Combination) -> Fault | None:
-    if given.transport.arguments.get("backend") != "nccl" or given.collective is not None:
+    if given.transport.arguments.get("backend") != "nccl" or given.collective is not None or given.native_inside:
         return None
     reason = "NCCL does not match messages by tag, so it can run no plan"
     return reason, [{"architecture": Part("native")}, {"transport": with_arguments(given.transport, backend="gloo")}]

@@ -22,6 +22,8 @@ registration may declare, for this file, ``words``, ``rules`` and ``parts``:
     check=callable          (transports) takes the arguments and raises UsageError for invalid values; other parts are
                             built for that, but building a transport needs connections
     allreduce=True          (transports) the library has an allreduce of its own
+    collectives=True        (transports) the library also has a reduce-scatter and an all-gather (``HasCollectives``)
+    inside=native           (an argument of algorithms) the library's collectives are a part of the plan
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from ..errors import StrategyError, UsageError
 from ..nouns import Group, Seconds
 from ..sync import Averages, Mixes, backup_of
 from .grammar import Part, nearest, read_part, read_value, read_words, write_value
-from .rules import Combination, fault_of, nearest_that_works
+from .rules import Combination, fault_of, nearest_that_works, with_arguments
 from .words import AUTO, NONE, WORDS, belongs_to, bind_word, build, built_names, kind_of, known_sync, preset_of, write
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class Strategy(Combination):
         if transport == AUTO:
             if inproc:
                 transport = Part("inproc")
-            elif self.collective is not None:
+            elif self.collective is not None or self.native_inside:
                 transport = Part("torch")
             elif hosts == 1 or hosts == group.processes:
                 transport = Part("shm" if hosts == 1 else "tcp")
@@ -190,6 +192,24 @@ class Strategy(Combination):
                 f" choose one of {', '.join(built_names('architecture'))}"
             )
         return _planned(registry.get("algorithms", architecture.name).target, architecture.args, group)
+
+    @property
+    def library(self) -> str:
+        """The message library whose own collectives the strategy uses, if it uses any."""
+        return str(self.transport.arguments.get("backend", self.transport.name))
+
+    @property
+    def _by_library(self) -> str:
+        return f" by {self.library}" if self.native_inside else ""
+
+    def by_messages(self) -> Strategy:
+        """The strategy without collectives of the message library inside hosts, for groups that the library lacks."""
+        if not self.native_inside:
+            return self
+        plain = with_arguments(self.architecture, inside="ring")
+        nccl = self.transport.arguments.get("backend") == "nccl"  # whose messages travel over Gloo
+        carrier = with_arguments(self.transport, backend="gloo") if nccl else self.transport
+        return replace(self, architecture=plain, transport=carrier)
 
     def hosts(self, group: Group) -> tuple[tuple[int, ...], ...]:
         """The workers of each host if hosts sum before a codec compresses; empty if every worker compresses."""
@@ -243,8 +263,9 @@ class Strategy(Combination):
             what = "and gets the updates that it lacks, encoded, or the weights if these are smaller"
             return f"each worker sends its payloads separately to owners of the weights, {what}"
         if self.codec == NONE:
-            return f"allreduce by {name}"
-        inside = "gradients are summed uncompressed inside hosts; between hosts " if self._sums_inside else ""
+            return f"allreduce by {name}" + (f", inside hosts{self._by_library}" if self.native_inside else "")
+        summed = f"gradients are summed uncompressed inside hosts{self._by_library}; between hosts "
+        inside = summed if self._sums_inside else ""
         if self.server_holds_weights:
             return f"{inside}servers add up payloads, update the weights, and send the encoded change to all workers"
         if self.roles is not None:

@@ -21,7 +21,7 @@ from .. import registry
 from ..errors import UsageError
 from ..strategy.grammar import read_part
 from ..strategy.words import bind
-from ..transports import INLINE_BYTES, Adds, Bytes, Handle, HasAllreduce, MemoryStore, Place, Transport
+from ..transports import INLINE_BYTES, Adds, Bytes, Handle, HasAllreduce, HasCollectives, MemoryStore, Place, Transport
 from .laws import require
 
 LIMIT_S = 20.0
@@ -175,10 +175,11 @@ class Subject:
     adds: tuple[str, ...]
 
     @cached_property
-    def _offers(self) -> tuple[bool, bool]:
+    def _offers(self) -> tuple[bool, bool, bool]:
         with self.network(2) as ends:
             end = ends[0]
-            return isinstance(end, Adds) and end.adds_from(1, np.dtype(np.float32)), isinstance(end, HasAllreduce)
+            adds = isinstance(end, Adds) and end.adds_from(1, np.dtype(np.float32))
+            return adds, isinstance(end, HasAllreduce), isinstance(end, HasCollectives)
 
     @property
     def adds_messages(self) -> bool:
@@ -189,6 +190,11 @@ class Subject:
     def has_allreduce(self) -> bool:
         """Whether it has its own allreduce."""
         return self._offers[1]
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether it also has the halves of an allreduce."""
+        return self._offers[2]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,20 @@ from numpy.typing import NDArray
 from ..codecs import Chooses, Codec, Decays, Floats, Sums, Wraps, codec_of
 from ..codecs.feedback import Feedback
 from ..compression.compression import Compression
-from ..compression.reducers import Bytes, Flows, Participant, Reducer, Round, Sum, Summed, Total, Traffic, levels, ways
+from ..compression.reducers import (
+    Bytes,
+    Flows,
+    HostCollective,
+    Participant,
+    Reducer,
+    Round,
+    Sum,
+    Summed,
+    Total,
+    Traffic,
+    levels,
+    ways,
+)
 from ..compression.reducers.ways import parts_of
 from ..kernels.cpu import add_in_order
 from ..nouns import Bucket, Layer, Slice, Spec, numpy_dtype
@@ -37,12 +50,18 @@ def untouched(src: int, dst: int, data: Bytes) -> Bytes:  # noqa: ARG001
     return data
 
 
-def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[int], None] = lambda _: None) -> int:
+def run(
+    ranks: Sequence[Reducer],
+    alter: Alter = untouched,
+    summed: Callable[[int], None] = lambda _: None,
+    hosts: Sequence[Sequence[int]] = (),
+) -> int:
     """Run the reducers of all processes to their ends. Returns the bytes sent in messages.
 
-    ``alter`` is the wire. ``summed`` is called with the bytes of every array that the workers sum.
+    ``alter`` is the wire. ``summed`` is called with the bytes of every array that the workers sum. The ranks of each of
+    ``hosts`` have the collectives of a message library.
     """
-    asked: list[Round | Sum | None] = [next(reducer, None) for reducer in ranks]
+    asked: list[Round | Sum | HostCollective | None] = [next(reducer, None) for reducer in ranks]
     under_way: dict[tuple[int, int], deque[Bytes]] = {}
     sent = 0
     posted: set[int] = set()
@@ -56,6 +75,13 @@ def run(ranks: Sequence[Reducer], alter: Alter = untouched, summed: Callable[[in
                 if one is not None:
                     asked[rank] = _go_on(ranks[rank], [])
             continue
+        for here in hosts:
+            calls = [one for rank in here if isinstance(one := asked[rank], HostCollective)]
+            if len(calls) == len(here):
+                _collect(calls)
+                for rank in here:
+                    asked[rank] = _go_on(ranks[rank], [])
+                moved = True
         for rank, one in enumerate(asked):
             if not isinstance(one, Round):
                 continue
@@ -95,7 +121,22 @@ def _add(total: Total, came: Sequence[Bytes]) -> None:
     add_in_order(total.array, arrays[:first], arrays[first:])
 
 
-def _go_on(reducer: Reducer, lengths: list[int]) -> Round | Sum | None:
+def _collect(calls: Sequence[HostCollective]) -> None:
+    """Run a collective of a message library among the ranks of a host, in rank order."""
+    require(len({call.goal for call in calls}) == 1, "the ranks of a host call different collectives")
+    for owner, call in enumerate(calls):
+        others = [one.parts[owner] for one in calls if one is not call]
+        require(all(part.size == call.parts[owner].size for part in others), "parts of different sizes")
+        if call.goal == "reduce_scatter":
+            add_in_order(call.parts[owner], others[:owner], others[owner:])
+            for part in others:
+                part[:] = np.nan  # of no meaning from here on
+        else:
+            for part in others:
+                part[:] = call.parts[owner]
+
+
+def _go_on(reducer: Reducer, lengths: list[int]) -> Round | Sum | HostCollective | None:
     try:
         return reducer.send(lengths)
     except StopIteration:
@@ -134,7 +175,8 @@ class Ranks:
     """The processes of a group that exchange a model's gradients, with states that persist over steps.
 
     ``shapes`` are the model's tensors, ``buckets`` slices of them, by default all in one. Owners are the ``servers``,
-    the workers that are ``serving``, or all workers. ``hosts`` are the workers of each host, for two levels.
+    the workers that are ``serving``, or all workers. ``hosts`` are the workers of each host, for two levels; with
+    ``native`` a message library sums inside them.
     """
 
     def __init__(
@@ -147,6 +189,7 @@ class Ranks:
         dtype: str = "float32",
         hosts: Sequence[Sequence[int]] = (),
         serving: Sequence[int] = (),
+        native: bool = False,
     ) -> None:
         self.layers = [Layer(Spec(f"p{number}", shape, dtype)) for number, shape in enumerate(shapes)]
         whole = [Slice(number, 0, layer.spec.elements) for number, layer in enumerate(self.layers)]
@@ -157,13 +200,14 @@ class Ranks:
             [np.zeros(bucket.elements, numpy_dtype(dtype)) for bucket in self.buckets] for _ in range(workers + servers)
         ]
         self.workers, self.codec, places = workers, codec, tuple(tuple(ranks) for ranks in hosts)
+        self.library = [ranks for ranks in places if len(ranks) > 1] if native else []
         self.ranks = [
             Compression(
                 codec,
                 self.layers,
                 self.buckets,
                 arrays,
-                Participant(index, workers, owners, room, hosts=places),
+                Participant(index, workers, owners, room, hosts=places, native=native),
                 served=bool(servers or serving),
                 name=f"rank {index}",
             )
@@ -181,7 +225,7 @@ class Ranks:
         for number in range(len(self.buckets)):
             todo = [rank.pieces(number) for rank in self.ranks]
             for made in zip(*todo, strict=True):
-                sent += run([start() for start in made], alter)
+                sent += run([start() for start in made], alter, hosts=self.library)
             for rank in self.ranks:
                 rank.finish(number)
         self.given_back = all(room.out == 0 for room in self.rooms)
@@ -209,8 +253,13 @@ class Ranks:
         return np.concatenate(parts)
 
 
-def as_predicted(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Sequence[Traffic]) -> None:
-    """Run the reducers of all processes and compare every message and every sum with the prediction."""
+def as_predicted(
+    pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Sequence[Traffic], hosts: Sequence[Sequence[int]] = ()
+) -> None:
+    """Run the reducers of all processes and compare every message and every sum with the prediction.
+
+    ``hosts`` as in ``run``.
+    """
     found = {len(one) for one in pieces}
     require(found == {len(traffic)}, f"there are {sorted(found)} reducers, but {len(traffic)} were predicted")
     for starts, steps in zip(zip(*pieces, strict=True), traffic, strict=True):
@@ -221,7 +270,7 @@ def as_predicted(pieces: Sequence[Sequence[Callable[[], Reducer]]], traffic: Seq
             moved.append((src, dst, data.nbytes))
             return data
 
-        run([start() for start in starts], wire, sums.append)
+        run([start() for start in starts], wire, sums.append, hosts)
         wanted = [step.nbytes for step in steps if isinstance(step, Summed)]
         require(sums == wanted, f"arrays of {sums} bytes are summed, but {wanted} were predicted")
         _compare(moved, [step for step in steps if isinstance(step, Flows)])

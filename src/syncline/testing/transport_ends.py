@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import ClosedError, PeerLost, UsageError
 from ..nouns import numpy_dtype
-from ..transports import Handle, HasAllreduce, Transport
+from ..transports import Handle, HasAllreduce, HasCollectives, Transport
 from . import network
 from .laws import Laws, require, same
 from .network import Case, Ends, Subject, between, in_time, numbers, raised, together
@@ -223,6 +223,33 @@ def its_allreduce_adds_every_type(case: Case) -> None:
         run(net, lambda end: [summed(end, 4, arrays[end.rank])])
     for rank, array in enumerate(arrays):
         same(array.astype(np.int64), wanted, f"the sum of {case.dtype} at rank {rank}")
+
+
+def has_halves(case: Case) -> bool:
+    """Whether a transport also has the halves of an allreduce."""
+    return case.subject.has_halves
+
+
+@LAWS.law(each_type, has_halves)
+def its_halves_add_and_gather_every_type(case: Case) -> None:
+    """In place, with parts of any sizes that lie anywhere: each rank sums its part, and then all have all parts."""
+    dtype, sizes = numpy_dtype(case.dtype), (5, 0, 70_001)
+    numbers = [[(np.arange(size) % 11 + rank).astype(dtype) for size in sizes] for rank in range(3)]
+    wanted = [np.sum([row[part].astype(np.int64) for row in numbers], axis=0) for part in range(3)]
+    with case.open() as net:
+        run(net, lambda end: [halves(end).reduce_scatter(4, numbers[end.rank])])
+        for rank in range(3):
+            same(numbers[rank][rank].astype(np.int64), wanted[rank], f"the sum of {case.dtype} at rank {rank}")
+        run(net, lambda end: [halves(end).all_gather(4, numbers[end.rank])])
+    for rank, row in enumerate(numbers):
+        for part, array in enumerate(row):
+            same(array.astype(np.int64), wanted[part], f"part {part} of {case.dtype} at rank {rank}")
+
+
+def halves(end: Transport) -> HasCollectives:
+    """The end as one with halves of an allreduce."""
+    assert isinstance(end, HasCollectives)
+    return end
 
 
 @LAWS.law(between(3), has_allreduce)

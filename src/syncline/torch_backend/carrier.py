@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..compression.reducers import Bytes, Message, Reducer, Round
+from ..compression.reducers import Bytes, Message, Reducer, Round, Sum
 from ..engine.reducing import OPEN
 from ..errors import PeerError
 from ..frameworks.torch.storage import as_torch
@@ -242,8 +242,8 @@ def _advance(number: int, reducer: Reducer, lengths: Any, carrier: Carrier) -> C
             asked = reducer.send(lengths)
         except StopIteration:
             return None
-        if not isinstance(asked, Round):
+        if isinstance(asked, Sum):
             carrier.add(asked.array)
-        elif asked.sends or asked.receives:
+        elif isinstance(asked, Round) and (asked.sends or asked.receives):
             return carrier.begin(asked, number)
         lengths = []

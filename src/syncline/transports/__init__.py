@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -48,7 +48,7 @@ class Handle:
 
     def __init__(
         self,
-        kind: Literal["send", "recv", "borrow", "add", "allreduce"],
+        kind: Literal["send", "recv", "borrow", "add", "allreduce", "reduce_scatter", "all_gather"],
         peer: int,
         tag: int,
         nbytes: int,
@@ -159,6 +159,28 @@ class HasAllreduce(Protocol):
         ...
 
 
+@runtime_checkable
+class HasCollectives(HasAllreduce, Protocol):
+    """A transport whose library also has the two halves of an allreduce, for architectures with ``inside=native``.
+
+    ``together`` are the ranks of all its collectives, the allreduce included: all, or those of ``Place.together``.
+    ``parts`` are one array (one-dimensional, contiguous, possibly empty) for each of these ranks, in their order.
+    """
+
+    together: tuple[int, ...]
+
+    def reduce_scatter(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
+        """Sum the parts over the ranks ``together``, in place. A rank then has its own part; others have no meaning.
+
+        Calls match as those of ``allreduce``, and their handles fail likewise.
+        """
+        ...
+
+    def all_gather(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
+        """Replace every part, in place, by that of the rank that it belongs to."""
+        ...
+
+
 class Store(Protocol):
     """A small key-value store by which the processes of a message library find each other. Calls have time limits.
 
@@ -210,7 +232,8 @@ class Place:
     ``address`` is the interface to listen on. ``store`` is a key-value store that all ranks see; this transport's keys
     start with ``key``. Connecting may take ``timeout_s`` seconds; call ``check`` while waiting: it raises if another
     rank has failed. ``secret`` is known to all ranks of the run and to no one else. It authenticates connections and is
-    never sent. ``near`` are the ranks that share this one's kernel and network namespace.
+    never sent. ``near`` are the ranks that share this one's kernel and network namespace. ``together`` are the ranks of
+    the library's collectives, this one included; if empty, all ranks.
     """
 
     rank: int
@@ -222,6 +245,7 @@ class Place:
     check: Callable[[], None] = lambda: None
     secret: bytes = field(default=b"", repr=False)
     near: frozenset[int] = frozenset()
+    together: tuple[int, ...] = ()
 
     def read(self, key: str, deadline: float, late: str) -> bytes:
         """A value of the store, once it is there. Raises GroupError ``late`` after ``deadline`` (time.monotonic)."""

@@ -2,8 +2,8 @@
 
 This module owns matching, buffers, the end of peers and the order of collectives. It does no I/O. A library moves
 *frames* and *bodies*. If its messages have tags it implements ``_send`` and ``_receive``, otherwise ``_put``, ``_push``
-and ``_pull``. It also implements ``_leave``, ``_move`` unless its own threads report events, and ``_reduce`` if it has
-its own allreduce.
+and ``_pull``. It also implements ``_leave``, ``_move`` unless its own threads report events, and ``_collect`` if it has
+its own collectives.
 
 * A frame is one small message: a header of 24 bytes and up to ``INLINE_BYTES`` of data. Frames between two ranks arrive
   in the order in which they were sent, which keeps messages of one tag in order. A message of up to ``INLINE_BYTES`` is
@@ -16,8 +16,8 @@ its own allreduce.
   on, bodies are *offered*: the receiver requests each one, and the sender announces its turn by one more frame. Only
   then do both ends pass it to the library, whose own queue therefore never blocks and keeps its order.
 * A library matches collectives by the order of the calls (``Turns``). Ranks may start theirs in different orders, so
-  rank 0 sends its order to the others in frames. This costs at most the latency of one frame, which overlaps with the
-  wait for the other ranks.
+  the first of their ranks sends its order to the others in frames. This costs at most the latency of one frame, which
+  overlaps with the wait for the other ranks.
 * A rank that closes sends a last frame. Its earlier messages still arrive, and operations that wait for it fail. The
   frame contains the number of collectives that the rank took part in, so that no rank waits for it in a later one. A
   rank that dies sends nothing; the session's watcher detects its death.
@@ -36,11 +36,11 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,46 +61,53 @@ _SMALL_BYTES = 4096
 """Received frames up to this size are kept in memory of their own size."""
 
 
+class Call(NamedTuple):
+    """A collective: its goal, and the part of each of its ranks, or the one array of an allreduce."""
+
+    goal: Literal["allreduce", "reduce_scatter", "all_gather"]
+    parts: Sequence[NDArray[Any]]
+
+
 class Turns:
-    """The order of collectives: those that rank 0 has started, those that this rank has reached, and the running ones.
+    """The order of collectives: those that the first rank has started, that this one has reached, and the running ones.
 
     ``begun`` counts the collectives that have started to run.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._order: deque[int] = deque()  # keys, in rank 0's order
-        self._ready: dict[int, tuple[Handle, NDArray[Any]]] = {}
+        self._order: deque[int] = deque()  # keys, in the first rank's order
+        self._ready: dict[int, tuple[Handle, Call]] = {}
         self._running: dict[int, Handle] = {}  # by the number of the collective
         self.begun = 0
 
     def check_new(self, key: int) -> None:
         """Raise UsageError for a key that this rank has in flight already."""
         if key in self._ready:
-            raise UsageError(f"rank {self._rank} has an allreduce with key {key} under way already")
+            raise UsageError(f"rank {self._rank} has a collective with key {key} under way already")
 
-    def come(self, key: int, handle: Handle, array: NDArray[Any]) -> None:
+    def come(self, key: int, handle: Handle, call: Call) -> None:
         """Record that this rank has reached a collective."""
-        self._ready[key] = handle, array
+        self._ready[key] = handle, call
 
     @property
     def full(self) -> bool:
-        """Whether rank 0 is as far ahead as it may be."""
+        """Whether the first rank is as far ahead as it may be."""
         return len(self._order) >= _MOST_TURNS
 
     def add(self, key: int) -> None:
-        """Append the next collective of rank 0's order."""
+        """Append the next collective of the first rank's order."""
         self._order.append(key)
 
-    def take(self) -> tuple[Handle, NDArray[Any]] | None:
-        """Start the next collective. None if this rank or rank 0 has not reached it."""
+    def take(self) -> tuple[Handle, Call] | None:
+        """Start the next collective. None if this rank or the first one has not reached it."""
         if not self._order or self._order[0] not in self._ready:
             return None
-        handle, array = self._ready.pop(self._order.popleft())
+        handle, call = self._ready.pop(self._order.popleft())
         handle.note = self.begun
         self._running[self.begun] = handle
         self.begun += 1
-        return handle, array
+        return handle, call
 
     def ended(self, handle: Handle) -> None:
         """Record that a collective has ended or will never start."""
@@ -164,9 +171,11 @@ class Enveloped(ABC):
     piece_bytes: ClassVar[int] = 1 << 62
     """The size of the messages in which ``_send`` and ``_receive`` move a body."""
 
-    def __init__(self, rank: int, world: int, bell: Bell | None = None) -> None:
+    def __init__(self, rank: int, world: int, bell: Bell | None = None, together: tuple[int, ...] = ()) -> None:
         self.rank = rank
         self.world = world
+        self.together = together or tuple(range(world))
+        """The ranks of the library's collectives."""
         self.scratch = Scratch()
         self.bell = bell or Bell()
         self._events: deque[Event] = deque()  # reported by other threads
@@ -222,11 +231,11 @@ class Enveloped(ABC):
     def _leave(self) -> None:
         """Free the library's resources. In a forked child (``_forked``), drop them without any communication."""
 
-    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
-        """Start the library's allreduce (sum, in place), and call ``_finish(handle)`` at its end.
+    def _collect(self, call: Call, handle: Handle) -> None:
+        """Start a collective of the library (sums, in place), and call ``_finish(handle)`` at its end.
 
-        All ranks call it in one order. Only for libraries with an allreduce; their class declares ``allreduce =
-        Enveloped._allreduce``.
+        All ranks ``together`` call it in one order. Only for libraries with collectives; their class declares
+        ``allreduce = Enveloped._allreduce``, and likewise the others of ``HasCollectives``.
         """
         raise NotImplementedError
 
@@ -305,18 +314,29 @@ class Enveloped(ABC):
 
     def _allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
         """The ``allreduce`` of transports whose library has one."""
-        handle = Handle("allreduce", -1, key, array.nbytes, owner)
+        return self._collective(key, Call("allreduce", (array,)), owner)
+
+    def _reduce_scatter(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
+        """The ``reduce_scatter`` of transports whose library has one."""
+        return self._collective(key, Call("reduce_scatter", parts), owner)
+
+    def _all_gather(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
+        """The ``all_gather`` of transports whose library has one."""
+        return self._collective(key, Call("all_gather", parts), owner)
+
+    def _collective(self, key: int, call: Call, owner: Any) -> Handle:
+        handle = Handle(call.goal, -1, key, sum(part.nbytes for part in call.parts), owner)
         operations = self._operations
         operations.check_open()
         self._turns.check_new(key)
         operations.under_way.add(handle)
-        # The library needs all ranks: after one has gone, no collective can complete.
-        if operations.gone:
-            self._finish(handle, operations.lost(min(operations.gone)))
+        # The library needs all its ranks: after one has gone, no collective can complete.
+        if gone := operations.gone.intersection(self.together):
+            self._finish(handle, operations.lost(min(gone)))
             return handle
-        self._turns.come(key, handle, array)
-        if self.rank == 0:
-            for peer in self._peers:
+        self._turns.come(key, handle, call)
+        if self.rank == self.together[0]:
+            for peer in self.together[1:]:
                 self._tell(peer, _frames.TURN, key)
             self._turns.add(key)
         self._take_turns()
@@ -386,7 +406,7 @@ class Enveloped(ABC):
             self._unasked.pop((peer, slot))()
         elif kind == _frames.COMING and (peer, slot) in self._promised:
             self._promised.pop((peer, slot))()
-        elif kind == _frames.TURN and peer == 0 and isinstance(self, HasAllreduce) and not self._turns.full:
+        elif kind == _frames.TURN and self._takes_turns_from(peer):
             self._turns.add(tag)
             self._take_turns()
         elif kind == _frames.END:
@@ -394,10 +414,15 @@ class Enveloped(ABC):
         else:
             raise broken(peer, f"a frame of kind {kind} came (slot {slot}, {size} bytes) that has no meaning now")
 
+    def _takes_turns_from(self, peer: int) -> bool:
+        """Whether a peer may tell this rank the next collective."""
+        first, mine = self.together[0], self.rank in self.together
+        return mine and peer == first and isinstance(self, HasAllreduce) and not self._turns.full
+
     def _ended(self, peer: int, begun: int) -> None:
         """Handle a peer's last frame, after ``begun`` collectives."""
         # First fail the collectives that the peer never joined; then everything else that waits for it.
-        for handle in self._turns.left_out(begun):
+        for handle in self._turns.left_out(begun) if peer in self.together else ():
             self._finish(handle, self._operations.lost(peer))
         self._lose(peer)
 
@@ -408,7 +433,7 @@ class Enveloped(ABC):
         self._finish(handle)
 
     def _finish(self, handle: Handle, error: Exception | None = None) -> None:
-        if handle.kind == "allreduce":
+        if handle.peer < 0:
             self._turns.ended(handle)
         self._operations.finish(handle, error)
 
@@ -423,7 +448,7 @@ class Enveloped(ABC):
         for bodies in (self._unasked, self._promised):
             for key in [key for key in bodies if key[0] == peer]:
                 del bodies[key]
-        for handle in self._turns.give_up():
+        for handle in self._turns.give_up() if peer in self.together else ():
             self._finish(handle, self._operations.lost(peer))
         self._operations.lose(peer)
 
@@ -572,10 +597,10 @@ class Enveloped(ABC):
         self._pull(handle.peer, Body(message.slot, memory[:size], done, adds))
 
     def _take_turns(self) -> None:
-        """Start the collectives that both rank 0 and this rank have reached, in rank 0's order."""
+        """Start the collectives that both the first rank and this one have reached, in the first rank's order."""
         while (turn := self._turns.take()) is not None:
-            handle, array = turn
-            self._reduce(array, handle)
+            handle, call = turn
+            self._collect(call, handle)
 
 
 def _nothing() -> None:

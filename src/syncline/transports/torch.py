@@ -1,4 +1,4 @@
-"""Transport over torch.distributed, including its allreduce: Gloo for messages, Gloo or NCCL for the collective.
+"""Transport over torch.distributed, including its collectives: Gloo for messages, Gloo or NCCL for the collectives.
 
 It owns process groups of its own, created from the run's store, and does not touch the script's default group. torch is
 imported when the first transport is created.
@@ -9,8 +9,13 @@ and, once needed, one for bodies. They report to the progress thread, which slee
 request. A requested body, or an offered one whose turn has come, leaves without further conditions, so waiting in order
 delays nothing.
 
-**NCCL** has only collectives: with ``backend=nccl`` messages still use Gloo, and the architecture must be ``native``.
-Arrays are in host memory here, so they are staged through device memory, on a separate stream.
+**Collectives** are those of all ranks, or of the ranks of this host (``Place.together``), which then have a group of
+their own. A reduce-scatter is a reduce to the owner of each part, an all-gather a broadcast from each: Gloo has no
+reduce-scatter of unequal parts, and these parts need not lie side by side.
+
+**NCCL** has only collectives: with ``backend=nccl`` messages still use Gloo, and the architecture must use collectives
+(``native``, or ``inside=native``). Arrays are in host memory here, so they are staged through device memory, on a
+separate stream.
 
 Gloo's waits have no time limit of their own here. The session's watcher detects dead peers, and the engine's limit for
 stalls covers everything else.
@@ -37,7 +42,7 @@ from numpy.typing import NDArray
 from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from . import Bytes, Handle, Place
-from ._envelope import Enveloped, immortal
+from ._envelope import Call, Enveloped, immortal
 from ._frames import FRAME_BYTES, SLOTS, Event, is_last
 
 if TYPE_CHECKING:
@@ -65,19 +70,23 @@ _AHEAD = 4
 _POLL_S = 0.005
 
 
-@register("transports", "torch", connection="own", one_host=False, allreduce=True)
+@register("transports", "torch", connection="own", one_host=False, allreduce=True, collectives=True)
 class Torch(Enveloped):
-    """Messages over torch.distributed (Gloo); Gloo's or NCCL's allreduce as native."""
+    """Messages over torch.distributed (Gloo); Gloo's or NCCL's own collectives as native."""
 
     name = "torch"
     asks = True
     answers = True  # the peer's reader ends with it
     allreduce = Enveloped._allreduce
+    reduce_scatter = Enveloped._reduce_scatter
+    all_gather = Enveloped._all_gather
 
     def __init__(self, place: Place, *, backend: Literal["gloo", "nccl"] = "gloo") -> None:
-        super().__init__(place.rank, place.world)
+        super().__init__(place.rank, place.world, together=place.together)
         self._group = _gloo(place)
-        self._start: Any = partial(_start_sum, self._group) if backend == "gloo" else _nccl(place).start
+        apart = backend == "gloo" and 1 < len(self.together) < self.world
+        self._collectives = _gloo(place, self.together) if apart else self._group
+        self._start: Any = _nccl(place).start if backend == "nccl" else partial(_start, self._collectives)
         self._waiters: dict[int, _Waiter] = {}
         self._leaving: set[int] = set()  # peers that have sent their last frame
         self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
@@ -92,15 +101,16 @@ class Torch(Enveloped):
         with self._reported(peer):
             self._wait(peer, self._group.recv([_tensor(into)], peer, slot), done)
 
-    def _reduce(self, array: NDArray[Any], handle: Handle) -> None:
+    def _collect(self, call: Call, handle: Handle) -> None:
         try:
-            wait = self._start(array)
+            wait = self._start(call)
         except UsageError as error:
             self._finish(handle, error)
             return
 
         def failed(error: Exception) -> None:
-            self._finish(handle, _broken(min(self._operations.gone | self._leaving, default=-1), error))
+            left = (self._operations.gone | self._leaving).intersection(self.together)
+            self._finish(handle, _broken(min(left, default=-1), handle.kind, error))
 
         self._waiter(-1).add(wait, lambda: self._finish(handle), failed)
 
@@ -117,8 +127,11 @@ class Torch(Enveloped):
         threads = [*self._readers.values(), *(waiter.thread for waiter in self._waiters.values())]
         if not _all_ended(threads, _END_S):
             _break_connections(self._group, self._peers)
+            if self._collectives is not self._group:
+                others = [number for number, rank in enumerate(self.together) if rank != self.rank]
+                _break_connections(self._collectives, others)
             _all_ended(threads, _BREAK_S)
-        self._group = self._start = None  # this closes the connections
+        self._group = self._collectives = self._start = None  # this closes the connections
 
     def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
         def sent(_data: Bytes = data) -> None:  # the default argument keeps the memory alive while Gloo reads it
@@ -201,20 +214,44 @@ class _Waiter:
                 self._tell(done)
 
 
-def _start_sum(group: Any, array: NDArray[Any]) -> Callable[[], Any]:
-    """Start the allreduce of a process group on an array in host memory. The returned function waits for the end."""
-    tensor, write_back = _summable(array)
-    work = group.allreduce([tensor], _options())
+def _start(group: Any, call: Call) -> Callable[[], Any]:
+    """Start a collective of a process group on arrays in host memory. The returned function waits for the end."""
+    tensors = _tensors(call)
+    works = [_issued(group, call, part, tensor) for part, (tensor, _) in tensors]
 
     def wait() -> None:
-        work.wait(_FOREVER)
-        write_back()
+        for work in works:
+            work.wait(_FOREVER)
+        for _, (_, write_back) in tensors:
+            write_back()
 
     return wait
 
 
-class StagedAllreduce:
-    """The allreduce of a library that only accepts device memory. Arrays are copied there and back on one stream.
+def _tensors(call: Call) -> list[tuple[int, tuple[torch.Tensor, Callable[[], None]]]]:
+    """The parts of a collective that are not empty, each with its number, as tensors that libraries can move or add."""
+    parts = [(number, part) for number, part in enumerate(call.parts) if part.size]
+    if call.goal == "all_gather":
+        return [(number, (_tensor(part.view(np.uint8)), lambda: None)) for number, part in parts]
+    return [(number, _summable(part)) for number, part in parts]
+
+
+def _issued(group: Any, call: Call, part: int, tensor: torch.Tensor) -> Work:
+    """Start the library's work on one part, which belongs to the group's rank of that number."""
+    from torch import distributed
+
+    if call.goal == "allreduce":
+        options: Any = distributed.AllreduceOptions()
+        options.timeout = _FOREVER
+        return group.allreduce([tensor], options)  # type: ignore[no-any-return]
+    reduces = call.goal == "reduce_scatter"
+    options = distributed.ReduceOptions() if reduces else distributed.BroadcastOptions()
+    options.rootRank, options.timeout = part, _FOREVER
+    return (group.reduce if reduces else group.broadcast)([tensor], options)  # type: ignore[no-any-return]
+
+
+class StagedCollectives:
+    """The collectives of a library that only accepts device memory. Arrays are copied there and back on one stream.
 
     ``stream`` returns the context to issue work in; ``synchronize`` waits for that work. ``store`` is the group's
     store. It is kept here because the library holds only its C++ part, whose Python methods die with the Python object.
@@ -231,19 +268,21 @@ class StagedAllreduce:
         self._group, self._device, self._stream, self._synchronize = group, device, stream, synchronize
         self._store = store
 
-    def start(self, array: NDArray[Any]) -> Callable[[], Any]:
-        """Start to sum ``array`` over all ranks in place. The returned function waits for the end."""
-        host, write_back = _summable(array)
+    def start(self, call: Call) -> Callable[[], Any]:
+        """Start a collective in place. The returned function waits for the end."""
+        tensors = _tensors(call)
         with self._stream():
-            staged = host.to(self._device, copy=True)
-            work = self._group.allreduce([staged], _options())
+            staged = [host.to(self._device, copy=True) for _, (host, _) in tensors]
+            works = [_issued(self._group, call, part, one) for (part, _), one in zip(tensors, staged, strict=True)]
 
         def wait() -> None:
             with self._stream():
-                work.wait()  # with NCCL this makes the stream wait, not the thread
-                host.copy_(staged)
+                for work, (_, (host, _)), one in zip(works, tensors, staged, strict=True):
+                    work.wait()  # with NCCL this makes the stream wait, not the thread
+                    host.copy_(one)
             self._synchronize()
-            write_back()
+            for _, (_, write_back) in tensors:
+                write_back()
 
         return wait
 
@@ -267,8 +306,8 @@ def _break_connections(group: Any, peers: Iterable[int]) -> None:
             group.recv([_tensor(np.zeros(1, np.uint8))], peer, _BREAK).wait(datetime.timedelta(milliseconds=1))
 
 
-def _gloo(place: Place) -> Any:
-    """A Gloo group of the ranks of ``place``, connected over its address."""
+def _gloo(place: Place, together: tuple[int, ...] = ()) -> Any:
+    """A Gloo group of all ranks, or of those ``together``, connected over the address of ``place``."""
     try:
         from torch.distributed import ProcessGroupGloo
     except ImportError:
@@ -278,14 +317,16 @@ def _gloo(place: Place) -> Any:
     options._timeout = datetime.timedelta(seconds=place.timeout_s)
     options._threads = 1
     try:
-        return ProcessGroupGloo(_notebook(place, "gloo"), place.rank, place.world, options)
+        store = _notebook(place, f"gloo-{together[0]}" if together else "gloo")
+        rank, world = (together.index(place.rank), len(together)) if together else (place.rank, place.world)
+        return ProcessGroupGloo(store, rank, world, options)
     except RuntimeError as error:
         raise GroupError(
             f"Gloo cannot connect all ranks within {place.timeout_s:.0f} s: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _nccl(place: Place) -> StagedAllreduce:
+def _nccl(place: Place) -> StagedCollectives:
     """NCCL on this rank's device. UsageError if there is none."""
     import torch
     from torch import distributed
@@ -295,12 +336,13 @@ def _nccl(place: Place) -> StagedAllreduce:
     device = f"cuda:{torch.cuda.current_device()}"
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _FOREVER
-    store = _notebook(place, "nccl")
-    group = distributed.ProcessGroupNCCL(store, place.rank, place.world, options)
+    together = place.together or tuple(range(place.world))
+    store = _notebook(place, f"nccl-{together[0]}")
+    group = distributed.ProcessGroupNCCL(store, together.index(place.rank), len(together), options)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    collective = StagedAllreduce(group, device, lambda: torch.cuda.stream(stream), stream.synchronize, store)
+    collective = StagedCollectives(group, device, lambda: torch.cuda.stream(stream), stream.synchronize, store)
     # NCCL connects in its first allreduce, through the run's store, which exists only during startup.
-    _in_time(place, lambda: collective.start(np.zeros(1, np.float32))(), device)
+    _in_time(place, lambda: collective.start(Call("allreduce", [np.zeros(1, np.float32)]))(), device)
     return collective
 
 
@@ -368,14 +410,6 @@ def _tensor(data: Bytes) -> torch.Tensor:
     return torch.from_numpy(data)
 
 
-def _options() -> Any:
-    from torch.distributed import AllreduceOptions
-
-    options = AllreduceOptions()
-    options.timeout = _FOREVER
-    return options
-
-
 @lru_cache(maxsize=1)
 def _types() -> dict[str, torch.dtype]:
     """numpy's names of the types that Gloo and NCCL add. Unsigned integers add like signed ones."""
@@ -403,6 +437,6 @@ def _summable(array: NDArray[Any]) -> tuple[torch.Tensor, Callable[[], None]]:
     return torch.from_numpy(array.view(np.uint8)).view(kind), lambda: None
 
 
-def _broken(rank: int, error: Exception) -> PeerLost:
+def _broken(rank: int, collective: str, error: Exception) -> PeerLost:
     who = "" if rank < 0 else f"rank {rank} has ended its part: "
-    return PeerLost(f"{who}the library's allreduce failed: {str(error).splitlines()[0]}", rank=rank)
+    return PeerLost(f"{who}the library's {collective} failed: {str(error).splitlines()[0]}", rank=rank)

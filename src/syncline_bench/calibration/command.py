@@ -28,7 +28,7 @@ from syncline.launch.environment import Environment, recognise
 from syncline.launch.local import LEFT_S, Placing, here, launch
 from syncline.nouns import Rate
 from syncline.session.session import Session
-from syncline.strategy.grammar import write_value
+from syncline.strategy.grammar import read_part, write_value
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import AUTO
 
@@ -113,7 +113,7 @@ def request_of(
         raise UsageError(f"--ranks has to be 1 to {MOST_RANKS}, got {count}")
     if lab_rate is not None and count == 1:
         raise UsageError("--lab sets the links between hosts, and one rank has none: use --ranks 2, or leave --lab out")
-    strategy = Strategy.parse(f"ring transport={transport}")
+    strategy = _meeting_by(transport)
     _check_transport(strategy, lab_rate is not None)
     options = {
         "--ranks": ranks,
@@ -128,6 +128,14 @@ def request_of(
     path = None if output is None else str(output)
     per_host = nodes[0] if nodes else 1
     return Request(count, per_host, lab_rate, str(strategy), ways_of(codecs), budget_s, asked, path)
+
+
+def _meeting_by(transport: str) -> Strategy:
+    """The strategy of the ranks: one with the transport's own collectives inside hosts, if it has some."""
+    name = read_part(transport).name
+    known = name in registry.names("transports")
+    native = known and registry.get("transports", name).capabilities.get("collectives")
+    return Strategy.parse(f"{'hierarchical(inside=native)' if native else 'ring'} transport={transport}")
 
 
 def _check_transport(strategy: Strategy, lab: bool) -> None:
@@ -181,12 +189,13 @@ def _start(request: Request, console: Console) -> int:
 
 
 class _Found(NamedTuple):
-    """The times that ranks have measured together: between hosts, and inside a host."""
+    """The times that ranks have measured together: between hosts, inside a host, and of a library inside a host."""
 
     place: Hosts
     between: Sequence[Timed] = ()
     inside: Sequence[Timed] = ()
     slowdown: Estimate | None = None
+    native: Sequence[Timed] = ()
 
 
 def _take_part(request: Request, environment: Environment, console: Console | None) -> None:
@@ -209,7 +218,11 @@ def calibrated(request: Request, environment: Environment, console: Console | No
     with Display(console) as display, display.task("computing", 1.0) as task:
         computed = computing.measure(request.ways, task.at)
     name = "calibrated" if path is None or path == STANDARD_OUTPUT else path.stem
-    return calibration_of(name, *found, computed, provenance(), request.asked)
+    links_s, origin = (found.between, found.inside), provenance()
+    return calibration_of(name, found.place, *links_s, found.slowdown, computed, origin, request.asked, found.native)
+
+
+_NATIVE = "the message library inside a host"
 
 
 def _joined(request: Request, environment: Environment, console: Console | None) -> _Found:
@@ -226,13 +239,18 @@ def _joined(request: Request, environment: Environment, console: Console | None)
         with Display(
             console if console is not None and leads else Console(quiet=True, force_terminal=False)
         ) as display:
-            for title, ranks in {f"links, {place.text}": place.between, "links inside a host": place.inside}.items():
+            named = {f"links, {place.text}": place.between, "links inside a host": place.inside}
+            if session.strategy.native_inside:
+                named[_NATIVE] = place.native
+            for title, ranks in named.items():
+                native = title == _NATIVE
                 with display.task(title, 1.0) as task:
-                    found[title] = links.measure(session, ranks, request.budget_s, task.at) if ranks else []
+                    timed = links.measure(session, ranks, request.budget_s, task.at, native=native) if ranks else []
+                found[title] = timed
             with display.task("computing beside messages", 1.0) as task:
                 slowdown = overlap.measure(session, place.between, task.at)
-        between, inside = found.values()
-        return _Found(place, between, inside, slowdown)
+        between, inside, *native_times = found.values()
+        return _Found(place, between, inside, slowdown, *native_times)
     finally:
         api.shutdown()  # also reports an exception in flight to the other ranks
 

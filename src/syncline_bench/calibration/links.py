@@ -16,6 +16,7 @@ The patterns are plans between a few ranks, which the engine runs like any plan:
 * ``lone``: two ranks send one message back and forth, and no other message is in flight.
 * ``turns``: in a ring, each rank sends the chunk that it received in the previous step, as in a ring allreduce.
 * ``stream``: in a ring, each rank sends a sequence of messages that wait for no other message.
+* ``native``: the reduce-scatter and the all-gather of the transport's message library among all ranks of a host.
 
 In rings every port sends and receives at the same time. Neighbours send different chunks, so that a rank never receives
 into a chunk that it is sending; the number of ranks is therefore even.
@@ -29,12 +30,14 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from syncline.algorithms.hierarchical import hierarchical
 from syncline.engine.exchange import SEGMENT_BYTES, SHARED_SEGMENT_BYTES
+from syncline.nouns import Group
 from syncline.plans.messages import Program, compile_program
 from syncline.plans.plan import COPY, Plan
 from syncline.session.session import Session
@@ -42,7 +45,7 @@ from syncline.session.session import Session
 from ..report import units
 from .fits import Estimate, Fit, Row, Samples, fit, pieces
 
-Pattern = Literal["lone", "turns", "stream"]
+Pattern = Literal["lone", "turns", "stream", "native"]
 
 SIZES = (*(1 << power for power in (6, 8, 10, 12, 14, 16, 17, 18, 20, 22, 24)),)
 """The message sizes in bytes: powers of 4, and 128 KiB, near which libraries change their protocol."""
@@ -82,7 +85,7 @@ class Cell:
     @property
     def chunks(self) -> int:
         """The number of chunks of the array, each of ``nbytes``."""
-        return {"lone": 1, "turns": 2, "stream": 2 * self.messages}[self.pattern]
+        return {"lone": 1, "turns": 2, "stream": 2 * self.messages, "native": 1}[self.pattern]
 
     @property
     def array_bytes(self) -> int:
@@ -94,7 +97,10 @@ class Cell:
         return tuple(members[:2] if self.pattern == "lone" else members)
 
     def plan(self, world: int, members: Sequence[int]) -> Plan:
-        """The plan between these ranks, whose number is even, in a world of ``world`` ranks."""
+        """The plan between these ranks, whose number is even unless a library works, in a world of ``world`` ranks."""
+        if self.pattern == "native":
+            one_host = hierarchical(Group(len(members)), inside="native")
+            return replace(one_host.among(members), world=world, native=(tuple(members),))
         return Plan.of(f"calibration: {self.pattern}", world, self.chunks, list(self._transfers(members)))
 
     def _transfers(self, members: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -113,8 +119,13 @@ TINY = Cell("turns", SIZES[0], 1)
 """The smallest operation, which shows the engine's own time."""
 
 
-def cells_of(nbytes: int, most_bytes: int) -> tuple[Cell, ...]:
-    """The cells of a size, with arrays of up to ``most_bytes``; empty if two messages exceed that."""
+def cells_of(nbytes: int, most_bytes: int, *, native: bool = False) -> tuple[Cell, ...]:
+    """The cells of a size, with arrays of up to ``most_bytes``; empty if two messages exceed that.
+
+    With ``native`` the one of the message library's collectives.
+    """
+    if native:
+        return (Cell("native", nbytes, 1),)
     if 2 * nbytes > most_bytes:
         return ()
     counts = {
@@ -151,16 +162,24 @@ class Timed:
     cpu_s: Samples
 
 
-def measure(session: Session, members: Sequence[int], budget_s: float, told: Told) -> list[Timed]:
-    """Time all cells between an even number of ranks. All ranks of the session call this and get the same result."""
+def measure(
+    session: Session, members: Sequence[int], budget_s: float, told: Told, *, native: bool = False
+) -> list[Timed]:
+    """Time all cells between an even number of ranks, or with ``native`` the message library among all of a host.
+
+    All ranks of the session call this and get the same result.
+    """
     with without_collector():
-        return _Measuring(session, members, budget_s, told).run()
+        return _Measuring(session, members, budget_s, told, native).run()
 
 
 class _Measuring:
     """One course of measurements; every rank executes it."""
 
-    def __init__(self, session: Session, members: Sequence[int], budget_s: float, told: Told) -> None:
+    def __init__(
+        self, session: Session, members: Sequence[int], budget_s: float, told: Told, native: bool = False
+    ) -> None:
+        self._tiny, self._native = Cell("native", SIZES[0], 1) if native else TINY, native
         self._session, self._members, self._budget_s, self._told = session, tuple(members), budget_s, told
         # A message has to be one whole segment, and segments are smaller if all ranks share memory.
         shared = getattr(session.engine.transport, "window", None) is not None
@@ -187,11 +206,12 @@ class _Measuring:
 
     def _once(self) -> dict[Cell, float]:
         """Measure every cell that is short enough once. Returns the seconds of each."""
-        self._round([TINY])  # first uses load code and map memory
-        found = {TINY: self._round([TINY])[TINY][0]}
+        tiny = self._tiny
+        self._round([tiny])  # first uses load code and map memory
+        found = {tiny: self._round([tiny])[tiny][0]}
         begun = time.perf_counter()
         for count, nbytes in enumerate(SIZES, 1):
-            cells = cells_of(nbytes, self._most_bytes)
+            cells = cells_of(nbytes, self._most_bytes, native=self._native)
             if not cells:
                 break
             self._told(0.0, f"messages of up to {units.size(nbytes)}")
@@ -224,7 +244,7 @@ class _Measuring:
 
     def _time(self, cell: Cell) -> tuple[float, float]:
         program, array = self._program(cell), self._memory[: cell.array_bytes]
-        before = cell if cell.messages * cell.nbytes < _LONG_BYTES else TINY
+        before = cell if cell.messages * cell.nbytes < _LONG_BYTES else self._tiny
         self._session.run(self._program(before), self._memory[: before.array_bytes], _LABEL)
         used, begun = time.process_time(), time.perf_counter()
         self._session.run(program, array, _LABEL)
@@ -268,7 +288,7 @@ class LinkFit:
 
 
 def fit_link(timed: Sequence[Timed]) -> LinkFit:
-    """Fit a link to the steps of a ring and to the streams."""
+    """Fit a link to the steps of a ring and to the streams, or a message library's collectives, without a flight."""
     fitted_on = [one for one in timed if one.cell.pattern != "lone"]
 
     def rows_of(starts: Sequence[int]) -> list[Row]:
@@ -282,13 +302,13 @@ def fit_link(timed: Sequence[Timed]) -> LinkFit:
         for one in timed
         if one.cell.pattern == "lone"
     }
-    return LinkFit(starts, alpha, beta, found["flight"], off)
+    return LinkFit(starts, alpha, beta, found.get("flight", Estimate(0.0, 0.0, 0.0, 0)), off)
 
 
 def _amounts(cell: Cell, starts: Sequence[int]) -> dict[str, float]:
     place = bisect_right(starts, cell.nbytes) - 1
-    line = {f"alpha{place}": cell.messages, f"beta{place}": cell.messages * cell.nbytes}
-    return {"start": 1, "flight": cell.flights, **line}
+    line: dict[str, float] = {f"alpha{place}": cell.messages, f"beta{place}": cell.messages * cell.nbytes}
+    return line if cell.pattern == "native" else {"start": 1, "flight": cell.flights, **line}
 
 
 def _sum(amounts: Mapping[str, float], constants: Mapping[str, Estimate]) -> float:

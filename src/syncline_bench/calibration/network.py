@@ -63,6 +63,12 @@ class Hosts:
         ranks = max(self.hosts, key=len) if len(self.hosts) > 1 else []
         return self._undisturbed(ranks, True)
 
+    @property
+    def native(self) -> list[int]:
+        """All ranks of the host with the most ranks, if there are several: a message library's group."""
+        ranks = max(self.hosts, key=len)
+        return ranks if len(ranks) > 1 else []
+
     def _undisturbed(self, ranks: list[int], share_cores: bool) -> list[int]:
         """An even number of ranks, limited to one per core (but two) if cores are shared; predictions model sharing."""
         most = min(len(ranks), max(2, self.cores)) if share_cores else len(ranks)
@@ -97,8 +103,11 @@ def calibration_of(
     computed: Computed,
     origin: Mapping[str, Any],
     asked: str,
+    native: Sequence[Timed] = (),
 ) -> Calibration:
     """Make the network from the measurements. ``origin`` comes from ``machine.provenance``; ``asked`` is the command.
+
+    ``native`` are the times of the message library's collectives inside a host.
 
     Raises SynclineError if the times of a link do not grow with the size of its messages.
     """
@@ -115,6 +124,8 @@ def calibration_of(
                 )
             estimates.link(end, found, timed)
             remarks.append(_held_against(end, found))
+    if native:
+        estimates.native(fit_link(native), native, len(place.native), place.transport)
     if between:
         estimates.processor(between)
         if slowdown is not None:
@@ -130,7 +141,7 @@ def calibration_of(
         )
     estimates.computed(computed)
     constants |= estimates.constants
-    remarks += [*_outliers([*between, *inside]), *(f"{key}: {why}." for key, why in computed.assumed.items())]
+    remarks += [*_outliers([*between, *inside, *native]), *(f"{key}: {why}." for key, why in computed.assumed.items())]
     cluster = Cluster(
         name,
         constants,
@@ -155,11 +166,19 @@ class _Estimates:
     def link(self, end: str, fit: LinkFit, timed: Sequence[Timed]) -> None:
         """Add alpha, beta and flight of a link."""
         what = f"messages of {_span(timed)}"
+        self._lines(end, fit, f"{what}, in sequence, by all ranks of a ring at once")
+        self._add(f"{end}.flight", fit.flight, f"{what}: a step of a ring minus a message of a stream")
+
+    def native(self, fit: LinkFit, timed: Sequence[Timed], ranks: int, transport: str) -> None:
+        """Add alpha and beta of the message library's collectives inside a host."""
+        what = f"reduce-scatter and all-gather of {_span(timed)} among {ranks} ranks of a host"
+        self._lines("native", fit, f"{what}, by the library of transport={transport}")
+
+    def _lines(self, end: str, fit: LinkFit, source: str) -> None:
         for start, alpha, beta in zip(fit.starts, fit.alpha, fit.beta, strict=True):
             key = f"{end}.from_{start}." if start else f"{end}."
-            self._add(f"{key}alpha", alpha, f"{what}, in sequence, by all ranks of a ring at once")
-            self._add(f"{key}beta", beta, f"{what}, in sequence, by all ranks of a ring at once")
-        self._add(f"{end}.flight", fit.flight, f"{what}: a step of a ring minus a message of a stream")
+            self._add(f"{key}alpha", alpha, source)
+            self._add(f"{key}beta", beta, source)
 
     def processor(self, timed: Sequence[Timed]) -> None:
         """Add the processor time per message, byte and bucket."""

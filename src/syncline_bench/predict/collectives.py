@@ -24,7 +24,7 @@ from syncline.strategy.words import bind, build, roles_of, write
 from ..report.files import STANDARD_OUTPUT, result_paths
 from ..report.predictions import CollectivePrediction, CollectiveRow, render_collectives
 from .formulas import FORMULAS, Size, closed_s, formula_of, has_formula, is_too_large, messages_of, name_of, too_many
-from .networks import load_network
+from .networks import WITHOUT_NATIVE, load_network
 
 _QUICK = 1_000_000
 """The most messages of a plan that is timed if a formula is known."""
@@ -43,6 +43,11 @@ class Asked:
     def formula(self) -> str:
         """The name of its formula; empty if it has none."""
         return self.text if self.part is None else name_of(self.part, self.size)
+
+    @property
+    def native(self) -> bool:
+        """Whether a message library sums inside hosts."""
+        return self.part is not None and self.part.arguments.get("inside") == "native"
 
 
 def predict_collectives(
@@ -157,6 +162,8 @@ def _notes(asked: Sequence[Asked], cluster: Cluster) -> list[str]:
             f"Network {cluster.name} has no links inside hosts (inside.alpha and inside.beta): messages between ranks"
             " of one host are assumed to pass the host's port."
         )
+    if cluster.native is None and any(one.native and one.size.per_host > 1 for one in asked):
+        notes.append(f"Network {cluster.name} {WITHOUT_NATIVE}")
     if not isinstance(cluster.topology, Switch) and all(one.size.workers <= one.size.per_host for one in asked):
         notes.append(f"All workers are on one host, so the topology {cluster.topology} has no effect.")
     if cluster.gamma_s_per_byte == 0:

@@ -161,7 +161,7 @@ MOST, MOST_WORKERS = 10_000_000, 8192
 def name_of(part: Part, size: Size) -> str:
     """The name of the formula of a bound algorithm; empty if it has none, whatever the size."""
     served = part.arguments.get("on") == "workers"
-    if part.arguments.get("local"):
+    if part.arguments.get("local") or part.arguments.get("inside") == "native":
         return ""
     return "direct" if served and size.servers == size.workers else "" if served else part.name
 

@@ -30,6 +30,12 @@ from syncline.errors import DataError, UsageError
 from syncline.nouns import Rate, Seconds
 from syncline.strategy.grammar import nearest, read_list, read_value
 
+WITHOUT_NATIVE = (
+    "has no constants of a message library (native.alpha and native.beta): under inside=native its transfers inside"
+    " hosts are assumed to be messages; syncline calibrate --transport torch (or mpi) measures them."
+)
+"""The note on a network that does not tell what ``inside=native`` takes."""
+
 USUAL = 0.9
 """The share of measurements that an interval should contain."""
 

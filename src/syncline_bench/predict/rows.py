@@ -25,7 +25,7 @@ from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from ..report.predictions import Predicted, Prediction, Stated, render
 from .asked import Asked, Question, Settled, question, settled, worker_counts
 from .iterations import simulate
-from .networks import USUAL, Holdout, holdout_of
+from .networks import USUAL, WITHOUT_NATIVE, Holdout, holdout_of
 from .settings import Exchanges, Habits, Model, Setting, lay_out, setting_of
 from .vary import SHARED, Found, Varied, break_even, unranged
 
@@ -227,6 +227,9 @@ def _hosts(asked: Question, cluster: Cluster, cases: Cases) -> Iterator[str]:
             f"{cluster.name} has no constants of links inside hosts: messages between ranks of one host are assumed to"
             " pass the host's port; give inside.alpha and inside.beta."
         )
+    native = any(varied.setting.strategy.native_inside for _, varied in cases)
+    if cluster.native is None and native:
+        yield f"{cluster.name} {WITHOUT_NATIVE}"
     if asked.per_node is None and cluster.per_host > 1:
         yield f"{cluster.name} has {cluster.per_host} workers on each host; --per-node changes that."
 

@@ -7,7 +7,7 @@ If all workers are alike, one is simulated: a stage of an exchange takes as long
 
     port     the busiest host's port in the direction of gradients, and of results without separate servers
     back     the port's other direction, in which separate servers answer while pushes continue
-    inside   the links between the ranks of a host
+    inside   the links between the ranks of a host, or a message library's collectives there
     layers   the device of the layers, which are slower while the engine's thread is at work
     cores    a rank's share of its host's cores, with a lane for the engine's thread and one for training
     serving  a server's cores, if servers are separate processes
@@ -36,7 +36,16 @@ from syncline.compression.reducers.ways import parts_of
 from syncline.costs.clock import Chain, Clock, Hindered, Resource, Share, Stage, Used
 from syncline.costs.cluster import Cluster, CodecCosts
 from syncline.costs.iteration import Batches, Duties, Stretch
-from syncline.costs.plans import ClusterShape, Load, Outline, ProcessPlacement, flows_outline, plan_load, plan_s
+from syncline.costs.plans import (
+    ClusterShape,
+    Load,
+    Outline,
+    ProcessPlacement,
+    flows_outline,
+    native_s,
+    plan_load,
+    plan_s,
+)
 from syncline.engine.step import BucketPhase, Phase
 from syncline.errors import UsageError
 from syncline.nouns import Bucket, Group, Layer, numpy_dtype
@@ -229,11 +238,15 @@ class Exchanges:
             (computing.encodes - 1) * self._codec_costs.encode_s_per_byte
             + computing.decodes * self._codec_costs.decode_s_per_byte
         )
-        return [chain for piece in pieces for chain in self._piece(piece, first_s, rest_s)]
+        library_s = 0.0
+        if self.strategy.native_inside and self.strategy.hosts(self.group):
+            library_s = native_s(self.cluster, bucket.nbytes / max(1, len(pieces)))
+        return [chain for piece in pieces for chain in self._piece(piece, first_s, rest_s, library_s)]
 
-    def _piece(self, piece: Sketch, first_s: float, rest_s: float) -> list[Chain]:
+    def _piece(self, piece: Sketch, first_s: float, rest_s: float, library_s: float) -> list[Chain]:
         """The chains of one piece: the first encoding, the messages, and the remaining computation after them."""
         load = self._piece_load(piece)
+        load = load._replace(inside_s=load.inside_s + library_s)
         adding_s = load.added_bytes * self.cluster.gamma_s_per_byte
         return [
             [Stage("cores", first_s, ENGINE), *self._moved(load), Stage("cores", rest_s + adding_s, ENGINE)],
@@ -345,7 +358,7 @@ def period_of(mode: SyncMode, workers: int) -> int:
 @lru_cache(maxsize=64)
 def _halved(plan: Plan) -> tuple[Plan, Plan]:
     reduces, copies = (
-        Plan.of(plan.name, plan.world, plan.chunks, plan.rows[plan.op == op], members=plan.members)
+        Plan.of(plan.name, plan.world, plan.chunks, plan.rows[plan.op == op], members=plan.members, native=plan.native)
         for op in (REDUCE, COPY)
     )
     return reduces, copies
@@ -367,7 +380,8 @@ def _sketches(
     if half != "both":
         between = push_traffic if half == "push" else pull_traffic
     if hosts:
-        up, down = half != "pull", half != "push"
+        library = strategy.native_inside and shape.has_native
+        up, down = half != "pull" and not library, half != "push" and not library
         element_bytes = numpy_dtype(bucket.dtype).itemsize if half == "pull" else 4
         pieces = levels.traffic(parts, hosts, between, servers=owners, up=up, down=down, element_bytes=element_bytes)
     else:

@@ -45,7 +45,7 @@ COPYING, BESIDE = "copying at owners", "slower computing beside messages"
 _RESOURCES: Mapping[str, Callable[[str], bool]] = {
     BANDWIDTH: lambda key: key.startswith("between.") and key.endswith(".beta"),
     LATENCY: lambda key: key.startswith("between.") and not key.endswith(".beta"),
-    INSIDE: lambda key: key.startswith("inside."),
+    INSIDE: lambda key: key.startswith(("inside.", "native.")),
     ADDING: lambda key: key == "gamma",
     CODEC: lambda key: key.startswith("codecs."),
     SOFTWARE: lambda key: key in ("message", "byte_cpu", "bucket", "tensor", "iteration"),

@@ -1,9 +1,9 @@
 """Reducers combine the compressed gradients of all ranks into one sum, in one of five ways.
 
 A reducer is a generator that alternates between computing and communicating. It yields the next communication (a
-``Round`` of messages to and from named processes, or a ``Sum`` of an array over the workers by the architecture's plan)
-and resumes after it. Reducers use codecs and states, but neither transports nor threads: ``engine.reducing`` drives
-them, or a loop in a test.
+``Round`` of messages to and from named processes, a ``Sum`` of an array over the workers by the architecture's plan, or
+a ``HostCollective`` of the message library) and resumes after it. Reducers use codecs and states, but neither
+transports nor threads: ``engine.reducing`` drives them, or a loop in a test.
 
     summed    the plan sums payloads that can be added, as it sums gradients
     owners    every part has an owner, which decodes and adds all payloads and encodes the sum for all
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,9 +83,17 @@ class Sum:
     array: NDArray[Any]
 
 
+@dataclass(frozen=True)
+class HostCollective:
+    """A collective of the message library among the workers of this host; ``parts[i]`` belongs to the i-th of them."""
+
+    goal: Literal["reduce_scatter", "all_gather"]
+    parts: Sequence[NDArray[Any]]
+
+
 Lengths = list[int]
-Reducer = Generator[Round | Sum, Lengths, None]
-"""Drive with ``send(lengths)``; after a Sum the value sent is ignored."""
+Reducer = Generator[Round | Sum | HostCollective, Lengths, None]
+"""Drive with ``send(lengths)``; after a Sum or HostCollective the value sent is ignored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +139,9 @@ class Participant:
     """This process and the processes that reduce with it. ``owners`` are the processes that own parts, in part order.
 
     ``report`` receives the name of every tensor whose gradient here is not finite. ``hosts`` lists the workers of each
-    host if hosts sum before encoding (``levels``). ``called`` gives the processes' ranks for error messages if they
-    are a subset of all. With ``means`` owners divide sums by the number of workers before encoding, and workers do not
-    divide.
+    host if hosts sum before encoding (``levels``); with ``native`` the message library sums there. ``called`` gives the
+    processes' ranks for error messages if they are a subset of all. With ``means`` owners divide sums by the number
+    of workers before encoding, and workers do not divide.
     """
 
     index: int
@@ -144,6 +152,7 @@ class Participant:
     hosts: tuple[tuple[int, ...], ...] = ()
     called: tuple[int, ...] = ()
     means: bool = False
+    native: bool = False
 
     @property
     def works(self) -> bool:

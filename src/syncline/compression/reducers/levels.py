@@ -6,7 +6,8 @@
 
 A payload crosses the link between hosts once per host instead of once per rank, and a rank encodes 1/p of the gradients
 on a host of p ranks. The price is a reduce-scatter and an all-gather at memory speed. Cho et al., "BlueConnect", MLSys
-2019, have these levels without a codec.
+2019, have these levels without a codec. With ``Participant.native`` the collectives inside are those of the message
+library, which adds in an order of its own.
 
 A host counts as one worker. Sums are always added in rank order, and between hosts the reducers run as between as many
 workers. The result therefore has the bits that one worker per host would get from the host's sum; it depends neither on
@@ -43,7 +44,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import Flows, Lengths, Message, Operand, Participant, Reducer, Round, Sum, Summed, Total, Traffic, ways
+from . import (
+    Flows,
+    HostCollective,
+    Lengths,
+    Message,
+    Operand,
+    Participant,
+    Reducer,
+    Round,
+    Sum,
+    Summed,
+    Total,
+    Traffic,
+    ways,
+)
 from .formats import Column
 from .owners import cut, joined, most_elements, share_out
 
@@ -181,16 +196,21 @@ def traffic(
 
 
 class _Inside(NamedTuple):
-    """The exchange of a piece inside this process's host: the round before that between hosts, and the one after."""
+    """The exchange of a piece inside this process's host: what comes before that between hosts, and what after."""
 
-    up: Round | None
-    down: Round | None
+    up: Round | HostCollective | None
+    down: Round | HostCollective | None
 
 
 def _inside(piece: RailedPiece, array: NDArray[Any], me: Participant, *, up: bool, down: bool) -> _Inside:
     if not me.works:
         return _Inside(None, None)
     ranks = me.hosts[me.encoder]
+    if me.native and len(ranks) > 1:
+        owned = {rank: array[start:stop].view(np.float32) for rank, start, stop in piece.sums(me.encoder)}
+        parts = [owned.get(rank, np.empty(0, np.float32)) for rank in ranks]
+        gathers = HostCollective("all_gather", parts) if down else None
+        return _Inside(HostCollective("reduce_scatter", parts) if up else None, gathers)
     # not all ranks address the same one first
     near = [*ranks[ranks.index(me.index) + 1 :], *ranks[: ranks.index(me.index)]]
     views = [(rank, array[start:stop].view(np.uint8)) for rank, start, stop in piece.sums(me.encoder)]
@@ -247,7 +267,7 @@ def _over(starts: Sequence[Callable[[], Reducer]], rail: Rail, here: int) -> Red
             lengths: list[int] = []
             if isinstance(asked, Sum):
                 yield from _sum(asked.array, rail.processes, here)
-            else:
+            elif isinstance(asked, Round):
                 sends, receives = (
                     [Message(rail.processes[one.peer], one.data) for one in messages]
                     for messages in (asked.sends, asked.receives)
