@@ -128,7 +128,7 @@ def test_arrays_of_a_peer_are_whole_or_an_error(noise: bytes, data: st.DataObjec
     "error", [KeyError("models"), AttributeError("a"), TypeError("b"), ValueError("c"), IndexError()]
 )
 def test_a_state_that_is_none_is_an_error_with_the_remedy(error: Exception) -> None:
-    with pytest.raises(UsageError, match="no whole state of a run"), reading_state():
+    with pytest.raises(UsageError, match="not a complete state of a run"), reading_state():
         raise error
     with pytest.raises(DataError), reading_state():
         raise DataError("which says more")
@@ -165,7 +165,7 @@ HEADER = "{'descr': '%s', 'fortran_order': False, 'shape': %s, }\n"
     ],
 )
 def test_archives_whose_headers_lie_are_errors_that_cost_nothing(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no archive of arrays"):
+    with pytest.raises(ValueError, match="not an archive of arrays"):
         from_bytes(data)
 
 

@@ -59,7 +59,7 @@ def run(
     return carry_out(comparison, limit, console or Console(stderr=True), output)
 
 
-def carry_out(comparison: Comparison, limit_s: float, progress: Console, output: Console) -> int:
+def carry_out(comparison: Comparison, silence_s: float, progress: Console, output: Console) -> int:
     """Run the planned rows, save after each row, print the table and write the page. Returns the exit status."""
     result = _empty(comparison)
     assembly = None if comparison.timeline_path is None else Assembly(comparison.timeline_path)
@@ -69,7 +69,7 @@ def carry_out(comparison: Comparison, limit_s: float, progress: Console, output:
             result = replace(result, lab=site.name, goodput_bytes_per_s=site.goodput_bytes_per_s)
             for case in comparison.cases:
                 env = {} if assembly is None else assembly.environ(_title(case, comparison))
-                row = measure(case, comparison.workload, comparison.seed, limit_s, display, site, env=env)
+                row = measure(case, comparison.workload, comparison.seed, silence_s, display, site, env=env)
                 row = timed(scaled(_asked(case, row), result.baseline(case.framework)), comparison.target)
                 link = _link(case, site)
                 row = bounded(row, comparison.trace, link, comparison.pipeline, comparison.speed)

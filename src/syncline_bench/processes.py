@@ -40,7 +40,7 @@ def measure(
     case: Case,
     workload: str,
     seed: int,
-    limit_s: float,
+    silence_s: float,
     display: Progress,
     site: Site = HERE,
     script: Sequence[str] = TRAIN,
@@ -48,7 +48,7 @@ def measure(
 ) -> Row:
     """Run one row's processes to their end; a failure is in the row's ``error``.
 
-    The row fails if no process reports anything for ``limit_s`` seconds. The processes run at ``site``. ``script`` is
+    The row fails if no process reports anything for ``silence_s`` seconds. The processes run at ``site``. ``script`` is
     Python's command line, to which the job and the addresses of all lines are appended. ``env`` is added to the
     environment.
     """
@@ -62,8 +62,8 @@ def measure(
         launcher = site.launcher_of(case.strategy)
         env = {**framework_of(case.framework).capabilities["environ"], **env}
         place = Launched(launcher, env, site, case.servers)
-        with Ranks(job.to_json(), processes, place, script, limit_s, reports.take) as ranks:
-            ranks.join(limit_s)
+        with Ranks(job.to_json(), processes, place, script, silence_s, reports.take) as ranks:
+            ranks.join(silence_s)
     except RanksSilent as silent:
         error = f"{silent}, so the row was ended: raise the limit (--timeout of compare) if its iterations take longer"
     except SynclineError as failure:

@@ -1,7 +1,7 @@
 """The ranks of a measurement: how they are started, receive orders, synchronise, report and end.
 
 ``Ranks`` is the starter's side. When a set of ranks fails, it names the rank to blame; its user decides what is
-measured and what happens after a failure. ``Here`` and ``Launched`` are the places where ranks run.
+measured and what happens after a failure. ``OnThisMachine`` and ``Launched`` are the places where ranks run.
 
 ``Line`` is a rank's side. Between two orders a rank is blocked in a read, and it ends at once if its starter is gone.
 Ranks synchronise through the starter, which favours no contender's own barrier and costs nothing while ranks are timed.
@@ -72,7 +72,7 @@ class RankPlace(Protocol):
 
 
 @dataclass(frozen=True)
-class Here:
+class OnThisMachine:
     """All ranks on this machine, or ``per_host`` on each host of a ``lab``; started by an MPI ``library`` if set."""
 
     lab: Lab | None = None
@@ -139,7 +139,7 @@ class Ranks:
     """A set of ranks as a context: its processes are ready on entry, and none is left on exit.
 
     Python runs ``script`` in every rank, with ``work`` and the addresses of all lines as arguments. On entry ``heard``
-    gets what ranks report until all are ready, and ``limit_s`` is the longest silence. Raises RanksFailed.
+    gets what ranks report until all are ready, and ``silence_s`` is the longest silence. Raises RanksFailed.
     """
 
     def __init__(
@@ -148,12 +148,12 @@ class Ranks:
         ranks: int,
         place: RankPlace,
         script: Sequence[str],
-        limit_s: float = SILENCE_S,
+        silence_s: float = SILENCE_S,
         heard: Heard | None = None,
         last_words_s: float | None = None,
     ) -> None:
         self._work, self._ranks, self._place, self._script = work, ranks, place, script
-        self._limit_s, self._heard, self._last_words_s = limit_s, heard, last_words_s
+        self._silence_s, self._heard, self._last_words_s = silence_s, heard, last_words_s
         self._workers = ranks - getattr(place, "servers", 0)
         self._printed: dict[int, deque[str]] = {}
         self._errors: list[tuple[float, int, str]] = []
@@ -164,7 +164,7 @@ class Ranks:
             self._mailbox = stack.enter_context(self._place.mailbox(self._ranks))
             command = [sys.executable, *self._script, self._work, json.dumps(self._mailbox.addresses)]
             self._run = stack.enter_context(self._place.run(command, self._ranks, self._mailbox.environ, self._print))
-            self._follow(self._heard, self._limit_s)
+            self._follow(self._heard, self._silence_s)
             self._stack = stack.pop_all()
         return self
 
@@ -182,19 +182,19 @@ class Ranks:
         """The processes that were started: the ranks, or their launcher."""
         return self._run.pids
 
-    def order(self, heard: Heard | None = None, limit_s: float = SILENCE_S, **what: Any) -> None:
+    def order(self, heard: Heard | None = None, silence_s: float = SILENCE_S, **what: Any) -> None:
         """Have all ranks do something, and return when all have; ``heard`` gets what they report.
 
         Raises RanksFailed, after which the set can only be left, when a rank fails, or when nothing is heard of any for
-        ``limit_s`` seconds.
+        ``silence_s`` seconds.
         """
         self._mailbox.tell(what)
-        self._follow(heard, limit_s)
+        self._follow(heard, silence_s)
 
-    def end(self, limit_s: float = SILENCE_S) -> None:
+    def end(self, silence_s: float = SILENCE_S) -> None:
         """Let the ranks close what they have and end. Raises RanksFailed when they do not end well, or not in time."""
-        self.order(limit_s=limit_s)
-        self.join(min(limit_s, _END_S))
+        self.order(silence_s=silence_s)
+        self.join(min(silence_s, _END_S))
 
     def join(self, limit_s: float = _END_S) -> None:
         """Wait for the end of ranks that have no more to do. Raises RanksFailed when they do not end well."""
@@ -202,7 +202,7 @@ class Ranks:
         if outcome.status:
             raise RanksFailed(self._failure(outcome, set()))
 
-    def _follow(self, heard: Heard | None, limit_s: float) -> None:
+    def _follow(self, heard: Heard | None, silence_s: float) -> None:
         """Listen until all ranks have done what they were told to, and let them meet meanwhile."""
         busy, meeting = set(range(self._ranks)), dict[int, Any]()
         since = time.monotonic()
@@ -233,7 +233,7 @@ class Ranks:
                 raise RanksFailed(self._failure(outcome, busy))
             elif (self._lost is not None or self._errors) and silent_s > (self._last_words_s or _LAST_WORDS_S):
                 raise RanksFailed(self._failure(Outcome(0, ()), busy))  # the others would wait for it
-            elif silent_s > limit_s:
+            elif silent_s > silence_s:
                 raise RanksSilent(f"no report for {silent_s:.0f} s")
 
     def _print(self, rank: int, line: str) -> None:

@@ -43,9 +43,9 @@ from .train import side_of, train
 from .workloads import Workload, load
 
 SCRIPT = ("-m", "syncline_bench.warm")
-START_LIMIT_S = 120.0
+START_SILENCE_S = 120.0
 """The longest silence while the ranks load the framework and the workload."""
-_END_LIMIT_S = 5.0
+_END_SILENCE_S = 5.0
 """The longest silence while they end: all rows are there."""
 
 _LAST_WORDS_S = 2.0
@@ -85,7 +85,7 @@ class WarmRanks:
         try:
             if kind is None and self._ranks is not None:
                 with suppress(SynclineError):  # all rows are there
-                    self._ranks.end(_END_LIMIT_S)
+                    self._ranks.end(_END_SILENCE_S)
         finally:
             self.end_at_once()
 
@@ -101,11 +101,11 @@ class WarmRanks:
         return self._started().pids
 
     def train(
-        self, case: Case, seed: int, limit_s: float, *, warmup: int | None = None, scored: bool = False
+        self, case: Case, seed: int, silence_s: float, *, warmup: int | None = None, scored: bool = False
     ) -> Trained:
         """Train one row. A failure is in the row's ``error``, and ends the ranks.
 
-        The row fails if no rank reports anything for ``limit_s`` seconds. ``warmup`` and ``scored`` are those of
+        The row fails if no rank reports anything for ``silence_s`` seconds. ``warmup`` and ``scored`` are those of
         ``Job``.
         """
         self._display.begin(case.name, case.workers, case.iterations)
@@ -115,18 +115,18 @@ class WarmRanks:
             framework=self._seats.framework, warmup=warmup, scored=scored,
         )  # fmt: skip
         try:
-            self._started().order(reports.take, limit_s, kind="train", **asdict(job))
+            self._started().order(reports.take, silence_s, kind="train", **asdict(job))
         except (SynclineError, OSError) as failure:
             error = str(failure)
             self.end_at_once()
         self._display.end("done" if error is None else "failed")
         return Trained(replace(reports.row(), error=error), _layers(reports.results.get(0, {})))
 
-    def calibrate(self, request: Request, limit_s: float) -> Cluster:
+    def calibrate(self, request: Request, silence_s: float) -> Cluster:
         """Measure the network between the ranks as ``syncline calibrate`` does. Raises SynclineError if that fails."""
         told: list[Message] = []
         try:
-            self._started().order(told.append, limit_s, kind="calibrate", request=request.to_json())
+            self._started().order(told.append, silence_s, kind="calibrate", request=request.to_json())
         except (SynclineError, OSError):
             self.end_at_once()
             raise
@@ -143,7 +143,7 @@ class WarmRanks:
             environ = framework_of(self._seats.framework).capabilities["environ"]
             place = Launched(LOCAL, environ, self._site)
             work = json.dumps(asdict(self._seats))
-            made = Ranks(work, self._workers, place, SCRIPT, START_LIMIT_S, last_words_s=_LAST_WORDS_S)
+            made = Ranks(work, self._workers, place, SCRIPT, START_SILENCE_S, last_words_s=_LAST_WORDS_S)
             self._ranks = made.__enter__()
         return self._ranks
 

@@ -26,7 +26,7 @@ from syncline_bench import ranks
 from syncline_bench.collectives import collective_bench, request
 from syncline_bench.collectives.kinds import COLLECTIVES
 from syncline_bench.collectives.request import Work
-from syncline_bench.ranks import Here, Ranks, RanksFailed
+from syncline_bench.ranks import OnThisMachine, Ranks, RanksFailed
 
 MEASURE_MEMORY = collective_bench._Stage._measure_memory
 
@@ -102,7 +102,7 @@ def play(script: str, folder: Path, limit_s: float = 60.0, prologue: str | None 
     path = folder / "rank.py"
     path.write_text((PROLOGUE if prologue is None else prologue) + script)
     heard: list[Any] = []
-    with Ranks("{}", 2, Here(), (str(path),)) as started:
+    with Ranks("{}", 2, OnThisMachine(), (str(path),)) as started:
         started.order(heard.append, limit_s, number=7)
         started.end()
     return heard
@@ -231,12 +231,12 @@ def test_a_set_whose_turn_it_is_not_sleeps() -> None:
         for contender, library in libraries.items():
             others = set(ranks_of(os.getpid()))
             work = Work("allreduce", contender, 1_000_000).to_json()
-            started = all_of_them.enter_context(Ranks(work, 2, Here(library=library), collective_bench.RANK))
+            started = all_of_them.enter_context(Ranks(work, 2, OnThisMachine(library=library), collective_bench.RANK))
             started.order(nbytes=1_000_000, repetitions=2)
             parked[contender] = started, [pid for pid in ranks_of(os.getpid()) if pid not in others]
             assert len(parked[contender][1]) == 2
         work = Work("allreduce", "shm:ring", 1_000_000).to_json()
-        busy = all_of_them.enter_context(Ranks(work, 2, Here(), collective_bench.RANK))
+        busy = all_of_them.enter_context(Ranks(work, 2, OnThisMachine(), collective_bench.RANK))
         busy.order(nbytes=1_000_000, repetitions=2)
         before, begun = {contender: used_s(pids) for contender, (_, pids) in parked.items()}, time.monotonic()
         busy.order(nbytes=1_000_000, repetitions=200)

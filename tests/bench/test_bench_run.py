@@ -18,7 +18,7 @@ from syncline_bench.collectives import collective_bench
 from syncline_bench.collectives import request as requests
 from syncline_bench.collectives.request import TURNS, Request, Work, request_of, turns_of
 from syncline_bench.display import Display
-from syncline_bench.ranks import Here, RanksFailed
+from syncline_bench.ranks import OnThisMachine, RanksFailed
 from syncline_bench.report.bench import BenchResult, Measured, title
 
 Play = Callable[[Work, dict[str, Any]], None]
@@ -38,7 +38,7 @@ class Sets:
         self.open: list[str] = []
         self.correct = True
 
-    def __call__(self, text: str, ranks: int, place: Here, script: Any) -> Pretended:  # noqa: ARG002
+    def __call__(self, text: str, ranks: int, place: OnThisMachine, script: Any) -> Pretended:  # noqa: ARG002
         work = Work.from_json(text)
         self.works.append((work, place.library))
         self.play(work, {})
@@ -67,7 +67,7 @@ class Pretended:
         if self._work.contender in self._sets.open:
             self._sets.open.remove(self._work.contender)
 
-    def order(self, heard: Any, limit_s: float = 0.0, **order: Any) -> None:  # noqa: ARG002
+    def order(self, heard: Any, silence_s: float = 0.0, **order: Any) -> None:  # noqa: ARG002
         self._sets.orders.append((self._work.contender, order))
         self._sets.play(self._work, order)
         count = order.get("repetitions", 0)

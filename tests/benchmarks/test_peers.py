@@ -12,7 +12,7 @@ import pytest
 from syncline.launch.mpi_library import MpiLibrary, find_library
 from syncline_bench.collectives.collective_bench import RANK
 from syncline_bench.collectives.request import Work
-from syncline_bench.ranks import Here, Ranks
+from syncline_bench.ranks import OnThisMachine, Ranks
 
 pytest.importorskip("torch")
 CONTENDERS = {"gloo:native": "", "openmpi:native": "openmpi", "mpich:native": "mpich"}
@@ -33,7 +33,7 @@ def test_a_peer_is_as_fast_as_a_plain_script_of_its_library_and_has_as_many_thre
     assert "syncline" not in peers.SCRIPTS[contender][1]
     if library and not isinstance(find_library(library), MpiLibrary):
         pytest.skip(f"{library} is not installed")
-    with Ranks(Work("allreduce", contender, 1000).to_json(), 2, Here(library=library), RANK) as peer:
+    with Ranks(Work("allreduce", contender, 1000).to_json(), 2, OnThisMachine(library=library), RANK) as peer:
         threads: list[int] = []
         peer.order(lambda message: threads.append(message["threads"]), nbytes=1000, seeds=[0])
         ratios = []

@@ -341,7 +341,11 @@ def wrong(how: str, session: Session) -> None:
     [
         ("longer", ProtocolError, "bucket 0 of rank 1|rank 1's push"),
         ("shorter", ProtocolError, "bucket 0 of rank 1|rank 1's push"),
-        ("version", ProtocolError, "a request of rank 1 .*it is of version 7 of the weights, and it was sent 0"),
+        (
+            "version",
+            ProtocolError,
+            "a request of rank 1 .*it belongs to version 7 of the weights, but version 0 was sent",
+        ),
         ("no groups", ProtocolError, "the update with the values that .*rank 1.* has pushed fails .IndexError"),
         ("no rate", UsageError, "the optimizer's group 0 has no number as 'lr': use ssp.rate=own"),
         ("scale", ProtocolError, "a request of rank 1 .*its scale is 1e.300"),

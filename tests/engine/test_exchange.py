@@ -192,7 +192,7 @@ class Pieces(Sequence[Any]):
 @pytest.mark.parametrize(
     ("pieces", "key", "says"),
     [
-        (MOST_PIECES + 1, 1, f"bucket 0: a bucket of {MOST_PIECES + 1} pieces has more than tags can number"),
+        (MOST_PIECES + 1, 1, f"bucket 0: a bucket of {MOST_PIECES + 1} pieces is too large"),
         (1, KEYS, f"bucket 0: key {KEYS} is out of range"),
         (MOST_PIECES, KEYS - 1, ""),
     ],

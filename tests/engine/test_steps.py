@@ -141,7 +141,7 @@ def test_where_others_hold_the_weights_only_the_optimizers_step_waits() -> None:
 def test_passes_that_are_exchanged_add_up_only_where_backward_waits(apply: Literal["layer", "next_step"]) -> None:
     steps = made(Sliced(apply=apply))
     backward(steps)
-    refused(steps, lambda: steps.produced(1), "accumulate them under no_sync")
+    refused(steps, lambda: steps.produced(1), "accumulate under no_sync")
     steps = made()
     backward(steps)
     backward(steps)  # as the other libraries do it
@@ -173,7 +173,7 @@ def test_weights_are_exchanged_once_when_the_optimizer_has_run(phases: Literal["
     for tensor in (1, 0):
         assert steps.produced(tensor) == []
     refused(steps, steps.updated, "in the middle of the backward pass of step 1")
-    refused(steps, steps.made_alone, "no worker's own")
+    refused(steps, steps.made_alone, "not local to this worker")
     assert steps.backward_ended() == []
     steps.stepped()
     assert steps.averages_next
@@ -211,7 +211,7 @@ def test_a_step_exchanges_gradients_or_weights() -> None:
 
 def test_a_step_that_is_exchanged_is_not_made_alone() -> None:
     steps = made()
-    refused(steps, steps.made_alone, "step 0 is no worker's own: it is exchanged")
+    refused(steps, steps.made_alone, "step 0 is not local to this worker: it is exchanged")
 
 
 def test_what_is_given_up_leaves_the_step_before_it() -> None:

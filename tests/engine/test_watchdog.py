@@ -189,7 +189,7 @@ def test_one_that_does_not_look_for_messages_is_named_instead_of_whom_it_seems_t
     assert found is not None
     assert found.rank == 1
     waited = clock.now - STALL_LIMIT_S
-    assert found.why.startswith(f"has not looked for messages for {waited:.1f} s: something")
+    assert found.why.startswith(f"has not looked for messages for {waited:.1f} s: a call")
     assert clock.searches == SEARCHES
 
 

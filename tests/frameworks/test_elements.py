@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.frameworks.torch.shard import as_elements, as_tensor
+from syncline.frameworks.torch.partial_optimizer import as_elements, as_tensor
 from syncline.frameworks.torch.storage import as_bytes, dtype_name
 from syncline.serving.records import ITEM_BYTES, Record, Slice, pack, unpack
 

@@ -15,7 +15,7 @@ from toy import STRATEGIES, Here, alone, batch, close, fill, loss_of, mlp, on_gr
 
 from syncline.errors import MismatchError, SynclineError, UsageError
 from syncline.frameworks.torch import Options, prepare
-from syncline.frameworks.torch.shard import probe, probe_parts
+from syncline.frameworks.torch.partial_optimizer import probe, probe_parts
 from syncline.strategy.strategy import Strategy
 
 

@@ -195,8 +195,8 @@ def test_the_inner_launcher_counts() -> None:
         (OPENMPI | {"MASTER_PORT": "4000"}, "MASTER_ADDR is missing"),
         ({"SLURM_STEP_NUM_TASKS": "3"}, "SLURM_PROCID is missing"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, "5 tasks.*SLURM_STEP_NODELIST is missing.*MASTER_ADDR"),
-        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3-"}, "is no list of hosts"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "is no list of counts"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3-"}, "is not a list of hosts"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "is not a list of counts"),
         (SLURM | {"SLURM_NODEID": "7"}, "SLURM_NODEID=7.*3 nodes"),
         (SLURM | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2, SLURM_STEP_TASKS_PER_NODE=2"),
         (SLURM | {"SYNCLINE_SERVERS": "5"}, "no worker.*SYNCLINE_SERVERS=5"),
@@ -346,7 +346,7 @@ def test_numbers_keep_their_width(numbers: list[int], width: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "a,,b", "n[", "n[1-", "n[3-1]", "n[a-c]", "n]1", "n[]", "n[1]]"])
 def test_no_list_of_hosts(text: str) -> None:
-    with pytest.raises(UsageError, match="is no list of hosts"):
+    with pytest.raises(UsageError, match="is not a list of hosts"):
         expand_hosts(text)
 
 
@@ -354,5 +354,5 @@ def test_counts() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     assert expand_counts("4") == [4]
     for text in ("", "2(x)", "x3", "2,,1"):
-        with pytest.raises(UsageError, match="is no list of counts"):
+        with pytest.raises(UsageError, match="is not a list of counts"):
             expand_counts(text)

@@ -70,7 +70,7 @@ def test_every_call_takes_a_group(pool: Pool, address: str) -> None:
         assert found["all"] == 4.0
         for wrong in ("3", "'data'", "[0, 1]"):
             assert found[wrong].startswith(
-                "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh"
+                "group= takes the result of syncline.new_group(), one dimension of a DeviceMesh"
             )
     for rank, found in enumerate(inside):
         assert found["sum"] == [[6.0] * 3] * 2
@@ -90,7 +90,7 @@ def test_dimensions_of_a_mesh_are_groups(pool: Pool, addresses: Callable[[], str
             assert gathered == [b"%d" % (rank % 2), b"%d" % (rank % 2 + 2)]
             assert several.startswith("group= is a DeviceMesh of 2 dimensions: give the one whose ranks are to train")
             assert several.endswith('such as mesh["stage"]')
-            assert wrong.startswith("group= takes what syncline.new_group() gives")
+            assert wrong.startswith("group= takes the result of syncline.new_group()")
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ring transport=tcp", "ps(servers=2, on=workers)"])

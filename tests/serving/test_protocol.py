@@ -165,7 +165,7 @@ def test_a_wrong_message_raises_and_changes_nothing(
     there = play.workers[worker] if 0 <= worker < workers else None
     assume(there is None or clock != there.step or (kind == "push" and bucket not in there.to_push))
     request: Any = Request(kind, worker, clock, values_of(worker, max(clock, 1), rule), bucket)
-    with pytest.raises(MismatchError, match=f"rank {worker} sent a {kind}.* for step {clock}, its next one is step"):
+    with pytest.raises(MismatchError, match=f"rank {worker} sent a {kind}.* for step {clock}, but its next step is"):
         play.ledger.handle(request)
     assert vars(play.ledger) == before
 
@@ -196,7 +196,7 @@ def test_the_norm_is_asked_for_before_the_step_is_pushed() -> None:
     ledger = Ledger(1, Asp(), (0, 1))
     ledger.handle(Request("push", 0, 1, VALUES, 1))
     before = copy.deepcopy(vars(ledger))
-    with pytest.raises(MismatchError, match="rank 0 sent a norm for step 1, its next one is step 1"):
+    with pytest.raises(MismatchError, match="rank 0 sent a norm for step 1, but its next step is 1"):
         ledger.handle(Request("norm", 0, 1))
     assert vars(ledger) == before
 
@@ -238,7 +238,7 @@ def test_who_meets_holds_up_nobody_and_all_go_on_from_one_clock() -> None:
     assert ledger.handle(Request("meet", 0, 3)) == [Release((0, 1), ALL, (0, 0), 0)]
     assert ledger.clocks == [2, 2]
     assert ledger.awaited == {}
-    with pytest.raises(MismatchError, match="rank 1 sent a push for step 1, its next one is step 3"):
+    with pytest.raises(MismatchError, match="rank 1 sent a push for step 1, but its next step is 3"):
         ledger.handle(Request("push", 1, 1, VALUES))
     ledger.handle(Request("push", 1, 3, VALUES))
 
@@ -354,10 +354,10 @@ def test_somebody_has_batches() -> None:
 def test_a_shadow_keeps_its_turn() -> None:
     ledger = Ledger(2, Bsp())
     for wrong in (shadow(0, 2), shadow(0, 0), shadow(2, 1)):
-        with pytest.raises(MismatchError, match="its next one is step"):
+        with pytest.raises(MismatchError, match="its next step is"):
             ledger.handle(wrong)
     ledger.handle(shadow(0, 1))
-    with pytest.raises(MismatchError, match="its next one is step 2"):
+    with pytest.raises(MismatchError, match="its next step is 2"):
         ledger.handle(shadow(0, 1))
 
 

@@ -251,7 +251,7 @@ def test_a_process_is_in_so_many_groups_at_a_time(group: Any) -> None:
         made = [new_group(session, [0, 1]) for _ in range(SCOPES - 1)]
         assert all_calls(made[-1].session, session.rank) == wanted((0, 1))
         says = (
-            rf"the group of ranks 0-1 would be number {SCOPES}, and {SCOPES - 1} is the last: .* make groups once and"
+            rf"the group of ranks 0-1 would get number {SCOPES}, but {SCOPES - 1} is the last: .* Make groups once and"
         )
         with pytest.raises(UsageError, match=says):
             new_group(session, [0, 1])
@@ -264,7 +264,7 @@ def test_groups_that_share_workers_each_with_the_next_use_up_numbers_together(gr
 
     def body(session: Session) -> Any:
         made = [new_group(session, sorted({i % 3, (i + 1) % 3})) for i in range(SCOPES - 1)]
-        with pytest.raises(UsageError, match="those which share workers, each with the next, use up numbers together"):
+        with pytest.raises(UsageError, match="above the numbers of all groups that its ranks have been in"):
             new_group(session, [0, 1])
         apart = new_group(session, [3, 4])
         return sum(one.rank >= 0 for one in made), apart.rank
@@ -414,7 +414,7 @@ def test_a_worker_that_makes_another_group_is_named_on_all(run_on: Any, late: in
     for text in found.values():
         assert f"rank {late} is at making a group of ranks 1, 2 (call 1)" in text
         assert "is at making a group of ranks 0, 1 (call 1)" in text
-        assert "let every rank make the same groups in the same order, also those that it is not in" in text
+        assert "let every rank make the same groups in the same order, including groups that it is not in" in text
 
 
 def test_a_worker_that_does_something_else_is_named(run_on: Any) -> None:

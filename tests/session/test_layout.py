@@ -43,7 +43,7 @@ WHOLE = [Bucket((Slice(2, 0, 5),), "float64"), Bucket((D, Slice(1, 0, 6), Slice(
         ([*WHOLE, Bucket((Slice(4, 0, 1),), "float32")], "bucket 2 has a slice of tensor 4, there are 4"),
         ([*WHOLE, Bucket((Slice(-1, 0, 0),), "float32")], "bucket 2 has a slice of tensor -1"),
         ([*WHOLE, Bucket((), "float32")], "bucket 2 is empty"),
-        ([Bucket((D,), "float32")] * BUCKETS, f"{BUCKETS} buckets of this model, up to {BUCKETS - 1}"),
+        ([Bucket((D,), "float32")] * BUCKETS, f"this model has {BUCKETS} buckets, but at most {BUCKETS - 1}"),
     ],
 )
 def test_what_is_no_layout_is_refused_by_name(changed: list[Bucket], says: str) -> None:

@@ -47,7 +47,7 @@ RING = {
     ("ring", "no optimizer"): "the optimizer is int: give a transformation of optax",
     ("ring", "traced"): "init() of this transformation was only traced",
     ("ring", "another state"): "the state is tuple: give the result of this transformation's init(params)",
-    ("ring", "keys"): "give its numbers, jax.random.key_data(key)",
+    ("ring", "keys"): "give jax.random.key_data(key) instead",
 }
 
 

@@ -225,7 +225,7 @@ def test_no_length_beyond_a_kinds_limit_is_believed(kind: Kind) -> None:
     right.feed(frame(kind, bytes(HEARD[kind]))[:5])
     assert (right.take() is None) == (HEARD[kind] > 0)
     wrong.feed(frame(kind, bytes(HEARD[kind] + 1))[:5])
-    with pytest.raises(Broken, match=f"where {HEARD[kind]} are the most"):
+    with pytest.raises(Broken, match=f"but {HEARD[kind]} are the maximum"):
         wrong.take()
 
 
@@ -293,7 +293,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     ids=str,
 )
 def test_a_record_with_a_wrong_field_is_none(changes: dict[str, Any]) -> None:
-    with pytest.raises(RollCallError, match="not one of this version"):
+    with pytest.raises(RollCallError, match="does not fit this version"):
         read_member(json.dumps(asdict(ONE) | changes))
 
 
@@ -389,7 +389,7 @@ def test_counters_take_room_too_and_stay_numbers() -> None:
     play = called(2)
     play.say(1, Kind.ADD, note("count", AMOUNT.pack((1 << 63) - 1)))
     play.say(0, Kind.ADD, note("count", AMOUNT.pack(1)))
-    assert "counted too far" in play.fault()
+    assert "counted beyond the limit" in play.fault()
     play = called(1)
     number = 0
     while play.meeting.fault is None and number < NOTES_BYTES:
@@ -418,7 +418,7 @@ def test_a_note_that_is_none_ends_the_start(kind: Kind, body: bytes) -> None:
 def test_a_note_is_refused_where_it_is_written() -> None:
     assert note("k" * KEY_BYTES, bytes(VALUE_BYTES))
     for key, value in (("k" * (KEY_BYTES + 1), b""), ("k", bytes(VALUE_BYTES + 1))):
-        with pytest.raises(ValueError, match="are the most"):
+        with pytest.raises(ValueError, match="are the maximum"):
             note(key, value)
 
 
@@ -471,7 +471,7 @@ def test_a_record_that_is_none_ends_the_start(record: bytes) -> None:
     play.enter(1, 1)
     play.say(1, Kind.RECORD, record)
     assert play.fault() == (
-        "rank 1 (from 10.0.0.1:1): its record is not one of this version: does it run another version of Syncline?"
+        "rank 1 (from 10.0.0.1:1): its record does not fit this version: does it run another version of Syncline?"
     )
 
 

@@ -103,12 +103,12 @@ def test_one_that_has_proved_itself_and_says_nothing_is_missed(serve: Serve) -> 
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        (HUGE, "announced 4294967295 bytes of record, where 16384 are the most"),
+        (HUGE, "announced a record of 4294967295 bytes, but 16384 are the maximum"),
         (frame(Kind.RECORD, bytes(HEARD[Kind.RECORD] + 1)), "announced 16385 bytes of record"),
-        (b"\0" * 5, "said something unknown (kind 0)"),
-        (frame(Kind.THROUGH), "said through before its record"),
+        (b"\0" * 5, "sent a frame of unknown kind (kind 0)"),
+        (frame(Kind.THROUGH), "sent through before its record"),
         (frame(Kind.RECORD, member(0, 3).to_text().encode()), "says that it is rank 0"),
-        (frame(Kind.RECORD, b"{}"), "its record is not one of this version"),
+        (frame(Kind.RECORD, b"{}"), "its record does not fit this version"),
     ],
     ids=["huge", "one beyond", "unknown", "order", "somebody else", "record"],
 )
@@ -278,10 +278,10 @@ Line = tuple[MeetingClient, socket.socket]
     ("said", "text"),
     [
         ((), "rank 0, which serves the meeting at 10.0.0.1:5, has ended; see what it printed"),
-        ((frame(Kind.OVER),), "breaks the rules of the meeting: it said over"),
-        ((struct.pack("<BI", Kind.WELCOME, 65),), "announced 65 bytes of welcome, where 64 are the most"),
+        ((frame(Kind.OVER),), "breaks the rules of the meeting: it sent over"),
+        ((struct.pack("<BI", Kind.WELCOME, 65),), "announced a welcome of 65 bytes, but 64 are the maximum"),
         ((struct.pack("<BI", Kind.ROLL, 0xFFFFFFFF),), "announced 4294967295 bytes of roll"),
-        ((b"HTTP/1.1 400 Bad Request",), "said something unknown"),
+        ((b"HTTP/1.1 400 Bad Request",), "sent a frame of unknown kind"),
         ((fault_frame("rank 1 has burnt down"),), "rank 1 has burnt down"),
     ],
     ids=["gone", "order", "one beyond", "huge", "http", "fault"],
@@ -335,7 +335,7 @@ def test_a_meeting_that_goes_on_talking_holds_nobody(look: Callable[[MeetingClie
     """A look takes the words that have come, one by one, and ends."""
     client = MeetingClient(Endless(frame(Kind.VALUE, bytes(100)), most=2), "10.0.0.1:5", 2)  # type: ignore[arg-type]
     client.limit(time.monotonic() + LIMIT_S, LIMIT_S)
-    with pytest.raises(GroupError, match=r"said value|has ended"):
+    with pytest.raises(GroupError, match=r"sent value|has ended"):
         look(client)
 
 

@@ -423,7 +423,7 @@ class Compression:
 
 
 def may_cut(codec: Codec, part: Slice, spec: Spec) -> bool:
-    """Whether a codec can compress a slice of a tensor by itself."""
+    """Whether a codec can compress a slice of a tensor without the rest of the tensor."""
     if part.start == 0 and part.stop == spec.elements:
         return True
     unit = codec.block

@@ -49,7 +49,7 @@ def by_encoder(saved: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]
 
 
 def join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop: int) -> None:
-    """Copy elements ``start`` to ``stop`` of a tensor from those saved pieces that contain them."""
+    """Copy elements ``start`` to ``stop`` of a tensor from the saved pieces that contain them."""
     for key, piece in kept.items():
         if key.startswith(prefix):
             first = int(key.removeprefix(prefix))
@@ -77,7 +77,7 @@ def from_bytes(data: bytes) -> Saved:
                     raise ValueError(f"{entry.filename!r} is compressed, or larger than the archive")
                 found[entry.filename.removesuffix(".npy")] = _array(archive.read(entry))
     except Exception as error:  # the libraries raise many types for malformed data
-        raise ValueError(f"{len(data)} bytes are no archive of arrays: {error!r}") from error
+        raise ValueError(f"{len(data)} bytes are not an archive of arrays: {error!r}") from error
     return found
 
 

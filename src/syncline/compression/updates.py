@@ -1,10 +1,10 @@
 """Encodes the weights of owners for the workers: all workers together, or each by the version that it has.
 
-Only differences are encoded: those between the owner's weights and the *known* ones, which all workers have in their
-models. ``compression`` owns the codec's state. The owner adds the decoded payload to the known weights, as all workers
-do, so all have the same bits. An encoding error remains in the difference and so enters the next payload: the known
-weights correct every error, as a residual would. Gruntkowska, Tyurin, Richtarik, "EF21-P and friends: improved
-theoretical communication complexity for distributed optimization with bidirectional compression", ICML 2023.
+Only differences are encoded: the owner's weights minus the *known* weights, which all workers have in their models.
+``compression`` owns the codec's state. The owner adds the decoded payload to the known weights, as all workers do, so
+all have the same bits. An encoding error remains in the difference and so enters the next payload: the known weights
+correct every error, as a residual would. Gruntkowska, Tyurin, Richtarik, "EF21-P and friends: improved theoretical
+communication complexity for distributed optimization with bidirectional compression", ICML 2023.
 
 This requires a codec that is a contraction. With any other codec the difference would grow from step to step. The owner
 then replaces its weights by the known ones, and a payload is an unbiased estimate of an update.

@@ -6,9 +6,8 @@ switches. ``order.Monitor`` holds the state that threads share. The time that th
 communication; it is counted per thread.
 
 A fault while driving is raised as the same exception in every thread that waits, now or later. An interrupt (Ctrl-C, or
-an exception from a signal handler) in a thread that drives or waits has the same effect: a script that caught it and
-went on would do so with an incomplete step. Every wait has a time limit, and so has a stall of the whole
-(``watchdog``).
+an exception from a signal handler) in a thread that drives or waits has the same effect: a script that caught it would
+continue with an incomplete step. Every wait has a time limit, and so has a stall of the whole (``watchdog``).
 
 Subclasses decide what is exchanged (``engine``).
 """
@@ -45,7 +44,7 @@ _DRAIN_POLL_S = 0.01
 class Blocked:
     """The seconds for which threads were blocked, except where they have asked not to be counted.
 
-    They count ``within`` another one, too.
+    ``within``, if given, counts the same seconds too.
     """
 
     def __init__(self, within: Blocked | None = None) -> None:
@@ -187,7 +186,7 @@ class Driver(ABC):
         self.over(until)
 
     def over(self, until: Callable[[], bool]) -> bool:
-        """Whether ``until()`` holds. Raises the engine's fault, except that of a departed peer if the condition holds.
+        """Whether ``until()`` holds. Raises the engine's fault, except a departed peer's if the condition holds.
 
         ``close`` still returns such a fault.
         """
@@ -210,8 +209,8 @@ class Driver(ABC):
         """
         if self.monitor.driver == threading.get_ident():
             raise UsageError(
-                "this call comes in the middle of another one of the same thread, as out of a signal handler: let the"
-                " handler set a flag, and look at it between two steps"
+                "this call comes in the middle of another call of the same thread, for example from a signal handler:"
+                " let the handler set a flag, and check the flag between two steps"
             )
 
     @property
@@ -276,7 +275,7 @@ class Driver(ABC):
             self.transport.wake()
         return answer
 
-    # For what is handed over.
+    # For submitted work.
 
     def _post(self, task: Callable[[], None], tolerant: bool = False) -> None:
         if self.monitor.error is not None:

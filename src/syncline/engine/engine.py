@@ -222,8 +222,8 @@ class PreparedRun:
 class Engine(Driver):
     """Submits work over one transport. ``explain`` turns a fault into the exception for the user.
 
-    ``find_culprit`` finds the rank at fault in a stall. ``observer`` is told of the begin and end of everything. Peers
-    and keys are those of the run, or of the ``scope`` that ``within`` was given.
+    ``find_culprit`` finds the rank at fault in a stall. ``observer`` receives a span for everything. Peers and keys
+    belong to the run, or to the ``scope`` given to ``within``.
     """
 
     scope: Scope | None = None
@@ -314,13 +314,11 @@ class Engine(Driver):
         reducing.start()
 
     def shows(self, program: Program | Collective, array: Array) -> bool:
-        """Whether ranks see each other's signs in such a run; the same on all ranks. Those of a group meet before."""
+        """Whether ranks see each other's signs in such a run; the same on all ranks. False in a scope."""
         return self.scope is None and isinstance(program, Program) and self._exchange.shows(program.plan, array)
 
     def absent(self, key: int, processes: Iterable[int]) -> set[int]:
-        """The processes that have not joined a run with signs. If all have, the processes that anything here waits
-        for.
-        """
+        """The processes that have not joined a run with signs. If all have joined, all processes awaited here."""
         shared = self._exchange.shared
         return (set() if shared is None else shared.absent(key, processes)) or self.awaited
 
@@ -452,15 +450,15 @@ class Engine(Driver):
 
     @property
     def awaited(self) -> set[int]:
-        """The processes that anything in flight waits for; of a scope those in it."""
+        """The processes that anything in flight waits for; in a scope, only the scope's."""
         return set(self.waits()) if self.scope is None else self.scope.positions(self.waits())
 
     def traffic(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The bytes sent to each process, and received: with all headers, in a scope without."""
+        """The bytes sent to and received from each process, with all headers; in a scope, without headers."""
         return super().traffic() if self.scope is None else self.scope.traffic()
 
     def waits(self) -> Waits:
-        """The waits of single messages, of what is expected, reducers and plans."""
+        """The waits of single messages, expected processes, reducers and plans."""
         waits = dict(self._mail.waiting_for)
         for found in list(self._expecting.values()):
             waits |= found()
@@ -469,7 +467,7 @@ class Engine(Driver):
         return waits | self._exchange.waiting_for
 
     def _work(self, label: str, tolerant: bool = False) -> Work:
-        """A work that is submitted but is no exchange."""
+        """A work that is submitted but is not an exchange."""
         label = label if self.scope is None else self.scope.label(label)
         work = Work(label, tolerant)
         if self._observer is not None:

@@ -11,9 +11,9 @@ Large arrays are cut into segments that run one after the other. Plans whose chu
 all-gather) are not cut, so that a rank's chunk of the whole array stays contiguous.
 
 Priority: the next operation is always one of the most urgent run that can go on. A run that is less urgent than another
-does a single operation before the other is checked again. Without a more urgent run, a run proceeds by a segment at a
-time and then checks for new submissions. Runs of equal priority proceed in the order in which they started, each as far
-as it can. No run is held back without need, so ranks may use different priorities.
+does a single operation before the other is checked again. Without a more urgent run, a run proceeds one segment at a
+time and checks for new submissions after each. Runs of equal priority proceed in the order in which they started, each
+as far as it can. No run is held back without need, so ranks may use different priorities.
 
 Memory: one segment of scratch for algorithms that swap chunks (recursive doubling), one segment for staged arrays.
 
@@ -137,8 +137,8 @@ class OneSided:
     def prompt(self, run: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
         """Start and advance a prepared run over the array at ``address``, if no other run is in flight.
 
-        Returns the code of the compiled ``advance``; the run is in flight unless that is DONE. None if the run has not
-        started.
+        Returns the code of the compiled ``advance``; the run is in flight unless the code is DONE. None if the run has
+        not started.
         """
         if self._runs or self._waiting or not (self._introduced or not self._strangers()):
             return None

@@ -6,18 +6,18 @@ step, so it contains nothing that depends on the step. Both are tuples because t
 
 A work starts after its gate is done. In a lane it also waits for the start of all earlier works of its priority, and
 for one of ``in_flight`` places for works of that priority. Works of different priorities do not wait for each other;
-those that become ready together start in order of urgency. Once started, works compete for the network operation by
+works that become ready together start in order of urgency. Once started, works compete for the network operation by
 operation (``exchange``, ``memory``, the transports). The engine defines what a work does and when it is done; it calls
 works and lanes from the driving thread.
 
 No deadlock. All ranks submit the works of a lane in one order, whatever the order in which gradients become ready.
 Consider the first work in that order that has not ended on all ranks. On a rank where it has not ended, all works
 before it have. It is therefore the first of its priority there, whichever priority that rank assigned, and starts as
-soon as its gate is done; the gate is no later work of the lane. A work that has started on all ranks ends: its receives
-are posted, and it waits for the end of no other run (``memory``). Works of different priorities thus need no common
-order, and ranks may even assign different priorities. A limit over all priorities together would break this. With room
-for one, a rank whose gate of A opens late starts the more urgent B while another rank has started A; each then waits
-for work that the other's lane holds back.
+soon as its gate is done; the gate is not a later work of the lane. A work that has started on all ranks ends: its
+receives are posted, and it waits for the end of no other run (``memory``). Works of different priorities thus need no
+common order, and ranks may even assign different priorities. A limit over all priorities together would break this.
+With room for one, a rank whose gate of A opens late starts the more urgent B while another rank has started A; each
+then waits for work that the other's lane holds back.
 
 Threads share one lock and two condition variables (``Monitor``). Python's condition variables have Mesa semantics (B.
 W. Lampson and D. D. Redell, "Experience with processes and monitors in Mesa", 1980): a notified thread does not
@@ -66,7 +66,8 @@ class Sign:
 
 
 class Work:
-    """The handle of something submitted; ``result`` is valid once ``done``. A ``tolerant`` one survives leaving peers.
+    """The handle of something submitted; ``result`` is valid once ``done``. A ``tolerant`` work survives when peers
+    leave.
 
     The smallest ``priority`` goes first. ``key`` is the key of an exchange, else -1. ``span`` is the observer's span;
     ``callbacks`` are called when the work is done.
@@ -250,8 +251,8 @@ _UNTIL_S = 0.1
 class Monitor:
     """The state that threads share. ``driven`` is the transport that the driving thread waits in.
 
-    This is: the driving thread, the submitted tasks, the number of works that ``close`` waits for, the callbacks of
-    works, and the first fault, which is the same exception for all threads.
+    It consists of the driving thread, the submitted tasks, the number of works that ``close`` waits for, the callbacks
+    of works, and the first fault, which is the same exception for all threads.
 
     Public fields are written with the lock held, except that the driving thread takes from ``inbox`` without it. Each
     field may be read without the lock, as a single value: ``error`` and ``ending`` never change back; whether

@@ -35,10 +35,10 @@ MOST_PIECES = 1 << _PIECE_BITS
 
 
 class Reducing:
-    """The reducers of one bucket in progress, as its order says.
+    """The reducers of one bucket in progress, as its order specifies.
 
-    The order's key separates this bucket from all others in flight. A tolerant one does not fail when peers leave; it
-    then never finishes.
+    The order's key separates this bucket from all others in flight. A tolerant bucket does not fail when peers leave;
+    it then never finishes.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Reducing:
             raise UsageError(f"{label}: key {key} is out of range")
         if len(pieces) > MOST_PIECES:
             raise UsageError(
-                f"{label}: a bucket of {len(pieces)} pieces has more than tags can number, which is {MOST_PIECES}: use"
-                " smaller buckets, as schedule=fixed(bucket=25MiB)"
+                f"{label}: a bucket of {len(pieces)} pieces is too large, because tags can number {MOST_PIECES}"
+                " pieces: use smaller buckets, such as schedule=fixed(bucket=25MiB)"
             )
         self._exchange, self._transport = exchange, exchange.transport
         self._pieces, self._program = pieces, order.program

@@ -25,13 +25,13 @@ from ..wire.culprit import Waits
 from .order import KEYS, CodedOrder, Order
 
 BLOCK_BITS = 23
-"""A scope has as many keys as all workers have: the lowest are those of all workers, those of scope n block n."""
+"""Every scope has a block of keys of the same size: the lowest block is for all workers, block n for scope n."""
 
 SCOPES = KEYS >> BLOCK_BITS
 """Numbers of scopes are below this one, and above 0."""
 
 _NUMBER_BIT = 54
-"""Tags of single messages have the highest bit alone of the first three; the scope's number is put into bits 54 on."""
+"""Of the highest three bits, tags of single messages have only the first; the scope's number begins at bit 54."""
 
 
 class Scope:
@@ -87,7 +87,7 @@ class Scope:
 
     def _program(self, program: Program | Collective) -> Program:
         if isinstance(program, Collective):
-            raise UsageError(f"{self.title}: the message library's own collective is between all ranks: choose ring")
+            raise UsageError(f"{self.title}: the message library's own collective needs all ranks: choose ring")
         return _translated(program.plan, self.ranks, self.index)
 
     def _counted(self, order: Order) -> Callable[[], Program]:

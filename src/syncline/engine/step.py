@@ -2,10 +2,10 @@
 
 It reads the schedule (``release``, ``phases``, ``apply``, ``priority``) and the sync mode (``due``, ``merges``,
 ``averages``). It knows no framework, engine, thread, clock or array. The driver reports what happens to a model and
-carries out the answered actions in order; an answered ``Wait`` is over before the next event. Frameworks' adapters
-drive it with real gradients and a simulator with a virtual clock, so predictions match runs.
+carries out the answered actions in order; a ``Wait`` ends before the next event. Frameworks' adapters drive it with
+real gradients and a simulator with a virtual clock, so predictions match runs.
 
-A step, by what waits for its result (``apply``):
+A step, by the event that waits for its result (``apply``):
 
     step        produced*  backward_ended: waits for all   stepped: applies all
     layer       produced*  backward_ended   stepped   needed, before each layer's next forward: waits and applies
@@ -14,7 +14,7 @@ A step, by what waits for its result (``apply``):
 Rules
 * Each bucket of a due step is submitted once per phase, in the order of the schedule's list. All workers thus submit
   alike, whatever the order in which backward completes buckets. An all-gather follows its reduce-scatter: at once, or,
-  if each layer waits for itself, after backward, with the layers that are needed first in front.
+  if each layer waits for itself, after backward, starting with the layers that are needed first.
 * A result is applied exactly once, after it has arrived and after the step's own ``stepped``. Steps are applied in
   order.
 * Merged exchanges are agreed on before any of their data is sent. Pushes that are updates of their own need no
@@ -218,7 +218,7 @@ class Steps:
         step = self._now
         if step is not None:
             if step.next:
-                raise UsageError(f"a bucket of step {step.number} has gone, which cannot be dropped")
+                raise UsageError(f"a bucket of step {step.number} has been sent, so the step cannot be dropped")
             step.produced.clear()
             step.left = list(self._slices)
 
@@ -256,8 +256,10 @@ class Steps:
     def made_alone(self) -> None:
         """A local step was made, up to the optimizer's call, without reporting its events."""
         if self._now is not None or self.due or any(step.under_way for step in self._open):
-            raise UsageError(f"step {self.begun} is no worker's own: it is exchanged, or another one is under way")
-        self._open.clear()  # only the applying was left
+            raise UsageError(
+                f"step {self.begun} is not local to this worker: it is exchanged, or another step is under way"
+            )
+        self._open.clear()  # only applying was left
         self.begun += 1
         self._note_average(self.begun - 1)
 
@@ -337,16 +339,16 @@ class Steps:
         due = self._mode.due(self.begun)
         if due and self._averages is not None and self._averages.averages(self.begun):
             raise UsageError(
-                f"the sync mode says of step {self.begun} both that gradients are exchanged (due) and that weights are"
-                " (averages): let it say one of them"
+                f"in step {self.begun} the sync mode exchanges both gradients (due) and weights (averages): let only"
+                " one of them return True"
             )
         last = self._open[-1] if self._open else None
         if last is not None and not last.stepped:
             if self._schedule.apply != "step" and not last.read:
                 raise UsageError(
-                    f"a second backward pass begins before the optimizer was called for that of step {last.number}:"
-                    f" gradients of which apply={self._schedule.apply!r} waits later cannot be added up by passes that"
-                    " are exchanged; accumulate them under no_sync()"
+                    f"a second backward pass begins before the optimizer was called for step {last.number}: under"
+                    f" apply={self._schedule.apply!r} gradients arrive later, so exchanged passes cannot accumulate"
+                    " them; accumulate under no_sync()"
                 )
             # the script accumulates averages, or applies them with an optimizer that does not report its steps
             self._open.pop()
@@ -399,7 +401,7 @@ class Steps:
             self._open.remove(step)
 
     def _finish(self, actions: list[Action], until: _Step | None = None) -> None:
-        """Apply everything that is left of the steps before ``until``, or of all steps."""
+        """Apply the unapplied rest of the steps before ``until``, or of all steps."""
         for step in list(self._open):
             if step is until:
                 return

@@ -3,7 +3,7 @@
 Timelines, statistics and live views are observers; this module knows none of them. Without an observer (``None``, the
 default) no span is created, and each action costs one test for ``None``.
 
-An observer gets every span twice, as the same object: at its begin and at its end. Spans are nested:
+An observer gets every span twice, as the same object: at its start and at its end. Spans are nested:
 
     work             from submission to completion
       run            a plan, a library's collective or a bucket's reducers, from its start (after gate and lane)
@@ -23,9 +23,10 @@ An observer gets every span twice, as the same object: at its begin and at its e
     staging          a bucket is copied from a device to the host
 
 Compiled loops report nothing. In mapped memory the number of finished operations is read before and after each call of
-``advance``; the operations in between are reported after the call, without a duration of their own. There a rank that
-reads a peer's memory receives, a rank that writes it sends, and its peer reports nothing. An ``advance`` without nested
-spans found that it had to wait. If a transport adds data on arrival, that is a receive without a reduce.
+``advance``; the operations in between are reported after the call, without a duration of their own. There, a rank that
+reads a peer's memory reports a receive and a rank that writes it a send; the peer reports nothing. An ``advance``
+without nested spans found that it had to wait. A transport that adds data on arrival reports a receive without a
+reduce.
 
 Spans that a fault interrupts never end; neither do those of tolerant work that is left unfinished.
 """
@@ -43,7 +44,7 @@ Kind = Literal[
 
 @dataclass(slots=True, eq=False)  # not frozen: that triples the cost of creation, and every message creates one
 class Span:
-    """Something with a begin and an end. Fields that do not apply are -1 or empty."""
+    """Something with a start and an end. Fields that do not apply are -1 or empty."""
 
     observer: Observer = field(repr=False)
     kind: Kind
@@ -82,7 +83,7 @@ class Observer(Protocol):
 
 
 def begin(observer: Observer, kind: Kind, label: str, within: Span | None = None, **what: Any) -> Span:
-    """Create a span and report its begin; the caller must call its ``end``."""
+    """Create a span and report its start; the caller must call its ``end``."""
     span = Span(observer, kind, label, within, **what)
     observer.begin(span)
     return span

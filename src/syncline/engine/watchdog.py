@@ -177,7 +177,7 @@ class Stall:
         if not self._busy:
             return found
         why = (
-            f"has not looked for messages for {self._seen - self._asked:.1f} s: something that its progress thread"
-            " called takes long"
+            f"has not looked for messages for {self._seen - self._asked:.1f} s: a call in its progress thread takes"
+            " long"
         )
         return Found(Culprit(next(iter(self._busy)), why), found.answers)

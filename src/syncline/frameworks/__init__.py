@@ -1,4 +1,4 @@
-"""Adapters: they connect the models, gradients and optimizers of one framework each with a session.
+"""Adapters: each connects the models, gradients and optimizers of one framework with a session.
 
 An adapter is a file or folder with the name of the package whose objects it prepares. It is imported when
 ``syncline.prepare`` first receives such an object, so a run of one framework loads no other. Start reading at

@@ -2,9 +2,9 @@
 
 A checkpoint is one dictionary that NumPy or pickle can store. It is the same on all workers, except for the step number
 if each worker makes its own steps. It contains by name the weights and the optimizer's state, the step, and the
-residuals of a codec. If owners hold the weights, it has theirs. If workers train alone between exchanges, it has the
-agreed weights and each worker's own. A run may resume with any number of workers: their states are redistributed or
-averaged.
+residuals of a codec. If owners hold the weights, it has the owners' weights. If workers train alone between exchanges,
+it has the agreed weights and each worker's own. A run may resume with any number of workers: their states are
+redistributed or averaged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def save(model: FlatModel) -> dict[str, Any]:
     session, owned = model.session, model.owned
     specs = model.specs
     if owned is not None:
-        session.consolidates[model.key]()  # the newest weights, where workers do not go in step
+        session.consolidates[model.key]()  # the newest weights, if workers do not train in lockstep
     weights, kept = _read(specs, model.weights)
     found = _of_every_run(session, specs, weights, kept, model.steps)
     if session.choice is not None:
@@ -124,7 +124,7 @@ def _load_owners(
         owned.resume(model.steps, theirs or records)
 
 
-# What all runs keep, one worker's too.
+# The common part of all states, including a single worker's.
 
 
 def save_alone(session: Session, specs: Sequence[Spec], weights: Weights, steps: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _basic(specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State
 def checked(
     specs: Sequence[Spec], state: Mapping[str, Any], rank: int, workers: int
 ) -> tuple[list[Array], list[State]]:
-    """A worker's flat weights and optimizer state. Raises UsageError for those of another model.
+    """A worker's flat weights and optimizer state. Raises UsageError for a state of another model.
 
     If workers had weights of their own, worker ``rank`` gets its own, or the mean if the number of workers has changed.
     """

@@ -41,7 +41,7 @@ def keep_state() -> None:
 
 
 def tensors_of_calls(layout: Layout) -> list[list[int]]:
-    """The tensors of each call of a step: those of a bucket that no earlier call contains."""
+    """The tensors of each call of a step: a bucket's tensors that no earlier call contains."""
     found: list[list[int]] = []
     gone: set[int] = set()
     for bucket in layout.buckets:

@@ -35,8 +35,7 @@ def check_packages(framework: str, oldest: Mapping[str, tuple[int, ...]]) -> Non
 
 
 def check_options(options: Mapping[str, Any], why: str = "", known: Collection[str] = ()) -> None:
-    """Raise UsageError for an option of ``syncline.prepare`` with another value than the neutral one, except the
-    ``known``."""
+    """Raise UsageError unless every option of ``syncline.prepare`` is ``known`` or has its neutral value."""
     for name in sorted(options.keys() - known):
         if options[name] != SILENT[name]:
             raise UsageError(f"{name}= is for models of PyTorch{why}")

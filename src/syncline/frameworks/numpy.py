@@ -106,7 +106,7 @@ def _called(function: object) -> str:
 
 
 def _attributes(optimizer: Update) -> dict[str, Any]:
-    """The optimizer's attributes, those in its slots, and the numbers and texts of its classes, which it may
+    """The optimizer's attributes, including slots, and the numbers and texts of its classes, which attributes
     override."""
     if isinstance(optimizer, Rule):
         return vars(optimizer)
@@ -124,7 +124,8 @@ def _attributes(optimizer: Update) -> dict[str, Any]:
 
 
 def values_of(optimizer: Update) -> list[dict[str, Any]]:
-    """The optimizer's attributes for owners of weights. Raises UsageError for one that is no number or text."""
+    """The optimizer's attributes for owners of weights. Raises UsageError for an attribute that is neither a number nor
+    a text."""
     known = _attributes(optimizer).items()
     values = {name: value.item() if isinstance(value, np.generic) else value for name, value in known}
     for name, value in values.items():
@@ -183,8 +184,8 @@ class Sliced(OnHoldings):
 
 
 def state_to_send(state: States) -> State:
-    """A rule's state of an array for owners and checkpoints. Raises UsageError for other values than arrays and
-    plain ones."""
+    """A rule's state of an array for owners and checkpoints. Raises UsageError for values other than arrays and plain
+    values."""
     found: State = {}
     for key, value in state.items():
         if isinstance(value, np.ndarray):
@@ -298,8 +299,8 @@ class Trainer:
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
         """Average the gradients over the ranks and update the weights; all ranks must call it.
 
-        ``gradients`` has those that ``produced`` has not reported, by name. They are sent in the order in which
-        backward passes produce them.
+        ``gradients`` has, by name, the gradients that ``produced`` has not reported. They are sent in the order in
+        which backward passes produce them.
         """
         for name in _backward(self._numbers, gradients or {}):
             self._give(name, (gradients or {})[name], tells=False)

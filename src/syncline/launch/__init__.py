@@ -1,7 +1,7 @@
 """How a run starts: the environment variables of launchers, the launcher for one machine, and the forming of a group.
 
-Nothing here knows frameworks. Only ``connecting``, which makes sessions, knows strategies and transports, except that
-``address`` publishes rank 0's address over MPI. A rank here is a *process*: workers first, then dedicated servers.
+No module here knows frameworks. Only ``connecting``, which makes sessions, knows strategies and transports; ``address``
+uses MPI, but only to publish rank 0's address. A rank here is a *process*: workers first, then dedicated servers.
 """
 
 from .environment import Environment, recognise

@@ -97,7 +97,7 @@ def addresses_here(environment: Environment) -> list[str]:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address or a name means the own host on every host."""
+    """Whether an address or a name refers to the local host on every host."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
         return found.is_loopback or found.is_unspecified
@@ -106,7 +106,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def addresses_towards(address: str, port: int) -> list[str]:
-    """The addresses of this machine from which packets to ``address`` leave, one for each of its own, in their order.
+    """This machine's source addresses for packets to ``address``: one per resolved address, in the resolver's order.
 
     No packet is sent.
     """
@@ -138,7 +138,7 @@ def _address_towards(probe: socket.socket, end: tuple[Any, ...]) -> str:
 
 
 def own_address() -> str:
-    """An address of this machine that other hosts may reach: that of its name, else of its first interface.
+    """An address of this machine that other hosts may reach: its name's address, else its first interface's.
 
     GroupError if there is none.
     """

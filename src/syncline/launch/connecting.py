@@ -54,7 +54,7 @@ def in_process(
 ) -> list[Session]:
     """The sessions of a group between threads of this process: workers, then servers. For tests and examples.
 
-    ``observers`` are those of the first processes, ``nodes`` the workers' hosts. There is no watcher.
+    ``observers`` belong to the first processes, in order; ``nodes`` has the workers' host numbers. There is no watcher.
     """
     asked = Strategy.parse(strategy)
     check_asked(asked)
@@ -100,9 +100,8 @@ def connect_session(
 ) -> Session:
     """Join the processes that meet at ``point`` under the name ``run``: workers, then the strategy's servers.
 
-    ``secret``, ``interface`` and ``timeout`` are those of ``syncline.init``. If the strategy leaves the architecture
-    open, the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until the session
-    ends.
+    ``secret``, ``interface`` and ``timeout`` are as in ``syncline.init``. If the strategy leaves the architecture open,
+    the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until the session ends.
     """
     check_asked(strategy)
     if point.asked.world == 1:
@@ -163,7 +162,7 @@ def _count_workers(strategy: Strategy, processes: int) -> int:
     workers = processes - strategy.servers
     if workers < 1:
         raise UsageError(
-            f"{strategy} needs {strategy.servers} server processes and at least one worker, there"
+            f"{strategy} needs {strategy.servers} server processes and at least one worker, but there"
             f" {'are' if processes > 1 else 'is'} {processes} process{'es' * (processes > 1)}: start more (syncline run"
             " -n WORKERS --servers SERVERS)"
         )
@@ -240,8 +239,8 @@ def descriptors(world: int) -> int:
 def make_room(world: int) -> None:
     """Raise the limit of open descriptors for a group of ``world``. UsageError if the system refuses.
 
-    The usual limit is 1024, for select(2). It is raised further if possible, to the number that rank 0 has open while
-    strangers use up their share at its two pairs of doors and in the meeting.
+    The usual limit is 1024, for select(2). If possible it is raised further, to rank 0's maximum: strangers may then
+    use up their share at its two pairs of doors and in the meeting.
     """
     needed = descriptors(world)
     doors, meeting = listener.CALLERS + 2 * world, meeting_sockets.MORE + 2 * world
@@ -251,7 +250,8 @@ def make_room(world: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UsageError(
-            f"{world} processes need {needed} descriptors in each of them, the system allows {hard}: raise the limit"
+            f"{world} processes need {needed} descriptors in each of them, but the system allows {hard}: raise the"
+            " limit"
             " (ulimit -Hn, LimitNOFILE= of systemd, nofile in limits.conf) where the processes are started"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

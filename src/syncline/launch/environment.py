@@ -40,7 +40,7 @@ class Environment:
     """A process's place in its run. Raises UsageError if the numbers contradict each other.
 
     Rank 0 serves the meeting at ``address`` and ``port``; the address is empty if the launcher gives none. With
-    ``agent_store`` torch's store is there, or it is ``store``, and rank 0 writes the meeting's address to it.
+    ``agent_store`` torch's store is at that address, or it is ``store``; rank 0 writes the meeting's address to it.
     ``meeting_fd`` is the listening socket that the launcher opened for rank 0, ``restart`` the number of restarts of
     the run. The run's processes share ``secret``. ``servers`` and ``strategy`` are None unless the launcher sets them.
     """
@@ -81,7 +81,7 @@ class Environment:
         return "torchrun's store" if self.store is None else "the process group's store"
 
     def where(self, rank: int) -> str:
-        """The expected place of a process, as `` (node 1, local rank 3)``. Empty if the launcher does not tell it."""
+        """The expected place of a process, such as `` (node 1, local rank 3)``, or empty if it is unknown."""
         if self.servers or not 1 < self.local_world < self.world or self.world % self.local_world:
             return ""
         node, local = divmod(rank, self.local_world)
@@ -338,7 +338,7 @@ def expand_hosts(text: str) -> list[str]:
     for entry in _split(text):
         pieces = re.split(r"\[([^\[\]]*)\]", entry)
         if not entry or any(mark in piece for piece in pieces for mark in "[]"):
-            raise UsageError(f"{text!r} is no list of hosts such as node[01-04]")
+            raise UsageError(f"{text!r} is not a list of hosts such as node[01-04]")
         choices = [list(_numbers(piece, text)) if i % 2 else [piece] for i, piece in enumerate(pieces)]
         hosts += ["".join(parts) for parts in itertools.product(*choices)]
     return hosts
@@ -350,7 +350,7 @@ def expand_counts(text: str) -> list[int]:
     for entry in text.split(","):
         found = _COUNT.fullmatch(entry.strip())
         if found is None:
-            raise UsageError(f"{text!r} is no list of counts such as 2(x3),1")
+            raise UsageError(f"{text!r} is not a list of counts such as 2(x3),1")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -364,7 +364,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
     for piece in ranges.split(","):
         found = _RANGE.fullmatch(piece)
         if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise UsageError(f"{text!r} is no list of hosts: {piece!r} is no range of numbers")
+            raise UsageError(f"{text!r} is not a list of hosts: {piece!r} is not a range of numbers")
         for number in range(int(found[1]), int(found[2] or found[1]) + 1):
             yield f"{number:0{len(found[1])}}"
 

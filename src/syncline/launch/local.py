@@ -77,7 +77,7 @@ class Placement:
     bind: Callable[[int], socket.socket] = lambda port: bind_here(port=port)
 
 
-def here(rank: int) -> Placement:  # noqa: ARG001 - the signature of all that place ranks
+def here(rank: int) -> Placement:  # noqa: ARG001 - the signature of every function that places ranks
     """Every rank on this machine without changes."""
     return Placement()
 
@@ -308,7 +308,7 @@ class LocalRun:
             else:
                 ended.append(key.data)
         self._take_requests()
-        # Of processes that ended at the same moment a killed one is the likelier cause of the others' end.
+        # If several processes ended at the same moment, a killed one is the likelier cause.
         for child in sorted(ended, key=lambda child: ((child.look() or 0) <= 128, child.rank)):
             self._note(child)
         while self._due and self._due[0][0] <= time.monotonic():

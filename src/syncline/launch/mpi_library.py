@@ -42,7 +42,7 @@ _MPICH_CROWDED_SETTINGS = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     # Its collectives over shared flags do not yield at all: with 4 ranks on 2 cores an allreduce of 1 MB took 1.5 s
-    # with them, and 4 ms with those made of messages.
+    # with them, and 4 ms with collectives that use messages.
     **{f"MPIR_CVAR_{name}_POSIX_INTRA_ALGORITHM": "mpir" for name in ("ALLREDUCE", "BARRIER", "BCAST", "REDUCE")},
 }
 """Only for more ranks than cores, since they cost time if every rank has a core."""

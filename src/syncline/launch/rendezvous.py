@@ -49,8 +49,8 @@ CONNECT_S = 30.0
 _LATE_S = 5.0
 """How long a rank 0 that could not join keeps telling the reason, if no launcher ends the other processes.
 
-Processes that are started together arrive within the seconds that importing a framework takes. The own error of a later
-process says that nobody answers.
+Processes that are started together arrive within the seconds that importing a framework takes. A process that arrives
+later reports that nobody answers.
 """
 
 _ENDS_ALL = frozenset({"syncline", "torchrun", "mpirun"})
@@ -121,7 +121,7 @@ class Rendezvous:
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
             if not interrupted and (isinstance(error, SecretError) or not isinstance(error, GroupError | PeerError)):
-                # This process has ended the start, and no other one.
+                # This process has ended the start, not another one.
                 rank, reason = environment.rank, f"{FAILED}{type(error).__name__}: {error}"
                 blame(rank, f"rank {rank}", reason, own=True)
             if client is not None:
@@ -164,7 +164,7 @@ class Rendezvous:
         return client
 
     def _open(self, environment: Environment, interface: str | None) -> list[socket.socket]:
-        """The doors, at all addresses here that rank 0's address stands for; that of the given interface is first."""
+        """The doors, at all local addresses for rank 0's address; the address of the given interface is first."""
         if self._inherited is not None:
             found, self._inherited = _inherited_door(self._inherited, environment.port), None
             if found is not None:
@@ -235,7 +235,7 @@ def _call(environment: Environment, run: str, secret: bytes, deadline: float) ->
             if not isinstance(failure, SecretError):
                 failure = error
                 if isinstance(error, SecretError):  # a stranger may hold the port until rank 0 starts
-                    log.warning("rank %d: what answers at %s, where rank 0 should be, has another secret", rank, where)
+                    log.warning("rank %d: the process at %s, where rank 0 should be, has another secret", rank, where)
         if time.monotonic() >= deadline:
             raise _unreachable(rank, where, bool(secret), failure, limit_s) from failure
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
@@ -260,15 +260,15 @@ def _unreachable(
     if not has_secret:
         return SecretError(_without(rank))
     return SecretError(
-        f"rank {rank} has another secret than what answers at {where}, which should be rank 0: give all the same"
+        f"rank {rank} has another secret than the process at {where}, which should be rank 0: give all ranks the same"
         " SYNCLINE_SECRET or init(secret=)"
     )
 
 
 def _without(rank: int) -> str:
     return (
-        f"rank {rank} has no secret, rank 0 has one: set SYNCLINE_SECRET to the same text on all hosts, or give all the"
-        " same init(secret=)"
+        f"rank {rank} has no secret, but rank 0 has one: set SYNCLINE_SECRET to the same text on all hosts, or give"
+        " all ranks the same init(secret=)"
     )
 
 
@@ -313,8 +313,8 @@ def look_up(environment: Environment, run: str, limit_s: float) -> MeetingAddres
         return MeetingAddress(str(address), port, bytes.fromhex(key))
     except (ValueError, TypeError) as error:
         raise GroupError(
-            f"what {environment.store_name} says of the place to meet is not of this version: does another program, or"
-            " another version, use the same store?"
+            f"the meeting's address in {environment.store_name} is not in the format of this version: does another"
+            " program, or another version, use the same store?"
         ) from error
 
 

@@ -210,7 +210,7 @@ class Updating:
         self._closed = False
 
     def after(self, number: int, came: Sequence[Work], call: Callable[[], None] = lambda: None) -> Work:
-        """Update a bucket for its next step once all works in ``came`` are done.
+        """Update a bucket for its next step after all works in ``came`` are done: the bucket's push, and the last pull.
 
         ``call`` is called after the update; the returned work ends after that.
         """

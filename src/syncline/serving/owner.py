@@ -4,13 +4,13 @@
 requests that arrive; on workers that own weights and merge their pushes, ``owners`` calls it where all ranks make the
 same call.
 
-``Shares`` weights a push that is applied by itself by its worker's part of all workers' samples. Each push carries its
-own weight, a number of samples, because no collective compares them. An owner uses the latest weight of every worker,
-and assumes for a worker that has not pushed yet the weight of the one that pushes now. So workers of equal weight count
-alike from the first push on. With unequal weights, one push of each adds up to the mean over all samples, as soon as
-the owner has heard from all. The share multiplies the gradient and not the learning rate, because the optimizer's state
-(momentum, moments) is made of gradients. ``PushGroups`` decides with which values of the optimizer's parameter groups a
-push is applied.
+``Shares`` scales a push that is an update by itself, by its worker's share of all samples. Each push carries its own
+weight, a number of samples, because no collective compares them. An owner uses the latest weight of every worker. For a
+worker that has not pushed yet it assumes the weight of the current push, so workers of equal weight count alike from
+the first push on. With unequal weights, one push of each adds up to the mean over all samples, as soon as the owner has
+heard from all. The share multiplies the gradient and not the learning rate, because the optimizer's state (momentum,
+moments) is made of gradients. ``PushGroups`` decides with which values of the optimizer's parameter groups a push is
+applied.
 
 ``Compensation`` adjusts late gradients to the current weights. A worker computed its gradient g on the weights w that
 it was sent; meanwhile other pushes have turned them into w'. To the first order the gradient at w' is g + H (w' - w),
@@ -58,8 +58,8 @@ class Owner:
 
     ``buckets`` are those that workers push one by one, or ``ALL`` if one message announces a whole step. ``version``
     counts the updates of the weights; those of the last update may still be in progress, bucket by bucket. ``lags``
-    has, for each worker, how many updates had been made since the weights of its last push were sent, in the bucket
-    where these are most.
+    has, for each worker, the number of updates made between the sending of weights and the push computed from them, in
+    its last push and the bucket with the most.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ def shard_of(
 def _by_bucket(session: Session) -> bool:
     """Whether owners update bucket by bucket if the optimizer allows it.
 
-    Where each push is an update, that needs the values of a step at its beginning, as with ``apply="layer"``.
+    If each push is an update, this needs the values of a step at its start, as with ``apply="layer"``.
     """
     strategy = session.strategy
     return strategy.sync_mode().merges or strategy.schedule_object().apply == "layer"
@@ -185,7 +185,8 @@ class Shares:
         self._weights: list[float | None] = [None] * workers
 
     def of(self, worker: int, weight: float) -> float:
-        """Record a worker's ``weight`` and return the factor of its gradient: 1 if all weigh alike, 0 for none."""
+        """Record a worker's ``weight`` and return the factor of its gradient: 1 if all weights are equal, 0 if all are
+        0."""
         self._weights[worker] = weight
         total = sum(weight if known is None else known for known in self._weights)
         return weight * len(self._weights) / total if total else 0.0
@@ -216,7 +217,7 @@ def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
         rate = group.get("lr")
         if isinstance(rate, bool) or not isinstance(rate, (int, float)):
             raise UsageError(
-                f"sync={sync} applies every worker's push with the learning rate divided by the number of workers, and"
+                f"sync={sync} applies every worker's push with the learning rate divided by the number of workers, but"
                 f" the optimizer's group {number} has no number as 'lr': use {sync}(rate=own), and choose the"
                 f" optimizer's settings for {workers} times as many updates"
             )
@@ -229,9 +230,9 @@ def looking_ahead(groups: Groups, sync: str) -> Groups:
     for number, group in enumerate(groups):
         if "nesterov" not in group or not group.get("momentum") or group.get("dampening"):
             raise UsageError(
-                f"sync={sync}(momentum=dana) looks ahead by Nesterov's momentum, for which the optimizer's group"
-                f" {number} has to have 'nesterov', 'momentum' above 0 and no 'dampening', as those of torch.optim.SGD:"
-                f" use {sync}(momentum=own), which keeps whatever an optimizer keeps for every worker"
+                f"sync={sync}(momentum=dana) looks ahead by Nesterov's momentum, so the optimizer's group {number}"
+                " needs 'nesterov', 'momentum' above 0 and no 'dampening', as in torch.optim.SGD: use"
+                f" {sync}(momentum=own), which keeps any optimizer's state for every worker"
             )
     return [{**group, "nesterov": True} for group in groups]
 

@@ -43,7 +43,7 @@ class Owners(Protocol):
         ...
 
     def tell(self, clock: int, values: StepValues, changed: int = 0) -> None:
-        """Have the update of step ``clock`` applied, whose gradients are being pushed or will be.
+        """Request the update of step ``clock``; its gradients are being pushed or will be.
 
         ``values`` are this worker's values for the update. ``changed`` identifies the changes that the script made to
         weights before the step; it must be the same on all workers.
@@ -62,7 +62,7 @@ class Owners(Protocol):
         ...
 
     def meet(self, clock: int, call: str) -> tuple[int, str]:
-        """Wait, after step ``clock``, until all workers that have not left call this; return the clock of all.
+        """Wait, after step ``clock``, until all workers that have not left call this; return their common clock.
 
         Each worker gives the ``call`` that it is in. The result also names the call in which they met, which differs
         for a worker in ``join()``. Owners then send the weights of all buckets. Only for modes where each push is an
@@ -399,8 +399,8 @@ class RemoteOwners:
         data = json.dumps(request).encode()
         if len(data) > REQUEST_BYTES:
             raise UsageError(
-                f"the values of the optimizer's parameter groups take {len(data)} bytes, a parameter server takes up to"
-                f" {REQUEST_BYTES}: use fewer groups, ps(update=worker) or an allreduce"
+                f"the values of the optimizer's parameter groups take {len(data)} bytes, but a parameter server"
+                f" accepts up to {REQUEST_BYTES}: use fewer groups, ps(update=worker) or an allreduce"
             )
         self._session.send(server, data, f"a {request['kind']}")
 

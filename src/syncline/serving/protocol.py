@@ -111,8 +111,8 @@ class Add:
 class Apply:
     """Apply a worker's push for step ``clock``, or the merged one of ``ALL``, which makes ``version``.
 
-    ``values`` came with the push, ``newest`` with the latest push of the worker that has made most. ``lag`` is the
-    number of updates made to the bucket since the weights that the worker was sent last.
+    ``values`` came with the push, ``newest`` with the latest push of the worker that has made the most pushes. ``lag``
+    is the number of updates made to the bucket since the weights that the worker was sent last.
     """
 
     worker: int
@@ -166,8 +166,8 @@ class _BucketState:
 class _NextStep:
     """A worker's next step: the buckets that it has begun, and those of the step before that are released.
 
-    ``back`` counts buckets that it has pushed of this step and that are released already; they count for the step
-    after.
+    ``back`` counts the buckets of this step that it has pushed and that are already released; they count for the next
+    step.
     """
 
     clock: int
@@ -194,7 +194,7 @@ class Ledger:
         self._rule, self._backup = rule, backup_of(rule)
         self._states = {bucket: _BucketState([0] * workers, [0] * workers) for bucket in buckets}
         self._next_steps = [_NextStep(1, len(self._states)) for _ in self._workers]
-        self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its question for the norm
+        self._asked: dict[int, dict[int, Request]] = {}  # step -> worker -> its request for the norm
         self._shadows: dict[int, set[int]] = {}  # step -> workers without batches
         self._left: set[int] = set()
         self._met: dict[int, str] = {}  # workers that wait in a meeting, and their calls
@@ -391,7 +391,7 @@ class Ledger:
             expected = self._next_steps[worker].clock if worker in self._workers else 0
             part = "" if request.bucket == ALL else f" of bucket {request.bucket}"
             raise MismatchError(
-                f"{self._called(worker)} sent a {request.kind}{part} for step {clock}, its next one is step {expected}:"
+                f"{self._called(worker)} sent a {request.kind}{part} for step {clock}, but its next step is {expected}:"
                 " do all ranks call step() once for every backward()?"
             )
 
@@ -424,8 +424,8 @@ class Ledger:
             if request.kind == "meet" and JOIN not in (call, other) and call != other:
                 raise MismatchError(
                     f"{self._called(request.worker)} is at {call} while {self._called(worker)} is at {other}: all"
-                    " workers that have not left make these calls in the same order; inside join() who has no more"
-                    " batches takes part in all"
+                    " workers that have not left make these calls in the same order; inside join() a worker without"
+                    " batches takes part in all of them"
                 )
 
     def _check_norm(self, request: Request) -> None:

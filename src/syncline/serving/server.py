@@ -216,7 +216,9 @@ class Server:
         if len(message.get("call", "")) > _MOST_CALL:
             raise nonsense(self._session, worker, label, f"its call is {message['call']!r:.100}")
         if "version" in fields and message["version"] != self._told[worker]:
-            why = f"it is of version {message['version']} of the weights, and it was sent {self._told[worker]}"
+            why = (
+                f"it belongs to version {message['version']} of the weights, but version {self._told[worker]} was sent"
+            )
             raise nonsense(self._session, worker, label, why)
         return message
 
@@ -246,7 +248,7 @@ class Server:
             return
         records = self._body(worker, message)
         if kind == "replace" and not self._merges:
-            raise nonsense(self._session, worker, f"a {kind}", "workers change no weights where each pushes by itself")
+            raise nonsense(self._session, worker, f"a {kind}", "workers cannot change weights if each pushes by itself")
         if kind == "load":
             shard.load(records)
         else:
@@ -256,7 +258,7 @@ class Server:
         self._reply(worker, {})
 
     def _take_weights(self, worker: int, kind: str, records: list[Record]) -> None:
-        """Replace the owner's weights; those of ``replace`` are also the ones that all workers have."""
+        """Replace the owner's weights; after ``replace`` all workers have the same ones."""
         try:
             if kind == "replace":
                 self._traffic.know(records)
@@ -314,7 +316,7 @@ def check_values(session: Session, worker: int, label: str, values: Mapping[str,
     ):  # NaN is allowed: a norm that is not finite gives it
         raise nonsense(session, worker, label, f"its scale is {values['scale']!r:.100}")
     if not all(isinstance(group, dict) for group in values["groups"]):
-        raise nonsense(session, worker, label, "its groups are no groups")
+        raise nonsense(session, worker, label, "its groups are not valid groups")
 
 
 def serve(
@@ -328,7 +330,7 @@ def serve(
 ) -> None:
     """Own a part of a model's weights until the workers leave, beginning with the optimizer state ``learnt``.
 
-    ``lay`` lays the model's memory out anew. ``apart`` is that of ``Shard``.
+    ``lay`` lays the model's memory out anew. ``apart`` as for ``Shard``.
     """
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()

@@ -13,9 +13,10 @@ An optimizer may be kept for every worker, with the momentum, moments and counts
 still one set of weights, which each worker's pushes update with their own state. When saved, these states become one
 (``gathered``), from which a run with a single optimizer can go on: the mean of all under every key, because the momenta
 of N workers move weights, at a learning rate divided by N, as far as their mean does at the full rate. Each worker's
-own state is saved beside it, under a key that names the worker and their number, for a run with as many. A run with a
-single optimizer carries such keys along unchanged. They are used only while their mean still equals the state under the
-plain keys. Theory: Hakimi et al., "Taming momentum in a distributed asynchronous environment", arXiv 1907.11612.
+own state is saved beside it, under a key that names the worker and their number, for a run with the same number. A run
+with a single optimizer carries such keys along unchanged. They are used only while their mean still equals the state
+under the plain keys. Theory: Hakimi et al., "Taming momentum in a distributed asynchronous environment", arXiv
+1907.11612.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Optimizer(Protocol):
         ...
 
     def advanced(self) -> Groups:
-        """The current values that an update itself changes, of the groups and beside them."""
+        """The current values, in the groups and outside them, that an update itself changes."""
         ...
 
     def state(self) -> list[State]:
@@ -165,8 +166,8 @@ class Shard:
                 for key, value in group.items():
                     if found.setdefault((number, key), value) != value:
                         raise UsageError(
-                            f"the updates of different buckets have come to {found[number, key]} and {value} as {key!r}"
-                            f" of the optimizer's group {number}: use ps(update=worker)"
+                            f"the updates of different buckets have computed {found[number, key]} and {value} for"
+                            f" {key!r} of the optimizer's group {number}: use ps(update=worker)"
                         )
         return [Record(Slice(number, 0, 0), key, value) for (number, key), value in found.items()]
 
@@ -302,7 +303,7 @@ def _value(value: Value) -> object:
 
 
 def _mean(values: Sequence[Value]) -> Value:
-    """The mean of values with elements. Of other values the first: one worker's count."""
+    """The mean of values with elements. Of other values, such as a count, the first worker's."""
     arrays = [value for value in values if isinstance(value, Elements) and value.shape != ()]
     if len(arrays) < len(values) or len({(one.dtype, one.shape) for one in arrays}) > 1:
         return values[0]
@@ -322,7 +323,7 @@ Update = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A prepared model's arrays, by bucket; ``weights`` are those that all workers have.
+    """A prepared model's arrays, by bucket; ``weights`` are the weights that all workers have.
 
     ``first_key`` is the first of the keys that belong to its exchanges.
     """

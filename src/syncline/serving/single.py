@@ -239,7 +239,7 @@ class Carrier:
         if workers * self._buckets >= MODEL_KEYS:
             raise UsageError(
                 f"{self._buckets} buckets, pushed by each of {workers} workers by itself, are more than the"
-                f" {MODEL_KEYS - 1} that a model can have: use larger ones, as with schedule=fixed(bucket=100MiB)"
+                f" {MODEL_KEYS - 1} that a model can have: use larger buckets, such as schedule=fixed(bucket=100MiB)"
             )
 
     def _push_key(self, worker: int, number: int) -> int:
@@ -352,7 +352,7 @@ class Plans(Carrier):
             self._expect[worker], self._send[worker] = self._orders(worker, room, room, owner=True)
 
     def pushed(self, worker: int, number: int) -> Array:
-        """The array of that worker, or the own worker's gradients."""
+        """The array of that worker, or this process's own gradients."""
         return self._rooms.get(worker, self._model.gradients)[number]
 
     def send(self, worker: int, number: int, gate: Work | None) -> Work:
@@ -365,7 +365,7 @@ class Plans(Carrier):
         return weights
 
     def put(self, worker: int, number: int, part: slice) -> None:
-        """Copies into the worker's array, or into the own worker's weights."""
+        """Copies into the worker's array, or into this process's own weights."""
         self._rooms.get(worker, self._model.weights)[number][part] = self._held[number][part]
 
 
@@ -442,7 +442,7 @@ class Payloads(Carrier):
             telling.renew()
 
     def put(self, worker: int, number: int, part: slice) -> None:
-        """Prepares a message with what the worker does not have; copies the own worker's weights."""
+        """Prepares a message with the updates that the worker does not have; copies this process's own weights."""
         telling = self._senders.get(number)
         if worker == self._session.index:
             self._model.weights[number][part] = self._known[number][part]
@@ -468,7 +468,7 @@ class Payloads(Carrier):
         return lambda: taken
 
     def pushed(self, worker: int, number: int) -> Array:
-        """The decoded push, or the own worker's gradients, which its payload has already replaced."""
+        """The decoded push, or this process's own gradients, which its payload has already replaced."""
         return self._pushed.get(worker, self._model.gradients)[number]
 
     def send(self, worker: int, number: int, gate: Work | None) -> Work:

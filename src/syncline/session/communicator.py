@@ -84,7 +84,7 @@ class Communicator:
     """The workers with the process numbers ``ranks``, in this order. This process may be one of them.
 
     ``plan`` returns the plan of an allreduce of a group and a size in bytes, or the message library's own collective.
-    ``number``, the same on all ranks, belongs to no other communicator of theirs: keys follow from it.
+    ``number`` is the same on all ranks, and no other communicator of these ranks has it: keys follow from it.
     """
 
     def __init__(self, member: Membership, ranks: Sequence[int], plan: Planner, number: int = 0) -> None:
@@ -93,18 +93,18 @@ class Communicator:
         self.index = member.index
         """The number of this process in the run."""
         self.is_worker = self.index in self.ranks
-        """Whether this process is one of the ranks, and no server."""
+        """Whether this process is one of the ranks, not a server."""
         self.world_size = len(self.ranks)
         """The number of workers."""
         self.rank = self.ranks.index(self.index) if self.is_worker else self.world_size - 1
-        """This worker's rank. A server has that of the last worker, so that scripts can divide data by it."""
+        """This worker's rank. A server has the last worker's rank, so that scripts can divide data by it."""
         nodes = member.group.nodes
         self._group = Group(self.world_size, nodes=tuple(nodes[place] for place in self.ranks) if nodes else ())
         self._plan = plan
         self.callers = Callers(self.titled)
         self._calls = 0
         self.keys = CallKeys(number, self._wait)
-        """The keys of calls. All workers take equally many for each call."""
+        """The keys of calls. All workers take the same number of keys for each call."""
         self._programs: dict[str, Program] = {}  # by name of an algorithm without arguments
 
     @property
@@ -133,9 +133,9 @@ class Communicator:
         return Communicator(self.member, [self.ranks[rank] for rank in chosen], self._plan, number)
 
     def found(self, ranks: Sequence[int], name: str, timeout: float | None = None) -> Communicator:
-        """A communicator of some of these ranks, including this one, which make it without the others.
+        """A communicator of some of these ranks, including this one. They make it without the others.
 
-        They call it with the same ranks and ``name``, overlapping groups in one order. PeerTimeout names ranks that do
+        They pass the same ranks and ``name``, and make overlapping groups in one order. PeerTimeout names ranks that do
         not call it within ``timeout`` seconds.
         """
         chosen = self.chosen(ranks)
@@ -146,9 +146,9 @@ class Communicator:
         """Check that these ranks can be a group. Raises UsageError otherwise."""
         chosen = tuple(map(operator.index, ranks))
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.world_size)):
-            raise UsageError(f"ranks {chosen}: name some of 0 to {self.world_size - 1}, each once")
+            raise UsageError(f"ranks {chosen}: name ranks from 0 to {self.world_size - 1}, each once")
         if not isinstance(self._plan(self._group, 1), Plan):
-            raise UsageError("the message library's own collective is between all ranks: choose ring, or another plan")
+            raise UsageError("the message library's own collective needs all ranks: choose ring, or another plan")
         return chosen
 
     # Numbers of groups.
@@ -181,8 +181,8 @@ class Communicator:
         """The number for a group that these ranks make without the others.
 
         They must pass the same ranks and ``name``, and make overlapping groups in one order. PeerTimeout names ranks
-        that have not arrived within ``timeout`` seconds. A number is reused if all have given it back after equally
-        many calls: all messages of the old group have arrived then.
+        that have not arrived within ``timeout`` seconds. A number is reused if all have given it back after the same
+        number of calls: then all messages of the old group have arrived.
         """
         process = self.process
         with process.splitting:
@@ -240,7 +240,7 @@ class Communicator:
         """Start to exchange tickets with all workers; ``announce`` as in ``When``.
 
         Each worker may add up to ``room`` bytes. ``room`` must be the same in all calls that could meet this one. In
-        ``signed`` calls all workers add equally many bytes, because an exchange with signs has no other room.
+        ``signed`` calls all workers add the same number of bytes, because an exchange with signs has no other room.
         """
         mine, key = self.come(kind, argument, weight, flags)
         program = self._program("direct_all_gather")
@@ -336,7 +336,7 @@ class Communicator:
         if array.dtype.kind not in "fiuV" or array.dtype == np.bool_:
             raise UsageError(f"allreduce cannot sum elements of type {array.dtype}")
         if average and array.dtype.kind in "iu":
-            raise UsageError(f"the mean of {array.dtype} is not one: use op='sum'")
+            raise UsageError(f"the mean of {array.dtype} is of another type: use op='sum'")
         with self._call():
             self.agree(tickets.ALLREDUCE, tickets.fingerprint(array, average), flags=tickets.size_of(array))
             if self.world_size > 1:
@@ -345,7 +345,7 @@ class Communicator:
                 np.divide(array, array.dtype.type(self.world_size), out=array)
 
     def broadcast(self, array: Array, root: int = 0) -> None:
-        """Replace ``array`` on every worker by that of ``root``."""
+        """Replace ``array`` on every worker by the array of ``root``."""
         if not 0 <= root < self.world_size:
             raise UsageError(f"there is no rank {root} in a world of {self.world_size}")
         with self._call():
@@ -485,7 +485,7 @@ class Everyone:
     def _check_size(self, size: int, process: int, most: int, label: str) -> None:
         if not 0 <= size <= most:
             raise ProtocolError(
-                f"{label}: {self._member.name(process)} tells {size} bytes, which makes no sense",
+                f"{label}: {self._member.name(process)} announces {size} bytes, which is not a valid size",
                 rank=self._member.number(process),
             )
 

@@ -37,12 +37,12 @@ class WorkerGroup:
 
     @property
     def rank(self) -> int:
-        """This worker's rank within the group, from 0; -1 if it is no member."""
+        """This worker's rank within the group, from 0; -1 if it is not a member."""
         return self.ranks.index(self._world.rank) if self._session is not None else -1
 
     @property
     def session(self) -> Session:
-        """The session of the group. Raises UsageError for a worker that is no member, and after the group's end."""
+        """The session of the group. Raises UsageError for a worker that is not a member, and after the group's end."""
         if self._ended:
             raise UsageError(f"{self} has ended: make another one with syncline.new_group()")
         if self._session is None:
@@ -68,9 +68,7 @@ class WorkerGroup:
             return
         here = self.session
         if here.is_held:
-            raise UsageError(
-                f"models, or samplers, were made with the {self!r}, which therefore ends with syncline.shutdown()"
-            )
+            raise UsageError(f"models or samplers were made with the {self!r}: it ends with syncline.shutdown()")
         if not here.callers.close():
             raise UsageError(f"another thread of this process is in a call of the {self!r}: end it when all are over")
         try:
@@ -102,10 +100,9 @@ def found_group(world: Session, ranks: Sequence[int]) -> WorkerGroup:
 def _numbered(world: Session, ranks: tuple[int, ...], number: int) -> WorkerGroup:
     if number >= SCOPES:
         raise UsageError(
-            f"the group of {ranks_text(ranks)} would be number {number}, and {SCOPES - 1} is the last: a group is"
-            " numbered above all that its ranks have been in, so that those which share workers, each with the next,"
-            " use up numbers together; make groups once and keep them, or end() those that are needed no longer, whose"
-            " numbers groups of the same ranks take up"
+            f"the group of {ranks_text(ranks)} would get number {number}, but {SCOPES - 1} is the last: a new group's"
+            " number is above the numbers of all groups that its ranks have been in. Make groups once and keep them,"
+            " or end() groups that are no longer needed: a later group of the same ranks reuses the number"
         )
     made = WorkerGroup(world, ranks, number)
     if made.rank >= 0:

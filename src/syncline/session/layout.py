@@ -10,9 +10,10 @@ schedule is chosen by measuring, the layout names it and the reason.
 
     1. workers exchange tickets; rank 0 sends the layout to all processes (``decide_layout``)
     2. all processes meet; from then on no process starts an exchange in the old layout
-    3. servers, which have posted the pushes of the next step, get empty ones in the old layout and ignore them
-    4. every process divides its memory anew, in which tensors stay in place
-    5. servers that hold weights get those of the workers, since each server had only its own slices
+    3. servers, which have posted receives for the next step's pushes, get empty pushes in the old layout and ignore
+       them
+    4. every process divides its memory anew; tensors stay in place
+    5. servers that hold weights get all weights from the workers, since each server had only its own slices
     6. owners exchange their state, since elements change owners; ranks that compress for their host exchange their
        residuals
 
@@ -204,7 +205,7 @@ def _passed(exchanges: Any, steps: Any, anew: Any) -> Passed:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{value!r:.40} is not a count")
     return value
 
 
@@ -281,7 +282,7 @@ def check_buckets(layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
     """Raise UsageError unless each element is in exactly one bucket of its type, and there are not too many buckets."""
     if len(buckets) >= BUCKETS:
         raise UsageError(
-            f"there are {len(buckets)} buckets of this model, up to {BUCKETS - 1} are possible: use schedule=fixed, or"
+            f"this model has {len(buckets)} buckets, but at most {BUCKETS - 1} are possible: use schedule=fixed, or"
             " larger slices"
         )
     slices: list[list[Slice]] = [[] for _ in layers]
@@ -290,10 +291,14 @@ def check_buckets(layers: Sequence[Layer], buckets: Sequence[Bucket]) -> None:
             raise UsageError(f"bucket {number} is empty")
         for part in bucket.slices:
             if not 0 <= part.tensor < len(layers):
-                raise UsageError(f"bucket {number} has a slice of tensor {part.tensor}, there are {len(layers)}")
+                raise UsageError(
+                    f"bucket {number} has a slice of tensor {part.tensor}, but there are {len(layers)} tensors"
+                )
             spec = layers[part.tensor].spec
             if bucket.dtype != spec.dtype:
-                raise UsageError(f"bucket {number} is of {bucket.dtype}, and {spec.name!r} in it of {spec.dtype}")
+                raise UsageError(
+                    f"bucket {number} has type {bucket.dtype}, but {spec.name!r} in it has type {spec.dtype}"
+                )
             slices[part.tensor].append(part)
     for layer, found in zip(layers, slices, strict=True):
         _check_tensor(layer.spec, found)
@@ -309,10 +314,10 @@ def _check_tensor(spec: Spec, slices: Sequence[Slice]) -> None:
     for part in sorted(slices, key=_range):
         if not 0 <= part.start <= part.stop <= spec.elements:
             raise UsageError(
-                f"{spec.name!r} has {spec.elements} elements, a slice goes from {part.start} to {part.stop}"
+                f"{spec.name!r} has {spec.elements} elements, but a slice goes from {part.start} to {part.stop}"
             )
         if part.start < at:
-            raise UsageError(f"elements {part.start} to {min(at, part.stop)} of {spec.name!r} are twice")
+            raise UsageError(f"elements {part.start} to {min(at, part.stop)} of {spec.name!r} are in two slices")
         if part.start > at:
             raise UsageError(f"elements {at} to {part.start} of {spec.name!r} are missing")
         at = part.stop
@@ -339,7 +344,7 @@ def agree_on_layout(
     before: Layout,
     fits: Callable[[Sequence[Bucket]], None],
 ) -> Layout:
-    """The workers' part until all processes know the layout. Arguments are those of ``decide_layout``.
+    """The workers' part until all processes know the layout. Arguments as for ``decide_layout``.
 
     ``choose`` also gets whether any worker ``objects`` to schedules that overlap with the next iteration.
     """
@@ -427,7 +432,8 @@ def from_peer(session: Session, rank: int, label: str) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(
-            f"{label}: what {session.name(rank)} has kept back makes no sense ({error}); do all processes run the same"
+            f"{label}: the codec's state on {session.name(rank)} makes no sense ({error}); do all processes run the"
+            " same"
             " version on sound machines?",
             rank=session.member.number(rank),
         ) from error
@@ -444,6 +450,6 @@ def reading_state() -> Iterator[None]:
         AttributeError, IndexError, KeyError, OverflowError, RecursionError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise UsageError(
-            f"this is no whole state of a run that this version of Syncline saved ({error!r}): load another one, or"
-            " begin anew"
+            f"this is not a complete state of a run that this version of Syncline has saved ({error!r}): load another"
+            " one, or start a new run"
         ) from error

@@ -39,9 +39,9 @@ OWN_THREADS = "syncline-"
 
 
 class Process:
-    """Process ``index`` of ``group``, which counts workers, then servers. ``observer`` is told all begins and ends.
+    """Process ``index`` of ``group``, which counts workers, then servers. ``observer`` receives all spans.
 
-    ``watcher`` and ``neighbours`` are set once the group stands.
+    ``watcher`` and ``neighbours`` are set once the group has formed.
     """
 
     def __init__(

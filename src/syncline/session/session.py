@@ -46,12 +46,12 @@ class Stats:
     ``strategy`` is the resolved strategy. ``blocked_s`` is the time the training thread was blocked in Syncline. Bytes
     are per peer process, counted at the transport with all headers. ``transport`` names the transports of this
     process's messages (``shm+tcp`` with peers on this host and others). If ``architecture=auto`` was measured,
-    ``algorithms`` maps sizes in bytes to the algorithms used from there on. ``exchange`` says how gradients become one
-    average; ``reason`` explains the choices of ``codec=auto`` and ``schedule=auto``, or the absence of compression.
+    ``algorithms`` maps sizes in bytes to the algorithms used from that size on. ``exchange`` says how gradients become
+    one average; ``reason`` explains the choices of ``codec=auto`` and ``schedule=auto``, or the absence of compression.
 
-    ``staleness`` counts this worker's steps by its lead over the slowest worker when they began, ``version_lag`` its
-    pushes by the updates that owners had made since the push's weights. ``waited_s`` is the time for which it was held
-    up before steps, by the rank that it waited for.
+    ``staleness`` counts this worker's steps by its lead over the slowest worker at their start. ``version_lag`` counts
+    its pushes by the number of updates that owners had made since they sent the push's weights. ``waited_s`` is the
+    time that it waited before steps, by the rank that it waited for.
     """
 
     strategy: str
@@ -87,7 +87,7 @@ class Coordination:
         self.staleness[ahead] += 1
 
     def pushed(self, lag: int, waited_s: float, held_by: int) -> None:
-        """Count a push with its version lag, and the time for which a rank held up the worker after it."""
+        """Count a push with its version lag, and the time that a rank then made the worker wait."""
         self.version_lag[lag] += 1
         if waited_s > 0:
             self.waited_s[held_by] += waited_s
@@ -122,7 +122,8 @@ class Session(Communicator):
         self.coordination = Coordination()
         """The timing of this worker's steps relative to the others."""
         self.consolidates: dict[int, Callable[[], None]] = {}
-        """By a model's first key: the call that gives the model its newest weights, on all workers that make it."""
+        """By a model's first key: a call that gives the model the newest weights, on every worker that makes the call.
+        """
         self._models: list[weakref.ref[Any] | None] = []  # by number; None for a number that is unused here
         self._left: set[int] = set()  # the numbers of released models, which other models may get
         self.prepared: dict[int, Any] = {}  # the frameworks' prepared models, by first keys
@@ -149,7 +150,7 @@ class Session(Communicator):
         asked = self.strategy.by_messages()  # the message library has groups for the run's hosts only
         if asked.servers:
             self._unfit = (
-                f"{asked}: its server processes serve all workers of the run, and no group of them; use"
+                f"{asked}: its server processes serve all workers of the run, not a group of them; use"
                 f" ps(servers={asked.servers}, on=workers), or an allreduce such as ring"
             )
             return
@@ -297,7 +298,7 @@ class Session(Communicator):
 
     @property
     def adds_in_one_order(self) -> bool:
-        """Whether all possible algorithms add in one order at every position, so that buckets change no bit."""
+        """Whether all possible algorithms add ranks in the same order everywhere, so that buckets change no bit."""
         if self.strategy.collective is not None:
             return False
         if self.choice is None:
@@ -344,8 +345,8 @@ class Session(Communicator):
                 if theirs != first:
                     raise MismatchError(
                         f"{name} has other transfers, or lists them in another order, on {self.name(rank)} than on"
-                        f" {self.name(0)}: install one version of its package everywhere, and let it list transfers in"
-                        " an order that the group alone decides (a set of texts has another one in each process)"
+                        f" {self.name(0)}: install one version of its package everywhere, and let only the group"
+                        " determine the order of transfers (a set of strings has another order in each process)"
                     )
 
     def enter_model(self, model: object) -> int:
@@ -360,8 +361,8 @@ class Session(Communicator):
         number = next((i for i, one in enumerate(self._models) if one is not None and one() is model), None)
         if number is not None and served:
             raise UsageError(
-                f"{who} serve a model as it was prepared first: prepare it once, when all is frozen and built"
-                f" that shall be, or use {others}"
+                f"{who} serve a model as it was first prepared: prepare it once, after freezing and building all its"
+                f" parts, or use {others}"
             )
         if number is None and self._models and served:
             raise UsageError(
@@ -390,8 +391,8 @@ class Session(Communicator):
             return known
         if not common:
             raise UsageError(
-                f"a run can have up to {most} prepared models at a time: let go of those that are trained by"
-                " syncline.release(model), put several into one torch.nn.ModuleList, or one dictionary of arrays"
+                f"a run can have up to {most} prepared models at a time: release trained models by"
+                " syncline.release(model), or put several into one torch.nn.ModuleList or one dictionary of arrays"
             )
         return min(common)
 

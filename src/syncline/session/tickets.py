@@ -148,7 +148,7 @@ def remedy(theirs: Ticket, ours: Ticket) -> str:
     if kinds == {CONSOLIDATE} or (len(kinds) == 2 and kinds & {STEP, AVERAGE}):
         return "do all ranks have the same number of batches? if not, wrap the loop in `with syncline.join():`"
     if kinds == {SPLIT}:
-        return "let every rank make the same groups in the same order, also those that it is not in"
+        return "let every rank make the same groups in the same order, including groups that it is not in"
     if LAYOUT in kinds:
         return "do all ranks load a checkpoint at the same place, and the same one?"
     same = "check that every rank makes the same calls in the same order with the same sizes"
@@ -199,7 +199,7 @@ def step_of(ticket: Ticket) -> int:
 
 
 def ticket_table(world: int, rank: int, mine: Ticket, room: int = 0) -> NDArray[np.uint8]:
-    """A table (uint8) with the own ticket filled in: a row per worker of TICKET_BYTES and ``room`` bytes."""
+    """A table (uint8) with one row per worker of TICKET_BYTES and ``room`` bytes, and this worker's ticket in it."""
     table = np.zeros((world, TICKET_BYTES + room), np.uint8)
     _TICKET.pack_into(table[rank], 0, *mine)
     return table

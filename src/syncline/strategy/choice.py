@@ -68,7 +68,7 @@ class Choice:
         return self.table[bisect_right(self.table, nbytes, key=lambda row: row[0]) - 1][1]
 
     def until(self, nbytes: int, name: str) -> Choice:
-        """The same table below ``nbytes``, and the algorithm ``name`` from there on."""
+        """The same table below ``nbytes``, and the algorithm ``name`` from that size on."""
         kept = tuple(row for row in self.table if row[0] < nbytes)
         return Choice(kept if kept[-1][1] == name else (*kept, (nbytes, name)))
 

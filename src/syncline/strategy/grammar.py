@@ -232,7 +232,7 @@ def check_value(value: Any, annotation: Any, what: str) -> Any:
     if base is float and not math.isfinite(held):
         raise StrategyError(f"{what} must be finite, got {value!r}")
     if base is str and not _NAME.fullmatch(held):
-        raise StrategyError(f"{what} may hold letters, digits and . : / + - _ only, got {value!r}")
+        raise StrategyError(f"{what} may contain only letters, digits and . : / + - _, got {value!r}")
     if inner in _UNITS and held < 0:
         raise StrategyError(f"{what} cannot be negative, got {value!r}")
     return held

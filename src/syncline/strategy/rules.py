@@ -159,7 +159,7 @@ def _native_sends_what_it_is_given(given: Combination) -> Fault | None:
 def _nccl_knows_collectives_only(given: Combination) -> Fault | None:
     if given.transport.arguments.get("backend") != "nccl" or given.collective is not None or given.native_inside:
         return None
-    reason = "NCCL does not match messages by tag, so it can run no plan"
+    reason = "NCCL does not match messages by tag, so it cannot run plans"
     return reason, [{"architecture": Part("native")}, {"transport": with_arguments(given.transport, backend="gloo")}]
 
 
@@ -403,7 +403,7 @@ def _engines_do_what_the_sync_mode_says(given: Combination) -> Fault | None:
 def _pushes_by_themselves_need_owners(given: Combination) -> Fault | None:
     if build("sync", given.sync).merges or given.server_holds_weights:
         return None
-    reason = f"{_apart(given)}, which only owners of the weights can apply, and {given.architecture.name} has none"
+    reason = f"{_apart(given)}, which only owners of the weights can apply, but {given.architecture.name} has none"
     others = [] if given.roles is None else variants(given.architecture, lambda roles: roles.holds_weights)
     return reason, [*others, {"architecture": Part("ps")}, {"sync": BSP}]
 

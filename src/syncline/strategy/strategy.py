@@ -12,7 +12,7 @@ presets: building a strategy completes its arguments with their defaults, and pr
 registration may declare, for this file, ``words``, ``rules`` and ``parts``:
 
     goal="allreduce"        (algorithms, collectives) only these are architectures
-    roles=callable          (algorithms) takes the arguments and gives the ``Roles`` of an architecture with owners
+    roles=callable          (algorithms) takes the arguments and returns the ``Roles`` of an architecture with owners
     two_levels="ring"       (algorithms) sums inside hosts first: with a codec, payloads travel between hosts only;
                             the name is the equivalent where every rank has a host of its own
     always_print=(names)    arguments that are printed even at their default
@@ -326,7 +326,7 @@ def _word(key: str, part: Part, position: int) -> str:
         raise StrategyError(f"unknown word {key!r}{nearest(key, WORDS) or '; there are ' + ', '.join(WORDS)}")
     if position > 0:
         raise StrategyError(
-            f"{part.name!r} has no key{belongs_to(part.name) or ': only the architecture, first, has none'}"
+            f"{part.name!r} has no key{belongs_to(part.name) or ': only the architecture, which comes first, has none'}"
         )
     return "architecture"
 
@@ -353,9 +353,9 @@ def _needs_feedback(codec: Part) -> bool:
         return False
 
 
-# ``auto(budget=60s)`` tries schedules on the live run for so many seconds, among those that leave the weights equal to
-# the bit: other schedules, bucket sizes and slice sizes, with architectures that add in one order wherever an element
-# is (``plans.check``). The rest of the strategy must be such that a schedule changes only time.
+# ``auto(budget=60s)`` tries schedules on the live run for that time. It tries only settings that leave the weights
+# equal bit for bit: other schedules, bucket sizes and slice sizes, with architectures that add in the same order at
+# every position (``plans.check``). With the rest of the strategy, a schedule must change only time.
 
 SAME_BITS = "halving_doubling"
 """The bytes of a ring, with one order of additions for all chunks."""

@@ -1,15 +1,15 @@
 """The five words of a strategy, their possible values, bound to registered parts, and presets of whole strategies.
 
 It converts a part's text to the registered function or class and back, for any kind of part: types and completes
-arguments, builds and prints. It has the words, and the list of everything a strategy may say. Names, arguments, types
-and capabilities come from the registry. ``rules`` has the valid combinations, ``strategy`` the defaults and the
+arguments, builds and prints. It defines the words, and lists everything that a strategy may contain. Names, arguments,
+types and capabilities come from the registry. ``rules`` has the valid combinations, ``strategy`` the defaults and the
 resolution of ``auto``, ``grammar`` the syntax.
 
-**Presets** are one name for a whole strategy, after the training of deep learning frameworks of 2017. A preset is no
+**Presets** are one name for a whole strategy, after the training of deep learning frameworks of 2017. A preset is not a
 word of a strategy. Its name stands alone, and the strategy that is built, printed and sent to other ranks is the one
-that it stands for. The four frameworks are those of Shi and Chu, "Performance modeling and evaluation of distributed
-deep learning frameworks on GPUs" (arXiv 1711.05979) and of Shi, Wang, Chu and Li, "A DAG model of synchronous
-stochastic gradient descent in distributed deep learning" (arXiv 1805.03812). They differ in what sums the gradients,
+that it stands for. The four frameworks are compared by Shi and Chu, "Performance modeling and evaluation of distributed
+deep learning frameworks on GPUs" (arXiv 1711.05979) and by Shi, Wang, Chu and Li, "A DAG model of synchronous
+stochastic gradient descent in distributed deep learning" (arXiv 1805.03812). They differ in how gradients are summed,
 and in whether one layer's gradients are summed while the layer before it still computes. The number of servers is 1
 here; set it when starting a training.
 """

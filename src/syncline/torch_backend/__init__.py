@@ -28,7 +28,8 @@ def _create(options: Any, strategy: Any = None) -> Any:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST:
         raise NotImplementedError(
-            f"the backend syncline needs torch {'.'.join(map(str, OLDEST))} or newer, this is {torch.__version__}: pip"
+            f"the backend syncline needs torch {'.'.join(map(str, OLDEST))} or newer, but this is {torch.__version__}:"
+            " pip"
             f" install 'torch>={'.'.join(map(str, OLDEST))}', or use the backend gloo"
         )
     from .sessions import create

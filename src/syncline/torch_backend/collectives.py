@@ -8,7 +8,7 @@ Transfers that differ between pairs of ranks (all-to-all, gather, scatter) are m
 
 The part after the meeting is a generator: it computes, yields the works that it needs, and resumes when they are done.
 A blocking call drives it in its own thread; otherwise the engine's driving thread does. Keys and numbers are taken at
-the start of a call, in the order of the script, equally many by every call. Ranks that call different collectives
+the start of a call, in the order of the script, the same number by every call. Ranks that call different collectives
 therefore meet and find out. This module knows none of torch's calls, works or options.
 """
 
@@ -233,7 +233,7 @@ class Collectives:
         return self._call(REDUCE_SCATTER, reduction.name, sizes, None, rest)
 
     def all_to_all(self, out: Mapping[int, Array], into: Mapping[int, Array], kind: str, done: Done) -> Call:
-        """Send bytes ``out[r]`` to each rank r and receive those of each rank into ``into``."""
+        """Send bytes ``out[r]`` to each rank r and receive each rank's bytes into ``into``."""
         us, world = self.us, self.us.world_size
         counts = np.array([out[rank].size for rank in range(world)], np.int64)
 
@@ -355,7 +355,7 @@ class Collectives:
     def _unequal(self, label: str, rank: int, theirs: int, ours: int) -> MismatchError:
         us = self.us
         text = f"{label}: {us.name(rank)} gives {theirs} bytes for {us.name(us.rank)}, which expects {ours}"
-        remedy = "check that the sizes that all ranks give and take fit together"
+        remedy = "check that the sizes of sends and receives match on all ranks"
         return us.process.fail(MismatchError(f"{text}; {remedy}"))
 
 

@@ -181,7 +181,7 @@ class HookState:
         promise: Promise,
         carrier: Carrier,
     ) -> None:
-        """Reduce a bucket in its lane. Errors go to its future and to those of all later buckets."""
+        """Reduce a bucket in its lane. Errors go to its future and to the futures of all later buckets."""
         try:
             if self._failed is not None:
                 raise SynclineError(f"nothing is sent after an error: {self._failed}")
@@ -211,7 +211,7 @@ class HookState:
         return {"strategy": str(self.strategy), "ranks": everyone}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a ``state_dict`` before the first step. Refuses that of another codec."""
+        """Restore a ``state_dict`` before the first step. Refuses a state of another codec."""
         if (strategy := state.get("strategy")) != str(self.strategy):
             raise UsageError(f"this state belongs to a hook with {strategy}, but this hook has {self.strategy}")
         if self._steps:
@@ -219,7 +219,7 @@ class HookState:
         try:
             self._loaded = [from_bytes(data.numpy().tobytes()) for data in state["ranks"]]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"this is no complete state of a hook: {error!r}") from error
+            raise UsageError(f"this is not a complete state of a hook: {error!r}") from error
 
 
 def hook_state(strategy: str, process_group: Any = None) -> HookState:

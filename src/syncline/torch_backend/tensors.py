@@ -136,7 +136,7 @@ def check_alike(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
     """Raise UsageError unless both have the same number of elements and the same type."""
     check(
         one.numel() == other.numel() and one.dtype == other.dtype,
-        f"{what} has {one.numel()} elements of {one.dtype}, another tensor of this call {other.numel()} of"
+        f"{what} has {one.numel()} elements of {one.dtype}, but another tensor of this call has {other.numel()} of"
         f" {other.dtype}: all tensors of a call must have the same size and type",
     )
 
@@ -145,7 +145,9 @@ def check_one_type(tensors: Tensors) -> None:
     """Raise UsageError unless there are tensors, all of one type."""
     check(bool(tensors), "give at least one tensor")
     kinds = {tensor.dtype for tensor in tensors}
-    check(len(kinds) == 1, f"tensors of one call must have one type, these have {', '.join(sorted(map(str, kinds)))}")
+    check(
+        len(kinds) == 1, f"tensors of one call must have one type, but these have {', '.join(sorted(map(str, kinds)))}"
+    )
 
 
 # Reductions

@@ -1,7 +1,7 @@
 """Owns the exchange of a model's buckets, for every framework, and the replacement of their layout between steps.
 
-``BucketExchange`` prepares the order, key and lane of each bucket, keeps the codec's memory, weighs buckets by the
-rank's share, and submits them to the strategy's architecture, to owners of the weights, or to a plan that mixes some
+``BucketExchange`` prepares the order, key and lane of each bucket, keeps the codec's memory, scales buckets by the
+rank's weight, and submits them to the strategy's architecture, to owners of the weights, or to a plan that mixes some
 workers' weights. The sync mode decides for each step whether the buckets hold gradients or weights; each of the two has
 its own storage and its own codec memory. ``engine.step`` decides when a bucket is complete.
 
@@ -129,7 +129,7 @@ class Chooser(Protocol):
 class BucketTimes:
     """Measures the exchanges of buckets, in the driving thread.
 
-    The time of a bucket is the shortest over the steps: in that step no rank was waited for.
+    The time of a bucket is its shortest over the steps: in that step it waited for no rank.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -155,7 +155,7 @@ class BucketTimes:
 def storages_of(strategy: Strategy) -> int:
     """The number of storages of a model's tensors, 1 or 2.
 
-    Two where gradients are used a step later: one for those being produced, one for those in flight. Two also where a
+    Two if gradients are used a step later: one for gradients being produced, one for gradients in flight. Two also if a
     mode exchanges both gradients and weights: scripts may look at gradients, so differences of weights lie elsewhere.
     """
     mode = strategy.sync_mode()
@@ -166,7 +166,7 @@ def storages_of(strategy: Strategy) -> int:
 class BucketExchange:
     """The exchange of one model's buckets. All processes make it together.
 
-    ``storages`` are as many as ``storages_of`` says, and ``key`` is the first of the model's keys. ``rule`` describes
+    ``storages_of`` gives the number of ``storages``, and ``key`` is the first of the model's keys. ``rule`` describes
     the optimizer; the text must be equal on all workers that make a step together. ``measuring(steps, forward)`` makes
     the timer of the layers, with or without forward passes.
     """
@@ -186,21 +186,21 @@ class BucketExchange:
         self._rule, self._measuring = rule, measuring
         self.schedule, self.mode = session.strategy.schedule_object(), session.strategy.sync_mode()
         self._averages = self.mode if isinstance(self.mode, Averages) else None
-        self._compressions: list[Compression] = []  # of each storage, where there is a codec
-        self._reduced: dict[int, Work] = {}  # the last reduction of each bucket, where steps overlap
+        self._compressions: list[Compression] = []  # of each storage, if there is a codec
+        self._reduced: dict[int, Work] = {}  # the last reduction of each bucket, if steps overlap
         self._orders: dict[tuple[int, int, Phase], Order | CodedOrder] = {}  # by storage, bucket and phase
         self._planned, self._chosen = session.strategy, session.choice  # of the orders
-        self._checked: Meeting | None = None  # the last one to which all came with the same rule
+        self._checked: Meeting | None = None  # the last meeting at which all ranks had the same rule
         self.compress()
         self._exchanges = 0  # in this layout
-        self._shown: Meeting | None = None  # of the last step, where what rank 0 tells in it counts
+        self._shown: Meeting | None = None  # of the last step, if rank 0's announcement in it counts
         self._replaces = False
         self.measured = self.schedule.measures == 0
         """Whether measuring is finished, so that the schedule asks for no other layout."""
         self.times: MeasuresLayers | None = None
         """The timer of the layers, on rank 0 while it measures."""
         self._costs: BucketTimes | None = None
-        self._pull_costs: BucketTimes | None = None  # the same where weights are pulled, and have not come with that
+        self._pull_costs: BucketTimes | None = None  # the same for pulls of weights that are exchanges of their own
         self._lanes = _lanes(self.schedule.in_flight)
         if not self.measured:
             self.measure(self.schedule.measures, forward=self.schedule.apply == "layer")  # others do not ask for it
@@ -261,10 +261,10 @@ class BucketExchange:
         return self._averages is not None and self._averages.averages(step)
 
     def start(self, operation: BucketPhase, meeting: Meeting | None, priority: float, after: Work | None) -> Work:
-        """Exchange a complete bucket; on a device, copy it down before and up afterwards.
+        """Exchange a complete bucket; a bucket on a device is copied down before and up afterwards.
 
-        Of two phases the first begins with the copy down, and the second, which follows it, ends with the copy up. A
-        push to owners of the weights is not copied up. Steps on which ranks do not agree have no ``meeting``.
+        If there are two phases, the first begins with the copy down and the second ends with the copy up. A push to
+        owners of the weights is not copied up. A step that ranks make without agreement has no ``meeting``.
         """
         place, staging = self.place(operation.step), self.staging
         gate = after if after is not None or meeting is None else meeting.work
@@ -289,7 +289,7 @@ class BucketExchange:
         return self._begin(operation, place, when)
 
     def _check_and_weigh(self, array: Array, meeting: Meeting) -> None:
-        """Weigh a bucket by this rank's share, in the driving thread, when the tickets have arrived."""
+        """Scale a bucket by this rank's share, in the driving thread, when the tickets have arrived."""
         if self._rule is not None and meeting is not self._checked:
             self._check_rule(meeting)
         if (share := meeting.share()) != 1.0:
@@ -340,7 +340,7 @@ class BucketExchange:
             self._orders = {what: self._prepared(*what) for what in product(places, numbers, phases)}
 
     def _order(self, operation: BucketPhase, place: int) -> Order | CodedOrder:
-        """The order of a bucket. It is made once per strategy, except where weights take another plan each step."""
+        """The order of a bucket. It is made once per strategy, unless weights use another plan in each step."""
         step, number, phase = operation
         session = self.session
         if self.mix is not None and not self._compressions and self.of_weights(step) and (mix := self.mix(step)):
@@ -370,10 +370,10 @@ class BucketExchange:
 
     def _key(self, place: int, number: int, phase: Phase) -> int:
         """Two phases of a bucket, and two steps, may be in flight at once: each has its own key."""
-        turn = place if self._averages is None else 0  # an exchange of weights is waited for at once
+        turn = place if self._averages is None else 0  # an exchange of weights is awaited at once
         return self.key + number + BUCKETS * (2 * turn + (phase == "all_gather"))
 
-    # What all workers update by.
+    # The optimizer's rule, which must be the same on all workers.
 
     def _check_rule(self, meeting: Meeting) -> None:
         """Raise MismatchError if another worker makes this step with another rule of the optimizer."""
@@ -538,7 +538,9 @@ class BucketExchange:
     def _fits(self, buckets: Sequence[Bucket]) -> None:
         """Raise UsageError for buckets that cannot replace these."""
         if place_tensors([layer.spec.elements for layer in self.layout.layers], buckets) != self.storages[0].placed:
-            raise UsageError("these buckets list tensors in another order than the present ones, which have the memory")
+            raise UsageError(
+                "these buckets list tensors in another order than the present ones, but tensors must stay in place"
+            )
         if self.compression is not None:
             self.compression.check_cuts(buckets)
 

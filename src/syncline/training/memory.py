@@ -44,7 +44,7 @@ class Staging:
         return self._engine.allocate(nbytes, dtype)
 
     def down(self, pair: Any, gate: Work | None, label: str) -> Work | None:  # noqa: ARG002
-        """Start a copy to the host. The exchange may start once the returned work is done, which follows ``gate``."""
+        """Start a copy to the host. After it and ``gate``, the returned work is done and the exchange may start."""
         return gate
 
     def up(self, pair: Any, exchange: Work, label: str) -> Work:  # noqa: ARG002
@@ -103,10 +103,10 @@ class Blocks:
 def check_same_model(session: Session, key: int, tensors: Sequence[str], *said: tuple[str, str]) -> None:
     """Raise MismatchError on all processes if one differs from rank 0, naming the first difference.
 
-    ``key`` is the model's first key, and ``tensors`` describe its tensors. Each of ``said`` has what a process does,
-    which must be the same on all, and a remedy.
+    ``key`` is the model's first key, and ``tensors`` describe its tensors. Each of ``said`` is a text that must be the
+    same on all processes, and the remedy if it is not.
     """
-    remedy = "prepare the same models everywhere in the same order, and those that were prepared before everywhere or"
+    remedy = "prepare the same models everywhere in the same order, and models that were prepared before everywhere or"
     said = (f"prepares its model {key // MODEL_KEYS}", f"{remedy} nowhere"), *said
     mine = [what for what, _ in said], tensors
     theirs = json.loads(session.everyone.tell(json.dumps(mine).encode(), "comparing models"))
@@ -116,7 +116,7 @@ def check_same_model(session: Session, key: int, tensors: Sequence[str], *said: 
             raise session.fail(MismatchError(f"{me} {here}, and {first} {there}: {remedy}"))
     if len(said) != len(theirs[0]):
         raise session.fail(
-            MismatchError(f"{me} has a model of another framework than {first}: use the same everywhere")
+            MismatchError(f"{me} has a model of another framework than {first}: use the same framework everywhere")
         )
     for here, there in zip_longest(tensors, theirs[1], fillvalue="nothing"):
         if here != there:

@@ -6,8 +6,8 @@ for the rest of the step. ``exchange`` moves the buckets, ``weights`` exchanges 
 calls that differ between frameworks. Ranks may have different weights: rank i counts w_i / sum of w, and a rank without
 batches left counts 0. The ticket carries w_i.
 
-An adapter tells ``machine`` when a gradient is there and when the optimizer is called, and passes its answers to
-``do``.
+An adapter tells ``machine`` when a gradient is complete and when the optimizer is called, and passes the answers of
+``machine`` to ``do``.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ def _all_alike() -> float:
 class Framework:
     """The calls of a framework in the steps of a model; the default of each does nothing.
 
-    ``kind`` is the ticket's: STEP for an exchange of gradients, AVERAGE or CONSOLIDATE for one of weights.
+    ``kind`` is the kind of the ticket: STEP for an exchange of gradients, AVERAGE or CONSOLIDATE for an exchange of
+    weights.
     """
 
     check: Callable[[], None] = nothing
     """Raises if no exchange is allowed now."""
     begin: Callable[[], None] = nothing
-    """A step with exchanged gradients begins. Where pushes are not merged, this rank's weight is already known."""
+    """A step with exchanged gradients begins. If pushes are not merged, this rank's weight is already known."""
     weight: Callable[[], float] = _all_alike
     """This rank's weight."""
     met: Callable[[int, Meeting, int], None] = nothing
-    """This rank has sent the ticket of that kind, in that step or after it: buffers may be exchanged."""
+    """This rank has sent its ticket of this kind, for this step or after it: buffers may be exchanged."""
     apply: Callable[[Apply], None] = nothing
     """Update the weights of these buckets."""
     averaged: Callable[[int], None] = nothing
@@ -57,14 +58,14 @@ class Framework:
 
 
 class TrainedModel:
-    """A model with that number of ``tensors`` from its first step until ``close``; ``exchange`` moves its buckets."""
+    """A model of ``tensors`` tensors from its first step until ``close``; ``exchange`` moves its buckets."""
 
     def __init__(self, session: Session, exchange: BucketExchange, tensors: int, framework: Framework) -> None:
         self._session, self._exchange, self._tensors, self._framework = session, exchange, tensors, framework
         self.weights: WeightExchange | None = None
         """The exchange of weights, if the sync mode has one."""
         self.meeting: Meeting | None = None
-        """The meeting of the current step, where ranks agree on steps."""
+        """The meeting of the current step, if ranks agree on steps."""
         self.begun = False
         """Whether other ranks wait for the rest of this step."""
         self.weight = 1.0
@@ -82,18 +83,18 @@ class TrainedModel:
         self.steps, self.machine = step, self._machine(step)
 
     def resume(self, step: int, saved: Mapping[str, Sequence[Saved] | None]) -> None:
-        """Go on from there with what ``BucketExchange.saved`` gave; all workers call it together."""
+        """Continue at that step with the result of ``BucketExchange.saved``; all workers call it together."""
         self._exchange.resume(step, saved)
         self.resume_at(step)
 
     def replace_layout(self) -> None:
-        """As ``BucketExchange.replace_layout``; nothing of a step is under way."""
+        """Call ``BucketExchange.replace_layout``. No part of a step may be under way."""
         self.settle()
         self._exchange.replace_layout()
-        self.begin_anew()  # the state machine goes by the buckets
+        self.begin_anew()  # the state machine depends on the buckets
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
-        """As ``BucketExchange.resume_with``; nothing of a step is under way."""
+        """Call ``BucketExchange.resume_with``. No part of a step may be under way."""
         self.settle()
         self._exchange.resume_with(layout, measured)
         self.begin_anew()
@@ -157,7 +158,7 @@ class TrainedModel:
                 self.do(actions)
 
     def rest(self) -> None:
-        """``settle``, and take equal weights as the agreed ones, before a joint call."""
+        """``settle``, and take weights that are equal on all workers as the agreed ones, before a joint call."""
         self.settle()
         if self.weights is not None:
             self.weights.rest()

@@ -119,9 +119,9 @@ class OwnedModel:
         self._take_up(self._pulls(), self.trained.machine.stepped)
 
     def shadow(self, kind: int, teller: int) -> bool:
-        """Take part in a call of the workers that show tickets of ``kind``, without a batch; this worker pushed zeros.
+        """Take part, without a batch, in a call of the workers whose tickets are of ``kind``; this worker pushed zeros.
 
-        ``teller`` is the rank of one of those workers. Returns whether the step is over.
+        ``teller`` is the rank of one of these workers. Returns whether the step is over.
         """
         pulls = self.owners.shadow(kind, self.steps + 1, teller)
         self.steps += pulls

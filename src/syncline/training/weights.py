@@ -3,7 +3,8 @@
 The sync mode names the steps after which workers exchange weights (``sync.Averages``). The last storage of the model's
 buckets holds the data to exchange. Under local SGD, DiLoCo and EASGD these are the differences from the last agreed
 weights, and their mean gives the next agreed weights (``AgreedWeights``). Under gossip they are the weights themselves,
-which a worker averages with those of some others. ``WeightExchange`` runs the sequence, the same for all frameworks.
+which a worker averages with the weights of some others. ``WeightExchange`` runs the sequence, the same for all
+frameworks.
 
 ``WeightMemory`` computes in one kind of memory. ``engine.step`` decides when weights are exchanged, and ``exchange``
 moves them.
@@ -97,8 +98,8 @@ class Mix(NamedTuple):
 class WeightExchange:
     """The exchanges of one model's weights. All workers make it together; ``key`` is the first key of the exchanges.
 
-    Here the weights themselves are exchanged: a worker's are averaged with those of some others (gossip). Raises
-    PlanError for a mode whose plans do not spread each worker's weights to all workers.
+    This class exchanges the weights themselves: a worker's weights are averaged with the weights of some others
+    (gossip). Raises PlanError for a mode whose plans do not spread each worker's weights to all workers.
     """
 
     def __init__(self, session: Session, key: int, mode: Averages, memory: WeightMemory) -> None:

@@ -38,8 +38,8 @@ class Combinable(Transport, Protocol):
 class Auto:
     """The transports of process ``rank``, each with the peers that it reaches.
 
-    The first member allocates memory, from which the others must also send: it is the one that needs its own memory
-    (shared memory). The last member waits for all: it is the one that moves bodies while it waits (TCP).
+    The first member must be the member that can only send its own memory (shared memory): it allocates memory for all.
+    The last member must be the member that moves bodies while it waits (TCP): it waits for all.
     """
 
     def __init__(self, rank: int, members: Mapping[Combinable, Collection[int]]) -> None:

@@ -77,10 +77,11 @@ _SLICE = struct.Struct("<BxHxxxxQ")
 """The head of a slice: 0, which begins no frame, its body's slot, and its offset in the body."""
 
 _STRANGERS = 16
-"""The number of unauthenticated streams beside those of ranks."""
+"""The number of unauthenticated streams, in addition to the ranks' streams."""
 
 _CONNECTIONS = 256
-"""The number of connections beside those of ranks. Without a stream they close when the handshake's time is over."""
+"""The number of connections in addition to the ranks'. Without a stream they close when the handshake's time is
+over."""
 
 _AHEAD = 64
 """The frames that may arrive from a peer before the progress thread handles them."""
@@ -125,7 +126,7 @@ def load() -> Any:
     version = getattr(grpc, "__version__", "0")
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         needed = ".".join(map(str, _OLDEST))
-        raise UsageError(f"transport=grpc needs grpcio {needed} or newer, here is {version}: {_REMEDY}")
+        raise UsageError(f"transport=grpc needs grpcio {needed} or newer, but {version} is installed: {_REMEDY}")
     return grpc
 
 
@@ -143,7 +144,7 @@ class _Stream:
     proved: bool = False
     cancel: Callable[[], Any] = lambda: None
     given: int = 0  # messages and bodies that were put here
-    sent: int = 0  # those of them that gRPC has sent
+    sent: int = 0  # how many of these gRPC has sent
     over: threading.Event = field(default_factory=threading.Event)
     _frames: deque[tuple[bytes, Event | None]] = field(default_factory=deque)
     _bodies: deque[Body] = field(default_factory=deque)

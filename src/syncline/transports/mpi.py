@@ -8,9 +8,9 @@ and ``mpich`` install one.
 often at first and then sleeps for a quarter of the time it has already waited. This delays a completion by at most a
 quarter of the wait, and never by more than a millisecond. ``wake`` ends the sleep.
 
-**One-sided.** With ``mpi(onesided=on)`` a body in memory allocated by the transport, as that of buckets, is not sent.
-The sender announces its place; the receiver reads it through a window (``Window``), in pieces that it adds at once
-if required, and then notifies the sender. Other bodies, such as payloads of a codec, are still messages.
+**One-sided.** With ``mpi(onesided=on)`` a body in memory allocated by the transport, such as a bucket, is not sent. The
+sender announces its place; the receiver reads it through a window (``Window``), in pieces that it adds at once if
+required, and then notifies the sender. Other bodies, such as payloads of a codec, are still messages.
 
 **Collectives.** MPI_Allreduce also spins while it waits. The ranks therefore meet in a non-blocking barrier first and
 call the blocking collective, which is the best tuned one, once all are there. Other operations of this rank pause
@@ -92,7 +92,7 @@ def load() -> Any:
 
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UsageError(
-            "MPI was initialised for one thread only, Syncline calls it from another: initialise it with"
+            "MPI was initialised for one thread only, but Syncline calls it from another: initialise it with"
             " MPI_THREAD_SERIALIZED or more (mpi4py.rc.thread_level), or leave that to Syncline"
         )
     return MPI
@@ -249,7 +249,8 @@ class _Communicator:
         if known != place.world:
             library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
             raise UsageError(
-                f"MPI knows {known} {'process' if known == 1 else 'processes'}, this run has {place.world}: start all"
+                f"MPI knows {known} {'process' if known == 1 else 'processes'}, but this run has {place.world}: start"
+                " all"
                 f" of them with mpirun (or srun), such as mpirun -n {place.world} python train.py, and with the mpirun"
                 f" of the library that mpi4py loads ({library})"
             )
@@ -267,7 +268,7 @@ class _Communicator:
         if onesided and having.min() < having.max():
             some = ranks[having == 1].tolist()
             raise GroupError(
-                f"only ranks {some} have made MPI's window, in an earlier mpi(onesided=on): start the processes anew"
+                f"only ranks {some} have made MPI's window, in an earlier mpi(onesided=on): restart the processes"
             )
         return self.comm, [int(rank) for rank in places], self._transports
 
@@ -276,8 +277,8 @@ class _Communicator:
         """A block in which all ranks make the same MPI calls. After a failure inside, no further block can start."""
         if self._unmet:
             raise GroupError(
-                f"the ranks of an earlier transport over MPI have not met in this process ({self._unmet}), and MPI"
-                " may still have their messages: start the processes anew"
+                f"the ranks of an earlier transport over MPI have not met in this process ({self._unmet}), and MPI may"
+                " still have their messages: restart the processes"
             )
         try:
             yield

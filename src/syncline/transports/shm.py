@@ -9,7 +9,7 @@ Segments are anonymous; peers get their descriptors (``Segments``). The first se
 its bell's descriptor follows. With both, plans run by one-sided access (``engine.memory``), without any messages.
 
 Received frames and segments are validated (``_check_frame``, ``map_segment``). ``poll`` raises a ProtocolError that
-names the peer if it refers to memory that it has not shared, or shares memory that could vanish.
+names a peer that refers to memory that it has not shared, or shares memory that could vanish.
 
 Minimal memory traffic of a message of n bytes: n read and n written by the receiver.
 """
@@ -441,7 +441,7 @@ class Shm(LoopTransport):
             check_bell(fd)
         except OSError as error:
             os.close(fd)
-            raise broken(link.peer, f"the descriptor that it sent as its bell is none: {error}") from error
+            raise broken(link.peer, f"the descriptor that it sent is not a bell: {error}") from error
         self.members[link.peer, 1] = fd
 
     def _descriptor(self, link: Link) -> int:

@@ -59,8 +59,8 @@ class _Reading:
 class Tcp(LoopTransport):
     """TCP, one connection per pair of processes; ``rate`` and ``delay`` simulate a slower network.
 
-    ``socks`` are authenticated connections of process ``rank`` to all others. ``rate`` limits the payload that all of
-    them together send, and what they receive, in bits per second. Every byte arrives ``delay`` seconds late.
+    ``socks`` are authenticated connections of process ``rank`` to all others. ``rate`` limits the payload that they
+    send together, and that they receive together, in bits per second. Every byte arrives ``delay`` seconds late.
     """
 
     name = "tcp"
@@ -146,7 +146,7 @@ class Tcp(LoopTransport):
 
     def _sink(self, link: Link, frame: Frame) -> memoryview | Adding | None:
         if frame.kind != _DATA:
-            raise broken(link.peer, f"{frame.size} bytes came behind a frame of kind {frame.kind}, which has none")
+            raise broken(link.peer, f"{frame.size} bytes came behind a frame of kind {frame.kind}, which has no body")
         if frame.size > INLINE_BYTES and (link.peer, frame.tag) not in self._offered:
             raise broken(link.peer, f"a message of {frame.size} bytes came without being asked for")
         receive = self._operations.matcher.take(link.peer, frame.tag)

@@ -365,7 +365,7 @@ def _in_time(place: Place, connect: Callable[[], Any], device: str) -> None:
     if failed or thread.is_alive():
         why = str(failed[0]).splitlines()[0] if failed else f"nothing came within {place.timeout_s:.0f} s"
         raise GroupError(
-            f"NCCL cannot connect all ranks, this one by {device}: {why}; every rank needs a GPU of its own, chosen"
+            f"NCCL cannot connect all ranks (this rank uses {device}): {why}; every rank needs a GPU of its own, chosen"
             " with torch.cuda.set_device() before syncline.init()"
         ) from (failed[0] if failed else None)
 

@@ -95,7 +95,7 @@ def load() -> Any:
     """The parts of ucxx that are used here. UsageError if it is missing or too old."""
     if sys.version_info < (3, 11):
         version = ".".join(map(str, sys.version_info[:2]))
-        raise UsageError(f"transport=ucx needs Python 3.11 or newer, and this is {version}: ucxx has no older packages")
+        raise UsageError(f"transport=ucx needs Python 3.11 or newer, but this is {version}: ucxx has no older packages")
     try:
         with _quietly():
             import ucxx
@@ -113,7 +113,7 @@ def load() -> Any:
         ) from error
     if _numbers(ucxx.__version__) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
-        raise UsageError(f"transport=ucx needs ucxx {oldest} or newer, and {ucxx.__version__} is here: {_INSTALL}")
+        raise UsageError(f"transport=ucx needs ucxx {oldest} or newer, but {ucxx.__version__} is installed: {_INSTALL}")
     return SimpleNamespace(lib=libucxx, Array=Array, Tag=Tag, TagMask=TagMask, version=ucxx.__version__)
 
 
@@ -301,7 +301,7 @@ class Ucx(Enveloped):
             return
         self._lose(one.peer)
         if status == _TRUNCATED:
-            raise broken(one.peer, f"more than {one.memory.nbytes} bytes came where that is the most")
+            raise broken(one.peer, f"more than {one.memory.nbytes} bytes came, which is the maximum")
 
     # Beginning and end
 
@@ -313,7 +313,7 @@ class Ucx(Enveloped):
         deadline = time.monotonic() + place.timeout_s
         heard: set[int] = set()
         for peer in self._peers:
-            late = f"rank {peer} has not told its UCX address within {place.timeout_s:.0f} s"
+            late = f"rank {peer} has not published its UCX address within {place.timeout_s:.0f} s"
             theirs, _, address = place.read(str(peer), deadline, late).partition(b" ")
             try:
                 known = ucx.lib.UCXAddress.create_from_buffer(address)
@@ -331,8 +331,8 @@ class Ucx(Enveloped):
         missing = min({*self._peers} - heard, default=None)
         if missing is not None:
             raise GroupError(
-                f"rank {missing} does not answer over UCX within {place.timeout_s:.0f} s: does a firewall stand"
-                " between, or do UCX_TLS and UCX_NET_DEVICES name different networks?"
+                f"rank {missing} does not answer over UCX within {place.timeout_s:.0f} s: is a firewall between the"
+                " hosts, or do UCX_TLS and UCX_NET_DEVICES name different networks?"
             )
 
     def _wait_for(self, holds: Callable[[], bool], deadline: float, check: Callable[[], None]) -> None:
@@ -376,7 +376,7 @@ def _opened(ucx: Any) -> _Library:
         worker.init_blocking_progress_mode()
     except Exception as error:
         asked = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("UCX_"))
-        hint = f"it has not all that is asked for ({asked}), or is damaged" if asked else "is it damaged?"
+        hint = f"it lacks something that is asked for ({asked}), or is damaged" if asked else "is it damaged?"
         raise UsageError(f"transport=ucx: UCX does not start ({_said(error)}); {hint}. {_INSTALL}") from error
     return _Library(context, worker)
 

@@ -95,12 +95,13 @@ def load(curve: bool = False) -> Any:
         raise UsageError(f"transport=zmq needs pyzmq ({error}): pip install 'syncline[zmq]'") from None
     if zmq.pyzmq_version_info()[0] < _OLDEST:
         raise UsageError(
-            f"transport=zmq needs pyzmq {_OLDEST} or newer, this is {zmq.pyzmq_version()}: pip install -U"
+            f"transport=zmq needs pyzmq {_OLDEST} or newer, but this is {zmq.pyzmq_version()}: pip install -U"
             " 'syncline[zmq]'"
         )
     if curve and not zmq.has("curve"):
         raise UsageError(
-            f"transport=zmq(curve=on) needs a libzmq that was built with CURVE, this one ({zmq.zmq_version()}) was not:"
+            f"transport=zmq(curve=on) needs a libzmq that was built with CURVE, but this one ({zmq.zmq_version()}) was"
+            " not:"
             " pip install --force-reinstall 'syncline[zmq]' brings one, or leave out curve=on"
         )
     return zmq
@@ -342,7 +343,7 @@ class Zmq(Enveloped):
             if nbytes == into.nbytes:
                 body.put(body.at, np.frombuffer(came.buffer, np.uint8))
         if nbytes != into.nbytes:
-            raise broken(peer, f"{nbytes} bytes of a body came where {into.nbytes} were to come")
+            raise broken(peer, f"{nbytes} bytes of a body came where {into.nbytes} were expected")
         body.at += nbytes
         if body.at == body.data.nbytes:
             line.body = None

@@ -163,7 +163,7 @@ class Link:
         self.waiting[self.peer] = self
 
     def _bound_unsent(self) -> None:
-        """Keep the kernel's unsent queue short from now on. This costs wake-ups, so it needs different priorities."""
+        """Keep the kernel's unsent queue short from now on. This costs wake-ups: use it for different priorities."""
         self._bounded = True
         if not self.is_unix:
             self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -316,7 +316,9 @@ class Link:
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 self.fds.extend(found)
         if flags & socket.MSG_CTRUNC:
-            raise broken(self.peer, "descriptors that it passed were lost (or this process has no more: ulimit -n)")
+            raise broken(
+                self.peer, "descriptors that it passed were lost (or this process has no free ones: ulimit -n)"
+            )
         return got
 
     def _check_fds(self) -> None:

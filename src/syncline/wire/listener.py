@@ -40,7 +40,7 @@ HANDSHAKE_S = 5.0
 """The time limit for one handshake."""
 
 CALLERS = 256
-"""The number of unfinished handshakes that are kept, beside two for every expected process."""
+"""The number of unfinished handshakes that are kept, in addition to two for every expected process."""
 
 _BACKLOG = 4096
 _PAUSE_S = 0.05
@@ -253,7 +253,7 @@ class Doors:
             if said.run != self._run:
                 raise HandshakeError("it belongs to another run")
             if said.target != self._index:
-                raise HandshakeError(f"it looks for rank {said.target}, this is rank {self._index}")
+                raise HandshakeError(f"it looks for rank {said.target}, but this is rank {self._index}")
             caller.said, caller.reply = said, handshake.answer(self._secret, said)
             caller.wanted = handshake.MAC_BYTES
             caller.sock.sendall(caller.reply)  # fits the empty buffer of any socket
@@ -496,8 +496,8 @@ def _dial(
         _hear_why(check, _WORD_S if isinstance(error, ConnectionRefusedError) else 0.0)
         if isinstance(error, ConnectionRefusedError):
             why = (
-                "it has ended its start already, since it has failed or has heard of a process that has: the errors"
-                " that other processes print say which"
+                "it has given up its start, because it or another process has failed: the errors of the other"
+                " processes name the failed one"
             )
         else:
             why = "check that the hosts reach each other on that address, or give interface="

@@ -147,7 +147,7 @@ def printable(text: str) -> str:
 
 
 def _unknown() -> RollCallError:
-    return RollCallError("its record is not one of this version: does it run another version of Syncline?")
+    return RollCallError("its record does not fit this version: does it run another version of Syncline?")
 
 
 class Kind(enum.IntEnum):
@@ -185,7 +185,7 @@ NOTES_BYTES = 2 << 20
 """The limit for the notes of one process. Each counts with its key and NOTE_BYTES more."""
 NOTE_BYTES = 64
 _NAMED = 16
-"""The most missing processes that an error names. It counts the others."""
+"""The maximum number of missing processes that an error names. It counts the others."""
 
 _HEAD = struct.Struct("<BI")
 _KEY = struct.Struct("<H")
@@ -241,7 +241,7 @@ def note(key: str, value: bytes = b"") -> bytes:
     """The body of ``set``, ``get`` and ``add``. ValueError for a key or value that is too long."""
     name = key.encode()
     if len(name) > KEY_BYTES or len(value) > VALUE_BYTES:
-        raise ValueError(f"a note of {len(name)} and {len(value)} bytes: {KEY_BYTES} and {VALUE_BYTES} are the most")
+        raise ValueError(f"a note of {len(name)} and {len(value)} bytes: {KEY_BYTES} and {VALUE_BYTES} are the maximum")
     return _KEY.pack(len(name)) + name + value
 
 
@@ -268,10 +268,10 @@ class Frames:
             return None
         number, size = _HEAD.unpack_from(self._buffer)
         if number not in self._limits:
-            raise Broken(f"said something unknown (kind {number})")
+            raise Broken(f"sent a frame of unknown kind {number}")
         kind = Kind(number)
         if size > self._limits[kind]:
-            raise Broken(f"announced {size} bytes of {kind.name.lower()}, where {self._limits[kind]} are the most")
+            raise Broken(f"announced a {kind.name.lower()} of {size} bytes, but {self._limits[kind]} are the maximum")
         if len(self._buffer) < _HEAD.size + size:
             return None
         body = bytes(self._buffer[_HEAD.size : _HEAD.size + size])
@@ -346,7 +346,7 @@ class Meeting:
             return  # the caller has not read the last frame yet
         try:
             if kind not in _MAY[caller.state]:
-                raise Broken(f"said {kind.name.lower()} {caller.state.value}")
+                raise Broken(f"sent {kind.name.lower()} {caller.state.value}")
             self._obey(number, caller, kind, body)
         except Broken as broken:
             self.break_off(number, str(broken))
@@ -375,7 +375,10 @@ class Meeting:
         """The error text for a process whose time is over."""
         if len(self._come) == self.world:
             late = [caller.name for _, caller in sorted(self._come.items()) if caller.state is not State.THROUGH]
-            return f"all have come, but these have no connections to all others within {limit_s:.0f} s: {_some(late)}"
+            return (
+                f"all processes have come, but these are not connected to all others after {limit_s:.0f} s:"
+                f" {_some(late)}"
+            )
         absent = [rank for rank in range(self.world) if rank not in self._come]
         notes = [f"rank {rank}{self.hint(rank)}{self._seen(rank)}" for rank in absent]
         return (
@@ -387,7 +390,7 @@ class Meeting:
         """A note on a missing rank, for messages."""
         silent = [caller.origin for caller in self._callers.values() if caller.rank == rank]
         if silent:
-            return f" (it has connected, {silent[0]}, and not said who it is)"
+            return f" (it has connected, {silent[0]}, but has not identified itself)"
         return f" ({self.refused[rank]})" if rank in self.refused else ""
 
     def _say(self, number: int, frame: bytes, last: bool = False) -> None:
@@ -412,7 +415,7 @@ class Meeting:
                 self.fail(f"{caller.name}: {body.decode(errors='replace')}")
             case Kind.LATE:
                 if not body.isdigit():
-                    raise Broken("has a time limit that is no number")
+                    raise Broken("sent a time limit that is not a number")
                 self.fail(self.missing(int(body)))
             case _:
                 self._say(number, self._answer(caller, kind, body))
@@ -437,12 +440,12 @@ class Meeting:
             return
         if member.world != self.world:
             self.fail(
-                f"{caller.name} counts {member.world} processes, rank 0 counts {self.world}: give all the same world"
-                " size"
+                f"{caller.name} counts {member.world} processes, but rank 0 counts {self.world}: give all processes"
+                " the same world size"
             )
             return
         if caller.rank >= self.world:
-            raise Broken(f"is none of the {self.world} processes")
+            raise Broken(f"is not one of the {self.world} processes")
         self._come[caller.rank] = caller
         caller.state = State.COME
         self._compare(caller)
@@ -461,8 +464,8 @@ class Meeting:
             for term in sorted(mine.keys() | theirs.keys()):
                 if theirs.get(term) != mine.get(term):
                     self.fail(
-                        f"{other.name} has {term} {theirs.get(term)!r}, {first.name} has {mine.get(term)!r}: all ranks"
-                        " need the same"
+                        f"{other.name} has {term} {theirs.get(term)!r}, but {first.name} has {mine.get(term)!r}: all"
+                        " ranks need the same"
                     )
                     return
 
@@ -490,12 +493,12 @@ class Meeting:
             self._notes[key] = caller.rank, rest
             return frame(Kind.VALUE)
         if len(rest) != AMOUNT.size:
-            raise Broken("counted by what is no number")
+            raise Broken("asked to add a value that is not a number")
         if key not in self._counters:
             self._charge(caller, len(key) + NOTE_BYTES)
         count = self._counters.get(key, 0) + AMOUNT.unpack(rest)[0]
         if not -(1 << 63) <= count < 1 << 63:
-            raise Broken("counted too far")
+            raise Broken("counted beyond the limit")
         self._counters[key] = count
         return frame(Kind.VALUE, AMOUNT.pack(count))
 
@@ -513,7 +516,7 @@ def read_roll(body: bytes, world: int) -> tuple[Member, ...]:
             raise ValueError
         return members
     except (ValueError, TypeError, RecursionError) as error:
-        raise RollCallError("the roll is not one of this version: does rank 0 run another version?") from error
+        raise RollCallError("the roll does not fit this version: does rank 0 run another version?") from error
 
 
 def _some(names: list[str]) -> str:

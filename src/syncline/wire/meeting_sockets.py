@@ -44,7 +44,7 @@ _READ_S = 2.0
 """How long a process may take to read its last frame."""
 
 MORE = 64
-"""The limit for authenticated connections, beside two for every process."""
+"""The limit for authenticated connections, in addition to two for every process."""
 
 _WORD_S = 1.0
 """How long the meeting may take to name the missing processes, or to close the connection."""
@@ -103,8 +103,8 @@ class MeetingServer:
     def close(self, stay_s: float = 0.0) -> None:
         """Let the server end, and do not wait for it.
 
-        After success it ends at once, after a fault when all connected processes have read the fault and for up to
-        ``stay_s`` also the missing ones. Callable again with a shorter time.
+        After success it ends at once. After a fault it ends when all connected processes have read the fault, and waits
+        up to ``stay_s`` for the missing ones. Callable again with a shorter time.
         """
         self._stay_until = time.monotonic() + stay_s
         self._closing = True
@@ -120,7 +120,7 @@ class MeetingServer:
 
     def _check(self, said: Hello) -> None:
         if said.purpose != PURPOSE:
-            raise HandshakeError(f"this is a meeting, it came for {said.purpose!r}")
+            raise HandshakeError(f"this is a meeting, but it came for {said.purpose!r}")
         if len(self._lines) + len(self._new) >= 2 * self._meeting.world + MORE:
             raise HandshakeError("too many connections")
 
@@ -270,7 +270,7 @@ class MeetingClient:
         return self._expect(Kind.WELCOME)[1]
 
     def call_roll(self, me: Member, run: str, secret: bytes) -> Roll:
-        """Send this process's record and wait for those of all others. RollCallError if they disagree or are missing.
+        """Send this process's record and wait for all other records. RollCallError if they disagree or are missing.
 
         ``secret`` authenticates the processes to each other; ``run`` is the run's name.
         """
@@ -285,7 +285,7 @@ class MeetingClient:
         """Raise the fault that ends this start, if it has arrived. Does not wait."""
         with self._lock:
             if (said := self._look()) is not None:
-                raise self._confused(f"said {said[0].name.lower()}")
+                raise self._confused(f"sent {said[0].name.lower()}")
         if self._look_after is not None:
             self._look_after()
 
@@ -355,7 +355,7 @@ class MeetingClient:
             if self._look_after is not None:
                 self._look_after()
         if said[0] not in kinds:
-            raise self._confused(f"said {said[0].name.lower()}")
+            raise self._confused(f"sent {said[0].name.lower()}")
         return said
 
     def _take(self) -> tuple[Kind, bytes] | None:
@@ -403,6 +403,6 @@ class MeetingClient:
 
     def _confused(self, how: str) -> GroupError:
         return GroupError(
-            f"what answers at {self._where} breaks the rules of the meeting: it {how}; does rank 0 run another version"
+            f"the process at {self._where} breaks the rules of the meeting: it {how}; does rank 0 run another version"
             " of Syncline?"
         )

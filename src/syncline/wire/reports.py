@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FAILED = "failed: "
-"""The begin of the reason of a process that fails by itself; its error follows."""
+"""The start of the reason of a process that fails by itself; its error follows."""
 
 VARIABLE = "SYNCLINE_REPORTS"
 """The environment variable with the descriptor of the memory, and the rank's number."""
@@ -38,8 +38,9 @@ _PRESENT_AT = _SAID_AT + _MOST * _DIGEST_BYTES
 _AWAY, _PRESENT = b"\0", b"\1"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _AFTER_S = 2
-"""What a process that ends because of another one adds to its time, since torchrun notes a death without an error file
-only at its next check."""
+"""The time that is added to the error of a process that ends because of another one: torchrun notices a death without
+an error file only at its next check.
+"""
 _LOCK_S = 1.0
 _AGAIN_S = 0.01
 _WHO = re.compile(r"rank \d+ \([^)]*\)")

@@ -179,7 +179,7 @@ class Line(socket.socket):
         self._clock = clock
 
     def pull(self, nbytes: int) -> int:
-        """Move up to so many bytes from the kernel into the delay line."""
+        """Move up to ``nbytes`` bytes from the kernel into the delay line."""
         try:
             data = super().recv(nbytes)
         except BlockingIOError:

@@ -308,7 +308,7 @@ class Watcher:
 
     def _push(self, peer: int, sock: socket.socket) -> None:
         """Send as much of the unsent bytes as the socket accepts; the rest is sent before the next message."""
-        # A control buffer that is full belongs to a peer that has not read for long; its silence is found elsewhere.
+        # A full control buffer belongs to a peer that has not read for a long time; ``_look`` finds its silence.
         rest = self._unsent.get(peer, b"")
         with contextlib.suppress(OSError):
             self._unsent[peer] = rest[sock.send(rest, socket.MSG_NOSIGNAL) :] if rest else b""

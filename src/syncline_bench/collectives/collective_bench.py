@@ -22,7 +22,7 @@ from ..display import Display, Task, console_beside
 from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
 from ..machine import provenance
 from ..messages import Message
-from ..ranks import SILENCE_S, Here, Ranks, RanksFailed
+from ..ranks import SILENCE_S, OnThisMachine, Ranks, RanksFailed
 from ..report import bench
 from ..report.bench import BenchResult, Measured
 from ..report.files import keep_text, replace_text, result_paths
@@ -64,15 +64,15 @@ def measure(requests: Sequence[Request], result: BenchResult, save: Save, displa
 
 
 @contextmanager
-def open_place(request: Request) -> Iterator[tuple[Here, float | None]]:
+def open_place(request: Request) -> Iterator[tuple[OnThisMachine, float | None]]:
     """Where the ranks of a request run, and in a lab the goodput of its links in bytes/s."""
     if request.lab_rate is None:
-        yield Here(), None
+        yield OnThisMachine(), None
         return
     from ..lab import Lab  # loads modules that only a lab needs
 
     with Lab(hosts=max(request.ranks) // request.per_host, rate=request.lab_rate) as lab:
-        yield Here(lab, request.per_host), lab.goodput(seconds=2)
+        yield OnThisMachine(lab, request.per_host), lab.goodput(seconds=2)
 
 
 class _Run:
@@ -150,7 +150,7 @@ class _Taken:
 class _Stage:
     """The measurements with one number of ranks. Every contender has a set of ranks; one works, the others sleep."""
 
-    def __init__(self, run: _Run, request: Request, ranks: int, place: Here, goodput: float | None) -> None:
+    def __init__(self, run: _Run, request: Request, ranks: int, place: OnThisMachine, goodput: float | None) -> None:
         self._run, self._request, self._ranks = run, request, ranks
         self._place, self._goodput = place, goodput
         self._sets: dict[Name, Ranks] = {}

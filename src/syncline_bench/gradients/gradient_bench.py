@@ -13,7 +13,7 @@ from rich.console import Console
 from ..display import Display, Task, shown
 from ..machine import provenance
 from ..messages import Message
-from ..ranks import Here, Ranks, RanksFailed
+from ..ranks import OnThisMachine, Ranks, RanksFailed
 from ..report.bench import GradientResult, GradientRow, render_gradients
 from ..report.units import decimal_size as size_text
 from .gradient_cases import Form, Model, Request, Work
@@ -47,7 +47,7 @@ class _Set:
         with display.task(_count(self._ranks), self._request.turns_at(self._ranks)) as task:
             task.at(0, "connecting")
             try:
-                with Ranks(work.to_json(), self._ranks, Here(), RANK) as ranks:
+                with Ranks(work.to_json(), self._ranks, OnThisMachine(), RANK) as ranks:
                     for number in range(len(self._request.models)):
                         ranks.order(lambda message: self._take(message, task), model=number)
                     ranks.end()

@@ -53,7 +53,7 @@ class Message:
 class Total:
     """An array that is replaced by its sum with the arrays of the same size that others send.
 
-    The addends are added from left to right: those of the processes ``before`` this one, its own, then those of the
+    The addends are added from left to right: from the processes ``before`` this one, from this one, then from the
     processes ``after`` it. The result therefore does not depend on which process adds.
     """
 
@@ -98,7 +98,7 @@ Reducer = Generator[Round | Sum | HostCollective, Lengths, None]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An owner's weights, in the type and size of the known ones.
+    """An owner's weights, in the type and size of the known weights.
 
     ``keeps`` leaves encoding errors to later payloads.
     """

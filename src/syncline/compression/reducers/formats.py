@@ -175,5 +175,5 @@ def name_of(process: int, me: Participant) -> str:
 
 
 def spec_of(part: Operand) -> Spec:
-    """The shape that determines a codec's sizes: that of the tensor or of a slice."""
+    """The shape that determines a codec's sizes: the tensor's shape or a slice's."""
     return part.state.spec if part.array.size == part.state.spec.elements else Spec(part.name, (part.array.size,))

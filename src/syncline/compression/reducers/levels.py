@@ -9,9 +9,9 @@ on a host of p ranks. The price is a reduce-scatter and an all-gather at memory 
 2019, have these levels without a codec. With ``Participant.native`` the collectives inside are those of the message
 library, which adds in an order of its own.
 
-A host counts as one worker. Sums are always added in rank order, and between hosts the reducers run as between as many
-workers. The result therefore has the bits that one worker per host would get from the host's sum; it depends neither on
-the assignment of shares nor on the number of ranks per host.
+Sums are always added in rank order, and between hosts the reducers run as if each host were one worker. The result
+therefore has the bits that one worker per host would get from the host's sum; it depends neither on the assignment of
+shares nor on the number of ranks per host.
 
 There are as many rails as the smallest host has ranks; the other ranks of larger hosts only send and receive. This
 costs no time, because each rank of the smallest host has the most to encode anyway. Parts are cut only where their

@@ -9,8 +9,8 @@ others are here:
 
 **Gathered**: every rank sends its payload to all others and adds the received payloads in rank order. Meant for sparse
 payloads: N ranks of k pairs each have up to N k distinct elements, which no longer fit a payload of k pairs. Cost per
-rank: N-1 payloads sent and received, N decoded. From some number of ranks on this exceeds an allreduce; in return no
-element is dropped a second time.
+rank: N-1 payloads sent and received, N decoded. Beyond some number of ranks this costs more than an allreduce; in
+return no element is dropped a second time.
 
 **Merged**: two payloads become one of the same size along a binomial tree until one is left, which returns to all. For
 codecs whose payloads can be merged (global top-k, Shi et al., ICDCS 2019). One payload travels ceil(lg N) times up and
@@ -293,7 +293,7 @@ def _by_way(parts: Sequence[Operand], served: bool) -> Iterator[tuple[Way, list[
 
 
 def _one_by_one(chain: Sequence[Callable[[], Reducer]]) -> Reducer:
-    """Run the sums of one bucket one after the other: their messages carry the same key, that of the bucket."""
+    """Run the sums of one bucket one after the other: their messages carry the same key, the bucket's."""
     for reducer in chain:
         yield from reducer()
 

@@ -7,7 +7,7 @@ function. ``_handle`` reads XLA's call frame word by word, by the offsets of its
 whose version it reports at registration.
 
 A thread of XLA makes each call and would have to wait for the interpreter lock, which the engine needs too. Therefore
-only the begin and the end of a step are Python calls (``Buckets``). In between, machine code (``kernels.calls``) copies
+only the start and the end of a step are Python calls (``Buckets``). In between, machine code (``kernels.calls``) copies
 gradients into their buckets, counts them and signals an eventfd. A thread then hands over all complete buckets, several
 at once if they arrive faster than it runs. The end of the step hands over the rest, so the result never depends on that
 thread. Both share a table in the layout of ``kernels.calls``; its address passes through the computation. With several

@@ -60,7 +60,7 @@ except (ImportError, AttributeError) as error:  # it uses names that are private
     )
 
     def watched(run: int, refuse: Callable[[str], NoReturn], values: Sequence[Any]) -> list[Any]:  # noqa: ARG001
-        """The values: this JAX has no way to tell of the exchange."""
+        """The unchanged values: this JAX cannot mark the exchange."""
         return list(values)
 
 
@@ -156,7 +156,7 @@ class Run:
         alike = len(numbers) == len(theirs) and np.allclose(numbers, theirs, rtol=1e-4, equal_nan=True)
         if keeps != kept or not alike:
             what = "keeps other state" if keeps != kept else "makes other updates from the same gradients"
-            text = f"the optimizer of {session.name(session.rank)} {what} than that of {session.name(0)}"
+            text = f"the optimizer of {session.name(session.rank)} {what} than the optimizer of {session.name(0)}"
             remedy = "give all workers the same transformation of optax, with the same values"
             raise session.fail(MismatchError(session.titled(f"{text}: {remedy}")))
 
@@ -237,7 +237,7 @@ class Run:
                 (step,) = invoke(call, step, *(gradients[one] for one in tensors))
             step, *found = invoke(self._finish, step)
             return step, found
-        # Where one device computes, which is the rule, only the first call and the last but one are Python.
+        # On one device, the usual case, only the first call and the last but one are Python.
         shape = jax.ShapeDtypeStruct(TOKEN.shape, TOKEN.dtype)
         (token,) = invoke(self._begin, step)
         for number, tensors in enumerate(self._tensors):
@@ -296,8 +296,8 @@ class Run:
         self._session.check_usable()
         if step != model.steps:
             raise model.fault(
-                f"a computation makes step {step}, and the run is at step {model.steps}: every step goes on"
-                " from the optimizer state of the step before. Resume with syncline.jax.load_state_dict(), put the"
+                f"a computation makes step {step}, but the run is at step {model.steps}: every step continues from the"
+                " optimizer state of the step before. Resume with syncline.jax.load_state_dict(), put the"
                 " parameters on all devices that compute before init(params), and let no other transformation"
                 f" call this one more than once in a step or drop its state: {_ORDER}"
             )

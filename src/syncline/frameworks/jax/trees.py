@@ -53,7 +53,7 @@ def is_traced(tree: Any) -> bool:
 
 
 def host(name: str, leaf: Any) -> Array:
-    """The value of a leaf. Raises UsageError for an array on an unsupported device, or a leaf that is no array."""
+    """The value of a leaf. Raises UsageError for an array on an unsupported device, or a leaf that is not an array."""
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             raise UsageError(
@@ -68,7 +68,7 @@ def host(name: str, leaf: Any) -> Array:
                 " devices; run with JAX_PLATFORMS=cpu"
             )
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise UsageError(f"{name or 'the array'} is {leaf.dtype}: give its numbers, jax.random.key_data(key)")
+            raise UsageError(f"{name or 'the array'} is {leaf.dtype}: give jax.random.key_data(key) instead")
     found = np.asarray(leaf)
     if found.dtype.kind == "O":
         raise UsageError(f"{name or 'the value'} is {type(leaf).__name__}: give arrays and numbers")
@@ -242,7 +242,8 @@ class OptaxSlices(OnHoldings):
         super().__init__(holdings)
         self._device = device
         states = [optimizer.init(self._there(held.weights)) for held in holdings]
-        self._states = jax.block_until_ready(jax.device_put(states, self._device))  # also what init() made elsewhere
+        # including values that init() made elsewhere
+        self._states = jax.block_until_ready(jax.device_put(states, self._device))
         self._update = jax.jit(_updates(optimizer))
 
     def apply(self, groups: Groups, scale: float) -> None:
@@ -269,7 +270,8 @@ class OptaxSlices(OnHoldings):
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
     def _there(self, array: Array) -> Any:
-        return jax.device_put(np.array(array), self._device)  # of a copy, since it may read memory where it lies
+        # of a copy, since the device may use the array's own memory
+        return jax.device_put(np.array(array), self._device)
 
 
 def _updates(optimizer: Any) -> Any:

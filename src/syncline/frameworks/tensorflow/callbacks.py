@@ -93,7 +93,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _to_bytes(state: Mapping[str, Any]) -> bytes:
-    """A state as an archive. Raises UsageError for other values than arrays and plain ones."""
+    """A state as an archive. Raises UsageError for values other than arrays and plain values."""
     arrays: list[Any] = []
     tree = json.dumps(_taken(state, arrays))
     file = io.BytesIO()
@@ -103,13 +103,14 @@ def _to_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def _from_bytes(data: bytes, name: object) -> dict[str, Any]:
-    """The state in the archive of file ``name``. Raises UsageError for a file that is no such archive."""
+    """The state in the archive of file ``name``. Raises UsageError for a file that is not such an archive."""
     try:
         arrays = archived(data)
         found = _given(json.loads(str(arrays[_TREE])), arrays)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{name} is no complete checkpoint of syncline.tensorflow.Checkpoint ({error}): give another one, or remove"
+            f"{name} is not a complete checkpoint of syncline.tensorflow.Checkpoint ({error}): give another one, or"
+            " remove"
             " it to start from the beginning"
         ) from error
     return dict(found)

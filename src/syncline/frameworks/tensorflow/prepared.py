@@ -44,7 +44,7 @@ Apply = Callable[..., None]
 
 
 class Prepared:
-    """A model in a run, with its optimizer if that is Keras'. ``run`` is None in a run with one worker."""
+    """A model in a run, with its optimizer if Keras made it. ``run`` is None in a run with one worker."""
 
     def __init__(
         self, session: Session, model: Any, optimizer: Any, unused: Unused = "error", *, buffers: bool = True
@@ -113,9 +113,9 @@ class Prepared:
             self._since += alone
             warnings.warn(
                 f"{self.session.name(self.session.index)}: the optimizer counts {alone} steps that were made without"
-                " the other ranks, as a tf.function makes them that was traced before prepare(): call prepare() before"
+                " the other ranks, for example by a tf.function that was traced before prepare(): call prepare() before"
                 " the first call of the step, or create the tf.function again after it. If the script has set"
-                " optimizer.iterations itself, this is no fault",
+                " optimizer.iterations itself, ignore this warning",
                 stacklevel=2,
             )
 
@@ -123,7 +123,9 @@ class Prepared:
         """Continue from a result of ``state_dict``, with any number of workers."""
         names = names_of(self.untrained)
         if not {"untrained", "weights", "steps", "strategy"} <= set(saved):
-            raise UsageError("this is no result of syncline.tensorflow.state_dict(): give that of an earlier run")
+            raise UsageError(
+                "this is not a result of syncline.tensorflow.state_dict(): give the result of an earlier run"
+            )
         told = saved["untrained"]
         if sorted(told) != sorted(names):
             raise UsageError(
@@ -181,7 +183,7 @@ def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buf
 
 
 def average(session: Session, model: Any, unused: Unused, leave: Callable[[], NoReturn]) -> Means:
-    """Make a model part of the run whose gradients the script passes to the returned ``Means``.
+    """Make a model part of the run. The script passes its gradients to the returned ``Means``.
 
     All processes must call it at the same place. ``leave`` ends a server after its work.
     """

@@ -87,7 +87,7 @@ class Matching:
         ]
 
     def _checked(self, number: int, gradient: Any) -> Any:
-        """A dense gradient; those of embeddings, which are rows, are converted."""
+        """A dense gradient; embeddings' gradients, which are rows, are converted."""
         spec, dense = self.specs[number], tf.convert_to_tensor(gradient)
         if not dense.shape.is_compatible_with(spec.shape) or dense.dtype.name != spec.dtype:
             raise self.fault(
@@ -289,8 +289,8 @@ class Run:
         ):
             raise self.model.fault(
                 "the step is compiled by XLA (jit_compile=True), whose computations on the CPU cannot call Syncline:"
-                " use compile(..., jit_compile=False), or tf.function without jit_compile around the step, and with it"
-                " around the model only"
+                " use compile(..., jit_compile=False), or wrap the step in a tf.function without jit_compile, and only"
+                " the model in one with it"
             )
 
     # What the calls do.

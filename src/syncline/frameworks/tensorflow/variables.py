@@ -134,7 +134,7 @@ def names_of(variables: Iterable[Any], parts: int = 2) -> list[str]:
 
 
 def copy_from(session: Session, variables: Sequence[Any], root: int) -> None:
-    """Set variables to worker ``root``'s values; all workers must call it with those of the same model."""
+    """Set variables to worker ``root``'s values; all workers must call it with variables of the same model."""
     for given in variables:
         array = value(given)
         broadcast_into(session, [array], root)

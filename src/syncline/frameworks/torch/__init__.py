@@ -24,9 +24,9 @@ __all__ = ["Options", "Prepared", "adapt", "prepare", "release"]
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
-    """Attach hooks to the model and its optimizer; the result holds the same objects. UsageError for no module."""
+    """Attach hooks to the model and its optimizer; the result holds the same objects. UsageError for other objects."""
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"a model of PyTorch is a torch.nn.Module, this is {type(model).__name__}")
+        raise UsageError(f"a model of PyTorch is a torch.nn.Module, but this is {type(model).__name__}")
     ignored = options["ignore"]
     names = frozenset([ignored] if isinstance(ignored, str) else ignored)
     chosen = Options(options["unused"], options["weight"], names, options["broadcast_buffers"])

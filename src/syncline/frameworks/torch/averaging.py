@@ -278,7 +278,8 @@ class Averaging:
 
 
 def _load_own(tensor: torch.Tensor, of_ranks: Sequence[torch.Tensor | None], rank: int | None) -> None:
-    """Set a tensor to the value of that ``rank``, or without one to the mean (if not floating point, the first)."""
+    """Set a tensor to the value of ``rank``. Without a rank: to the mean, or to the first value if it is not floating
+    point."""
     known = [value for value in of_ranks if value is not None]
     if not known:
         return

@@ -41,7 +41,7 @@ from ...tuning.schedule_choice import Trials, candidates, choose_schedule, with_
 from .compiled import is_compiled
 from .optimizer import defer_steps, end_deferred_steps
 from .passes import TrainedReplica
-from .shard import updates_alone
+from .partial_optimizer import updates_alone
 from .staging import device_of
 from .supported import check_deferred
 
@@ -168,7 +168,7 @@ class Choosing:
         return _overlaps(layout.strategy_in(self._strategy))
 
     def _keeps_bits(self, strategy: Strategy) -> bool:
-        """Whether a schedule keeps the order of additions. One with two phases does if every algorithm has two phases.
+        """Whether a schedule keeps the order of additions. With two phases it does if every algorithm has two phases.
 
         Otherwise a ring replaces the algorithm and adds in another order.
         """

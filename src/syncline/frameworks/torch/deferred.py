@@ -14,7 +14,7 @@ the next forward pass. The script's loop stays as it is:
 * Weights of compiled models, and weights whose use torch does not report, wait at the model's own forward pass. The
   first pass shows which weights these are. The gradient of a weight that was read before its update is refused.
 
-A copy of the user's optimizer object, whose groups hold these parameters alone, updates them (``shard.update``).
+A copy of the user's optimizer object, whose groups hold these parameters alone, updates them (``partial_optimizer.update``).
 
 While the schedule is being chosen (``choosing``), ``DeferredUpdates`` only watches: steps end as without overlap, and
 it notes whether the script would have had to wait.
@@ -50,7 +50,7 @@ from .compiled import eager, is_compiled
 from .first_use import Deferral, in_transform
 from .hooks import Telling
 from .replica import Replica
-from .shard import Values, group_copies, update, updates_alone, write_back
+from .partial_optimizer import Values, group_copies, update, updates_alone, write_back
 from .storage import Storage, Writes, shares_memory
 from .supported import check_held
 
@@ -265,8 +265,8 @@ class DeferredUpdates:
         """Raise GradientError if one of these gradients (all by default) was changed while it was in flight."""
         if (number := written.since(tensors)) is not None:
             raise self._replica.fault(
-                f"the gradient of {self._replica.named[number][0]!r} was changed through a tensor that was kept from"
-                " before, while it was exchanged: read parameter.grad anew each time before it is changed, or use"
+                f"the gradient of {self._replica.named[number][0]!r} was changed, while it was exchanged, through a"
+                " tensor that the script has kept: read parameter.grad again before each change, or use"
                 " schedule=fixed"
             )
 
@@ -278,7 +278,7 @@ class DeferredUpdates:
             update(self._optimizer, self._plain, values, mine, [one.grad for one in mine])
 
     def zero_grad(self, plain: Callable[[], None], *, looks: bool) -> None:
-        """The script clears gradients by ``plain``. ``looks``: it reads them, as setting to None does not."""
+        """The script clears gradients by ``plain``. ``looks``: ``plain`` reads them; setting them to None does not."""
         if looks:
             self.flush()
             plain()
@@ -344,7 +344,7 @@ class DeferredUpdates:
         ):
             raise self._replica.fault(
                 f"backward() adds to the gradient of {self._replica.named[number][0]!r}, which is still in flight from"
-                f" the step before: call zero_grad() before backward(), of all models that it goes through, or use"
+                " the step before: call zero_grad() of all models that it goes through before backward(), or use"
                 f" another schedule than {self.name}"
             )
 
@@ -434,7 +434,7 @@ class DeferredUpdates:
 
 
 class LocalSteps:
-    """Moves ``parameters`` ahead of the shared weights and back. The learning rates are those of the optimizer's
+    """Moves ``parameters`` ahead of the shared weights and back. The learning rates come from the optimizer's
     groups."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -480,7 +480,7 @@ class LocalSteps:
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run before or after every step. Such a step has to be a single one."""
+    """Whether hooks run before or after every step. Such a step cannot be split."""
     of_one = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     theirs = [hook for hook in of_one if not isinstance(hook, Telling)]
     return bool(theirs or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

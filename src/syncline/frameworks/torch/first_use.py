@@ -139,7 +139,7 @@ class Deferral:
         self.release(list(self.numbers.values()))
 
     def complete(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Complete these parameters, because they are read."""
+        """Complete these parameters before a read."""
         with self.lock:
             numbers = [number for one in parameters if (number := self.numbers.get(id(one))) is not None]
             if numbers:
@@ -148,7 +148,7 @@ class Deferral:
                 self.release(numbers)
 
     def complete_all(self) -> None:
-        """Complete all parameters, because a gradient is read."""
+        """Complete all parameters before a read of a gradient."""
         with self.lock:
             if self.numbers:
                 self._check_transforms()

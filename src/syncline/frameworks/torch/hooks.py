@@ -12,7 +12,7 @@ the dictionaries themselves, the copies share the hooks, as they share the param
 The session's observer receives spans of the forward and backward passes and of the optimizer's steps. A forward pass is
 a call of the model, also without gradients, as in an evaluation. The span of a backward pass begins when the pass
 enters the model's output, and ends before the waits at its end. If the script catches an exception in a pass, the span
-stays open until the next pass begins. A GPU computes asynchronously; there the times are those of the kernel launches.
+stays open until the next pass begins. A GPU computes asynchronously; there the spans show the kernel launches.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class PlainCopies:
         self._answer.ours.update(handle.id for handle in handles)
 
     def remove(self) -> None:
-        """Restore the module's own behaviour. The name is that of a hook's handle, so that both end alike."""
+        """Restore the module's own behaviour. A hook's handle has this method too, so both end alike."""
         self._answer.asked -= 1
         if not self._answer.asked:
             for name in (_REDUCE, _DEEPCOPY):

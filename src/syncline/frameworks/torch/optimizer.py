@@ -33,7 +33,7 @@ from .deferred import DeferredUpdates, watch_zero_grad
 from .own_values import ADDED, copy_with, group_values, plain_attributes
 from .passes import TrainedReplica
 from .served import Client
-from .shard import records_of, whole_state
+from .partial_optimizer import records_of, whole_state
 
 Groups = list[dict[str, Any]]
 
@@ -216,7 +216,7 @@ def hide_step(optimizer: torch.optim.Optimizer) -> Any:
     if hidden is not None and not hasattr(hidden, "_wrapped_by_lr_sched"):
         raise UsageError(
             f"step() of this {type(optimizer).__name__} was replaced on the object itself, and would no longer be"
-            " called: do that after syncline.prepare()"
+            " called: replace it after syncline.prepare()"
         )
     return vars(optimizer).pop("step", None)
 
@@ -261,7 +261,7 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int, int
 
 
 def own_class(optimizer: Any) -> type:
-    """The user's class of an optimizer with a mixin."""
+    """The user's class, for an optimizer whose class has a mixin."""
     return type(optimizer).__mro__[2]
 
 
@@ -362,7 +362,7 @@ class Stepping:
 
     @_or_plain
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients as the optimizer's own method does. Setting them to None counts as no read."""
+        """Clear gradients as the optimizer's own method does. Setting them to None does not count as a read."""
         plain = partial(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
         self._syncline_deferred.zero_grad(plain, looks=looks_at_gradients(self, *args, **kwargs))
 

@@ -219,7 +219,7 @@ class Selection:
         for name in sorted(options.ignore.difference(known)):
             near = difflib.get_close_matches(name, known, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"ignore= names {name!r}, which is no parameter or buffer of the model{hint}")
+            raise UsageError(f"ignore= names {name!r}, which is not a parameter or buffer of the model{hint}")
         self._names = options.ignore.union(getattr(model, _DDP_IGNORE, ()))
         self._ignored = {id(tensor) for name, tensor in parameters if name in self._names}
 
@@ -287,7 +287,7 @@ def ranks_of(session: Session, group: Any) -> tuple[int, ...]:
         found = _ranks_of_group(group)
     else:
         raise UsageError(
-            "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup, not"
+            "group= takes the result of syncline.new_group(), one dimension of a DeviceMesh, or a ProcessGroup, not"
             f" {type(group).__name__}"
         )
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (session.rank, session.world_size):

@@ -4,7 +4,7 @@ Owners of the weights run the optimizer's steps, so such counters advance with t
 the script has changed, and owners return the values that the optimizer has changed (``OwnValues``). Only *plain* values
 can be sent: numbers, texts, tensors of one element, and tuples, lists and dictionaries of these. An optimizer may also
 keep values in its class, in global variables, in closures or in other objects. These cannot be sent; ``beyond`` finds
-them, so that ``shard.probe`` can refuse an optimizer that changes one.
+them, so that ``partial_optimizer.probe`` can refuse an optimizer that changes one.
 
 An attribute that no method of the optimizer reads cannot influence an update, such as a loss that the script notes
 there or a time that the optimizer measures. Such attributes may differ between ranks and are not sent (``is_read``).

@@ -3,7 +3,7 @@
 A hook on each parameter fires when its gradient is complete. The gradient moves into its place in a contiguous bucket,
 divided by the number of ranks unless each rank's push is an update by itself, and ``param.grad`` becomes a view of the
 bucket. After ``zero_grad(set_to_none=True)`` that is the only copy (``Produced``). The state machine of the step
-(``engine.step``) hears of the gradient, and ``training.model`` carries out its answers. When ``backward()`` returns,
+(``engine.step``) is told of the gradient, and ``training.model`` carries out its answers. When ``backward()`` returns,
 all exchanges that the step waits for have arrived, so clipping, a GradScaler and the optimizer see averaged gradients.
 The step's ticket carries this rank's weight (``options``). It is sent at the first gradient, unless the pass may still
 add to the weight.
@@ -204,7 +204,8 @@ class Produced:
         if self._came[index]:
             raise self._fault(
                 f"the gradient of {self._named[index][0]!r} was produced again after it had been sent: this backward"
-                " pass has re-entrant checkpoints, the first one had none; use use_reentrant=False, or checkpoint from"
+                " pass has re-entrant checkpoints, but the first one had none; use use_reentrant=False, or checkpoint"
+                " from"
                 " the first step on"
             )
 
@@ -335,12 +336,12 @@ class TrainedReplica(Replica):
                 flat.zero_()
 
     def replace_layout(self) -> None:
-        """Finish deferred updates, then as ``TrainedModel.replace_layout``."""
+        """Finish deferred updates, then call ``TrainedModel.replace_layout``."""
         self.settle()
         self.trained.replace_layout()
 
     def resume_with(self, layout: Layout, measured: bool) -> None:
-        """Finish deferred updates, then as ``TrainedModel.resume_with``."""
+        """Finish deferred updates, then call ``TrainedModel.resume_with``."""
         self.settle()
         self.trained.resume_with(layout, measured)
 
@@ -380,8 +381,8 @@ class TrainedReplica(Replica):
         """Note an output: its samples count when backward passes through it."""
         if torch.is_grad_enabled() and self._samples is not None and not self._samples.after_forward(output):
             raise self.fault(
-                f"the model gives a {type(output).__name__} in which no tensor was found, so that nothing says which"
-                " batches a gradient is of: give tensors in tuples, lists, dictionaries or dataclasses, or give"
+                f"the model returned a {type(output).__name__} without any tensor, so the batch of a gradient is"
+                " unknown: return tensors in tuples, lists, dictionaries or dataclasses, or give"
                 " syncline.prepare() a number as weight="
             )
 

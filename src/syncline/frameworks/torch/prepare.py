@@ -4,7 +4,7 @@ All processes start from the same model. Before any value is sent they compare i
 strides, requires_grad); an error names the first parameter that differs. Worker 0's values are then copied piece by
 piece, so that the extra memory stays small.
 
-Ranks may have different numbers of batches. A rank that has run out becomes a *shadow* until all have run out
+Ranks may have different numbers of batches. A rank that has run out of batches becomes a *shadow* until all have
 (``shadow_until_all_joined``). A shadow makes the same collective calls as the others, but its ticket says that it has
 no batches. It takes part in their exchanges with zeros and weight 0, and in the joint calls of workers that own
 weights. If weights are exchanged, a shadow's own weights count in the first exchange after its last step; at the end it
@@ -39,7 +39,7 @@ from .own_values import OwnValues, copy_with, name_of
 from .passes import TrainedReplica
 from .replica import Forms
 from .served import Client, pull_by_layer
-from .shard import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
+from .partial_optimizer import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
 from .staging import CudaCopier
 from .storage import Storage, distinct, layers_of, pack_bytes, unpack_bytes
 from .supported import check_own_values, check_parameters, checked_alone, foreign_to, tell_of_slow_start
@@ -131,7 +131,10 @@ def _checked_together(
     if optimizer is not None and strategy.server_holds_weights:
         probed = probe(optimizer, 1 if strategy.roles is None else strategy.roles.owners)
         # All processes ask for such values together, so their names must agree.
-        remedy = "an optimizer must keep the same values on all ranks; keep a counter of one rank alone in the script"
+        remedy = (
+            "an optimizer must keep the same values on all ranks; keep a counter that is for one rank only in"
+            " the script"
+        )
         said.append((f"has an optimizer whose step() changes {_names(probed.changed)}", remedy))
         said.append((f"has an optimizer whose step() may change {_names(probed.own)}", remedy))
     if optimizer is not None:
@@ -196,8 +199,8 @@ def _check_all_prepared(replica: TrainedReplica, optimizer: torch.optim.Optimize
         if tensor.requires_grad:
             raise replica.fault(
                 f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not a parameter of any prepared"
-                " model, so that its gradient would be each rank's own: give syncline.prepare() every model that the"
-                " optimizer trains, a loss with parameters too"
+                " model, so its gradient would not be averaged: give syncline.prepare() every model that the optimizer"
+                " trains, including a loss with parameters"
             )
 
 

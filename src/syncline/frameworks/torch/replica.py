@@ -178,7 +178,7 @@ class Guard:
                 raise self._fault(str(error)) from None
             if unsynchronised(self._model):
                 raise self._fault(
-                    "this model was converted to SyncBatchNorm after syncline.prepare(): do that before it"
+                    "this model was converted to SyncBatchNorm after syncline.prepare(): convert it before"
                 )
 
     def check_first(self) -> None:
@@ -199,8 +199,9 @@ class Guard:
         for name, parameter in self._named:
             if id(parameter) not in present:
                 raise self._fault(
-                    f"parameter {name!r} is no longer the one of syncline.prepare() (load_state_dict(assign=True), or"
-                    " another module in its place?), and the new one would not be exchanged: do that before prepare()"
+                    f"parameter {name!r} was replaced after syncline.prepare() (load_state_dict(assign=True), or"
+                    " another module in its place?), and the new one would not be exchanged: replace it before"
+                    " prepare()"
                 )
 
     def check_trained(self, steps: int) -> None:
@@ -210,8 +211,8 @@ class Guard:
             changed = [name for name, parameter in self._model.named_parameters() if id(parameter) not in self._known]
         if changed:
             raise self._fault(
-                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): do that before it, or, without"
-                " server processes, prepare the model again"
+                f"{changed[0]!r} was frozen, unfrozen or added after syncline.prepare(): change it before prepare(),"
+                " or, without server processes, prepare the model again"
             )
 
     def check_forms(self) -> None:

@@ -1,13 +1,13 @@
 """A model whose weights others own, with PyTorch's side of pushes and pulls: ``Client``, and ``Pulling`` by layer.
 
-``training.owners`` runs the step. Here the new weights are written directly into the parameters, which lie in
-contiguous storage like the gradients, and changes are detected that the owners would not see. ``optimizer`` has the
-user's side, the optimizer object.
+``training.owners`` runs the step. This module writes the new weights directly into the parameters, which lie in
+contiguous storage like the gradients, and detects changes that the owners would not see. ``optimizer`` has the user's
+side, the optimizer object.
 
 Weights that the script has changed since the last step (a loaded state, clipped weights) are sent to the owners with
-the step. Rank 0's are used, and all ranks must have made the same change. Refused are gradients that were changed after
-they were sent, and a second exchange before the step. Gradients are clipped by ``syncline.clip_grad_norm_``, which the
-owners compute.
+the step. Rank 0's are used, and all ranks must have made the same change. Gradients that were changed after they were
+sent are refused, and so is a second exchange before the step. With ``syncline.clip_grad_norm_`` the owners clip the
+gradients.
 
 Weights may come back layer by layer during the next iteration (``Pulling``). At the first gradient of a step the owners
 receive the values of the optimizer's groups. From then on each bucket proceeds by itself: it is pushed when its
@@ -41,7 +41,7 @@ from .deferred import DeferredUpdates, PendingUpdate, watch_zero_grad
 from .own_values import OwnValues, group_values
 from .passes import TrainedReplica
 from .replica import Replica
-from .shard import as_elements, in_memory_order, whole_state
+from .partial_optimizer import as_elements, in_memory_order, whole_state
 from .storage import Contents, Storage
 
 log = logging.getLogger("syncline")
@@ -107,7 +107,7 @@ class Client:
         if self.replica.exchanged:
             raise self.replica.fault(
                 f"{what} between backward() and step(): under schedule={self.deferred.name} the owners of the weights"
-                " have made the update of this step already; do it after step(), or use schedule=fixed"
+                " have made the update of this step already; call it after step(), or use schedule=fixed"
             )
         self._pulled.remember_mirror()  # every pull has been copied into the parameters
 
@@ -227,7 +227,7 @@ class Client:
     def _check_between(self, what: str) -> None:
         if self.replica.exchanged:
             raise self.replica.fault(
-                f"{what} between backward() and step(): the owners of the weights have gradients of this step; do it"
+                f"{what} between backward() and step(): the owners of the weights have gradients of this step; call it"
                 " between two steps"
             )
 
@@ -409,7 +409,7 @@ class Client:
 
     def _not_zeroed(self, index: int, why: str) -> GradientError:
         return self.replica.fault(
-            f"the gradient of {self.replica.named[index][0]!r} was not zeroed after the last step, so that the next one"
+            f"the gradient of {self.replica.named[index][0]!r} was not zeroed after the last step, so the next one"
             f" would be added to it, and {why}: call zero_grad() after each step, accumulate within a step by"
             " `with syncline.no_sync():`, or use ps(update=worker)"
         )

@@ -45,7 +45,7 @@ def flat_view(tensor: Any) -> tuple[Array, Callable[[], object]]:
     """A one-dimensional array over a tensor's memory, or over a copy, and a function to call after a write to the
     array.
 
-    Raises UsageError or NotBuiltError if it is no tensor, or has no elements of its own.
+    Raises UsageError or NotBuiltError for other objects, and for a tensor without elements of its own.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")

@@ -29,12 +29,12 @@ from ...sync import Averages, Mixes
 from .buffers import unsynchronised
 from .options import Named, Options, Selection
 from .own_values import group_values
-from .shard import DECLARED, probe_parts, updates_alone
+from .partial_optimizer import DECLARED, probe_parts, updates_alone
 from .storage import layers_of
 
 log = logging.getLogger("syncline")
 
-_EITHER = "give it either to Syncline or to that; leave the other out"
+_EITHER = "let only Syncline or only that library average it"
 
 
 def checked_alone(
@@ -108,7 +108,7 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def foreign_to(models: Iterable[object], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors in the optimizer that are no parameters of these models. Models of other frameworks are skipped."""
+    """The tensors in the optimizer that are not parameters of these models. Models of other frameworks are skipped."""
     modules = [model for model in models if isinstance(model, torch.nn.Module)]
     known = {id(parameter) for model in modules for parameter in model.parameters()}
     return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
@@ -153,7 +153,7 @@ def _check_served(optimizer: torch.optim.Optimizer | None, selection: Selection)
             parameter is held for group in optimizer.param_groups for held in group["params"]
         ):
             raise UsageError(
-                f"parameter {name!r} is ignored, and the optimizer, which runs on the parameter server, updates it:"
+                f"parameter {name!r} is ignored, but the optimizer, which runs on the parameter server, updates it:"
                 " give it an optimizer of its own, or use ps(update=worker) or an allreduce such as ring"
             )
 
@@ -195,11 +195,12 @@ def check_deferred(strategy: Strategy, optimizer: torch.optim.Optimizer | None, 
         if strategy.schedule_object().apply == "next_step":
             raise UsageError(
                 f"schedule={name} makes a step of the optimizer during the next one, on a copy of the object, and"
-                f" {kind}, which is none of torch's own, may keep something in the object: declare in its class"
+                f" {kind}, which is not one of torch's own, may keep something in the object: declare in its class"
                 f" {DECLARED} = True if it does not, or use schedule=fixed"
             )
         log.warning(
-            "%s is none of torch's own optimizers: its step waits for all gradients under schedule=%s. If its update of"
+            "%s is not one of torch's own optimizers: its step waits for all gradients under schedule=%s. If its"
+            " update of"
             " a parameter depends on that parameter alone, declare in its class %s = True",
             kind, name, DECLARED,
         )  # fmt: skip

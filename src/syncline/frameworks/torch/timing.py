@@ -11,9 +11,9 @@ A GPU computes asynchronously. There moments are events on its stream, which are
 
 ``Recording`` measures the layers of an unchanged training script on this device. Global hooks on modules and optimizers
 find the model: the outermost module that is called and whose parameters the first optimizer trains. It is measured for
-some steps, without the first ones, in which memory is allocated and kernels are selected; then the script is ended.
-Copies of batches to a device by ``to``, ``cuda`` and ``copy_`` are timed too, with the device idle before and after. A
-trace file has their time in the row of its first layer.
+some steps after the first ones, in which memory is allocated and kernels are selected; then the script is ended. Copies
+of batches to a device by ``to``, ``cuda`` and ``copy_`` are timed too, with the device idle before and after. A trace
+file has their time in the row of its first layer.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def as_elements(tensor: torch.Tensor) -> Elements:
 def as_tensor(elements: Elements) -> torch.Tensor:
     """A tensor that shares the memory of these elements."""
     dtype: torch.dtype = getattr(torch, elements.dtype)
-    if elements.data.size == 0:  # NumPy's strides of nothing are none of torch's
+    if elements.data.size == 0:  # torch does not accept NumPy's strides of an empty array
         return torch.empty(elements.shape, dtype=dtype)
     return torch.from_numpy(elements.data).view(dtype).reshape(elements.shape)
 
@@ -179,7 +179,7 @@ class Probed:
 
     keeps_state: bool
     own: tuple[frozenset[str], ...]
-    changed: tuple[frozenset[str], ...] = ()  # those of them that were seen to change
+    changed: tuple[frozenset[str], ...] = ()  # the values that were seen to change
 
 
 _SHAPES = ((6, 4), (9,))
@@ -305,8 +305,8 @@ def _changed_beyond(
 ) -> list[str]:
     """The places outside the optimizer that it still changes after other copies of it have made steps.
 
-    A change that happens only once, such as a warning or a cache entry, does not count. ``gradients`` are those of the
-    smallest scale tried; steps with larger and smaller ones follow, in case the optimizer keeps an extreme value.
+    A change that happens only once, such as a warning or a cache entry, does not count. ``gradients`` have the smallest
+    scale tried; steps with larger and smaller gradients follow, in case the optimizer keeps an extreme value.
     """
     _step(pairs, made, gradients)
     before = beyond(made[0])
@@ -395,7 +395,7 @@ def state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tenso
 
 
 def _elementwise_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """The keys whose values, for parameters that are no scalars, have one element per element of the parameter."""
+    """The keys whose values, for parameters that are not scalars, have one element per element of the parameter."""
     return frozenset(
         key
         for parameter, state in optimizer.state.items()
