@@ -136,11 +136,15 @@ def test_another_mtu_and_a_stream_that_stalls_are_named() -> None:
     told = seen(4)
     told[3].way = way(3, mtu=9000)
     (one,) = faults(judged(told, links(4)))
-    assert one.text == "eth0 of h3 has MTU 9000, the interfaces of other hosts have 1500"
+    assert one.text == "eth0 of h3 has MTU 9000, other hosts have 1500"
     assert one.remedy == "Run ip link set eth0 mtu 1500 on h3."
     stalled, *_ = faults(judged(told, links(4, lambda *pair: None if pair == (3, 0) else GBIT)))
     assert (stalled.check, stalled.status) == ("mtu", "fail")
     assert "h0 receives small messages of h3" in stalled.text
+    for host in (0, 1):
+        told[host].way = way(host, mtu=9000)
+    _, *others = faults(judged(told, links(4, lambda *pair: None if pair == (3, 0) else GBIT)))
+    assert [one.remedy for one in others] == [f"Run ip link set eth0 mtu 1500 on h{host}." for host in (0, 1, 3)]
 
 
 def test_versions_that_differ_are_named() -> None:

@@ -20,6 +20,8 @@ LIMIT_S = 90.0
 HOSTS = 4
 DOCTORED = Path(__file__).with_name("doctored.py")
 
+SLOW = pytest.mark.slow  # a process takes a whole core, or frames are waited for in vain
+
 pytestmark = pytest.mark.usefixtures("able")
 
 
@@ -41,7 +43,21 @@ def taker() -> Iterator[int]:
         process.kill()
 
 
-@pytest.mark.slow  # a process takes a whole core meanwhile, which other tests would miss
+@SLOW
+def test_a_link_that_loses_large_frames_is_found(tmp_path: Path) -> None:
+    """Both hosts believe in frames that the switch between them does not pass on."""
+    path = tmp_path / "found.json"
+    with Lab(2, Rate(1e9)) as lab:
+        for host in range(2):
+            on(lab, host, "ip link set eth0 mtu 9000 gso_max_segs 1")
+        command = [sys.executable, "-m", "syncline", "doctor", "--json", str(path)]
+        outcome = launch(command, 2, place=lab.placement, on_output=lambda *_: None, timeout_s=LIMIT_S)
+    assert outcome.status == 1
+    (first, second) = [one["text"] for one in json.loads(path.read_text())["findings"] if one["status"] == "fail"]
+    assert all("receives small messages of" in text and "a large one stalls" in text for text in (first, second))
+
+
+@SLOW
 def test_six_planted_faults_are_found_and_named(taker: int, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     with Lab(HOSTS, Rate(1e9)) as lab:
@@ -74,7 +90,7 @@ def test_six_planted_faults_are_found_and_named(taker: int, tmp_path: Path) -> N
     assert f"{names[0]}, {names[2]}, {names[3]} cannot reach {names[1]} at 10.99.0.1 (vpn0" in reach
     assert any(text.startswith(f"{names[2]} sends at most ") for text in told("bandwidth"))
     (mtu,) = told("mtu")
-    assert mtu == f"eth0 of {names[3]} has MTU 1400, the interfaces of other hosts have 1500"
+    assert mtu == f"eth0 of {names[3]} has MTU 1400, other hosts have 1500"
     (clock,) = told("clocks")
     assert clock.startswith(f"the clock of {names[3]} is ")
     assert 4.5 < float(clock.split(" is ")[1].split()[0]) < 5.5

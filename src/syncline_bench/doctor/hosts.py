@@ -164,14 +164,15 @@ class _Ranks:
 
     def check(self) -> list[Finding] | None:
         """Check, and return the findings on rank 0, None on other ranks."""
-        limit_s = LIMIT_S + 3 * _SPARE_S + len(self._leads) * (_STALL_S + 8 * _SLICE_S)
+        notes_s = LIMIT_S + _SPARE_S + len(self._leads) * 10 * _SLICE_S
+        limit_s = 3 * notes_s if self._rank == 0 else 4 * notes_s  # rank 0 is the one to say who is late
         self._client.limit(time.monotonic() + limit_s, limit_s)
         if self._rank:
             if self._rank in self._leads:
-                self._take_part(limit_s)
+                self._take_part(notes_s)
         else:
             try:
-                self._take_part(limit_s)
+                self._take_part(notes_s)
             except GroupError as error:  # a rank has ended: what the others have seen so far still counts
                 self._faults.append(Finding("reach", "fail", str(error), "Look at the output of that rank."))
             self._client.limit(time.monotonic() + _STALL_S, _STALL_S)
@@ -179,22 +180,22 @@ class _Ranks:
             self._client.through()
         return [*judged(self._seen, self._links), *self._faults] if self._rank == 0 else None
 
-    def _take_part(self, limit_s: float) -> None:
+    def _take_part(self, notes_s: float) -> None:
         unreached = self._call()
         me = self._roll.members[self._rank]
         mine = Seen(self._rank, me.host, self._here, versions_here(), self._examine(), unreached)
         self._client.set(f"seen/{self._rank}", mine.to_json())
         if self._rank == 0:
-            for note in self._notes("seen", limit_s / 2):
+            for note in self._notes("seen", notes_s):
                 self._seen.append(Seen.from_json(note))
             there = [one.rank for one in self._seen]
             opened = [(one.rank, peer) for one in self._seen for peer in there if peer not in one.unreached]
             self._client.set("opened/0", json.dumps(opened).encode())
-        opened = [(one, other) for one, other in json.loads(self._note("opened/0", limit_s)) if one != other]
+        opened = [(one, other) for one, other in json.loads(self._opened(2 * notes_s)) if one != other]
         self._measure(opened)
         self._client.set(f"links/{self._rank}", self._links.to_json())
         if self._rank == 0:
-            for note in self._notes("links", limit_s / 2):
+            for note in self._notes("links", notes_s):
                 self._links.add_json(note)
 
     def _examine(self) -> list[Finding]:
@@ -228,12 +229,14 @@ class _Ranks:
         self._out = {peer: answer for peer, answer in answers.items() if not isinstance(answer, str)}
         return {peer: answer for peer, answer in answers.items() if isinstance(answer, str)}
 
-    def _note(self, name: str, limit_s: float) -> bytes:
-        """A note that another rank will write. Raises GroupError after ``limit_s``."""
+    def _opened(self, limit_s: float) -> bytes:
+        """Rank 0's note on the pairs that have a connection. Raises GroupError after ``limit_s``."""
         deadline = time.monotonic() + limit_s
-        while (note := self._client.get(name)) is None:
+        while (note := self._client.get("opened/0")) is None:
             if time.monotonic() > deadline:
-                raise GroupError(f"rank {self._rank} waited {limit_s:.0f} s for {name} of the other ranks")
+                raise GroupError(
+                    f"rank 0 has named no pairs of hosts within {limit_s:.0f} s: see whether it is stopped"
+                )
             time.sleep(_POLL_S)
         return note
 
@@ -411,17 +414,20 @@ def _clocks(seen: Sequence[Seen], names: Names, links: Links) -> Iterator[Findin
 
 
 def _mtu(seen: Sequence[Seen], names: Names, links: Links) -> Iterator[Finding]:
-    for source, target in (pair for pair, rate in links.rates.items() if rate is None):
+    stalled = [pair for pair, rate in links.rates.items() if rate is None]
+    for source, target in stalled:
         text = f"{names[target]} receives small messages of {names[source]}, but a large one stalls"
         remedy = f"Set one MTU on all interfaces and switches between {names[source]} and {names[target]}."
         yield Finding("mtu", "fail", text, remedy)
     missed = {peer for one in seen for peer in one.unreached}
     known = [one for one in seen if one.way.mtu and one.rank not in missed]
     ((usual, _),) = Counter(one.way.mtu for one in known).most_common(1) or [(0, 0)]
+    if stalled and known:  # most hosts may have frames that a switch does not pass on
+        usual = min(one.way.mtu for one in known)
     for one in known:
         if one.way.mtu != usual:
             name, interface = names[one.rank], one.way.interface
-            text = f"{interface} of {name} has MTU {one.way.mtu}, the interfaces of other hosts have {usual}"
+            text = f"{interface} of {name} has MTU {one.way.mtu}, other hosts have {usual}"
             yield Finding("mtu", "warn", text, f"Run ip link set {interface} mtu {usual} on {name}.")
     if usual and all(one.way.mtu == usual for one in known):
         yield Finding("mtu", "ok", f"the interfaces of {len(known)} hosts have MTU {usual}")
