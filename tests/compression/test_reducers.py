@@ -175,3 +175,20 @@ def test_codecs_know_how_many_workers_there_are() -> None:
     group.step([[x]] * 4)
     for arrays in group.arrays:
         np.testing.assert_allclose(np.linalg.norm(arrays[0]), 6.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["bf16", "fp16"])
+def test_sums_in_float32_are_rounded_once(text: str) -> None:
+    """Whatever the number of ranks, whereas sums of 16 bits are rounded at every addition."""
+    kind = numpy_dtype({"bf16": "bfloat16", "fp16": "float16"}[text])
+    inputs = gradients(9, ELEMENTS, 5)
+    total = np.zeros(ELEMENTS, np.float32)
+    for (row,) in inputs:
+        total += row.astype(kind).astype(np.float32)
+    wanted = total.astype(kind).astype(np.float32)
+    wide, narrow = (Ranks(codec(f"{text}(sum={sums})"), 9) for sums in ("fp32", "payload"))
+    for group in (wide, narrow):
+        group.step(inputs)
+    np.testing.assert_array_equal(wide.results[0], wanted)
+    far, near = (np.linalg.norm(group.results[0] - total) for group in (narrow, wide))
+    assert far > 2 * near

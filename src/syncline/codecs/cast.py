@@ -6,14 +6,16 @@ because the nearest number is never farther away than 0.
 
 Payloads of the 16-bit types are arrays of numbers that any plan can add; a sum beyond their range becomes an infinity,
 as usual. A finite *input* beyond the range is sent as the largest finite number, so that error feedback keeps the rest
-and finite values stay finite. Micikevicius et al., "Mixed precision training", ICLR 2018; Kalamkar et al., "A study of
-BFLOAT16 for deep learning training", 2019; Micikevicius et al., "FP8 formats for deep learning", 2022.
+and finite values stay finite. With ``sum=fp32`` owners widen the payloads of all ranks, add them in float32 and round
+the sum once: its error does not grow with the number of ranks, for which it costs further decodings. Micikevicius et
+al., "Mixed precision training", ICLR 2018; Kalamkar et al., "A study of BFLOAT16 for deep learning training", 2019;
+Micikevicius et al., "FP8 formats for deep learning", 2022.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ..nouns import Spec
 from ..registry import register
@@ -30,11 +32,16 @@ class _Half:
     ``biased`` is False.
     """
 
-    combine: ClassVar[Combine] = "sum"
+    sum: Literal["payload", "fp32"] = "payload"
     number: ClassVar[str]
     block: ClassVar[int] = 2
     contraction: ClassVar[bool] = True
     biased: ClassVar[bool] = False
+    takes_tensors: ClassVar[bool] = True
+
+    @property
+    def combine(self) -> Combine:
+        return "owner" if self.sum == "fp32" else "sum"
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         size = 4 * words_of(spec.elements, 2, 2, heads=0)
@@ -60,15 +67,15 @@ class _Half:
 @register("codecs", "fp16")
 @dataclass(frozen=True)
 class Fp16(_Half):
-    """16 bits per element: IEEE 754 half precision, up to 65504."""
+    """16 bits per element: IEEE 754 half precision, up to 65504. Added as they are, or in float32."""
 
     number: ClassVar[str] = "float16"
 
 
-@register("codecs", "bf16")
+@register("codecs", "bf16", examples=("bf16", "bf16(sum=fp32)"))
 @dataclass(frozen=True)
 class Bf16(_Half):
-    """16 bits per element: bfloat16, the upper half of a float32."""
+    """16 bits per element: bfloat16, the upper half of a float32. Added as they are, or in float32."""
 
     number: ClassVar[str] = "bfloat16"
 
