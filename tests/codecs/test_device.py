@@ -293,6 +293,12 @@ def test_a_state_goes_to_the_device_and_back() -> None:
     np.testing.assert_array_equal(state.residual, [0, 1, 2])
 
 
+def test_a_device_without_room_for_a_state_says_what_helps() -> None:
+    state = State(Spec("a", (3,)), 0, np.zeros(3, np.float32))
+    with pytest.raises(UsageError, match=r"state of 'a' cannot be copied to nowhere.*SYNCLINE_DEVICE_CODECS=off"):
+        to_device(state, "nowhere")
+
+
 def test_a_family_without_kernels_for_devices_says_so() -> None:
     with pytest.raises(UsageError, match="on the host"):
         kernels_for("passes", torch.zeros(1))

@@ -200,7 +200,7 @@ class Pieces(Sequence[Any]):
 def test_one_piece_or_key_more_than_tags_can_number_is_refused(pieces: int, key: int, says: str) -> None:
     def make() -> Reducing:
         order = CodedOrder(lambda: Pieces(pieces), lambda _: Mock(), key, "bucket 0")
-        return Reducing(limited(), order, Mock(), Mock())
+        return Reducing(limited(), order, Mock(), Mock(), Mock())
 
     if says:
         with pytest.raises(UsageError, match=says):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from two_engines import LIMIT_S, engines, ring
 
+from syncline.compression.reducers import Reducer, Round
 from syncline.engine.engine import Engine
-from syncline.engine.order import Order, When, Work
+from syncline.engine.order import CodedOrder, Order, When, Work
 from syncline.engine.scope import BLOCK_BITS, SCOPES, Scope
 from syncline.errors import UsageError
 
@@ -75,6 +77,19 @@ def test_who_is_expected_in_a_scope_is_awaited_in_the_run_by_its_number_there() 
         assert here[0].awaited == {0, 1}
         here[0].expect(dict)
         assert (made[1].awaited, here[0].awaited) == ({1}, {0})
+
+
+def test_a_reducer_in_a_scope_waits_for_its_device() -> None:
+    device = Mock()
+
+    def reducer() -> Reducer:
+        yield Round([], [], after=device)
+
+    order = CodedOrder(lambda: [reducer], lambda _: Mock(), 0, "bucket 0")
+    (started,) = Scope((3, 5), 0, 1).coded_order(order).pieces()
+    asked = next(started())
+    assert isinstance(asked, Round)
+    assert asked.after is device
 
 
 def test_a_key_beyond_the_block_is_refused() -> None:

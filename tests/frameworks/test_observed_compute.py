@@ -139,6 +139,26 @@ def test_where_nobody_observes_there_are_no_hooks_for_it(run_on: Callable[..., A
     assert run_on(in_process("ring", 2), body) == [[0, 0]] * 2
 
 
+def test_payloads_from_a_device_are_told_within_their_bucket(run_on: Callable[..., Any]) -> None:
+    pytest.importorskip("triton")
+    one = recorder()
+
+    def body(session: Session) -> None:
+        model = mlp()
+        made = prepare(session, model, torch.optim.SGD(model.parameters(), lr=0.1), copier=HostCopier(codes=True))
+        assert made is not None
+        loss_of(model(batch(session.rank))).backward()
+        made.replica.detach()  # nothing may be interpreted once another test begins
+
+    run_on(in_process("ring codec=int8 schedule=wait_free", 2, [one]), body)
+    copies = one.spans("staging")
+    assert {span.label for span in copies} == {span.label for span in one.spans("run") if span.phase == "reduce"}
+    for span in copies:
+        begun, ended = lifetime(one, span)
+        assert span.within is not None
+        assert lifetime(one, span.within)[0] < begun < ended < lifetime(one, span.within)[1]
+
+
 def test_copies_from_a_device_are_told_within_what_waits_for_them(run_on: Callable[..., Any]) -> None:
     one = recorder()
 

@@ -297,6 +297,26 @@ def test_a_gpu_is_asked_to_copy_behind_the_gradient_and_before_the_optimizer(mon
     ]
 
 
+def test_a_gpu_is_asked_to_encode_behind_the_gradient_and_to_decode_before_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Streams()
+    monkeypatch.setattr(torch, "cuda", asked)
+    copier = CudaCopier(torch.device("cpu"))
+    copier.run("down", lambda: asked.said.append("encode"), copier.mark())
+    copier.run("down", lambda: asked.said.append("copy the payload"))
+    copier.reached("down")
+    copier.run("up", lambda: asked.said.append("decode"))
+    copier.reached("up")
+    copier.join()
+    assert asked.said == [
+        *("event on training", "down waits for the event on training", "on down", "encode"),
+        *("on down", "copy the payload", "event on down to sleep for"),
+        *("on up", "decode", "event on up to sleep for"),
+        "training waits for up",
+    ]
+
+
 def test_memory_that_a_gpu_does_not_pin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", Streams(refuse=True))
     with pytest.raises(SynclineError, match="cannot pin 8 bytes of host memory for cpu: error 1"):

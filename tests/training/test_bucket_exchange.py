@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from syncline.engine.order import Work
 from syncline.errors import MismatchError
+from syncline.kernels import cpu
 from syncline.session.tickets import JOINED, STEP, Meeting, Ticket, step_argument, ticket_table
 from syncline.strategy.strategy import Strategy
 from syncline.training.exchange import REPLACES, BucketExchange, storages_of
@@ -28,6 +30,9 @@ class Rank:
         me: Any = self
         self.exchange = BucketExchange(me, KEY, me, cast("list[Blocks]", [self]), cast("Staging", None), rule=said)
 
+    def computes_on_device(self, *_: object) -> bool:
+        return False
+
     def compression(self, *_: object) -> None:
         """There is no codec."""
 
@@ -44,7 +49,8 @@ class Rank:
         work = Work("tickets")
         work.done = True
         array = np.ones(3)
-        self.exchange._check_and_weigh(array, Meeting(work, table, mine, lambda _, __: MismatchError("kinds")))
+        meeting = Meeting(work, table, mine, lambda _, __: MismatchError("kinds"))
+        self.exchange._check_and_weigh(partial(cpu.weigh, array), meeting)
         return array.tolist()
 
 

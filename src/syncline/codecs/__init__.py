@@ -202,6 +202,16 @@ class LeavesOut(Protocol):
 
 
 @runtime_checkable
+class TakesTensors(Protocol):
+    """A codec that may encode and decode tensors on a device (``_device``) as well as arrays."""
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether it does with its arguments, in everything that an exchange of its payloads needs."""
+        ...
+
+
+@runtime_checkable
 class Decays(Protocol):
     """A codec that multiplies the residual by ``decay`` in every step."""
 

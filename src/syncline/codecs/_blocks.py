@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
+from ..kernels.cuda import LARGEST_BLOCK
 from ..nouns import Spec
 from . import Codec, Combine, Encoded, Floats, Payload, State, check_words, fresh_state, residual_of, words_of
 from ._device import kernels_for
@@ -20,6 +21,11 @@ class Blocks(Codec, Protocol):
     def codes(self) -> int:
         """Codes per word."""
         ...
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether a program of a GPU can hold a block."""
+        return self.block <= LARGEST_BLOCK
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         size = 4 * words_of(spec.elements, self.block, self.codes, self.heads)

@@ -1,7 +1,8 @@
 """Finds the kernels of a codec by where an array is: a NumPy array in host memory, or a torch tensor on a device.
 
-``encode`` and ``decode`` accept both. The kernels of a family have the same names, arguments and payload bits on both
-sides: a payload encoded on a GPU can be decoded, summed and encoded again on the host, and vice versa. On a device
+``encode`` and ``decode`` of codecs that say so (``TakesTensors``) accept both. The kernels of a family have the same
+names, arguments and payload bits on both sides: a payload encoded on a GPU can be decoded, summed and encoded again on
+the host, and vice versa. On a device
 
     x, out        one-dimensional contiguous float32 tensors
     payloads      one-dimensional contiguous int32 tensors of the same bits
@@ -18,6 +19,7 @@ not finite, and in the selection if more elements are NaN than pairs are sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -27,7 +29,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
-from . import State
+from . import Floats, Payload, State
+
+SWITCH = "SYNCLINE_DEVICE_CODECS"
+"""The environment variable that leaves codecs to the processor if it is ``off``."""
 
 _QUANTISERS = ("cast", "linear", "signs", "stochastic", "ternary")
 """The families of ``kernels.cuda.quantisers``. On the host each has a module, since modules compile as a whole."""
@@ -57,6 +62,22 @@ def _kernels(family: str, device: bool) -> Any:
     return import_module(f"..kernels.cuda.{'sparse' if family == 'sparse' else 'quantisers'}", __package__)
 
 
+def why_not(device: Any) -> str:
+    """Why the kernels do not run on a device; empty if they do. Compiles one, and waits for it."""
+    try:
+        import torch
+
+        x, payload = torch.ones(2, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        kernels_for("cast", x).encode_bfloat16(x, x[:0], halves(payload))
+        return "" if int(payload) == _TWO_ONES else f"1, 1 were rounded to {int(payload):#x}"
+    except Exception as error:  # a compiler, a driver and a library, each with errors of its own
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+_TWO_ONES = 0x3F803F80
+"""Two ones as bfloat16."""
+
+
 def halves(payload: Any) -> Any:
     """A payload as 16-bit words: numpy's uint16 or torch's int16."""
     if not on_device(payload):
@@ -84,11 +105,74 @@ def room_for(words: int, like: Any) -> Any:
     return torch.empty(words, dtype=torch.int32, device=like.device)
 
 
-def to_device(state: State, device: Any) -> State:
-    """A state whose arrays are copied to tensors on a device."""
+def words(x: Any) -> Any:
+    """Float32 numbers as the words of a payload."""
+    if not on_device(x):
+        return x.view(np.uint32)
     import torch
 
-    return _moved(state, lambda array: torch.from_numpy(array).to(device, copy=True))
+    return x.view(torch.int32)
+
+
+def all_finite(x: Any) -> Any:
+    """Whether all numbers are finite, as ``Encoded`` has it."""
+    if not on_device(x):
+        return bool(np.isfinite(x).all())
+    import torch
+
+    return torch.isfinite(x).all()
+
+
+def all_in_one(told: Sequence[Any]) -> Any:
+    """The values of tensors of one element on a device, as a word each."""
+    import torch
+
+    return torch.cat([one.reshape(1) for one in told]).to(torch.int32)
+
+
+def bring_down(there: Any, here: Payload) -> None:
+    """Copy words to host memory, in the device's current stream. Does not wait if the device can reach the memory."""
+    import torch
+
+    torch.from_numpy(here.view(np.int32)).copy_(there, non_blocking=True)
+
+
+def bring_up(here: Payload, like: Floats) -> Any:
+    """A copy of words on the device of ``like``, made as by ``bring_down``."""
+    import torch
+
+    return room_for(len(here), like).copy_(torch.from_numpy(here.view(np.int32)), non_blocking=True)
+
+
+def on_host(array: Any) -> Any:
+    """An array of numpy, or a copy of a tensor as one. Waits for the device."""
+    return array.cpu().numpy() if on_device(array) else array
+
+
+def overwrite(array: Any, values: Any) -> None:
+    """Replace the elements by those of an array or, on a device, also of a tensor there, of the same size."""
+    if not on_device(array):
+        array[...] = values
+    elif on_device(values):
+        array.copy_(values)
+    else:
+        import torch
+
+        array.copy_(torch.from_numpy(np.array(values, np.float32)))
+
+
+def to_device(state: State, device: Any) -> State:
+    """A state whose arrays are copied to tensors on a device. Raises UsageError if it has no memory for them."""
+    import torch
+
+    try:
+        return _moved(state, lambda array: torch.from_numpy(array).to(device, copy=True))
+    except RuntimeError as error:  # torch's OutOfMemoryError is one
+        why = str(error).partition("\n")[0]
+        raise UsageError(
+            f"the codec's state of {state.spec.name!r} cannot be copied to {device}: {why}; {SWITCH}=off leaves codecs"
+            " and their state to the processor"
+        ) from error
 
 
 def to_host(state: State) -> State:

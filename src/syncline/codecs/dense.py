@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ..nouns import Spec
 from ..registry import register
 from . import Combine, Encoded, Floats, Payload, State, check_words, fresh_state
+from ._device import all_finite, floats, words
 
 
 @register("codecs", "none")
@@ -22,6 +21,7 @@ class Dense:
     contraction: ClassVar[bool] = True
     biased: ClassVar[bool] = False
     number: ClassVar[str] = "float32"
+    takes_tensors: ClassVar[bool] = True
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
         return spec.nbytes, spec.nbytes
@@ -31,12 +31,15 @@ class Dense:
         return fresh_state(spec, rank, feedback)
 
     def encode(self, x: Floats, out: Payload, state: State, start: int = 0) -> Encoded:  # noqa: ARG002
-        out[: x.size] = x.view(np.uint32)
-        return Encoded(x.size, bool(np.isfinite(x).all()))
+        out[: len(x)] = words(x)
+        return Encoded(len(x), all_finite(x))
 
     def decode(self, payload: Payload, out: Floats, state: State, *, add: bool = False, start: int = 0) -> None:  # noqa: ARG002
-        check_words(payload, out.size)
-        np.add(out, payload.view(np.float32), out=out) if add else np.copyto(out, payload.view(np.float32))
+        check_words(payload, len(out))
+        if add:
+            out += floats(payload)
+        else:
+            out[:] = floats(payload)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class TopK:
     block: ClassVar[int] = 0
     contraction: ClassVar[bool] = True
     biased: ClassVar[bool] = True
+    takes_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -88,6 +89,7 @@ class GTopK(TopK):
     """Like topk, but the sum over the ranks also keeps only its largest elements: payloads are merged on a tree."""
 
     combine: ClassVar[Combine] = "merge"
+    takes_tensors: ClassVar[bool] = False  # payloads are merged on the host, with the residual
 
     def merge(self, mine: Payload, theirs: Payload, out: Payload, state: State) -> int:
         """Write the k largest of the sum of two payloads to ``out``, which is neither of them. Returns its words.
@@ -127,6 +129,7 @@ class RandomK:
     contraction: ClassVar[bool] = True
     biased: ClassVar[bool] = True
     number: ClassVar[str] = "float32"
+    takes_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)

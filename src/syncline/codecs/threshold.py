@@ -70,6 +70,11 @@ class Threshold:
         """Momentum correction needs the residual."""
         return self.momentum > 0
 
+    @property
+    def takes_tensors(self) -> bool:
+        """Norms, which clipping needs, are computed on the host."""
+        return self.clip == 0
+
     def ratio_at(self, step: int) -> float:
         if step >= self.warmup or self.ratio >= _WARM:
             return self.ratio

@@ -18,6 +18,9 @@ If steps overlap, the gradients of two consecutive steps are in memory at once; 
 
 If owners hold the weights, they keep the summed gradients and encode updates of the weights instead (``updates``).
 
+Gradients on a device (``Device``). Their codecs' own state is there too, and so is the state of the second encoding. A
+checkpoint is the same as without a device.
+
 Cuts. A schedule cuts tensors by size, but scales and selections belong to whole tensors or blocks, so a compressed
 tensor may only be cut at multiples of the codec's block. If a schedule cuts elsewhere, the tensor is rejoined
 (``join_cuts``): it travels in one bucket, whose payload is sent in segments that more urgent buckets can overtake.
@@ -35,10 +38,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..codecs import Codec, Floats, State, Stochastic, codec_of, relay_of
+from ..codecs import Codec, Floats, State, Stochastic, TakesTensors, codec_of, relay_of
+from ..codecs._device import floats, on_device, on_host, overwrite, room_for, to_device
 from ..errors import UsageError
 from ..nouns import Bucket, Layer, Slice, Spec
-from .reducers import Operand, Participant, Reducer, levels
+from .reducers import Operand, Participant, Queue, Reducer, levels
 from .reducers.owners import collecting, pushing, share_out
 from .reducers.ways import codec_at, pieces, way_of
 from .saved import Array, Saved, arrays_of, by_encoder, join, range_of, whole_array
@@ -62,11 +66,11 @@ class Divided(NamedTuple):
 class Compression:
     """The codec of one model's buckets.
 
-    ``arrays`` are the buckets' gradients; ``name`` is this rank's name in messages. ``served`` sends all gradients
-    through the owners, which are servers, whatever the codec. ``held`` means that the owners hold the weights and keep
-    the sums of gradients for themselves. ``alone`` means that each worker pushes by itself and nothing is summed.
-    Raises UsageError for gradients that the codec cannot take and for buckets that cut a tensor which it must see
-    whole.
+    ``arrays`` are the buckets' gradients, tensors if they are on the ``device`` of ``me``. ``name`` is this rank's name
+    in messages. ``served`` sends all gradients through the owners, which are servers, whatever the codec. ``held``
+    means that the owners hold the weights and keep the sums of gradients for themselves. ``alone`` means that each
+    worker pushes by itself and nothing is summed. Raises UsageError for gradients that the codec cannot take and for
+    buckets that cut a tensor which it must see whole.
     """
 
     def __init__(
@@ -87,7 +91,11 @@ class Compression:
         self._buckets, self._arrays = buckets, arrays
         self._not_finite: list[str] = []
         self._warned: set[str] = set()
-        self.participant = replace(me, report=self._not_finite.append)
+        self._me = me
+        device = me.device if len(arrays) > 0 and on_device(arrays[0]) else None
+        room = me.room if device is None else device.room
+        self._where: Any = None if device is None else arrays[0].device  # in the framework's words
+        self.participant = replace(me, report=self._not_finite.append, device=device, room=room)
         self._served, self._held, self._alone, self._name = served, held, alone, name
         self._clock = [0] * len(buckets)
         self._converted: dict[int, Floats] = {}
@@ -152,7 +160,7 @@ class Compression:
         """The reducers of a bucket whose gradients are complete."""
         array, working = self._arrays[number], self._working(number)
         if working is not array:
-            np.copyto(working, array, casting="same_kind")
+            _convert(array, working, self.participant.encoding)
         step = self._clock[number]
         warming = self.warming(step)
         # The parts, and so the reducers, change only when a tensor's warm-up ends.
@@ -199,7 +207,7 @@ class Compression:
         self._clock[number] += 1
         array, working = self._arrays[number], self._working(number)
         if working is not array and (self.participant.owner >= 0 or not self._held):
-            np.copyto(array, working, casting="same_kind")
+            _convert(working, array, self.participant.decoding)
         if self._not_finite:
             self._report_not_finite()
 
@@ -236,7 +244,7 @@ class Compression:
     def fresh(self, buckets: Sequence[Bucket], arrays: Sequence[Array]) -> Compression:
         """The same codec at the same step on other buckets or arrays, without state."""
         options: dict[str, Any] = {"served": self._served, "held": self._held, "alone": self._alone, "name": self._name}
-        made = Compression(self._codec, self._layers, buckets, arrays, self.participant, **options)
+        made = Compression(self._codec, self._layers, buckets, arrays, self._me, **options)
         made.resume_at(self.step)
         return made
 
@@ -271,7 +279,7 @@ class Compression:
         found: Saved = {}
         for part in self._owned():
             if part.again.residual is not None:
-                kept = part.again.residual[part.start : part.start + part.array.size]
+                kept = on_host(part.again.residual[part.start : part.start + part.elements])
                 found[f"again/{part.name}/{part.start}"] = kept.copy()
         return found
 
@@ -279,7 +287,7 @@ class Compression:
         """Copy those elements of an owner's former residuals that this process owns now."""
         for part in self._owned():
             if part.again.residual is not None:
-                join(part.again.residual, kept, f"again/{part.name}/", part.start, part.start + part.array.size)
+                join(part.again.residual, kept, f"again/{part.name}/", part.start, part.start + part.elements)
 
     @property
     def ranks_keep(self) -> bool:
@@ -312,7 +320,7 @@ class Compression:
             return found | self.kept_for_host() | self.kept_by_owner()
         for state in self._states:
             for what, array in arrays_of(state):
-                found[f"own/{state.spec.name}/{what}"] = array.copy()
+                found[f"own/{state.spec.name}/{what}"] = on_host(array).copy()
         return found | self.kept_by_owner()
 
     def load(self, saved: Sequence[Mapping[str, Array]]) -> None:
@@ -325,12 +333,13 @@ class Compression:
         before = by_encoder(saved)
         for state in self._states if me.works else ():
             for what, array in arrays_of(state):
-                found = [whole_array(one, f"own/{state.spec.name}/{what}", array) for one in before]
-                array[:] = found[me.encoder] if len(before) == me.encoders else np.sum(found, axis=0) / me.encoders
+                found = [whole_array(one, f"own/{state.spec.name}/{what}", on_host(array)) for one in before]
+                mine = found[me.encoder] if len(before) == me.encoders else np.sum(found, axis=0) / me.encoders
+                overwrite(array, mine)
         for part in self._owned():
             if part.again.residual is not None:
                 # elements without a saved residual start at 0
-                part.again.residual[part.start : part.start + part.array.size] = 0
+                part.again.residual[part.start : part.start + part.elements] = 0
         for one in saved:
             self.take_over(one)
 
@@ -355,16 +364,16 @@ class Compression:
     def _working(self, number: int) -> Floats:
         """A bucket's gradients in float32: its own array or memory for a converted copy."""
         array = self._arrays[number]
-        if array.dtype == np.float32:
+        if self._buckets[number].dtype == "float32":
             return array
         if number not in self._converted:
-            self._converted[number] = np.empty(array.size, np.float32)
+            self._converted[number] = floats(room_for(len(array), array))
         return self._converted[number]
 
     def _state(self, codec: Codec, index: int, rank: int, feedback: bool) -> State:
         state = codec.init(self._specs[index], rank, feedback)
         state.world = self.participant.encoders
-        return state
+        return state if self._where is None else to_device(state, self._where)
 
     def parts(self, number: int, array: Array, step: int | None = None) -> list[Operand]:
         """The parts of a bucket at ``step``, over an array of its size. Without a step, all warm-ups have ended."""
@@ -420,6 +429,20 @@ class Compression:
                     f"{codec} compresses {what}, but this schedule cuts {spec.name!r} at element {part.start}: use"
                     " schedule=fixed"
                 )
+
+
+def computes_on_device(codec: Codec, layers: Sequence[Layer]) -> bool:
+    """Whether the gradients of all ``layers`` can be encoded and decoded on a device."""
+    found = (codec_of(codec, replace(layer.spec, dtype="float32")).codec for layer in layers)
+    return all(isinstance(one, TakesTensors) and one.takes_tensors for one in found)
+
+
+def _convert(values: Array, into: Array, queue: Queue | None) -> None:
+    """Copy values to an array of another type."""
+    if queue is None:
+        np.copyto(into, values, casting="same_kind")
+    else:
+        queue.run(lambda: overwrite(into, values))
 
 
 def may_cut(codec: Codec, part: Slice, spec: Spec) -> bool:

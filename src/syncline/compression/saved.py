@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codecs import State
+from ..codecs._device import overwrite
 from ..errors import UsageError
 from .reducers import Operand
 
@@ -37,7 +38,7 @@ def range_of(part: Operand, array: Array) -> tuple[Array, int]:
     """A part's range of an array of its tensor's state, and its start; the whole array if it is not per element."""
     if array.size != part.state.spec.elements:
         return array.reshape(-1), 0
-    return array.reshape(-1)[part.start : part.start + part.array.size], part.start
+    return array.reshape(-1)[part.start : part.start + part.elements], part.start
 
 
 def by_encoder(saved: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
@@ -53,11 +54,11 @@ def join(whole: Array, kept: Mapping[str, Array], prefix: str, start: int, stop:
     for key, piece in kept.items():
         if key.startswith(prefix):
             first = int(key.removeprefix(prefix))
-            if not 0 <= first <= first + piece.size <= whole.size:
-                raise UsageError(f"the codec's part of this state has {key!r} beyond {whole.size} elements")
+            if not 0 <= first <= first + piece.size <= len(whole):
+                raise UsageError(f"the codec's part of this state has {key!r} beyond {len(whole)} elements")
             low, high = max(start, first), min(stop, first + piece.size)
             if low < high:
-                whole[low:high] = piece[low - first : high - first]
+                overwrite(whole[low:high], piece[low - first : high - first])
 
 
 def as_bytes(saved: Saved) -> bytes:

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codecs import Floats, State, relay_of
+from ..codecs._device import on_device
 from ..kernels import cpu
 from ..wire.scratch import Scratch
 from .compression import Compression, Divided
@@ -65,7 +66,7 @@ def _send_update(piece: OwnedPiece, me: Participant) -> Reducer:
     for part, change in zip(own, changes, strict=True):
         assert part.held is not None
         cpu.difference(part.held.weights, part.array, change)
-    if all(part.array.dtype == np.float32 for share in shares for part in share):
+    if me.device is not None or all(part.array.dtype == np.float32 for share in shares for part in share):
         known = {number: [part.array for part in share] for number, share in wanted.items()}
         yield from answer(piece, me, changes, known, add=True)
     else:
@@ -94,12 +95,12 @@ def _through_float32(
 
 def _room_for(parts: Sequence[Operand], room: Scratch) -> tuple[Bytes, list[Floats]]:
     """A buffer, and arrays in it with the parts' sizes."""
-    buffer = room.take(4 * sum(part.array.size for part in parts))
+    buffer = room.take(4 * sum(part.elements for part in parts))
     found: list[Floats] = []
     at = 0
     for part in parts:
-        found.append(buffer[4 * at : 4 * (at + part.array.size)].view(np.float32))
-        at += part.array.size
+        found.append(buffer[4 * at : 4 * (at + part.elements)].view(np.float32))
+        at += part.elements
     return buffer, found
 
 
@@ -116,12 +117,16 @@ class Owned:
 class Updates:
     """The updates of one model's weights. ``known`` are the buckets' weights as all workers have them.
 
+    They may be on the device of the gradients, in a worker that owns nothing, if all are float32.
+
     ``owned`` are the ranges of this process, initialized from the known weights. The optimizer writes into their
     arrays, but never between ``pieces`` and the end of its reducers.
     """
 
     def __init__(self, compression: Compression, known: Sequence[Array]) -> None:
         self._compression, self._known = compression, known
+        there = len(known) > 0 and on_device(known[0])
+        self._me = compression.participant if there else replace(compression.participant, device=None)
         self._held: list[list[Held]] = []
         self._pieces: dict[int, Divided] = {}  # created by the first update
         owned: list[Owned] = []
@@ -129,8 +134,7 @@ class Updates:
         for number in range(compression.buckets):
             mine = self._shares(number)[compression.participant.owner] if compression.participant.owner >= 0 else []
             found = [
-                Owned(number_of[part.name], part.start, part.start + part.array.size, part.array.copy())
-                for part in mine
+                Owned(number_of[part.name], part.start, part.start + part.elements, part.array.copy()) for part in mine
             ]
             self._held.append([Held(one.weights, compression.keeps_rest(one.tensor)) for one in found])
             owned += found
@@ -151,7 +155,7 @@ class Updates:
         return made.reducers
 
     def _divided(self, number: int, step: int, warming: int) -> Divided:
-        shares, me = self._shares(number, step), self._compression.participant
+        shares, me = self._shares(number, step), self._me
         if me.owner >= 0:
             shares[me.owner] = [
                 replace(part, held=held) for part, held in zip(shares[me.owner], self._held[number], strict=True)
@@ -215,11 +219,11 @@ class UpdateSender(_Part):
         """Encode the owner's updated weights as the next version."""
         changes = []
         for part, held in zip(self._parts, self._held, strict=True):
-            changes.append(np.empty(part.array.size, np.float32))
+            changes.append(np.empty(part.elements, np.float32))
             cpu.difference(held.weights, part.array, changes[-1])
         for state in self._states:
             state.step = self.version + 1
-        packet = self._format.write(self._room, changes, self._states, lambda _: None)
+        packet = self._format.write(self._room, changes, self._states)
         self._sent.append(packet.data.copy())
         self._add(packet, self.version + 1, "this owner")
         packet.free()

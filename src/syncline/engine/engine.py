@@ -307,6 +307,7 @@ class Engine(Driver):
             order,
             finished,
             self._has_left,
+            self.monitor.tell_driver,
             priority=work.priority,
             observer=self._observer,
             within=work.span,

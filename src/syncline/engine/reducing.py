@@ -10,11 +10,12 @@ driving thread, like ``exchange``, which delivers the transport's events.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from ..collectives import Collective
-from ..compression.reducers import HostCollective, Lengths, Message, Reducer, Round, Sum, Total
+from ..compression.reducers import HostCollective, Lengths, Message, Queue, Reducer, Round, Sum, Total
 from ..errors import ProtocolError, SynclineError, UsageError, labelled
 from ..kernels.cpu import add_in_order
 from ..transports import Handle, HasCollectives
@@ -37,8 +38,8 @@ MOST_PIECES = 1 << _PIECE_BITS
 class Reducing:
     """The reducers of one bucket in progress, as its order specifies.
 
-    The order's key separates this bucket from all others in flight. A tolerant bucket does not fail when peers leave;
-    it then never finishes.
+    The order's key separates this bucket from all others in flight. ``resume``, called from any thread, lets the
+    driving thread call a function. A tolerant bucket does not fail when peers leave; it then never finishes.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Reducing:
         order: CodedOrder,
         on_done: Callable[[], None],
         has_left: Callable[[int], bool],
+        resume: Callable[[Callable[[], None]], None],
         *,
         priority: float = 0.0,
         observer: Observer | None = None,
@@ -63,7 +65,7 @@ class Reducing:
         self._exchange, self._transport = exchange, exchange.transport
         self._pieces, self._program = pieces, order.program
         self._key, self._label, self._priority = key, label, priority
-        self._on_done, self._tolerant, self._has_left = on_done, order.tolerant, has_left
+        self._on_done, self._tolerant, self._has_left, self._resume = on_done, order.tolerant, has_left, resume
         self._opened = self._ended = 0
         self._turns: set[_Turn] = set()
         self._collecting: set[int] = set()  # the pieces with a collective of the library in flight
@@ -138,6 +140,9 @@ class Reducing:
             if isinstance(asked, HostCollective):
                 self._collect(asked, number, reducer, turn)
                 return
+            if asked.after is not None:
+                self._await_device(asked.after, number, partial(self._advance, number, reducer, turn, []))
+                return
             if asked.sends or asked.receives or any(total.peers for total in asked.totals):
                 self._turns.add(_Turn(self, number, reducer, turn, asked))
                 return
@@ -145,6 +150,17 @@ class Reducing:
         self._ended += 1
         if self._ended == len(self._pieces):
             self._finish()
+
+    def _await_device(self, queue: Queue, number: int, then: Callable[[], None]) -> None:
+        """Call ``then`` in the driving thread when the device is done."""
+        span = None if self._observer is None else self._tell("staging", number)
+
+        def done() -> None:
+            if span is not None:
+                span.end()
+            then()
+
+        queue.then(lambda: self._resume(done))
 
     def _finish(self) -> None:
         if self._span is not None:

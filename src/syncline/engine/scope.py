@@ -135,7 +135,7 @@ class Scope:
             )
             for total in asked.totals
         ]
-        return Round(self._messages(asked.sends), self._messages(asked.receives), totals)
+        return Round(self._messages(asked.sends), self._messages(asked.receives), totals, asked.after)
 
     def _messages(self, some: Sequence[Message]) -> list[Message]:
         return [replace(message, peer=self.ranks[message.peer]) for message in some]

@@ -399,7 +399,7 @@ class Payloads(Carrier):
     def _edges_of(self, number: int) -> list[int]:
         """The boundaries of the owners' parts of a bucket, which are consecutive."""
         shares = self._shares_of(number, self._model.weights[number])
-        return [0, *accumulate(sum(part.array.size for part in share) for share in shares)]
+        return [0, *accumulate(sum(part.elements for part in share) for share in shares)]
 
     @property
     def mine(self) -> list[slice] | None:

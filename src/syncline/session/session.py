@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from .. import registry
 from ..collectives import Collective
-from ..compression.compression import Compression
-from ..compression.reducers import Participant, Reducer
+from ..compression.compression import Compression, computes_on_device
+from ..compression.reducers import Device, Participant, Reducer
 from ..engine.order import CodedOrder, Work
 from ..errors import GradientError, MismatchError, UsageError
 from ..nouns import Bucket, Group, Layer
@@ -250,18 +250,37 @@ class Session(Communicator):
         return compiled(self.strategy.halves(self.group)[0], self.index)
 
     def compression(
-        self, layers: Sequence[Layer], buckets: Sequence[Bucket], arrays: Sequence[Array]
+        self,
+        layers: Sequence[Layer],
+        buckets: Sequence[Bucket],
+        arrays: Sequence[Array],
+        device: Device | None = None,
     ) -> Compression | None:
-        """The compression of a model's buckets by the strategy's codec. None without a codec."""
+        """The compression of a model's buckets by the strategy's codec. None without a codec.
+
+        With a ``device`` the arrays are there, which ``computes_on_device`` allows.
+        """
         if self.strategy.codec == NONE:
             return None
         served, held = self.strategy.roles is not None, self.strategy.server_holds_weights
         how = {"served": served, "held": held, "alone": not self.strategy.sync_mode().merges}
-        me, name = self._participant(), self.member.name(self.index)
+        me, name = replace(self._participant(), device=device), self.member.name(self.index)
         if me.hosts and me.works and len(me.hosts[me.encoder]) > 1:
             others = ", ".join(str(self.member.number(rank)) for rank in me.hosts[me.encoder] if rank != self.index)
             name = f"{name}, or rank {others} of its host"
         return Compression(self.strategy.codec_object(), layers, buckets, arrays, me, **how, name=name)
+
+    def computes_on_device(self, layers: Sequence[Layer]) -> bool:
+        """Whether a device that has the gradients of these layers could encode and decode them itself.
+
+        The sums of a host are computed by its processors, and so are weights by their owners.
+        """
+        if self.strategy.codec == NONE:
+            return False
+        me, held = self._participant(), self.strategy.server_holds_weights
+        return (
+            not me.hosts and not (held and me.owner >= 0) and computes_on_device(self.strategy.codec_object(), layers)
+        )
 
     def coded_order(
         self, compression: Compression, number: int, key: int, label: str, *, tolerant: bool = False

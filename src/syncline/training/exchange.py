@@ -229,17 +229,31 @@ class BucketExchange:
 
     def compress(self) -> None:
         """Begin with the codec of the session's strategy and an empty memory, between steps."""
-        arrays = self.storages[0].arrays
-        self._compress(self.session.compression(self.layout.layers, self.layout.buckets, arrays))
+        layers = self.layout.layers
+        self._coder = self.staging.coder if self.session.computes_on_device(layers) else None
+        arrays = self.in_place(self.storages[0])
+        self._compress(self.session.compression(layers, self.layout.buckets, arrays, self._coder))
+
+    @property
+    def coded_on_device(self) -> bool:
+        """Whether gradients are encoded in the memory in which the script sees them."""
+        return self._coder is not None
+
+    def in_place(self, storage: Blocks) -> Sequence[Array]:
+        """The buckets of gradients or weights, where the codec computes."""
+        if self._coder is None:
+            return storage.arrays
+        return [storage.pair(number).device for number in range(len(self.layout.buckets))]
 
     def _compress(self, compression: Compression | None) -> None:
         others, buckets = self.storages[1:], self.layout.buckets
         if compression is None:
             self._compressions = []
         elif self._averages is not None:  # residuals of gradients must not enter differences of weights
-            self._compressions = [compression, *(compression.fresh(buckets, other.arrays) for other in others)]
+            fresh = [compression.fresh(buckets, self.in_place(other)) for other in others]
+            self._compressions = [compression, *fresh]
         else:
-            self._compressions = [compression, *(compression.beside(other.arrays) for other in others)]
+            self._compressions = [compression, *(compression.beside(self.in_place(other)) for other in others)]
         self._reduced, self._orders = {}, {}
 
     def close(self) -> None:
@@ -261,14 +275,14 @@ class BucketExchange:
         return self._averages is not None and self._averages.averages(step)
 
     def start(self, operation: BucketPhase, meeting: Meeting | None, priority: float, after: Work | None) -> Work:
-        """Exchange a complete bucket; a bucket on a device is copied down before and up afterwards.
+        """Exchange a complete bucket; on a device it is copied down before and up afterwards, or coded there.
 
         If there are two phases, the first begins with the copy down and the second ends with the copy up. A push to
         owners of the weights is not copied up. A step that ranks make without agreement has no ``meeting``.
         """
         place, staging = self.place(operation.step), self.staging
         gate = after if after is not None or meeting is None else meeting.work
-        if staging.device is None:
+        if staging.device is None or self._coder is not None:
             return self._exchange(operation, place, meeting, gate, priority)
         pair, label = self.storages[place].pair(operation.bucket), f"bucket {operation.bucket}"
         if after is None:
@@ -280,20 +294,25 @@ class BucketExchange:
     def _exchange(
         self, operation: BucketPhase, place: int, meeting: Meeting | None, gate: Work | None, priority: float
     ) -> Work:
-        before = None
-        if meeting is not None and operation.phase != "all_gather":
-            before = partial(self._check_and_weigh, self.storages[place].arrays[operation.bucket], meeting)
+        before, number = None, operation.bucket
+        if self._coder is not None:
+            pair, mark = self.storages[place].pair(number), self.staging.mark()
+            before = partial(self._check_and_weigh, partial(self.staging.hand_over, pair, mark), meeting)
+        elif meeting is not None and operation.phase != "all_gather":
+            before = partial(self._check_and_weigh, partial(cpu.weigh, self.storages[place].arrays[number]), meeting)
         when = When(gate, before, self._lanes[operation.phase], priority)
         if self._costs is not None and operation.phase != "all_gather":
             return self._timed(self._costs, operation, place, when)
         return self._begin(operation, place, when)
 
-    def _check_and_weigh(self, array: Array, meeting: Meeting) -> None:
+    def _check_and_weigh(self, weigh: Callable[[float], None], meeting: Meeting | None) -> None:
         """Scale a bucket by this rank's share, in the driving thread, when the tickets have arrived."""
+        if meeting is None:
+            weigh(1.0)
+            return
         if self._rule is not None and meeting is not self._checked:
             self._check_rule(meeting)
-        if (share := meeting.share()) != 1.0:
-            cpu.weigh(array, share)
+        weigh(meeting.share())
 
     def _timed(self, costs: BucketTimes, operation: BucketPhase, place: int, when: When) -> Work:
         """Measure the exchange without the waits before it."""
@@ -530,7 +549,7 @@ class BucketExchange:
         push_nothing(session, program, before.buckets, self.compression, self.key)
         for storage in self.storages:
             storage.cut(self.layout.buckets)
-        self._compress(compression.on(self.layout.buckets, self.storages[0].arrays, passed))
+        self._compress(compression.on(self.layout.buckets, self.in_place(self.storages[0]), passed))
         self._exchanges = 0
         if lay_out is not None:
             lay_out()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..compression.reducers import Device
 from ..engine.engine import Engine
 from ..engine.order import Work
 from ..errors import MismatchError
@@ -38,6 +39,21 @@ class Staging:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    @property
+    def coder(self) -> Device | None:
+        """Encodes and decodes on the device, if the device can. Buckets then need neither ``down`` nor ``up``."""
+        return None
+
+    def mark(self) -> Any:
+        """The present point in what the training thread has enqueued."""
+
+    def follow(self) -> Callable[[], None]:
+        """A function that lets ``coder`` decode behind what the training thread has enqueued before this call."""
+        return lambda: None
+
+    def hand_over(self, pair: Any, mark: Any, share: float) -> None:
+        """Let ``coder`` encode a bucket that is complete at ``mark``, and weigh it by ``share`` before."""
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
         """Allocate memory of the transport that the device can copy to and from."""
@@ -89,6 +105,9 @@ class Blocks:
             self.blocks[bucket.dtype][start : start + bucket.elements]
             for bucket, start in zip(buckets, starts, strict=True)
         )
+
+    def bring_all_down(self) -> None:
+        """Copy all tensors to ``blocks``, if they are on a device."""
 
     def pair(self, number: int) -> Any:
         """The bucket with this number in the form that ``Staging`` copies."""

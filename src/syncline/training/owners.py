@@ -55,6 +55,9 @@ class OwnedModel:
         mode = session.strategy.sync_mode()
         self.together = mode.merges
         """Whether the pushes of all workers form one update, so that they train in lockstep."""
+        buckets, by_layer = exchange.layout.buckets, session.strategy.schedule_object().apply == "layer"
+        self._there = exchange.coded_on_device and self.together and not by_layer
+        self._there = self._there and all(bucket.dtype == "float32" for bucket in buckets)
         self._traffic = traffic_of(session, self._model())
         self.owners = _owners(session, self._traffic, build, list(learnt), apart)
         self.scale = 1.0
@@ -131,6 +134,8 @@ class OwnedModel:
 
     def pull(self, number: int, when: When = NOW) -> Work:
         """Start the pull of a bucket's new weights. It follows the bucket's push, if any, and ``begin``."""
+        if self._there:  # decoded into the weights that the training thread may still read
+            when = when._replace(before=partial(_one_by_one, self.exchange.staging.follow(), when.before))
         return self._traffic.pull(number, when._replace(gate=self._pushed.pop(number, None)))
 
     @property
@@ -145,7 +150,7 @@ class OwnedModel:
     def _take_up(self, pulls: Sequence[Work], stepped: Callable[[], Sequence[Action]] = list) -> None:
         """Wait for the pulls of all buckets and enqueue their copies to the device."""
         staging, pair = self.exchange.staging, self._weights.pair
-        if staging.device is not None and not self.by_layer:
+        if staging.device is not None and not self.by_layer and not self._there:
             pulls = [staging.up(pair(number), pull, pull.label) for number, pull in enumerate(pulls)]
         self._session.engine.wait(*pulls)
         self.trained.do(stepped())
@@ -221,9 +226,11 @@ class OwnedModel:
     def lay_out(self) -> None:
         """Switch to the present buckets of the exchange, which has cut the gradients already; all workers call it."""
         self.owners.move_out(self.keeps)
+        if self._there:
+            self._weights.bring_all_down()
         self._weights.cut(self.exchange.layout.buckets)
+        copy_weights(self._session, self._weights.arrays)
         model = self._model()
-        copy_weights(self._session, model.weights)
         self._pushes = {}
         self._traffic = traffic_of(self._session, model)
         self.owners.move_in(self._traffic, len(model.layout.buckets))
@@ -231,8 +238,15 @@ class OwnedModel:
     def _model(self) -> Model:
         """The model in its present layout, for ``serving``."""
         exchange = self.exchange
-        gradients, weights = exchange.storages[0].arrays, self._weights.arrays
+        gradients = exchange.storages[0].arrays
+        weights = exchange.in_place(self._weights) if self._there else self._weights.arrays
         return Model(exchange.layout, gradients, weights, exchange.compression, exchange.key)
+
+
+def _one_by_one(*calls: Callable[[], None] | None) -> None:
+    for call in calls:
+        if call is not None:
+            call()
 
 
 def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Record], apart: bool) -> Owners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -13,10 +14,18 @@ from ..errors import SynclineError
 from ..kernels import rows
 
 
-class Scratch:
-    """A pool of buffers by power-of-two size. ``allocated_bytes`` is the total size of all buffers ever allocated."""
+def _plain(nbytes: int) -> NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
 
-    def __init__(self) -> None:
+
+class Scratch:
+    """A pool of buffers by power-of-two size, at least a page. ``allocated_bytes`` is the size of all ever made.
+
+    ``make`` allocates a buffer.
+    """
+
+    def __init__(self, make: Callable[[int], NDArray[np.uint8]] = _plain) -> None:
+        self._make = make
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         self.allocated_bytes = 0
 
@@ -26,7 +35,7 @@ class Scratch:
         with suppress(IndexError):  # not asked beforehand: several threads may take
             return self._free.setdefault(size, []).pop()
         try:
-            buffer = np.empty(size, np.uint8)
+            buffer = self._make(size)
         except (MemoryError, ValueError) as error:  # ValueError: more than any address
             raise SynclineError(f"no memory for {nbytes} bytes on their way: use smaller buckets ({error})") from error
         self.allocated_bytes += size

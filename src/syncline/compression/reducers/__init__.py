@@ -22,13 +22,19 @@ the workers, and all workers decode the same bits. Owners and all-gathers add in
 parts are cut only at blocks and tensors. Their results therefore do not depend on the grouping of parts into buckets,
 on timing, or on ownership. If a plan sums, the payloads are just as independent, but the order in which one
 element is added may depend on its place in the bucket, as it does without compression.
+
+Gradients may also lie on a device (``Device``). The reducers of ``summed``, ``owners`` and ``gathered`` then encode and
+decode there, and only payloads come to the host and go back. They queue that work in the device's streams and wait for
+it only where a payload is about to travel, in a round of its own. A payload is therefore decoded behind the encoding
+that read the same memory, and results are complete for whatever is queued behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,13 +73,45 @@ class Total:
         return (*self.before, *self.after)
 
 
+class Queue(Protocol):
+    """A stream of a device: work in order. Neither call waits for the device, unless a codec has to."""
+
+    def run(self, act: Callable[[], None]) -> None:
+        """Queue what ``act`` tells the device."""
+        ...
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call ``call``, from any thread, when everything that has been queued so far is done."""
+        ...
+
+
+class Device(Protocol):
+    """A device that encodes and decodes gradients in its memory.
+
+    ``room`` has memory of the host to and from which the device copies by itself. ``encoding`` reads gradients, and
+    ``decoding`` overwrites them.
+    """
+
+    room: Scratch
+    encoding: Queue
+    decoding: Queue
+
+    def after_decoding(self, call: Callable[[], None]) -> None:
+        """Call ``call`` some time after everything that ``decoding`` has been told so far, in the calling thread."""
+        ...
+
+
 @dataclass(frozen=True)
 class Round:
-    """Messages that travel concurrently. The answer is the lengths of the received messages in bytes, in order."""
+    """Messages that travel concurrently. The answer is the lengths of the received messages in bytes, in order.
+
+    A round with ``after`` has no messages: it ends when everything that has been queued there is done.
+    """
 
     sends: Sequence[Message]
     receives: Sequence[Message]
     totals: Sequence[Total] = ()
+    after: Queue | None = None
 
 
 @dataclass(frozen=True)
@@ -113,11 +151,12 @@ class Held:
 
 @dataclass(eq=False)
 class Operand:
-    """A part of a bucket: elements ``start`` to ``start + array.size`` of a tensor, with codec and states.
+    """A part of a bucket: elements ``start`` to ``start + elements`` of a tensor, with codec and states.
 
-    ``array`` has the gradient and is replaced by the sum over the workers. ``state`` belongs to this worker's own
-    encoding and ``again`` to the second encoding by an owner; with error feedback both have residuals. ``start`` is a
-    multiple of the codec's block, or 0. An owner that distributes weights instead of gradients has ``held``.
+    ``array`` has the gradient and is replaced by the sum over the workers; on a device it is a tensor, as in
+    ``codecs._device``. ``state`` belongs to this worker's own encoding and ``again`` to the second encoding by an
+    owner; with error feedback both have residuals. ``start`` is a multiple of the codec's block, or 0. An owner that
+    distributes weights instead of gradients has ``held``.
     """
 
     name: str
@@ -127,6 +166,11 @@ class Operand:
     again: State
     start: int = 0
     held: Held | None = None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return len(self.array)
 
     def cut(self, start: int, stop: int) -> Operand:
         """Elements ``start`` to ``stop``, counted from this part's first."""
@@ -141,7 +185,8 @@ class Participant:
     ``report`` receives the name of every tensor whose gradient here is not finite. ``hosts`` lists the workers of each
     host if hosts sum before encoding (``levels``); with ``native`` the message library sums there. ``called`` gives the
     processes' ranks for error messages if they are a subset of all. With ``means`` owners divide sums by the number
-    of workers before encoding, and workers do not divide.
+    of workers before encoding, and workers do not divide. ``device`` has the
+    gradients, if they are not in the host's memory; ``room`` is then the device's.
     """
 
     index: int
@@ -153,6 +198,25 @@ class Participant:
     called: tuple[int, ...] = ()
     means: bool = False
     native: bool = False
+    device: Device | None = None
+
+    @property
+    def encoding(self) -> Queue | None:
+        """What encodes gradients; None if the calling thread does."""
+        return None if self.device is None else self.device.encoding
+
+    @property
+    def decoding(self) -> Queue | None:
+        """What decodes payloads, and encodes what was decoded; None if the calling thread does."""
+        return None if self.device is None else self.device.decoding
+
+    def give(self, buffers: Iterable[Bytes]) -> None:
+        """Return buffers to ``room`` when nothing that was decoded so far is still read from them."""
+        for buffer in buffers:
+            if self.device is None:
+                self.room.give(buffer)
+            else:
+                self.device.after_decoding(partial(self.room.give, buffer))
 
     @property
     def works(self) -> bool:

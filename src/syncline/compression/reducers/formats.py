@@ -7,21 +7,26 @@
     then     the payloads
 
 A message that does not match the receiver's own parts is refused before anything is decoded.
+
+Behind the message its buffer has a word for each part, which says whether the encoded gradient was finite. On a device
+(``Queue``) these words and the payloads come down together, after the call has returned.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...codecs import Floats, Merges, Payload, PayloadError, State
+from ...codecs._device import all_in_one, bring_down, bring_up, room_for
 from ...nouns import Spec
 from ...wire.scratch import Scratch
-from . import Bytes, Flows, Operand, Participant, ReduceError
+from . import Bytes, Flows, Operand, Participant, Queue, ReduceError, Reducer, Round
 
 Column = NDArray[np.int64]
 
@@ -39,7 +44,7 @@ class MessageFormat:
         """Whether every message has exactly ``greatest_bytes``."""
         texts = "+".join(dict.fromkeys(repr(part.codec) for part in parts))
         self._check = zlib.crc32(texts.encode())
-        self._elements = sum(part.array.size for part in parts) & 0xFFFFFFFF
+        self._elements = sum(part.elements for part in parts) & 0xFFFFFFFF
         self._first = _HEAD + (0 if self.fixed else len(parts))
         self.greatest_bytes = 4 * (self._first + sum(self._greatest))
         self.expected_bytes = 4 * self._first + sum(expected for expected, _ in sizes)
@@ -49,22 +54,30 @@ class MessageFormat:
         return Flows(src, dst, np.full(len(src), self.expected_bytes), np.full(len(src), self.greatest_bytes))
 
     def write(
-        self, room: Scratch, inputs: Sequence[Floats], states: Sequence[State], report: Callable[[str], None]
+        self, room: Scratch, inputs: Sequence[Floats], states: Sequence[State], queue: Queue | None = None
     ) -> Packet:
-        """Encode ``inputs``, one per part, into a new message."""
-        packet = self.room(room)
+        """Encode ``inputs``, one per part, into a new message; in ``queue`` if they are on a device."""
+        packet = Packet(room.take(self.greatest_bytes + 4 * len(self.parts)), self.greatest_bytes, room)
         words = packet.words
         words[0], words[1], words[2] = self._check, self._elements, states[0].step & 0xFFFFFFFF
-        at = self._first
-        for number, (part, x, state) in enumerate(zip(self.parts, inputs, states, strict=True)):
-            made = part.codec.encode(x, words[at : at + self._greatest[number]], state, part.start)
-            if not made.finite:
-                report(part.name)
+
+        def note(lengths: Sequence[int]) -> None:
             if not self.fixed:
-                words[_HEAD + number] = made.words
-            at += made.words
-        packet.nbytes = 4 * at
+                words[_HEAD : self._first] = lengths
+            packet.nbytes = 4 * (self._first + sum(lengths))
+
+        payloads = words[self._first : self.greatest_bytes // 4]
+        encode(self.parts, self._greatest, inputs, states, payloads, self._told(packet), note, queue)
         return packet
+
+    def report(self, packet: Packet, report: Callable[[str], None]) -> None:
+        """Call ``report`` with every part whose gradient, in this message of this process, is not finite."""
+        for number in np.flatnonzero(self._told(packet) == 0).tolist():
+            report(self.parts[number].name)
+
+    def _told(self, packet: Packet) -> Payload:
+        """Whether each part was finite, in a message of this process."""
+        return packet.words[self.greatest_bytes // 4 :][: len(self.parts)]
 
     def room(self, room: Scratch) -> Packet:
         """A buffer for an incoming message."""
@@ -94,16 +107,20 @@ class MessageFormat:
         return [words[start:stop] for start, stop in pairwise(edges)]
 
     def read(
-        self, packet: Packet, outputs: Sequence[Floats], states: Sequence[State], sender: str, *, add: bool
+        self,
+        packet: Packet,
+        outputs: Sequence[Floats],
+        states: Sequence[State],
+        sender: str,
+        *,
+        add: bool,
+        queue: Queue | None = None,
     ) -> None:
-        """Decode a message into ``outputs``, or add it to them."""
-        payloads = self.payloads(packet, sender)
+        """Decode a message into ``outputs``, or add it to them; in ``queue`` if they are on a device."""
+        lengths = [len(payload) for payload in self.payloads(packet, sender)]
         self._check_step(packet, states[0].step, sender)
-        for part, payload, out, state in zip(self.parts, payloads, outputs, states, strict=True):
-            try:
-                part.codec.decode(payload, out, state, add=add, start=part.start)
-            except PayloadError as error:
-                raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
+        payloads = packet.words[self._first : packet.nbytes // 4]
+        decode(self.parts, lengths, payloads, outputs, states, sender, add=add, queue=queue)
 
     def _check_step(self, packet: Packet, step: int, sender: str) -> None:
         found = int(packet.words[2])
@@ -168,6 +185,87 @@ class Packet:
             self._room.give(self.buffer)
 
 
+def encode(
+    parts: Sequence[Operand],
+    greatest: Sequence[int],
+    inputs: Sequence[Floats],
+    states: Sequence[State],
+    words: Payload,
+    told: Payload,
+    note: Callable[[Sequence[int]], None] = lambda _: None,
+    queue: Queue | None = None,
+) -> None:
+    """Encode ``inputs``, one per part, one after the other into ``words``. A part takes up to its ``greatest`` words.
+
+    ``note`` gets the lengths of the payloads, and ``told`` whether each input was finite.
+    """
+
+    def fill(into: Payload) -> tuple[int, list[bool]]:
+        at, lengths, finite = 0, [], []
+        for part, most, x, state in zip(parts, greatest, inputs, states, strict=True):
+            made = part.codec.encode(x, into[at : at + most], state, part.start)
+            lengths.append(made.words)
+            finite.append(made.finite)
+            at += made.words
+        note(lengths)
+        return at, finite
+
+    def fill_there() -> None:
+        into = room_for(len(words), inputs[0])
+        length, finite = fill(into)
+        bring_down(into[:length], words[:length])
+        bring_down(all_in_one(finite), told)
+
+    if queue is None:
+        _, told[:] = fill(words)
+        return
+    states = [copy.copy(state) for state in states]  # at the present step
+    queue.run(fill_there)
+
+
+def decode(
+    parts: Sequence[Operand],
+    lengths: Sequence[int],
+    words: Payload,
+    outputs: Sequence[Floats],
+    states: Sequence[State],
+    sender: str,
+    *,
+    add: bool,
+    queue: Queue | None = None,
+) -> None:
+    """Decode the payloads of ``parts``, which lie one after the other in ``words``, into ``outputs``, or add them.
+
+    With a ``queue``, ``words`` must not change before everything that was queued there is done.
+    """
+
+    def empty(payloads: Payload) -> None:
+        at = 0
+        for part, length, out, state in zip(parts, lengths, outputs, states, strict=True):
+            try:
+                part.codec.decode(payloads[at : at + length], out, state, add=add, start=part.start)
+            except PayloadError as error:
+                raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
+            at += length
+
+    if queue is None:
+        empty(words)
+        return
+    states = [copy.copy(state) for state in states]  # at the present step
+    queue.run(lambda: empty(bring_up(words, outputs[0])))
+
+
+def landed(queue: Queue | None) -> Reducer:
+    """Continue when everything that was encoded in ``queue``, if there is one, is in the memory of the host."""
+    if queue is not None:
+        yield Round([], [], after=queue)
+
+
+def free(packets: Iterable[Packet], me: Participant) -> None:
+    """Return the buffers of messages, from which a device may still read."""
+    me.give(packet.buffer for packet in packets)
+
+
 def name_of(process: int, me: Participant) -> str:
     """The name of a process in error messages."""
     number = me.called[process] if me.called else process
@@ -176,4 +274,4 @@ def name_of(process: int, me: Participant) -> str:
 
 def spec_of(part: Operand) -> Spec:
     """The shape that determines a codec's sizes: the tensor's shape or a slice's."""
-    return part.state.spec if part.array.size == part.state.spec.elements else Spec(part.name, (part.array.size,))
+    return part.state.spec if part.elements == part.state.spec.elements else Spec(part.name, (part.elements,))

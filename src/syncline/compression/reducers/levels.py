@@ -125,7 +125,7 @@ def pieces(
 
 def divide(parts: Sequence[Operand], hosts: Hosts, servers: Sequence[int] = ()) -> list[RailedPiece]:
     """The pieces of a bucket; the same on all ranks."""
-    parts = [part for part in parts if part.array.size]
+    parts = [part for part in parts if part.elements]
     if not parts:
         return []
     rails, shares = _rails(parts, hosts, servers)
@@ -146,7 +146,7 @@ def divide(parts: Sequence[Operand], hosts: Hosts, servers: Sequence[int] = ()) 
 
 def encoded(parts: Sequence[Operand], me: Participant, servers: Sequence[int] = ()) -> list[Operand]:
     """The parts of a bucket that this process encodes for its host."""
-    parts = [part for part in parts if part.array.size]
+    parts = [part for part in parts if part.elements]
     if not parts or not me.works:
         return []
     rails, shares = _rails(parts, me.hosts, servers)
@@ -332,7 +332,7 @@ def _part_in(rail: Rail, me: Participant) -> Participant:
 
 
 def _elements(share: Sequence[Operand]) -> int:
-    return sum(part.array.size for part in share)
+    return sum(part.elements for part in share)
 
 
 def _sums_of(piece: RailedPiece, hosts: Hosts, element_bytes: int) -> Flows:

@@ -27,7 +27,7 @@ import numpy as np
 
 from ...codecs import Floats, relay_of
 from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Traffic, Way
-from .formats import Column, MessageFormat, Packet, name_of, spec_of
+from .formats import Column, MessageFormat, Packet, free, landed, name_of, spec_of
 
 PIECE_BYTES = 2_000_000
 PIECE_ELEMENTS = 1 << 22
@@ -132,7 +132,7 @@ def divide(shares: Sequence[Sequence[Operand]]) -> list[OwnedPiece]:
 
 def most_elements(parts: Sequence[Operand]) -> int:
     """The number of elements in a piece: limited by ``PIECE_ELEMENTS`` and by ``PIECE_BYTES`` of expected payload."""
-    elements = sum(part.array.size for part in parts)
+    elements = sum(part.elements for part in parts)
     payload_bytes = sum(part.codec.wire_bytes(spec_of(part))[0] for part in parts)
     return min(PIECE_ELEMENTS, PIECE_BYTES * elements // max(payload_bytes, 1))
 
@@ -143,7 +143,7 @@ def cut(parts: Sequence[Operand], elements: int) -> list[list[Operand]]:
     left = 0
     for part in parts:
         at = 0
-        while at < part.array.size:
+        while at < part.elements:
             if left <= 0:
                 found.append([])
                 left = elements
@@ -155,12 +155,12 @@ def cut(parts: Sequence[Operand], elements: int) -> list[list[Operand]]:
 
 def share_out(parts: Sequence[Operand], owners: int) -> list[list[Operand]]:
     """The parts of each owner: consecutive, cut at blocks, with about equal numbers of elements."""
-    total = sum(part.array.size for part in parts)
+    total = sum(part.elements for part in parts)
     edges = [total * owner // owners for owner in range(1, owners)]
     found: list[list[Operand]] = [[] for _ in range(owners)]
     passed = 0
     for part in parts:
-        size = part.array.size
+        size = part.elements
         cuts = [_to_block(part, min(max(edge - passed, 0), size)) for edge in edges]
         for owner, (start, stop) in enumerate(zip([0, *cuts], [*cuts, size], strict=True)):
             if start < stop:
@@ -171,7 +171,7 @@ def share_out(parts: Sequence[Operand], owners: int) -> list[list[Operand]]:
 
 def _to_block(part: Operand, at: int, up: bool = False) -> int:
     """The cut that is nearest to ``at``, or the next one with ``up``. Parts begin at possible cuts."""
-    size, block = part.array.size, part.codec.block or part.array.size
+    size, block = part.elements, part.codec.block or part.elements
     if at >= size:
         return size  # the end need not be a multiple of a block
     nearest = -(-at // block) * block if up else (at + block // 2) // block * block
@@ -201,12 +201,13 @@ def collect(piece: OwnedPiece, me: Participant) -> Reducer:
     mine = me.owner
     owned = shares[mine] if mine >= 0 else ()
     outgoing = _written(formats, shares, me)
+    yield from _told(outgoing, formats, me)
     own = {me.index: outgoing.pop(mine)} if mine in outgoing else {}
     came = {worker: formats[mine].room(me.room) for worker in me.others()} if owned else {}
     sends = [Message(me.owners[owner], packet.data, formats[owner].fixed) for owner, packet in outgoing.items()]
     lengths = yield Round(sends, [Message(worker, packet.data, formats[mine].fixed) for worker, packet in came.items()])
     _note(came, lengths)
-    _free(outgoing)
+    free(outgoing.values(), me)
     if owned:
         packets = {**came, **own}
         if not me.works:
@@ -216,21 +217,23 @@ def collect(piece: OwnedPiece, me: Participant) -> Reducer:
         sums, states = [part.array for part in owned], [part.state for part in owned]
         # In rank order, whatever the order of arrival: sums have the same bits in every run.
         for worker in range(me.workers):
-            formats[mine].read(packets[worker], sums, states, name_of(worker, me), add=worker > 0)
-        _free(packets)
+            sender = name_of(worker, me)
+            formats[mine].read(packets[worker], sums, states, sender, add=worker > 0, queue=me.decoding)
+        free(packets.values(), me)
 
 
 def push(piece: OwnedPiece, me: Participant) -> Reducer:
     """A worker's half of an exchange with the owners alone. Its own parts are replaced by their decoded payloads."""
     outgoing = _written(piece.formats, piece.shares, me)
+    yield from _told(outgoing, piece.formats, me)
     own = outgoing.pop(me.owner, None)
     yield Round([Message(me.owners[owner], packet.data) for owner, packet in outgoing.items()], [])
-    _free(outgoing)
+    free(outgoing.values(), me)
     if own is not None:
         share = piece.shares[me.owner]
         arrays, states = [part.array for part in share], [part.state for part in share]
-        piece.formats[me.owner].read(own, arrays, states, name_of(me.index, me), add=False)
-        own.free()
+        piece.formats[me.owner].read(own, arrays, states, name_of(me.index, me), add=False, queue=me.decoding)
+        free([own], me)
 
 
 def take(piece: OwnedPiece, me: Participant, worker: int) -> Reducer:
@@ -267,7 +270,8 @@ def answer(
     sends: list[Message] = []
     if said:
         states = [part.again for part in relayed[mine]]
-        packets[mine] = formats[mine].write(me.room, said, states, lambda _: None)
+        packets[mine] = formats[mine].write(me.room, said, states, me.decoding)
+        yield from landed(me.decoding)
         sends = [Message(worker, packets[mine].data, formats[mine].fixed) for worker in me.others()]
     others = {owner: formats[owner].room(me.room) for owner in wanted if relayed[owner] and owner != mine}
     receives = [Message(me.owners[owner], packet.data, formats[owner].fixed) for owner, packet in others.items()]
@@ -277,8 +281,9 @@ def answer(
     for owner, packet in packets.items():
         if owner in wanted:
             states = [part.again for part in relayed[owner]]
-            formats[owner].read(packet, wanted[owner], states, name_of(me.owners[owner], me), add=add)
-    _free(packets)
+            sender = name_of(me.owners[owner], me)
+            formats[owner].read(packet, wanted[owner], states, sender, add=add, queue=me.decoding)
+    free(packets.values(), me)
 
 
 def _written(
@@ -293,18 +298,21 @@ def _written(
             share = shares[owner]
             if share:
                 arrays, states = [part.array for part in share], [part.state for part in share]
-                found[owner] = formats[owner].write(me.room, arrays, states, me.report)
+                found[owner] = formats[owner].write(me.room, arrays, states, me.encoding)
     return found
+
+
+def _told(outgoing: Mapping[int, Packet], formats: Sequence[MessageFormat], me: Participant) -> Reducer:
+    """Wait for the payloads of ``_written``, and report the gradients that are not finite."""
+    if outgoing:
+        yield from landed(me.encoding)
+    for owner, packet in outgoing.items():
+        formats[owner].report(packet, me.report)
 
 
 def _note(came: dict[int, Packet], lengths: Sequence[int]) -> None:
     for packet, length in zip(came.values(), lengths, strict=True):
         packet.nbytes = length
-
-
-def _free(packets: dict[int, Packet]) -> None:
-    for packet in packets.values():
-        packet.free()
 
 
 WAY = Way(

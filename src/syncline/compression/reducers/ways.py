@@ -38,7 +38,7 @@ from ...errors import UsageError
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
 from ...plans.plan import Plan
 from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Sum, Summed, Traffic, Way, owners
-from .formats import MessageFormat, Packet, name_of, spec_of
+from .formats import MessageFormat, Packet, decode, encode, free, landed, name_of, spec_of
 from .owners import cut
 
 # Sums by a plan -------------------------------------------------------------------------------------------------------
@@ -76,21 +76,17 @@ def _number_of(codec: Codec) -> str:
 
 def _sum(parts: Sequence[Operand], me: Participant) -> Reducer:
     """Encode all payloads into one buffer, sum it, decode it."""
-    lengths = _words(parts)
-    buffer = me.room.take(4 * sum(lengths))
-    words = buffer[: 4 * sum(lengths)].view(np.uint32)
-    at = 0
-    for part, length in zip(parts, lengths, strict=True):
-        made = part.codec.encode(part.array, words[at : at + length], part.state, part.start)
-        if not made.finite:
-            me.report(part.name)
-        at += length
+    lengths, total = _words(parts), sum(_words(parts))
+    arrays, states = [part.array for part in parts], [part.state for part in parts]
+    buffer = me.room.take(4 * (total + len(parts)))
+    words, told = np.split(buffer[: 4 * (total + len(parts))].view(np.uint32), [total])
+    encode(parts, lengths, arrays, states, words, told, queue=me.encoding)
+    yield from landed(me.encoding)
+    for part in (parts[number] for number in np.flatnonzero(told == 0).tolist()):
+        me.report(part.name)
     yield Sum(words.view(numpy_dtype(_number_of(parts[0].codec))))
-    at = 0
-    for part, length in zip(parts, lengths, strict=True):
-        part.codec.decode(words[at : at + length], part.array, part.state, start=part.start)
-        at += length
-    me.room.give(buffer)
+    decode(parts, lengths, words, arrays, states, "the sum", add=False, queue=me.decoding)
+    me.give([buffer])
 
 
 def _words(parts: Sequence[Operand]) -> list[int]:
@@ -168,7 +164,9 @@ def _gather_traffic(parts: Sequence[Operand], workers: int, at: Sequence[int]) -
 def _gather(piece: Sequence[Operand], form: MessageFormat, me: Participant) -> Reducer:
     """Exchange and add one piece."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
-    packets: dict[int, Packet] = {me.index: form.write(me.room, arrays, states, me.report)}
+    packets: dict[int, Packet] = {me.index: form.write(me.room, arrays, states, me.encoding)}
+    yield from landed(me.encoding)
+    form.report(packets[me.index], me.report)
     others = me.others()
     packets |= {other: form.room(me.room) for other in others}
     sends = [Message(other, packets[me.index].data, form.fixed) for other in others]
@@ -176,8 +174,8 @@ def _gather(piece: Sequence[Operand], form: MessageFormat, me: Participant) -> R
     for other, length in zip(others, lengths, strict=True):
         packets[other].nbytes = length
     for worker in range(me.workers):
-        form.read(packets[worker], arrays, states, name_of(worker, me), add=worker > 0)
-        packets[worker].free()
+        form.read(packets[worker], arrays, states, name_of(worker, me), add=worker > 0, queue=me.decoding)
+    free(packets.values(), me)
 
 
 def _merge_traffic(parts: Sequence[Operand], workers: int, at: Sequence[int]) -> list[Traffic]:  # noqa: ARG001
@@ -196,7 +194,8 @@ def _levels(form: MessageFormat, workers: int) -> Traffic:
 def _merge(piece: Sequence[Operand], form: MessageFormat, me: Participant) -> Reducer:
     """Merge one piece up the tree to rank 0, return it, and decode it."""
     arrays, states = [part.array for part in piece], [part.state for part in piece]
-    packet = form.write(me.room, arrays, states, me.report)
+    packet = form.write(me.room, arrays, states)
+    form.report(packet, me.report)
     distance = 1
     while distance < me.workers and me.index % (2 * distance) == 0:
         sender = me.index + distance
@@ -287,7 +286,7 @@ def traffic(parts: Sequence[Operand], workers: int, owners_at: Sequence[int], *,
 def _by_way(parts: Sequence[Operand], served: bool) -> Iterator[tuple[Way, list[Operand]]]:
     by: dict[Way, list[Operand]] = {way: [] for way in WAYS.values()}
     for part in parts:
-        if part.array.size:
+        if part.elements:
             by[OWNERS if served else way_of(part.codec)].append(part)
     return ((way, its) for way, its in by.items() if its)
 

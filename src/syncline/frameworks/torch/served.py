@@ -312,8 +312,8 @@ class Client:
 
     def _changes_gradients(self, meeting: Meeting | None) -> bool:
         """Whether the exchange itself writes to the gradients that the script sees."""
-        if self._staging.device is not None:  # the exchange uses copies on the host
-            return False
+        if self._staging.device is not None and not self.replica.exchange.coded_on_device:
+            return False  # the exchange uses copies on the host
         if not self.owned.together and self.replica.exchange.compression is None:  # a plain push only reads
             return False
         session = self.replica.session

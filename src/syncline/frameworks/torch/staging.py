@@ -16,6 +16,15 @@ Everything that the training thread launches after ``join`` sees the copied valu
 between streams and block no thread. Models whose gradients lie in the transport's memory need no copies
 (``training.memory.Staging``).
 
+With a codec, buckets stay on the device if it can compute the codec (``Coder``). The two streams then encode and decode
+besides, and only payloads are copied:
+
+    training stream   backward ... bucket complete . backward goes on . . . . . . . . end of backward: join
+    stream down                           encode -> payload -> pinned memory
+    a thread here                                     waits for that
+    progress thread                                          exchanges payloads
+    stream up                                                          pinned memory -> payloads -> decode, add
+
 The next copy down writes a mirror only after the training stream has passed ``join``, hence after the copy up has read
 it. Memory: a model's gradients once more on the host. Traffic: each byte once over the bus in each direction.
 """
@@ -23,20 +32,32 @@ it. Memory: a model's gradients once more on the host. Traffic: each byte once o
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from ...codecs._device import SWITCH, why_not
+from ...compression.reducers import Bytes
 from ...engine.engine import Engine
 from ...engine.order import Work
-from ...engine.trace import Span, begin
+from ...engine.trace import begin
 from ...errors import NotBuiltError, SynclineError, UsageError
 from ...training.memory import Staging
+from ...wire.scratch import Scratch
 from .storage import Array, Pair
+
+log = logging.getLogger("syncline")
+
+Direction = Literal["down", "up"]
+"""The two streams of a copier: from the device, and to it."""
 
 _PAGE_BYTES = 4096
 _END_S = 10.0
@@ -50,21 +71,40 @@ class Staged(Staging):
         self.device = copier.device
         self._copier, self._fail = copier, fail
         self._pinned: list[torch.Tensor] = []
-        self._descending: queue.SimpleQueue[tuple[torch.cuda.Event, Work, Span | None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name="syncline-staging", daemon=True)
-        self._thread.start()
+        self._watches = {direction: _Watch(fail) for direction in _DIRECTIONS}
+        self._open = True
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
         """Memory in pages of its own: whole pages are pinned, and none may be pinned twice."""
+        return self._pages(nbytes, lambda size: self._engine.allocate(size, np.dtype(np.uint8))).view(dtype)
+
+    def _pages(self, nbytes: int, allocate: Callable[[int], Bytes]) -> Bytes:
+        """Pinned pages, of which ``nbytes`` are used."""
         pages = max(1, -(-nbytes // _PAGE_BYTES))
-        raw = self._engine.allocate((pages + 1) * _PAGE_BYTES, np.dtype(np.uint8))
+        raw = allocate((pages + 1) * _PAGE_BYTES)
         start = -raw.ctypes.data % _PAGE_BYTES
         block = raw[start : start + pages * _PAGE_BYTES]
         host = torch.from_numpy(block)
         self._copier.pin(host)
         self._pinned.append(host)
-        found: Array = block[:nbytes].view(dtype)
-        return found
+        return block[:nbytes]
+
+    @cached_property
+    def coder(self) -> Coder | None:
+        """None if codecs are left to the processor."""
+        if os.environ.get(SWITCH) == "off" or not self._copier.codes:
+            return None
+        room = _PinnedScratch(partial(self._pages, allocate=lambda size: np.empty(size, np.uint8)))
+        return Coder(room, *(_Stream(self._copier, direction, watch) for direction, watch in self._watches.items()))
+
+    def mark(self) -> torch.cuda.Event:
+        return self._copier.mark()
+
+    def follow(self) -> Callable[[], None]:
+        return partial(self._copier.run, "up", lambda: None, self._copier.mark())
+
+    def hand_over(self, pair: Pair, mark: torch.cuda.Event, share: float) -> None:
+        self._copier.run("down", partial(_weigh, pair.device, share), mark)
 
     def down(self, pair: Pair, gate: Work | None, label: str) -> Work | None:
         """Start the copy at once. A thread of this object waits for its end, so that neither training nor progress
@@ -72,7 +112,13 @@ class Staged(Staging):
         landed, observer, span = self._engine.promise(f"{label}: copying to the host"), self._engine.observer, None
         if observer is not None:
             span = begin(observer, "staging", landed.label, landed.span, nbytes=pair.host.nbytes)
-        self._descending.put((self._copier.to_host(pair), landed, span))
+
+        def done() -> None:
+            if span is not None:
+                span.end()
+            self._engine.fulfil(landed)
+
+        self._watches["down"].call_after(self._copier.to_host(pair), done)
         return landed if gate is None else self._engine.then(label, [gate, landed])
 
     def up(self, pair: Pair, exchange: Work, label: str) -> Work:
@@ -87,28 +133,100 @@ class Staged(Staging):
         self._copier.synchronize()
 
     def close(self) -> None:
-        """End the thread and unpin the memory. Callable repeatedly."""
-        if not self._thread.is_alive():
+        """End the threads and unpin the memory. Callable repeatedly."""
+        if not self._open:
             return
-        self._descending.put(None)
-        self._thread.join(_END_S)
+        self._open = False
+        for watch in self._watches.values():
+            watch.close()
         with contextlib.suppress(Exception):  # a broken device was reported before, and the process must still end
             self._copier.synchronize()
         while self._pinned:
             self._copier.unpin(self._pinned.pop())
         self._copier.close()
 
-    def _watch(self) -> None:
-        while (item := self._descending.get()) is not None:
-            copy, landed, span = item
+
+_DIRECTIONS: tuple[Direction, ...] = ("down", "up")
+
+
+class _Watch:
+    """A thread, begun when it is needed, that waits for events of one stream in order. ``fail`` gets their faults."""
+
+    def __init__(self, fail: Callable[[Exception], object]) -> None:
+        self._fail = fail
+        self._awaited: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def call_after(self, event: torch.cuda.Event, call: Callable[[], None]) -> None:
+        """Call ``call`` in the thread after the event."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="syncline-staging", daemon=True)
+            self._thread.start()
+        self._awaited.put((event, call))
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._awaited.put(None)
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while (item := self._awaited.get()) is not None:
+            event, call = item
             try:
-                copy.synchronize()
+                event.synchronize()
             except Exception as error:  # a fault of the device, which must reach every thread that waits for it
                 self._fail(error)
             else:
-                if span is not None:
-                    span.end()
-                self._engine.fulfil(landed)
+                call()
+
+
+class _Stream:
+    """One stream of a copier as a ``Queue`` of reducers."""
+
+    def __init__(self, copier: CudaCopier, direction: Direction, watch: _Watch) -> None:
+        self._copier, self._direction, self._watch = copier, direction, watch
+
+    def run(self, act: Callable[[], None]) -> None:
+        self._copier.run(self._direction, act)
+
+    def then(self, call: Callable[[], None]) -> None:
+        self._watch.call_after(self.reached(), call)
+
+    def reached(self) -> torch.cuda.Event:
+        """The end of everything that was queued so far."""
+        return self._copier.reached(self._direction)
+
+
+class _PinnedScratch(Scratch):
+    """Pinned buffers. Those that the device still reads come back when another one is needed. For one thread."""
+
+    def __init__(self, make: Callable[[int], Bytes]) -> None:
+        super().__init__(make)
+        self.read: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+
+    def take(self, nbytes: int) -> Bytes:
+        while self.read and self.read[0][0].query():  # type: ignore[no-untyped-call]
+            self.read.popleft()[1]()
+        return super().take(nbytes)
+
+
+class Coder:
+    """The ``Device`` of reducers, in the streams of a copier."""
+
+    def __init__(self, room: _PinnedScratch, encoding: _Stream, decoding: _Stream) -> None:
+        self.room, self.encoding, self.decoding = room, encoding, decoding
+
+    def after_decoding(self, call: Callable[[], None]) -> None:
+        self.room.read.append((self.decoding.reached(), call))
+
+
+def _weigh(tensor: torch.Tensor, share: float) -> None:
+    """As ``kernels.cpu.weigh``, with the same bits."""
+    if share <= 0:
+        tensor.zero_()
+    elif share != 1.0:
+        tensor.mul_(float(torch.tensor(share, dtype=tensor.dtype, device="cpu")))
 
 
 class CudaCopier:
@@ -145,6 +263,32 @@ class CudaCopier:
             done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # the waiting thread sleeps
             done.record(self._down)
         return done
+
+    @property
+    def codes(self) -> bool:
+        """Whether the kernels of codecs run on this device. A warning says why they do not."""
+        if reason := why_not(self.device):
+            log.warning(
+                "the processor compresses the gradients of %s, where codecs cannot run: %s", self.device, reason
+            )
+        return not reason
+
+    def run(self, direction: Direction, act: Callable[[], None], behind: torch.cuda.Event | None = None) -> None:
+        """Queue what ``act`` tells the device, in a stream and behind a point in the training stream.
+
+        Callable in any thread.
+        """
+        stream = self._down if direction == "down" else self._up
+        if behind is not None:
+            stream.wait_event(behind)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            act()
+
+    def reached(self, direction: Direction) -> torch.cuda.Event:
+        """The end of everything that was queued in a stream so far."""
+        end: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # the waiting thread sleeps
+        end.record(self._down if direction == "down" else self._up)
+        return end
 
     def mark(self) -> torch.cuda.Event:
         """The present point in the current stream, which is the training's; called in the training thread."""

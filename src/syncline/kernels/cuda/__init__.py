@@ -8,3 +8,6 @@ import from here.
 The first kernel imports Triton. With ``TRITON_INTERPRET=1``, set before Triton is imported, the same kernels run on
 tensors of the CPU, slowly.
 """
+
+LARGEST_BLOCK = 1 << 15
+"""Elements of the largest block, which a program keeps in registers."""

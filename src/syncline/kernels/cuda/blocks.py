@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from ...errors import UsageError
+from . import LARGEST_BLOCK
 
 _MOST_WARPS = 16
 
@@ -77,8 +78,6 @@ BODY = tl.constexpr(0x7FFFFFFF)
 """The bits of a float32 without its sign."""
 
 _MOST_HALVINGS = tl.constexpr(10)
-LARGEST_BLOCK = 1 << 15
-"""Elements of the largest block, which a program keeps in registers."""
 
 
 @triton.jit
