@@ -7,12 +7,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from syncline.errors import DataError, UsageError
-from syncline.tuning.codec_times import every_codec, variants
+from syncline.tuning.codec_times import Trial, every_codec, variants
 from syncline_bench.cli import cli
 from syncline_bench.codecs import codec_bench
 from syncline_bench.report.bench import CodecResult, CodecRow, render_codecs
@@ -150,3 +151,33 @@ def test_without_torch_the_codecs_are_measured_alone(monkeypatch: pytest.MonkeyP
     result = codec_bench.measure(codec_bench.request_of(["int8"], 1000, 1))
     rows: tuple[CodecRow, ...] = result.rows
     assert [row.torch_s for row in rows] == [None, None]
+
+
+def test_codecs_on_a_device_have_the_same_rows() -> None:
+    """The CPU stands in for it, and Triton's interpreter for its kernels."""
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    on_device = pytest.importorskip("syncline_bench.codecs.on_device")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here, there = Trial("int8", True, 2000), on_device.DeviceTrial("int8", True, 2000, device)
+    x = np.linspace(-1, 1, 2000, dtype=np.float32)
+    for trial in (here, there):
+        encode_s, decode_s = trial(x)
+        assert encode_s > 0 < decode_s
+    mine, theirs = (trial.result((1.0, 2.0), 3.0) for trial in (here, there))
+    assert mine == theirs
+    assert on_device.DeviceAddition(2000, device)(x)[0] > 0
+    with pytest.raises(UsageError, match="works on the processor only"):
+        on_device.DeviceTrial("powersgd(rank=1)", True, 2000, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [("tpu", "no such device"), ("cuda", "no CUDA device that torch"), ("meta", "do not run on")]
+)
+def test_a_device_that_cannot_be_used_is_refused_in_a_line(device: str, says: str) -> None:
+    torch = pytest.importorskip("torch")
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(UsageError, match=says) as caught:
+        codec_bench.request_of(["int8"], 1000, 1, device=device)
+    assert "\n" not in str(caught.value)

@@ -14,7 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
+from syncline.codecs import Codec, TakesTensors
 from syncline.errors import UsageError
+from syncline.strategy.grammar import read_part
+from syncline.strategy.words import build
 from syncline.tuning.codec_times import Addition, CodecTimes, Progress, Timed, Trial, every_codec, in_turn, variants
 
 from ..display import Display, shown
@@ -37,20 +40,28 @@ class Request:
     elements: int
     repetitions: int
     workers: int = WORKERS
+    device: str = "cpu"
 
     @property
     def torch(self) -> bool:
-        """Whether torch compositions can be measured beside the codecs."""
-        return find_spec("torch") is not None
+        """Whether torch compositions, which are for the processor, can be measured beside the codecs."""
+        return self.device == "cpu" and find_spec("torch") is not None
 
 
-def request_of(texts: Sequence[str], elements: int, repetitions: int, workers: int = WORKERS) -> Request:
+def request_of(
+    texts: Sequence[str], elements: int, repetitions: int, workers: int = WORKERS, device: str = "cpu"
+) -> Request:
     """A checked request, for all codecs when ``texts`` is empty; raises UsageError with the remedy."""
     for name, value, least in (("elements", elements, 1), ("repetitions", repetitions, 1), ("workers", workers, 2)):
         if value < least:
             raise UsageError(f"--{name} has to be {least} or more, got {value}")
-    ways = dict.fromkeys(way for text in texts or every_codec() for way in variants(text, elements))
-    request = Request(tuple(ways), elements, repetitions, workers)
+    if device != "cpu":
+        from .on_device import checked
+
+        checked(device)
+    wanted = texts or [text for text in every_codec() if device == "cpu" or _takes_tensors(text)]
+    ways = dict.fromkeys(way for text in wanted for way in variants(text, elements))
+    request = Request(tuple(ways), elements, repetitions, workers, device)
     needed = 4 * elements * (_ARRAYS_PER_TRIAL * len(ways) + _ARRAYS_PER_RUN)
     available = available_memory_bytes()
     if needed > available:
@@ -68,7 +79,16 @@ def contestants_of(request: Request) -> int:
 
 def measure(request: Request, progress: Progress | None = None) -> CodecResult:
     """All rows of a request, in its order."""
-    trials = [Trial(text, feedback, request.elements) for text, feedback in request.ways]
+    trials: list[Trial]
+    if request.device == "cpu":
+        trials = [Trial(text, feedback, request.elements) for text, feedback in request.ways]
+        addition = Addition(request.elements)
+    else:
+        from .on_device import DeviceAddition, DeviceTrial, checked
+
+        device = checked(request.device)
+        trials = [DeviceTrial(text, feedback, request.elements, device) for text, feedback in request.ways]
+        addition = DeviceAddition(request.elements, device)
     with contextlib.ExitStack() as stack:
         peers: Mapping[int, Timed] = {}
         if request.torch:
@@ -76,7 +96,7 @@ def measure(request: Request, progress: Progress | None = None) -> CodecResult:
 
             stack.enter_context(compositions.one_thread())
             peers = compositions.peers_of(trials)
-        contestants: list[Timed] = [Addition(request.elements), *trials, *peers.values()]
+        contestants: list[Timed] = [addition, *trials, *peers.values()]
         found = in_turn(contestants, request.elements, request.repetitions, progress)
     (add_s,), ours, theirs = found[0], found[1 : 1 + len(trials)], found[1 + len(trials) :]
     torch_s = {place: times[0] for place, times in zip(peers, theirs, strict=True)}
@@ -84,8 +104,13 @@ def measure(request: Request, progress: Progress | None = None) -> CodecResult:
         row_of(trial.result(times, add_s), torch_s.get(place), request.workers)
         for place, (trial, times) in enumerate(zip(trials, ours, strict=True))
     ]
-    asked: dict[str, Any] = {name: getattr(request, name) for name in ("elements", "repetitions", "workers")}
+    asked: dict[str, Any] = {name: getattr(request, name) for name in ("elements", "repetitions", "workers", "device")}
     return CodecResult(**provenance(), **asked, rows=tuple(rows))
+
+
+def _takes_tensors(text: str) -> bool:
+    codec: Codec = build("codecs", read_part(text))
+    return isinstance(codec, TakesTensors) and codec.takes_tensors
 
 
 def row_of(times: CodecTimes, torch_s: float | None, workers: int) -> CodecRow:
@@ -114,11 +139,12 @@ def run(
     *,
     repetitions: int,
     workers: int = WORKERS,
+    device: str = "cpu",
     json_path: Path | None = None,
     console: Console | None = None,
 ) -> None:
     """Measure codecs, all where ``texts`` is empty, as ``display.shown`` does."""
-    request = request_of(texts, elements, repetitions, workers)
+    request = request_of(texts, elements, repetitions, workers, device)
     count = contestants_of(request)
 
     def measured(display: Display) -> CodecResult:

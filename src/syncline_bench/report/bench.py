@@ -183,7 +183,7 @@ class CodecRow:
     bits_per_element: Annotated[float, "of the payload, on the wire"]
     encode_gb_per_s: Annotated[float, "GB/s of float32: 4 bytes x elements / seconds / 10^9"]
     decode_gb_per_s: Annotated[float, "GB/s of float32, added"]
-    np_add_gb_per_s: Annotated[float, "GB/s of `np.add(a, b, out=c)`"]
+    np_add_gb_per_s: Annotated[float, "GB/s of `np.add(a, b, out=c)`, of `torch.add` on a GPU"]
     torch_s: Annotated[
         float | None,
         "the torch composition's compression with the same feedback, to be held against `encode_s`; `null` where there "
@@ -204,6 +204,7 @@ class CodecResult(ResultFile):
     elements: int
     repetitions: int
     workers: int
+    device: str = "cpu"
     rows: tuple[CodecRow, ...] = ()
 
 
@@ -423,6 +424,7 @@ def render_codecs(result: CodecResult) -> Sheet:
     if not result.rows:
         return Sheet(())
     add = units.significant(result.rows[0].np_add_gb_per_s)
+    added, where = ("np.add", "one core") if result.device == "cpu" else ("torch.add", result.device)
     columns: tuple[Column[CodecRow], ...] = (
         Column("codec", "codec", kind="name", means=""),
         Column("fb", "feedback", lambda value: "yes" if value else "", means="with error feedback"),
@@ -433,7 +435,7 @@ def render_codecs(result: CodecResult) -> Sheet:
             "of add",
             rank=1,
             by=lambda row: units.percent(row.encode_gb_per_s / row.np_add_gb_per_s),
-            means=f"encode as a share of np.add's {add} GB/s",
+            means=f"encode as a share of {added}'s {add} GB/s",
         ),
         Column(
             "x torch",
@@ -449,7 +451,7 @@ def render_codecs(result: CodecResult) -> Sheet:
             means=f"an allreduce of {result.workers} ranks is faster below that link speed",
         ),
     )
-    return Sheet([Table(columns, result.rows, f"codecs on {result.elements:,} float32, one core")])
+    return Sheet([Table(columns, result.rows, f"codecs on {result.elements:,} float32, {where}")])
 
 
 def _pays(rate: float | None) -> str:
