@@ -18,7 +18,7 @@ import statistics
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -189,10 +189,11 @@ class _Ranks:
             for note in self._notes("seen", notes_s):
                 self._seen.append(Seen.from_json(note))
             there = [one.rank for one in self._seen]
-            opened = [(one.rank, peer) for one in self._seen for peer in there if peer not in one.unreached]
-            self._client.set("opened/0", json.dumps(opened).encode())
-        opened = [(one, other) for one, other in json.loads(self._opened(2 * notes_s)) if one != other]
-        self._measure(opened)
+            failed = [(one.rank, peer) for one in self._seen for peer in one.unreached]
+            self._client.set("reached/0", json.dumps([there, failed]).encode())
+        there, failed = json.loads(self._reached(2 * notes_s))
+        if self._rank in there:
+            self._measure(there, {(source, target) for source, target in failed})
         self._client.set(f"links/{self._rank}", self._links.to_json())
         if self._rank == 0:
             for note in self._notes("links", notes_s):
@@ -229,14 +230,12 @@ class _Ranks:
         self._out = {peer: answer for peer, answer in answers.items() if not isinstance(answer, str)}
         return {peer: answer for peer, answer in answers.items() if isinstance(answer, str)}
 
-    def _opened(self, limit_s: float) -> bytes:
-        """Rank 0's note on the pairs that have a connection. Raises GroupError after ``limit_s``."""
+    def _reached(self, limit_s: float) -> bytes:
+        """Rank 0's note on the hosts that are there, and pairs without a connection. GroupError after ``limit_s``."""
         deadline = time.monotonic() + limit_s
-        while (note := self._client.get("opened/0")) is None:
+        while (note := self._client.get("reached/0")) is None:
             if time.monotonic() > deadline:
-                raise GroupError(
-                    f"rank 0 has named no pairs of hosts within {limit_s:.0f} s: see whether it is stopped"
-                )
+                raise GroupError(f"rank 0 has not named the hosts within {limit_s:.0f} s: see whether it is stopped")
             time.sleep(_POLL_S)
         return note
 
@@ -255,9 +254,9 @@ class _Ranks:
             remedy = f"See whether {self._roll.members[lead].host} is overloaded or the process is stopped."
             self._faults.append(Finding("reach", "fail", text, remedy))
 
-    def _measure(self, opened: Sequence[Pair]) -> None:
-        """Take turns with the other hosts: the lower rank of a pair sends first."""
-        callers = {source for source, target in opened if target == self._rank}
+    def _measure(self, there: Sequence[int], failed: Collection[Pair]) -> None:
+        """Take turns with the other hosts that are ``there``. The lower rank of a pair sends first."""
+        callers = {peer for peer in there if peer != self._rank and (peer, self._rank) not in failed}
         came: dict[int, socket.socket] = {}
         deadline = time.monotonic() + _DIAL_S
         while callers - came.keys() and time.monotonic() < deadline:
@@ -266,7 +265,7 @@ class _Ranks:
             low, high = sorted((self._rank, peer))
             for pair in ((low, high), (high, low)):
                 sock = self._out.get(peer) if pair[0] == self._rank else came.get(peer)
-                if pair in opened and sock is not None:
+                if peer in there and sock is not None:
                     with closing(sock), suppress(OSError, SynclineError):  # what is missing is judged by rank 0
                         self._send(sock, pair) if pair[0] == self._rank else self._receive(sock, pair)
 
