@@ -93,7 +93,7 @@ def new_group(ranks: Sequence[int], timeout: float | None = None) -> WorkerGroup
 
 
 def rank(group: Group | None = None) -> int:
-    """This worker's rank, from 0; -1 within a group that it is not in. On a server, that of the last worker."""
+    """This worker's rank, from 0; -1 within a group that it is not in. A server has the last worker's rank."""
     return group.rank if isinstance(group, WorkerGroup) else process.within(group).rank
 
 
@@ -331,7 +331,7 @@ def consolidate() -> None:
 def allreduce(tensor: Tensors, op: str = "mean", *, group: Group | None = None) -> Tensors:
     """Replace a tensor or array, on every worker, by the workers' ``mean`` or ``sum``, and return it.
 
-    Here and below the workers are those of ``group``, if given (``new_group``).
+    Here and below, ``group`` limits the call to the workers of a group (``new_group``).
     """
     if op not in ("mean", "sum"):
         raise UsageError(f"op={op!r}: choose 'mean' or 'sum'")
@@ -342,7 +342,7 @@ def allreduce(tensor: Tensors, op: str = "mean", *, group: Group | None = None) 
 
 
 def broadcast(tensor: Tensors, root: int = 0, *, group: Group | None = None) -> Tensors:
-    """Replace a tensor or array, on every worker, by that of rank ``root`` within the group, and return it."""
+    """Replace a tensor or array, on every worker, by the one on rank ``root`` within the group, and return it."""
     here, (flat, write_back) = process.within(group), _flat(tensor)
     here.broadcast(flat, root)
     write_back()
@@ -382,9 +382,9 @@ def sampler(
 
 
 def stats(*, group: Group | None = None) -> Stats:
-    """The time blocked in Syncline and the bytes moved since ``init``, or those of ``group``.
+    """The time blocked in Syncline and the bytes moved since ``init``, in the run or in ``group``.
 
-    A group's bytes are those of arrays and payloads, by rank in the run; connections are shared by all groups.
+    A group counts the bytes of arrays and payloads, by rank in the run; all groups share the connections.
     """
     return process.within(group).stats()
 
@@ -394,7 +394,7 @@ def state_dict() -> dict[str, Any]:
 
     Under a codec with residuals, and if workers train locally with weights of their own, all ranks must call it, and
     every rank gets the states of all: as many bytes as ranks times the model's size. If owners hold the weights, it
-    includes theirs, which are more precise than the workers'. It consists of tensors and plain values, as
+    includes the owners' weights, which are more precise than the workers'. It consists of tensors and plain values, as
     ``torch.save`` accepts. For models prepared with a group, it contains the states of the group's ranks and differs
     between groups.
     """

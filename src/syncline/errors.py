@@ -13,9 +13,9 @@
     ├── PeerError                      another process failed: names rank, host and operation
     │   ├── PeerLost                   it died, was stopped, or its machine is gone
     │   ├── PeerLeft                   it said goodbye while others still needed it
-    │   ├── ProtocolError              it sent what no process of this version sends
+    │   ├── ProtocolError              it sent data that no process of this version sends
     │   └── PeerTimeout                it is alive, but an operation outlasted its time limit
-    ├── MismatchError                  the ranks called different things at the same point
+    ├── MismatchError                  the ranks made different calls at the same point
     ├── GradientError                  a gradient that cannot be exchanged: missing, sparse, changed
     └── ClosedError                    the session or transport was used after its end
 

@@ -36,7 +36,7 @@ def average(*, group: WorkerGroup | None = None) -> Any:
 
 
 def distributed(optimizer: Any, *, group: WorkerGroup | None = None) -> Any:
-    """An optax optimizer under any strategy of the run; if gradients are exchanged, as ``average``.
+    """An optax optimizer under any strategy of the run; if gradients are exchanged, it acts like ``average``.
 
     Owners that hold the weights run the optimizer, which must be element-wise, and keep its state. ``update`` needs the
     parameters.

@@ -71,8 +71,8 @@ def divided(text: str | None) -> tuple[Strategy, str | None]:
 class SynclineStrategy(_lightning.DDPStrategy):  # type: ignore[misc]
     """``Trainer(strategy="syncline")``, or ``Trainer(strategy=SynclineStrategy("ring codec=int8"))``.
 
-    ``strategy`` is Syncline's and defaults to ``SYNCLINE_STRATEGY``; the other arguments are those of ``DDPStrategy``.
-    On GPUs NCCL moves tensors, and the codec compresses them.
+    ``strategy`` is Syncline's and defaults to ``SYNCLINE_STRATEGY``; the other arguments are as for ``DDPStrategy``. On
+    GPUs NCCL moves tensors, and the codec compresses them.
     """
 
     strategy_name = NAME

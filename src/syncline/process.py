@@ -58,7 +58,7 @@ class Process:
         return self.joined
 
     def within(self, group: Any) -> Session:
-        """The session of a Syncline group or of a torch group's ranks; that of all workers for None.
+        """The session of a Syncline group or of a torch group's ranks; for None, the session of all workers.
 
         Raises UsageError for other objects, and on a worker outside the group.
         """
@@ -73,7 +73,7 @@ class Process:
             return group.session
         if all(kind.__module__.partition(".")[0] != "torch" for kind in type(group).__mro__):
             raise UsageError(
-                "group= takes what syncline.new_group() gives, one dimension of a DeviceMesh, or a ProcessGroup of"
+                "group= takes the result of syncline.new_group(), one dimension of a DeviceMesh, or a ProcessGroup of"
                 f" torch, not {type(group).__name__}; torch returns a different object on ranks outside a group"
             )
         from .frameworks.torch.options import ranks_of

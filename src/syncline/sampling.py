@@ -150,8 +150,8 @@ class Sampler:
         size = self._shares.size
         if size is None:
             raise TypeError(
-                "a sampler from a pool has no length: how many batches a worker gets depends on how fast the others"
-                " are; all workers together get those of the whole data set"
+                "a sampler from a pool has no length: the number of a worker's batches depends on the speed of the"
+                " others; all workers together get the batches of the whole data set"
             )
         return size if self._order.batch_size is None else -(-size // self._order.batch_size)
 
@@ -223,7 +223,7 @@ class Pool:
 
 
 ASKED, GIVEN = 1 << 8, (1 << 8) + 1
-"""Topics of messages, distinct from those between workers and owners of weights."""
+"""Topics of messages, distinct from the topics between workers and owners of weights."""
 
 KEEPER = 0
 MOST_SAMPLERS = 1 << 10

@@ -46,12 +46,12 @@ def prepare(
 ) -> Any:
     """Make a Keras model, a ``tf.Module`` or a list of variables part of the run, with a Keras optimizer.
 
-    Without an optimizer that of ``compile()`` is used, and only the model is returned; else both, the same objects. All
-    ranks start from rank 0's values, and ``fit``, ``apply`` and ``apply_gradients`` exchange from then on. ``unused``
-    controls variables without a gradient: ``"error"`` names them, ``"zeros"`` counts their gradients as zero. Variables
-    that steps change themselves, such as moving means, get rank 0's values after every step, or stay local with
-    ``broadcast_buffers=False``. On a server this call does not return: it serves until the workers have left, and exits
-    with status 0.
+    Without an optimizer, the optimizer of ``compile()`` is used and only the model is returned; else both, the same
+    objects. All ranks start from rank 0's values, and ``fit``, ``apply`` and ``apply_gradients`` exchange from then on.
+    ``unused`` controls variables without a gradient: ``"error"`` names them, ``"zeros"`` counts their gradients as
+    zero. Variables that steps change themselves, such as moving means, get rank 0's values after every step, or stay
+    local with ``broadcast_buffers=False``. On a server this call does not return: it serves until the workers have
+    left, and exits with status 0.
     """
     here = process.within(group)
     here.check_fit()
@@ -76,7 +76,7 @@ def average(model: Any, *, unused: Unused = "error", group: WorkerGroup | None =
 
 
 def broadcast(variables: Any, root: int = 0, *, group: WorkerGroup | None = None) -> None:
-    """Set the variables of a model, of an optimizer, or in a list to those of rank ``root``. Collective among
+    """Set the variables of a model, of an optimizer, or in a list to the values of rank ``root``. Collective among
     workers.
     """
     adapter.broadcast(process.within(group), variables, root)

@@ -70,7 +70,7 @@ def spread(group: Group, owners: int) -> tuple[int, ...]:
     """Choose ``owners`` workers that own a part each, in rank order, spread over the nodes, because owners load their
     links.
 
-    If there are fewer workers than that, the result is the first ones in the same order.
+    If there are fewer workers than ``owners``, the result is 0 to ``owners`` - 1.
     """
     turns = zip_longest(*group.members_by_node())
     order = [worker for turn in turns for worker in turn if worker is not None]

@@ -22,7 +22,7 @@ def halving_doubling(group: Group) -> Plan:
     """Allreduce with the bytes of a ring and the latency of a tree, when N is a power of two.
 
     Cost: 2 lg a + 2(N-1)/N nb + (N-1)/N ng. Otherwise the steps of the next lower power of two, plus one step before
-    and one after that move the whole array: 2nb more (Rabenseifner 2004).
+    and one after, which move the whole array: 2nb more (Rabenseifner 2004).
     """
     chunks = 1 << (group.workers.bit_length() - 1)
     core, before, after = fold(group.workers, chunks)

@@ -38,8 +38,8 @@ def hierarchical(group: Group, *, inside: Literal["ring", "native"] = "ring") ->
 
     With inside=native the message library's own collectives sum inside nodes.
 
-    Cost with m nodes of p ranks, links a1, b1 inside and a2, b2 across: 2(p-1)a1 + 2(p-1)/p nb1 + 2(m-1)a2 +
-    2(m-1)/m (n/p) b2 when every rank has a NIC; the last term times p when the node has one (Cho et al. 2019).
+    Cost with m nodes of p ranks, links a1, b1 inside and a2, b2 across: 2(p-1)a1 + 2(p-1)/p nb1 + 2(m-1)a2 + 2(m-1)/m
+    (n/p) b2 when every rank has a NIC; the last term times p when the node has a single NIC (Cho et al. 2019).
     """
     nodes = group.members_by_node()
     sizes = [len(ranks) for ranks in nodes]

@@ -49,13 +49,13 @@ def ps(
 ) -> Plan:
     """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
 
-    With ``local`` the workers of a host add up their gradients first, and the host pushes and pulls once. Fewer serving
-    workers than there are stand on different hosts, as far as these suffice.
+    With ``local`` the workers of a host add up their gradients first, and the host pushes and pulls once. If not all
+    workers serve, the serving workers are on different hosts as far as possible.
 
-    Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server:
-    2N(a + nb) (Li et al. 2014). With ``local``, N is the number of hosts on the network, and nb inside hosts is added.
-    Raises UsageError for fewer than one server, more serving workers than workers, and a group with other servers than
-    those asked for.
+    Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server: 2N(a
+    + nb) (Li et al. 2014). With ``local``, N is the number of hosts on the network, and nb inside hosts is added.
+    Raises UsageError for fewer than one server, more serving workers than workers, and a group with another number of
+    servers.
     """
     chunks, pushes, pulls, _ = _transfers(group, servers, on, local)
     rows = pushes + pulls
@@ -117,8 +117,8 @@ def _transfers(group: Group, servers: int, on: str, local: bool) -> tuple[int, _
         return part * shares + low, high - low
 
     def outside(turns: _Turns) -> _Legs:
-        """Between workers and servers, cut where the share of any host ends: of all chunks of a message, a server has
-        contributions already, or of none.
+        """Between workers and servers, cut where the share of any host ends: a server already has contributions to all
+        chunks of a message, or to none.
         """
         found = []
         for worker, part in turns:

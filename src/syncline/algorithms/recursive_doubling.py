@@ -1,6 +1,6 @@
 """Recursive doubling: ranks exchange the whole array with partners at distance 1, 2, 4, and so on.
 
-This file also folds a number of ranks that is no power of two, which ``halving_doubling`` shares.
+This file also folds a number of ranks that is not a power of two, for ``halving_doubling`` too.
 
 Theory. After k exchanges a rank holds the sum of a block of 2^k ranks. Both partners add the same two numbers, so all
 ranks get the same bits. lg steps are the minimum; every step moves the whole array. Each extra rank first adds its
@@ -21,8 +21,8 @@ Row = tuple[int, int, int, int, int, int]
 def recursive_doubling(group: Group) -> Plan:
     """Allreduce in the fewest steps, each moving the whole array: for small arrays.
 
-    Cost: lg (a + nb + ng) when N is a power of two; otherwise one step more before and one after, around the steps of
-    the next lower power of two (Thakur, Rabenseifner, Gropp 2005).
+    Cost: lg (a + nb + ng) when N is a power of two; otherwise one more step before and one after the steps of the next
+    lower power of two (Thakur, Rabenseifner, Gropp 2005).
     """
     core, before, after = fold(group.workers, 1)
     rows = list(before)

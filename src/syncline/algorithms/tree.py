@@ -33,11 +33,11 @@ def tree(group: Group) -> Plan:
 def broadcast(group: Group, *, root: int = 0) -> Plan:
     """Broadcast of the root's array along a binomial tree.
 
-    Cost: lg (a + nb) (Thakur, Rabenseifner, Gropp 2005). Raises UsageError when ``root`` is no worker.
+    Cost: lg (a + nb) (Thakur, Rabenseifner, Gropp 2005). Raises UsageError when ``root`` is not a worker.
     """
     workers = group.workers
     if not 0 <= root < workers:
-        raise UsageError(f"broadcast: root {root} is no worker: choose one of 0 to {workers - 1}")
+        raise UsageError(f"broadcast: root {root} is not a worker: choose one from 0 to {workers - 1}")
     lg = _lg(workers)
     rows = [
         (lg - 1 - bit, (parent + root) % workers, (child + root) % workers, 0, 1, COPY)

@@ -79,7 +79,7 @@ class Codec(Protocol):
     """A compression method. Implementations are frozen dataclasses whose fields are the arguments in a strategy text.
 
     A payload's length and content depend only on the tensor and the state. If ``block`` is positive, a tensor may be
-    encoded in parts that start at multiples of it, and the concatenated payloads are those of the whole tensor.
+    encoded in parts that start at multiples of it, and the concatenated payloads equal the payload of the whole tensor.
     """
 
     @property
@@ -197,7 +197,7 @@ class LeavesOut(Protocol):
 
     @property
     def leaves_out(self) -> bool:
-        """Whether it does with its arguments. The residual can then be larger than the gradient."""
+        """Whether it may omit that much with its arguments. The residual can then be larger than the gradient."""
         ...
 
 
@@ -259,7 +259,7 @@ class Stochastic(Protocol):
 
     @property
     def stochastic(self) -> bool:
-        """Whether it does, so that decode(encode(x)) is unbiased over the seeds."""
+        """Whether it rounds stochastically, so that decode(encode(x)) is unbiased over the seeds."""
         ...
 
 

@@ -44,7 +44,7 @@ def on_device(array: Any) -> bool:
 
 
 def kernels_for(family: str, array: Any) -> Any:
-    """The module ``kernels.<family>`` for a numpy array, that of ``kernels.cuda`` with the family for a torch tensor.
+    """``kernels.<family>`` for a numpy array, the module of ``kernels.cuda`` with the family for a torch tensor.
 
     Raises UsageError if the family has no device kernels, or Triton is not installed.
     """

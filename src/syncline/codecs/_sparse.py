@@ -1,11 +1,11 @@
 """Selects the k largest elements of a tensor in one pass over it, and writes, reads and validates pairs.
 
 **Selecting.** A random sample gives an estimated lower bound for the k-th largest. The pass collects all elements that
-reach the bound, and the k largest of these are selected exactly. With s samples, e = s*k/n of which should be among the
-k largest, the bound is the (e + 4 sqrt(e) + 4)-th largest sample: four standard deviations low, so that it rarely
-fails. If it does, as for a tensor of nearly equal elements, the digits of all elements are counted instead. Selecting
-again among the elements above a sampled threshold is the "hierarchical" selection of Lin et al., "Deep gradient
-compression", ICLR 2018.
+reach the bound, and the k largest of these are selected exactly. Of s samples, e = s*k/n should be among the k largest.
+The bound is the (e + 4 sqrt(e) + 4)-th largest sample: four standard deviations low, so that it rarely fails. If it
+does, as for a tensor of nearly equal elements, the digits of all elements are counted instead. Selecting again among
+the elements above a sampled threshold is the "hierarchical" selection of Lin et al., "Deep gradient compression", ICLR
+2018.
 
 On a GPU an exact selection always counts digits: memory is fast there, and testing an estimate would mean waiting for
 the device. The selection is the same.

@@ -67,7 +67,7 @@ class Adaptive:
 
     @property
     def contraction(self) -> bool:
-        """That of the codec of the large tensors; the other codecs are contractions."""
+        """Whether the large tensors' codec is a contraction; the other codecs are."""
         return self.codec.contraction
 
     @property

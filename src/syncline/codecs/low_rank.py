@@ -13,7 +13,7 @@ keeps M - P (M^T P)^T of its own M; over all ranks, residuals and result sum up 
 hence a contraction. Unlike in the paper, Q is orthonormalized before it is remembered: it spans the same space, but
 neither shrinks with the gradients nor loses directions when they vanish for a step.
 
-Tensors with fewer than two dimensions, and those whose factors would not be smaller, are summed uncompressed. All
+Tensors with fewer than two dimensions, and tensors whose factors would not be smaller, are summed uncompressed. All
 arithmetic is in the fixed order of ``kernels/low_rank.py``, so that replicas on different hosts agree.
 """
 
@@ -53,12 +53,12 @@ class PowerSGD:
             raise UsageError(f"rank={self.rank}: choose from 1 to 1024; 1 to 4 is usual")
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """The bytes of both factors, or those of the tensor where it is sent uncompressed."""
+        """The bytes of both factors, or of the tensor if it is sent uncompressed."""
         nbytes = 4 * sum(self.rounds(spec))
         return nbytes, nbytes
 
     def rounds(self, spec: Spec) -> tuple[int, ...]:
-        """The elements of P and of Q, or those of the tensor where it is sent uncompressed."""
+        """The elements of P and of Q, or of the tensor if it is sent uncompressed."""
         return tuple(self.rank * side for side in _sides(spec)) if self._factors(spec) else (spec.elements,)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:

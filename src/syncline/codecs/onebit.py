@@ -76,10 +76,11 @@ class Sign(Blocks):
     def __post_init__(self) -> None:
         if not _LEAST_SCALE <= self.scale <= _MOST_SCALE:
             raise UsageError(
-                f"scale={self.scale}: choose the gradient that a vote counts as, such as 0.001, or 1 for the bare sign"
+                f"scale={self.scale}: choose the gradient that one vote stands for, such as 0.001, or 1 for the bare"
+                " sign"
             )
         if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum={self.momentum}: choose 0 for none, or below 1, as 0.9")
+            raise UsageError(f"momentum={self.momentum}: choose 0 for none, or a number below 1, such as 0.9")
         if self.vote == "off" and (self.scale != _SCALE or self.momentum):
             raise UsageError("scale= and momentum= of sign apply only to a vote: write vote=on, or leave them out")
 

@@ -38,7 +38,7 @@ _DECAY = 0.8
 def check_ratio(ratio: float) -> None:
     """Raise UsageError unless ``ratio`` is above 0 and at most 1."""
     if not 0 < ratio <= 1:
-        raise UsageError(f"ratio={ratio}: choose a share of the elements above 0 and up to 1, as 0.01")
+        raise UsageError(f"ratio={ratio}: choose a share of the elements above 0 and up to 1, such as 0.01")
 
 
 def share(ratio: float, elements: int) -> int:

@@ -43,7 +43,9 @@ class Ternary(Blocks):
 
     def __post_init__(self) -> None:
         if self.clip and not 1 <= self.clip <= _MOST_CLIP:
-            raise UsageError(f"clip={self.clip}: choose 1 to 100 standard deviations, as 2.5, or 0 for no clipping")
+            raise UsageError(
+                f"clip={self.clip}: choose 1 to 100 standard deviations, such as 2.5, or 0 for no clipping"
+            )
         if not self.stochastic and self.clip != _CLIP:
             raise UsageError(
                 f"clip={self.clip}: clipping needs random rounding; leave clip= out, or choose rounding=stochastic"

@@ -54,7 +54,7 @@ class Threshold:
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum={self.momentum}: choose 0 for none, or below 1, as 0.9")
+            raise UsageError(f"momentum={self.momentum}: choose 0 for none, or a number below 1, such as 0.9")
         if not 0 <= self.clip < math.inf:
             raise UsageError(f"clip={self.clip}: choose the greatest norm of a tensor's gradient, or 0 for no clipping")
         if self.warmup < 0:
@@ -81,7 +81,7 @@ class Threshold:
         return float(_WARM * (self.ratio / _WARM) ** (step / self.warmup))
 
     def wire_bytes(self, spec: Spec) -> tuple[int, int]:
-        """6 bytes for each of k elements, 4 per 65536 elements of the tensor. The maximum is that at the start of a
+        """6 bytes for each of k elements, 4 per 65536 elements of the tensor. The maximum is the size at the start of a
         warm-up.
 
         The maximum exceeds the expected size even without a warm-up, because fewer elements may reach the threshold.
@@ -91,7 +91,8 @@ class Threshold:
         return expected, max(greatest, expected + 4)
 
     def init(self, spec: Spec, rank: int, feedback: bool = False) -> State:
-        """With momentum correction, also a velocity of zeros. Raises UsageError for it without error feedback."""
+        """With momentum correction, also a velocity of zeros. Raises UsageError for momentum correction without error
+        feedback."""
         if not self.momentum:
             return fresh_state(spec, rank, feedback)
         if not feedback:

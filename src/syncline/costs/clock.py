@@ -5,9 +5,9 @@ plans or networks: its caller says which resource is used for how long.
 
 Theory. A resource has lanes. A lane serves one job at a time, the most urgent first and preemptively; jobs of equal
 priority are served in order of arrival. Lanes share the resource's capacity evenly, none at a rate above 1 (processor
-sharing): the cores of a host are a resource with a lane per thread. A lane may stand for several that are always busy
-at the same time, as the lane of one worker stands for those of all workers like it. In a ``ranked`` resource only the
-lanes with the most urgent jobs share the capacity: a port has a lane for each exchange in progress.
+sharing): the cores of a host are a resource with a lane per thread. One lane may stand for several lanes that are
+always busy at the same time: one worker's lane stands for the lanes of all workers like it. In a ``ranked`` resource
+only the lanes with the most urgent jobs share the capacity: a port has a lane for each exchange in progress.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Piece:
 class LinkCost:
     """A full-duplex link between two ports; ``pieces`` are sorted by size and begin at 0.
 
-    Raises UsageError for pieces that are not, and for numbers that are negative or not finite.
+    Raises UsageError for other pieces, and for numbers that are negative or not finite.
     """
 
     pieces: tuple[Piece, ...]
@@ -96,7 +96,7 @@ class LinkCost:
     @overload
     def busy_s(self, nbytes: Floats) -> Floats: ...
     def busy_s(self, nbytes: float | Floats) -> float | Floats:
-        """Seconds that a message of so many bytes occupies a port; of an array, those of each."""
+        """Seconds that a message of ``nbytes`` occupies a port; for an array of sizes, an array."""
         if isinstance(nbytes, np.ndarray):
             fixed_s, per_byte_s = self.constants(nbytes)
             return fixed_s + nbytes * per_byte_s
@@ -108,7 +108,7 @@ class LinkCost:
     @overload
     def bytes_s(self, nbytes: Floats) -> Floats: ...
     def bytes_s(self, nbytes: float | Floats) -> float | Floats:
-        """The part of ``busy_s`` that is the bytes', which gets longer where a link is shared."""
+        """The bytes' part of ``busy_s``, which grows if a link is shared."""
         if isinstance(nbytes, np.ndarray):
             return nbytes * self.constants(nbytes)[1]
         return nbytes * self.piece(nbytes).per_byte_s
@@ -432,7 +432,7 @@ class Cluster:
         return self._seconds(SLOWDOWN + device)
 
     def replaced(self, values: Mapping[str, float]) -> Cluster:
-        """A copy with other values, exact and not measured; these may be constants that it did not have."""
+        """A copy with other values, exact and not measured, also of constants that it did not have."""
         given = {name: Constant(value, source="given") for name, value in values.items()}
         return replace(self, constants={**self.constants, **given})
 
@@ -455,7 +455,7 @@ class Cluster:
                 numbers[match[3]] = constant.value
         if not pieces:
             if f"{end}.flight" in self.constants:
-                raise UsageError(f"network {self.name}: {end}.flight needs {end}.alpha and {end}.beta beside it")
+                raise UsageError(f"network {self.name}: {end}.flight also needs {end}.alpha and {end}.beta")
             return None
         for start, numbers in pieces.items():
             if len(numbers) < 2:

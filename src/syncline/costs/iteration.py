@@ -102,7 +102,7 @@ class Handed(NamedTuple):
 class VirtualWorker:
     """A worker with these ``duties``; ``stretch`` gives the factor of a step's layer times.
 
-    ``spent`` has where its time went, with the end of each iteration in ``ends_s``.
+    ``spent`` counts its time by purpose, and has the end of each iteration in ``ends_s``.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class VirtualWorker:
 
 
 def run(clock: Clock, process: Process, resources: Mapping[str, Used], operations: Operations) -> None:
-    """Start a process now; it continues whenever the thing that it waits for is there."""
+    """Start a process now; it continues whenever its wait is over."""
 
     def go_on() -> None:
         for wanted in process:

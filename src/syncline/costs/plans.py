@@ -2,11 +2,11 @@
 
 ``plan_load`` is the quick model: the load that a plan's messages put on the busiest places. It assumes that a step
 begins when the one before it has ended everywhere, which holds if all ranks have equal work. Choices at run time and
-simulated trainings use it, because they ask for thousands of exchanges, those of payloads included. ``plan_time`` is
-the precise model: the clocks of all ranks and ports. Predictions of single collectives use it, because by loads double
-trees come out up to 1.7 times too slow, and messages that meet on links inside the network up to a quarter too fast or
+simulated trainings use it, because they ask for thousands of exchanges, including exchanges of payloads. ``plan_time``
+is the precise model: the clocks of all ranks and ports. Predictions of single collectives use it, because loads make
+double trees up to 1.7 times too slow, and messages that meet on links inside the network up to a quarter too fast or
 too slow. Neither model knows a schedule, another exchange in progress, or the segments into which arrays are cut for
-pipelining. Tests hold both against the formulas of the literature.
+pipelining. Tests compare both with the formulas of the literature.
 
 **Loads.** An ``Outline`` is a compressed form of a plan's messages: places with equal work count as one, and so do
 equal steps. A ring of 512 ranks has one place and one step, 1022 times. An outline is valid for arrays of any size and
@@ -107,9 +107,9 @@ class Load(NamedTuple):
     ``port_s`` is the time of the port with the most work over all steps. Steps wait for each other; if another port is
     the busiest in each step, the plan takes ``turns_s`` longer. Ports are then free for other exchanges, like those of
     a tree's leaves while its root works. ``inside_s`` is the time within hosts, step after step; for a step that also
-    has messages between hosts, it is only what the messages inside take longer. ``added_bytes`` is what a rank adds,
-    ``moved_bytes`` what it sends and receives in ``messages`` messages; ``sent_bytes`` is what a worker sends, as the
-    mean over all.
+    has messages between hosts, it is only the additional time of the messages inside. ``added_bytes`` is what a rank
+    adds, ``moved_bytes`` what it sends and receives in ``messages`` messages; ``sent_bytes`` is what a worker sends, as
+    the mean over all.
     """
 
     port_s: float = 0.0
@@ -213,9 +213,8 @@ _NOBODY = Side(np.empty(0), (), ())
 class Outline(NamedTuple):
     """The work that messages give to places: between hosts, inside, and inside ``beside`` messages between hosts.
 
-    ``together`` are the messages between hosts of such mixed steps, once more. ``flights`` counts the steps with
-    messages only between hosts, only inside, and of both. Amounts are in units: bytes for reducers' messages, chunks
-    for plans.
+    ``together`` repeats the messages between hosts of such mixed steps. ``flights`` counts the steps with messages only
+    between hosts, only inside, and of both. Amounts are in units: bytes for reducers' messages, chunks for plans.
     """
 
     between: Side = _NOBODY
@@ -299,7 +298,8 @@ def _plan_outline(shape: ClusterShape, placement: ProcessPlacement, plan: Plan) 
 
 
 def flows_outline(shape: ClusterShape, placement: ProcessPlacement, flows: Flows) -> Outline:
-    """The outline of messages that travel at the same time, in bytes; those of one piece of a link are a kind."""
+    """The outline of messages that travel at the same time, in bytes; the messages of one piece of a link are a
+    kind."""
     if not len(flows.src):
         return Outline()
     size = flows.nbytes.astype(np.float64)

@@ -119,11 +119,11 @@ def phases(plan: Plan) -> tuple[Plan, Plan]:
     Raises PlanError for other plans: in recursive doubling, for example, all ranks complete a chunk together.
     """
     if plan.goal != "allreduce":
-        raise PlanError(f"{plan.name}: only an allreduce has two phases, this plan is for {plan.goal}")
+        raise PlanError(f"{plan.name}: only an allreduce has two phases, but this plan is for {plan.goal}")
     reduces, copies = plan.op == REDUCE, plan.op == COPY
     _require_reduces_first(plan, reduces, copies)
     state = _start(plan)
-    # A reduce-scatter plan must name owners, and they are what this run finds out: any member stands in for them.
+    # A reduce-scatter plan must name owners, which only this run finds: any member stands in for them.
     _run(_half(plan, reduces, "reduce_scatter", tuple(plan.members[:1]) * plan.chunks), state)
     owners = []
     for chunk, whole in enumerate(_whole(plan)):

@@ -12,8 +12,9 @@ condition reads "rank p has finished its first k operations".
   one or more ranks. It waits for the ranks that wrote its inputs and for the ranks that still read its outputs.
 * Consecutive reductions of one step into one chunk become one pass over all their inputs.
 * If the pass that computes a sum was the last to read a rank's chunk, it also writes the sum to that rank, because no
-  other rank still needs the old value. ``direct`` thus becomes one pass in which each owner reads all peers and writes
-  all peers: n bytes are read N times and written N times in total, the least possible traffic for private arrays.
+  other rank still needs the old value. ``direct`` thus becomes one pass in which each owner reads from all peers and
+  writes to all peers: n bytes are read N times and written N times in total, the least possible traffic for private
+  arrays.
 * If a step both overwrites a chunk and sends it, the incoming values are first collected in scratch memory.
 
 No deadlock: a pass waits only for passes of earlier steps. The exception, writing the collected values, waits for

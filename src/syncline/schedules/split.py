@@ -18,6 +18,6 @@ from ._slices import Sliced
 @register("schedules", "split")
 @dataclass(frozen=True)
 class Split(Sliced):
-    """Slices of up to ``slice`` bytes; those that the forward pass needs first are gathered first."""
+    """Slices of up to ``slice`` bytes; slices that the forward pass needs first are gathered first."""
 
     phases: ClassVar[Phases] = "split"

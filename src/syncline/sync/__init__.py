@@ -4,8 +4,8 @@ A clock counts a worker's finished steps, from 0. Sync modes do no I/O, do not w
 queries them and acts on the answers.
 
 Workers exchange gradients before an update (``due``) or weights after one (``Averages``). In the latter case either all
-workers average their differences from the last agreed weights (``Agrees``), or each worker mixes its weights with those
-of some others (``Mixes``).
+workers average their differences from the last agreed weights (``Agrees``), or each worker mixes its weights with the
+weights of some others (``Mixes``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The common base of asynchronous modes: every worker's push is an update of its own, one per step.
 
-Owners apply a push to the current weights. These are newer than the weights on which the gradient was computed, by as
-many updates as others have pushed meanwhile: the version lag, N - 1 on average with N workers.
+Owners apply a push to the current weights. These are newer than the weights on which the gradient was computed, by the
+number of updates that others have pushed meanwhile: the version lag, N - 1 on average with N workers.
 
 ``rate`` selects the learning rate. With ``shared`` it is the optimizer's divided by N, so that N pushes move the
 weights as far as one synchronous step, whatever the optimizer. With ``own`` it is the optimizer's, as if every worker

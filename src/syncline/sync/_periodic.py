@@ -47,7 +47,9 @@ class Mean:
 def check_steps(mode: str, steps: int) -> None:
     """Raise UsageError unless ``steps`` is at least 1."""
     if steps < 1:
-        raise UsageError(f"steps={steps} of {mode}: workers exchange weights after 1 step or more, as {mode}(steps=16)")
+        raise UsageError(
+            f"steps={steps} of {mode}: workers exchange weights after 1 step or more, such as {mode}(steps=16)"
+        )
 
 
 def agree_in_blocks(

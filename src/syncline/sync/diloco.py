@@ -40,9 +40,11 @@ class Diloco(Period):
     def __post_init__(self) -> None:
         check_steps("diloco", self.steps)
         if not 0 < self.lr < math.inf:
-            raise UsageError(f"lr={self.lr} of diloco: choose a learning rate of the outer optimizer above 0, as 0.7")
+            raise UsageError(
+                f"lr={self.lr} of diloco: choose a learning rate of the outer optimizer above 0, such as 0.7"
+            )
         if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum={self.momentum} of diloco: choose a number from 0 up to below 1, as 0.9")
+            raise UsageError(f"momentum={self.momentum} of diloco: choose a number from 0 up to below 1, such as 0.9")
 
     @property
     def remembers(self) -> bool:

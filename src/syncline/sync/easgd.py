@@ -33,7 +33,7 @@ class Easgd(Period):
         check_steps("easgd", self.steps)
         if not 0 < self.beta <= 1:
             raise UsageError(
-                f"beta={self.beta} of easgd: choose a share above 0 and up to 1, as 0.9, by which the centre moves"
+                f"beta={self.beta} of easgd: choose a share above 0 and up to 1, such as 0.9, by which the centre moves"
                 " towards the workers' mean"
             )
 

@@ -287,7 +287,7 @@ class Trial:
 
     def __init__(self, text: str, feedback: bool, elements: int) -> None:
         if elements < 1:
-            raise UsageError(f"elementsmust be 1 or more, got {elements}")
+            raise UsageError(f"elements must be 1 or more, got {elements}")
         self.text = text
         self._codec, chosen_feedback, _ = codec_of(build("codecs", read_part(text)), _matrix(elements))
         self.feedback = feedback or chosen_feedback

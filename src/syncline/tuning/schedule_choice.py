@@ -10,7 +10,7 @@ message then takes a core from a computation.
 With a budget, ``Trials`` follow in the live run: a few layouts run in turn for some steps each. Only rank 0 has the
 ``Trials``; its caller reports when steps end, by its own clock, and asks for the next layout. Layouts come in the order
 of their predictions, after the one that runs without trials. All run in a first turn, the better half and quarter in a
-second and third if they are near the best. So a moment in which the machine is busy affects all that are left
+second and third if they are near the best. A moment in which the machine is busy thus affects all remaining layouts
 (successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization",
 AISTATS 2016). The first step of a layout does not count, since it fills the exchange's pipeline. A trial ends early
 when ``ENOUGH`` steps count and all are far behind the best: a trial costs the time by which its steps are slower, and a
@@ -114,7 +114,7 @@ class Trials:
     def best(self, *, overlap: bool = True) -> Layout:
         """The fastest layout, with its measurement; without ``overlap``, among those without overlap.
 
-        Raises UsageError if there is none of these.
+        Raises UsageError if there is no such layout.
         """
         found = {
             number: median(times_s)

@@ -40,8 +40,8 @@ from ...training.exchange import REPLACES
 from ...tuning.schedule_choice import Trials, candidates, choose_schedule, with_measuring_buckets, worth_a_trial
 from .compiled import is_compiled
 from .optimizer import defer_steps, end_deferred_steps
-from .passes import TrainedReplica
 from .partial_optimizer import updates_alone
+from .passes import TrainedReplica
 from .staging import device_of
 from .supported import check_deferred
 

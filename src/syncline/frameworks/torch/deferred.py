@@ -14,7 +14,8 @@ the next forward pass. The script's loop stays as it is:
 * Weights of compiled models, and weights whose use torch does not report, wait at the model's own forward pass. The
   first pass shows which weights these are. The gradient of a weight that was read before its update is refused.
 
-A copy of the user's optimizer object, whose groups hold these parameters alone, updates them (``partial_optimizer.update``).
+A copy of the user's optimizer object, whose groups hold these parameters alone, updates them
+(``partial_optimizer.update``).
 
 While the schedule is being chosen (``choosing``), ``DeferredUpdates`` only watches: steps end as without overlap, and
 it notes whether the script would have had to wait.
@@ -49,8 +50,8 @@ from ...nouns import Bucket
 from .compiled import eager, is_compiled
 from .first_use import Deferral, in_transform
 from .hooks import Telling
-from .replica import Replica
 from .partial_optimizer import Values, group_copies, update, updates_alone, write_back
+from .replica import Replica
 from .storage import Storage, Writes, shares_memory
 from .supported import check_held
 

@@ -31,9 +31,9 @@ from ...serving.records import Record, pack, unpack
 from ...session.session import Session
 from .deferred import DeferredUpdates, watch_zero_grad
 from .own_values import ADDED, copy_with, group_values, plain_attributes
+from .partial_optimizer import records_of, whole_state
 from .passes import TrainedReplica
 from .served import Client
-from .partial_optimizer import records_of, whole_state
 
 Groups = list[dict[str, Any]]
 

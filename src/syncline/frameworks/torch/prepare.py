@@ -36,10 +36,10 @@ from .hooks import steps_of
 from .optimizer import defer_steps, end_deferred_steps, give_back, put_together, take_over
 from .options import Named, Options, Selection
 from .own_values import OwnValues, copy_with, name_of
+from .partial_optimizer import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
 from .passes import TrainedReplica
 from .replica import Forms
 from .served import Client, pull_by_layer
-from .partial_optimizer import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
 from .staging import CudaCopier
 from .storage import Storage, distinct, layers_of, pack_bytes, unpack_bytes
 from .supported import check_own_values, check_parameters, checked_alone, foreign_to, tell_of_slow_start

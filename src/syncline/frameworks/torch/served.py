@@ -39,9 +39,9 @@ from ...sync import backup_of
 from ...training.owners import OwnedModel
 from .deferred import DeferredUpdates, PendingUpdate, watch_zero_grad
 from .own_values import OwnValues, group_values
+from .partial_optimizer import as_elements, in_memory_order, whole_state
 from .passes import TrainedReplica
 from .replica import Replica
-from .partial_optimizer import as_elements, in_memory_order, whole_state
 from .storage import Contents, Storage
 
 log = logging.getLogger("syncline")
