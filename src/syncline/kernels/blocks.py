@@ -8,8 +8,8 @@ on the processor. So a sum is made in lanes: rows are added in order, then the l
 **16-bit numbers** are widened to float32, and rounded back to nearest even. Numba has no such types, so their elements
 are uint16 here. ``float16`` is IEEE 754 binary16 with subnormals; ``bfloat16`` is the upper half of a float32. The
 conversions have no branches, so that loops over them are vectorised. They round as NumPy and ml_dtypes do, and a NaN
-stays a NaN. Those of float16 follow F. Giesen (https://gist.github.com/rygorous/2156668): integer addition moves the
-exponents, and the rounding of a float addition produces the subnormals.
+stays a NaN. The conversions of float16 follow F. Giesen (https://gist.github.com/rygorous/2156668): integer addition
+moves the exponents, and the rounding of a float addition produces the subnormals.
 
 **Random numbers** are a hash of a seed and a number, such as an element's index in its tensor. They are counter-based,
 as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Without a state to carry along, any part of

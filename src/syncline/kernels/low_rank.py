@@ -1,7 +1,7 @@
 """Products of a matrix with few vectors, and their orthogonalisation, with the same bits on every machine.
 
-A matrix M is stored by rows. A factor is stored as ``rank`` vectors, one after the other: those of P have an element
-for every row of M, those of Q one for every column. A BLAS is not used, because the order of its sums depends on the
+A matrix M is stored by rows. A factor is stored as ``rank`` vectors, one after the other: vectors of P have an element
+for every row of M, vectors of Q one for every column. A BLAS is not used, because the order of its sums depends on the
 processor and replicas on different hosts must agree bit for bit. Sums here have fixed lanes that are folded in halves,
 or go from the first row to the last.
 """

@@ -236,7 +236,7 @@ def _met(operation, state, peers, members, maps, operations, operands, lengths):
 def _addresses(found, operands, first, last, state, peers, offset, private):
     """Write the addresses of a list of ranks' arrays, or scratch, at ``offset`` bytes into this segment.
 
-    With ``private`` the own array is the user's instead of the staged copy, since no other rank reads these chunks.
+    With ``private`` this rank's array is the user's instead of the staged copy, since no other rank reads these chunks.
     """
     for i in range(first, last):
         rank = operands[i]

@@ -107,7 +107,8 @@ def read_file(fd: int, name: str, path: Path) -> bytes:
 
 
 def _check(found: os.stat_result, path: Path) -> None:
-    """Raise NotPrivateError for a link, for anything but files and folders, and for what others own or can write to."""
+    """Raise NotPrivateError for a link, for anything but files and folders, and for anything that others own or can
+    write to."""
     if stat.S_ISLNK(found.st_mode):
         raise NotPrivateError(f"{path} is a link: remove it")
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):

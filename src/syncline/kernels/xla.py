@@ -1,7 +1,7 @@
 """Handlers of XLA's foreign function interface: compiled JAX computations put gradients into buckets without Python.
 
 A handler reads its call frame word by word, at the offsets of XLA's C interface (``xla/ffi/api/c_api.h``); the address
-of a frame serves as that of a block of parameters (``aot.compiled``). The first array of every call, and of its
+of a frame serves as the address of a block of parameters (``aot.compiled``). The first array of every call, and of its
 results, is a token of two words: the step, and the address of a table with the words below. So a compiled computation
 contains no address, and JAX may cache it and run it in other processes. A handler answers the question for its
 interface version and serves executions; it ignores all other stages.
@@ -84,7 +84,7 @@ def _pass_on(arguments, results):
 
 @inner
 def _table(extension, stage, arguments, results):
-    """The address of a call's table, 0 if the frame is no execution."""
+    """The address of a call's table, 0 if the frame is not an execution."""
     if not _is_execution(extension, stage):
         return np.int64(0)
     return _pass_on(arguments, results)

@@ -18,7 +18,7 @@ from .laws import Laws, require, same
 from .tensors import ORDINARY, arrays_of, same_state, values
 
 SHAPES = ((8, 6), (64, 32, 3, 3), (1, 50), (50, 1), (7, 300), (300, 7), (16, 1, 5, 5), (129, 257), (50,), (), (0, 3))
-"""Matrices of many proportions, and tensors that are no matrices."""
+"""Matrices of many proportions, and tensors that are not matrices."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Sliced:
-    """Slices of tensors, the first layers' with priority, with any combination of a schedule's other options."""
+    """Slices of tensors, with priority for the first layers and any combination of a schedule's other options."""
 
     phases: Literal["whole", "split"] = "whole"
     apply: Literal["step", "layer", "next_step"] = "step"

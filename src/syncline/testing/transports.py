@@ -266,7 +266,7 @@ assert _SIZES[0] < INLINE_BYTES < _SIZES[1]
 
 
 def waiting(subject: Subject, seed: int, count: int) -> Iterator[Case]:  # noqa: ARG001
-    """Messages of both kinds: those sent at once and those that wait for their receives.
+    """Messages of both kinds: sent at once, and waiting for their receives.
 
     A library gets the latter only once their receives are posted; waiting inside it is not visible here.
     """

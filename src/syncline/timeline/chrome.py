@@ -13,7 +13,7 @@ and messages in flight are not: such a line has one of them at a time, with its 
 lines as are in flight at once. Whichever thread drives the exchange does its work, one at a time, on a line of its own.
 If that is the training thread, the latter's own line shows a wait meanwhile.
 
-**One iteration.** ``middle`` extracts what lies between two ends of rank 0's optimizer step, on all processes. Receives
+**One iteration.** ``middle`` extracts the spans between two ends of rank 0's optimizer step, on all processes. Receives
 are posted long before data arrive. There a receive begins when its message's send begins, and it is left out if that is
 unknown. Without optimizer steps, as under frameworks that do not report them, or without one that all processes have
 recorded, there is no iteration.
@@ -143,7 +143,7 @@ def name_of(process: ProcessSpans) -> str:
 
 
 def times_of(process: ProcessSpans) -> tuple[list[float], list[float]]:
-    """The begin and end of each span on rank 0's clock. A span without end lasts as long as its process is known."""
+    """The start and end of each span on rank 0's clock. A span without end lasts as long as its process is known."""
     offset = offset_of(process.notes)
     begins = [offset.there(span.begin_s) for span in process.spans]
     last = max((max(span.begin_s, span.end_s) for span in process.spans), default=0.0)
@@ -357,7 +357,7 @@ _SHOWN: frozenset[Kind] = frozenset(
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a process, in seconds since the iteration's begin. ``kind`` is that of its span."""
+    """A bar of a process, in seconds since the iteration's start. ``kind`` is the kind of its span."""
 
     begin_s: float
     end_s: float
@@ -399,7 +399,7 @@ def middle(run: RecordedRun) -> Iteration | None:
 
 
 def _coming(run: RecordedRun, begins: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The begins of spans; for a receive, the begin of its message's send."""
+    """The start times of spans; for a receive, the start of its message's send."""
     found = [
         [math.inf if span.kind == "receive" else begin for span, begin in zip(process.spans, times, strict=True)]
         for process, times in zip(run.processes, begins, strict=True)

@@ -1,7 +1,7 @@
 """Stores the spans of one process in two files as they occur, so that they survive the process.
 
 ``NAME.spans`` is mapped into memory. All rows have one size. The first row counts the spans that were left out; each
-further row is a span, written at its begin; its end time is filled in later, so 0 means a span without end.
+further row is a span, written at its start; its end time is filled in later, so 0 means a span without end.
 ``NAME.names`` has a line of JSON for everything else: an object with notes about the process, or a text, which rows
 refer to by its number from 0 among all texts. Nothing is synced to disk: if the machine stops, the last data are lost;
 if the process is killed, nothing is.
@@ -87,7 +87,7 @@ class TimedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessSpans:
-    """The recording of a process. ``notes`` merges all its objects; spans are in the order of their begins."""
+    """The recording of a process. ``notes`` merges all its objects; spans are in the order of their starts."""
 
     notes: Mapping[str, Any]
     spans: tuple[TimedSpan, ...]
@@ -261,7 +261,7 @@ def read(path: Path) -> ProcessSpans:
     try:
         return parse(path.read_bytes(), path.with_suffix(SUFFIXES[1]).read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no part of a timeline: {error}") from None
+        raise UsageError(f"{path} is not a part of a timeline: {error}") from None
 
 
 def parse_names(names: bytes) -> tuple[dict[str, Any], list[str]]:
@@ -353,10 +353,10 @@ def offset_of(notes: Mapping[str, Any]) -> Offset:
     """The offset that a process has recorded. Raises ValueError for notes that no process of this version writes."""
     found = notes.get("clock", [])
     if not isinstance(found, list) or len(found) > 2:
-        raise ValueError("its clock is none")
+        raise ValueError("its clock is not valid")
     readings = [Reading(*(float(number) for number in one)) for one in found if isinstance(one, list) and len(one) == 3]
     if len(readings) < len(found) or not all(math.isfinite(sum(vars(reading).values())) for reading in readings):
-        raise ValueError("its clock is none")
+        raise ValueError("its clock is not valid")
     return Offset(tuple(readings))
 
 

@@ -347,7 +347,7 @@ class Link:
         return False
 
     def _parse(self) -> None:
-        """Take complete headers and the begins of bodies out of the inbox."""
+        """Take complete headers and the starts of bodies out of the inbox."""
         at = 0
         while self._have - at >= HEADER.size:
             first, tag, argument = HEADER.unpack_from(self._inbox, at)

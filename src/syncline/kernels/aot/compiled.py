@@ -2,7 +2,7 @@
 
 A marked function never runs as Python. In the process that compiles, ``compiler`` receives it; in every other process
 importing its module compiles it, or opens the machine code that ``objects`` has kept. ``compiled`` marks the kernels
-that Python calls; ``inner`` and ``inlined`` mark those that only other kernels call.
+that Python calls; ``inner`` and ``inlined`` mark the kernels that only other kernels call.
 
 Machine code takes one argument, the address of a block with its parameters: 8 bytes for each number, and for each array
 its address followed by its shape. A call fills such a block and releases the interpreter lock; ``Compiled.bind`` fills
@@ -60,9 +60,9 @@ class Parameter:
     def of(self, array: Any) -> tuple[int, ...]:
         """The address and shape of an array that fits; TypeError for anything else."""
         if not isinstance(array, np.ndarray):
-            raise TypeError(f"a {type(array).__name__} is no {self}")
+            raise TypeError(f"a {type(array).__name__} is not a {self}")
         if array.dtype != self.element or array.ndim != self.dims:
-            raise TypeError(f"an array of {array.dtype} in {array.ndim} dimensions is no {self}")
+            raise TypeError(f"an array of {array.dtype} in {array.ndim} dimensions is not a {self}")
         if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
             raise TypeError("arrays have to be contiguous, aligned and writable")
         return array.ctypes.data, *array.shape

@@ -10,7 +10,7 @@ process loads a compiler. The cache holds three files for a module:
 * a manifest: the digest of the source text, the processor's features, the hashes of both files, and their kernels.
 
 llvmlite loads the object where there is no ``ld`` or where libraries cannot be mapped from the cache. A file with
-another hash, or a manifest of another text or processor, is made anew.
+another hash, or a manifest of another text or processor, is made again.
 
 The cache is ``XDG_CACHE_HOME`` or ``~/.cache``, or a temporary folder where that cannot be written. Since its content
 is run, a folder that another user could have written is not used (``private``); a warning says so once. A process
@@ -119,7 +119,7 @@ def _open(module: str) -> Mapping[str, Addresses]:
                         _make(folder, module)
                 return {module: _functions(folder, module)}
         except (OSError, ValueError, NotPrivateError) as error:  # the folder has changed since, or stays locked
-            _warn_once(f"machine code is not kept in {place.path}, this process compiles for itself: {error}")
+            _warn_once(f"machine code is not kept in {place.path}; this process compiles for itself: {error}")
     with of_its_own() as folder:
         return {made: _functions(folder, made) for made in _make(folder, module)}
 
