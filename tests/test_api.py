@@ -29,7 +29,8 @@ def test_every_public_call_is_documented(name: str) -> None:
 
 def test_one_alone_is_told_that_servers_need_workers() -> None:
     with pytest.raises(
-        UsageError, match=r"ps\(servers=1\) needs 1 server processes and at least one worker, there is 1 process: start"
+        UsageError,
+        match=r"ps\(servers=1\) needs 1 server processes and at least one worker, but there is 1 process: start",
     ):
         syncline.init("ps(servers=1)")
 

@@ -44,7 +44,7 @@ def run(
     console: Console | None = None,
     **options: Any,
 ) -> int:
-    """Compare the strategies on the workload and return the exit status. ``options`` are those of ``comparison_of``.
+    """Compare the strategies on the workload and return the exit status. ``options`` are as for ``comparison_of``.
 
     The status is 0 if every row finished with equal replicas, 130 after an interrupt (finished rows are kept), else 1.
     A row fails after ``timeout`` seconds without a report. The timeline covers the rows that train under Syncline. With

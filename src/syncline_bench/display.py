@@ -3,7 +3,7 @@
 ``Display`` shows the parts of a benchmark. Its bars count expected seconds, so a size of 256 MB weighs more than one of
 1 KB. They are drawn at most once a second, because drawing takes time from ranks that use all cores.
 
-``RowDisplay`` shows the rows of a comparison with their loss and rate; the remaining time is that of the current row. A
+``RowDisplay`` shows the rows of a comparison with their loss and rate; the remaining time is the current row's. A
 narrow terminal drops the elapsed time first, then the rate, the loss and the bar. Without a terminal, a line appears at
 each tenth of a row, which keeps logs short.
 """
@@ -48,7 +48,7 @@ class Task:
         self._doing = ""
 
     def at(self, done: float, doing: str) -> None:
-        """So much of the task's total is done, and this is what happens now."""
+        """``done`` of the task's total is done, and ``doing`` is in progress."""
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=done, doing=doing)
         elif doing and doing != self._doing:

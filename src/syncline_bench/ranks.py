@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from .lab.lab import Lab
 
 SILENCE_S = 300.0
-"""A set of ranks of which nothing is heard for so long while it is at work is given up."""
+"""A set of ranks that reports nothing for this time while it works is given up."""
 
 _END_S = 30.0
-"""From a rank's last word to the end of its process."""
+"""From a rank's last report to the end of its process."""
 
 _GRACE_S = 4.0
 _LAST_WORDS_S = GRACE_S + 2.0
@@ -128,18 +128,19 @@ class Launched:
 
 
 class RanksFailed(SynclineError):
-    """A set of ranks did not do what it was told to."""
+    """A set of ranks did not carry out an order."""
 
 
 class RanksSilent(RanksFailed):
-    """Nothing was heard of a set of ranks for too long."""
+    """A set of ranks has not reported anything for too long."""
 
 
 class Ranks:
     """A set of ranks as a context: its processes are ready on entry, and none is left on exit.
 
     Python runs ``script`` in every rank, with ``work`` and the addresses of all lines as arguments. On entry ``heard``
-    gets what ranks report until all are ready, and ``silence_s`` is the longest silence. Raises RanksFailed.
+    gets the reports of ranks until all are ready, and ``silence_s`` is the longest time without a report. Raises
+    RanksFailed.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class Ranks:
         self._stack.__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """End what still runs; may be called again."""
+        """End the remaining processes; may be called again."""
         self._stack.close()
 
     @property
@@ -183,27 +184,27 @@ class Ranks:
         return self._run.pids
 
     def order(self, heard: Heard | None = None, silence_s: float = SILENCE_S, **what: Any) -> None:
-        """Have all ranks do something, and return when all have; ``heard`` gets what they report.
+        """Give all ranks an order, and return when all have carried it out; ``heard`` gets their reports.
 
-        Raises RanksFailed, after which the set can only be left, when a rank fails, or when nothing is heard of any for
-        ``silence_s`` seconds.
+        Raises RanksFailed if a rank fails, or if no rank reports anything for ``silence_s`` seconds; the set is
+        unusable then.
         """
         self._mailbox.tell(what)
         self._follow(heard, silence_s)
 
     def end(self, silence_s: float = SILENCE_S) -> None:
-        """Let the ranks close what they have and end. Raises RanksFailed when they do not end well, or not in time."""
+        """Let the ranks close their resources and end. Raises RanksFailed if they fail, or do not end in time."""
         self.order(silence_s=silence_s)
         self.join(min(silence_s, _END_S))
 
     def join(self, limit_s: float = _END_S) -> None:
-        """Wait for the end of ranks that have no more to do. Raises RanksFailed when they do not end well."""
+        """Wait for the end of ranks that have finished. Raises RanksFailed if they do not end with status 0 in time."""
         outcome = self._run.wait(limit_s)
         if outcome.status:
             raise RanksFailed(self._failure(outcome, set()))
 
     def _follow(self, heard: Heard | None, silence_s: float) -> None:
-        """Listen until all ranks have done what they were told to, and let them meet meanwhile."""
+        """Listen until all ranks have carried out the order, and let them meet meanwhile."""
         busy, meeting = set(range(self._ranks)), dict[int, Any]()
         since = time.monotonic()
         while busy:
@@ -245,9 +246,9 @@ class Ranks:
         return f"rank {rank}" if rank < self._workers else f"rank {rank} (server {rank - self._workers})"
 
     def _failure(self, outcome: Outcome, busy: set[int]) -> str:
-        """Why the set failed: a rank that was killed, else one that was lost without a word, else the first error told.
+        """Why the set failed: a killed rank, else a rank that was lost without an error, else the first reported error.
 
-        A process's last lines follow where it has told no error.
+        The last lines of a process follow if it has reported no error.
         """
         told = [f"{self._name(rank)}: {text}" for _, rank, text in sorted(self._errors)]
         lost = None if any(rank == self._lost for _, rank, _ in self._errors) else self._lost
@@ -264,7 +265,7 @@ class Ranks:
         return outcome.text if outcome.status else f"{self._name(min(busy))} ended with status 0 but without a result"
 
     def _launched_failure(self, outcome: Outcome, busy: set[int], told: Sequence[str], lost: int | None) -> str:
-        """The same of ranks under a launcher: its exit status says less, and all lines are printed by its process."""
+        """The same for ranks under a launcher: its exit status says less, and its process prints all lines."""
         launcher = self._place.launcher
         ended = "; ".join(f"{launcher.name} {ending.how}" for ending in outcome.endings)
         if lost is not None:
@@ -290,7 +291,7 @@ class Line:
     """
 
     def __init__(self, lines: str, place: Environment, watched: bool = False) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing here is worth waiting for a tidy end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing here needs an orderly end
         self.rank, self.world = place.rank, place.world
         addresses = json.loads(lines)
         address = addresses[min(place.rank, len(addresses) - 1)]
@@ -300,7 +301,7 @@ class Line:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error inside is told to the starter, and ends the process: a group's other ranks may never come."""
+        """Report an error inside to the starter and end the process, because a group's other ranks may never come."""
         try:
             yield
         except Exception as error:

@@ -44,9 +44,9 @@ from .workloads import Workload, load
 
 SCRIPT = ("-m", "syncline_bench.warm")
 START_SILENCE_S = 120.0
-"""The longest silence while the ranks load the framework and the workload."""
+"""The longest time without a report while the ranks load the framework and the workload."""
 _END_SILENCE_S = 5.0
-"""The longest silence while they end: all rows are there."""
+"""The longest time without a report while they end: all rows are complete."""
 
 _LAST_WORDS_S = 2.0
 """For further reports after the first report of a failure: a search has no time to lose."""
@@ -105,7 +105,7 @@ class WarmRanks:
     ) -> Trained:
         """Train one row. A failure is in the row's ``error``, and ends the ranks.
 
-        The row fails if no rank reports anything for ``silence_s`` seconds. ``warmup`` and ``scored`` are those of
+        The row fails if no rank reports anything for ``silence_s`` seconds. ``warmup`` and ``scored`` are as in
         ``Job``.
         """
         self._display.begin(case.name, case.workers, case.iterations)

@@ -87,7 +87,7 @@ def test_what_all_ranks_complete_together_has_no_halves():
         ("ps", Group(4, 2), {"servers": 2, "on": "workers"}, "needs 0 server processes of their own"),
         ("ps", Group(4), {"servers": 5, "on": "workers"}, "use servers=4"),
         ("double_tree", Group(4), {"pieces": 0}, "at least one piece"),
-        ("broadcast", Group(4), {"root": 4}, "root 4 is no worker"),
+        ("broadcast", Group(4), {"root": 4}, "root 4 is not a worker"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(name, group, options, reason):

@@ -77,7 +77,7 @@ def test_a_form_is_limited_by_what_it_has_to_move() -> None:
         (["--with", "gloo"], "there are bare, contiguous"),
         (["--ranks", "0"], "use 1 to 64"),
         (["--repetitions", "0"], "x>=1"),
-        (["--with", "layerwise:all", "--ranks", "1"], "layerwise:all does: use --ranks 2"),
+        (["--with", "layerwise:all", "--ranks", "1"], "layerwise:all only exchanges: use --ranks 2"),
         (["--workloads", "synthetic:alexnot"], "did you mean 'synthetic:alexnet'"),
         (["--ranks", "64"], "fewer --ranks"),
         (["--json", "/proc/nowhere/rows.json"], "choose another path"),

@@ -23,8 +23,8 @@ from syncline_bench.steps.loops import FRAMEWORKS, installed
         (["--frameworks", "absent"], "absent cannot be measured: no_such_package is not installed"),
         (["--tensors", "0"], "--tensors has to be 1 or more"),
         (["--ranks", "1"], "x>=2"),
-        (["--strategy", "ps(servers=1)"], "give an allreduce, as ring or direct"),
-        (["--strategy", "ring sync=local(steps=2)"], "give an allreduce, as ring or direct"),
+        (["--strategy", "ps(servers=1)"], "give an allreduce such as ring or direct"),
+        (["--strategy", "ring sync=local(steps=2)"], "give an allreduce such as ring or direct"),
         (["--json", "/proc/nowhere/rows.json"], "choose another path"),
     ],
 )

@@ -82,8 +82,8 @@ def test_every_row_does_the_same_work() -> None:
         ({"evaluate_every": 0}, "--evaluate-every has to be 1 or more"),
         ({"workload": "replay:googlenet", "target": 0.5}, "--target: .* has no test set: use digits"),
         ({"workload": "replay:googlenet", "evaluate_every": 5}, "--evaluate-every: .* has no test set"),
-        ({"workload": "digits(slow_rank=4, slowdown=3)"}, "slow_rank=4 is none of 4 workers"),
-        ({"workload": "digits(slow_rank=3, slowdown=3)", "workers": (2, 4)}, "slow_rank=3 is none of 2 workers"),
+        ({"workload": "digits(slow_rank=4, slowdown=3)"}, "slow_rank=4 is not one of 4 workers"),
+        ({"workload": "digits(slow_rank=3, slowdown=3)", "workers": (2, 4)}, "slow_rank=3 is not one of 2 workers"),
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -48,7 +48,7 @@ def test_the_status_of_bench_is_that_of_its_rows(benched: Recorder) -> None:
         ("--sizes", "0B", "multiples of 4"),
         ("--sizes", "-4KB", "negative"),
         ("--ranks", "two", "whole number"),
-        ("--ranks", "1", "nobody to exchange with"),
+        ("--ranks", "1", "too few to exchange"),
         ("--lab", "0bit", "rate of its links"),
         ("--lab", "fast", "number with a unit"),
         ("--with", "glo:native", "'gloo:native'"),

@@ -69,7 +69,7 @@ def test_parts_are_put_together_where_they_were_to_be(tmp_path: Path) -> None:
     result = call("timeline", str(folder))
     assert result.exit_code == 0
     assert "0 spans of 1 process, on one clock" in result.output
-    assert "process-1-0.spans is no part of a timeline" in result.output
+    assert "process-1-0.spans is not a part of a timeline" in result.output
 
 
 def test_a_folder_without_parts_is_refused(tmp_path: Path) -> None:

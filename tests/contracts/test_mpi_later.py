@@ -81,7 +81,7 @@ def test_ranks_that_have_met_and_disagree_begin_anew(library: str) -> None:
         together(ends, RemoteEnd.close)
         ends[1].ask("hide_window")
         for end in [world.alone(rank, 20.0, "on") for rank in (0, 1)]:
-            with pytest.raises(GroupError, match=r"only ranks \[0\] have made MPI's window.*start the processes anew"):
+            with pytest.raises(GroupError, match=r"only ranks \[0\] have made MPI's window.*restart the processes"):
                 end.answer()
         ends = world.ends("off")
         assert together(ends, partial(total, 2)) == [[3.0] * 4] * 2

@@ -351,8 +351,8 @@ def wrong(how: str, session: Session) -> None:
         ("scale", ProtocolError, "a request of rank 1 .*its scale is 1e.300"),
         ("descent", ProtocolError, "a request of rank 1 .*its scale is -1.0"),
         ("weight", ProtocolError, "a request of rank 1 .*its weight is 1e.300"),
-        ("clock", MismatchError, "rank 1 sent a push for step 4, its next one is step 1"),
-        ("old", MismatchError, "rank 1 sent a push for step 1, its next one is step 2"),
+        ("clock", MismatchError, "rank 1 sent a push for step 4, but its next step is 1"),
+        ("old", MismatchError, "rank 1 sent a push for step 1, but its next step is 2"),
     ],
 )
 def test_a_push_that_is_wrong_names_its_worker(

@@ -460,7 +460,7 @@ def test_one_that_does_not_come_back_from_what_it_called_is_named_with_the_time_
         both[1].start(Order(ring(1), np.ones(4), 0, "bucket 0"), When(before=takes_long))
         assert called.wait(LIMIT_S)
         work = both[0].start(Order(ring(0), np.ones(4), 0, "bucket 0"))
-        words = r"nothing has moved for (\d+\.\d) s, .*; rank 1 has not looked for messages for (\d+\.\d) s: something"
+        words = r"nothing has moved for (\d+\.\d) s, .*; rank 1 has not looked for messages for (\d+\.\d) s: a call"
         try:
             with pytest.raises(PeerTimeout, match=words) as caught:
                 both[0].wait(work, timeout=LIMIT_S)

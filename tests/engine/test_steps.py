@@ -204,8 +204,12 @@ def test_a_step_exchanges_gradients_or_weights() -> None:
     steps = made(mode=Both())
     for _ in range(2):
         backward(steps)
-    refused(steps, lambda: steps.produced(1), r"step 2 both that gradients are exchanged \(due\) and that weights are")
-    refused(steps, lambda: steps.produced(0), "step 2 both")
+    refused(
+        steps,
+        lambda: steps.produced(1),
+        r"step 2 the sync mode exchanges both gradients \(due\) and weights \(averages\)",
+    )
+    refused(steps, lambda: steps.produced(0), "step 2 the sync mode exchanges both")
     assert steps.stepped() == [Apply(1, (0, 1, 2, 3))]  # what was open still is
 
 

@@ -43,7 +43,7 @@ def test_a_model_that_ddp_wraps_already_is_refused(group: Any, inside: bool) -> 
         model = torch.nn.Sequential(model) if inside else model
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    with pytest.raises(UsageError, match=r"wrapped in DistributedDataParallel.*either.*ddp\.module"):
+    with pytest.raises(UsageError, match=r"wrapped in DistributedDataParallel.*only Syncline or only.*ddp\.module"):
         on_group(group, "ring", 2, make, lambda here: None)  # noqa: ARG005
 
 
@@ -63,7 +63,7 @@ def test_ddp_around_a_prepared_model_is_refused_in_the_first_forward(group: Any,
         with torch.set_grad_enabled(trained):
             model(batch(0))
 
-    with pytest.raises(GradientError, match=r"rank \d.*DistributedDataParallel.*leave"):
+    with pytest.raises(GradientError, match=r"rank \d.*DistributedDataParallel.*let only"):
         on_group(group, "ring", 2, sgd, body)
 
 
@@ -367,7 +367,7 @@ def test_a_module_that_takes_the_place_of_all_is_noticed(group: Any) -> None:
         here.model[0] = torch.nn.Linear(4, 3).double()  # type: ignore[operator]
         here.model(batch(0))
 
-    with pytest.raises(GradientError, match=r"'0\.weight' is no longer the one of syncline\.prepare\(\)"):
+    with pytest.raises(GradientError, match=r"'0\.weight' was replaced after syncline\.prepare\(\)"):
         on_group(group, "ring", 2, make, body)
 
 

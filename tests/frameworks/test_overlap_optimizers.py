@@ -64,11 +64,11 @@ def test_an_optimizer_that_nobody_knows_updates_all_at_once(
     wanted = alone(coupled, plain)
     for found in on_group(group, strategy, 2, coupled, settled):
         close(found, wanted)
-    assert "Global is none of torch's own optimizers" in caplog.text
+    assert "Global is not one of torch's own optimizers" in caplog.text
 
 
 def test_delayed_steps_need_an_optimizer_that_is_known(group: Any) -> None:
-    with pytest.raises(UsageError, match=r"Global, which is none of torch's own, .*schedule=fixed"):
+    with pytest.raises(UsageError, match=r"Global, which is not one of torch's own, .*schedule=fixed"):
         on_group(group, "ring schedule=delayed", 2, coupled, settled)
 
 

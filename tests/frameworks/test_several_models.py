@@ -185,7 +185,7 @@ def test_a_model_is_not_prepared_again_where_server_processes_serve_it(group: An
         if prepare(session, model, optimizer) is not None:
             prepare(session, model, optimizer)
 
-    with pytest.raises(UsageError, match=r"as it was prepared first.*ps\(on=workers\)"):
+    with pytest.raises(UsageError, match=r"as it was first prepared.*ps\(on=workers\)"):
         group(strategy, 2, body)
 
 

@@ -95,7 +95,7 @@ def test_without_a_secret_the_key_in_the_agents_store_proves(start: Case, agent:
 
 def test_a_rank_without_a_secret_learns_from_the_agents_store_that_there_is_one(start: Case, agent: TCPStore) -> None:
     _, own = start(*under_torchrun(agent), each=[{"secret": "text", "timeout": 0.5}, {}])
-    assert "rank 1 has no secret, rank 0 has one" in str(own)
+    assert "rank 1 has no secret, but rank 0 has one" in str(own)
 
 
 @pytest.mark.parametrize("answer", WRONG, ids=["wrong", "nothing"])
@@ -253,8 +253,8 @@ def test_an_empty_secret_is_refused(given: str | bytes) -> None:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"secret": "a guess"}, "rank 1 has another secret than what answers at 127.0.0.1"),
-        ({"secret": None}, "rank 1 has no secret, rank 0 has one: set SYNCLINE_SECRET"),
+        ({"secret": "a guess"}, "rank 1 has another secret than the process at 127.0.0.1"),
+        ({"secret": None}, "rank 1 has no secret, but rank 0 has one: set SYNCLINE_SECRET"),
     ],
     ids=["another", "none"],
 )
@@ -268,7 +268,7 @@ def test_a_rank_that_cannot_prove_itself_is_warned_at_once(
         told, own = start(environment(0, port=port), environment(1, port=port), each=each)
     assert isinstance(own, SecretError)
     assert text in str(own)
-    assert caplog.text.count(f"rank 1: what answers at 127.0.0.1:{port}, where rank 0 should be, has another") == 1
+    assert caplog.text.count(f"rank 1: the process at 127.0.0.1:{port}, where rank 0 should be, has another") == 1
     assert "rank 1 (one that claims to be it was refused at 127.0.0.1" in str(told)
 
 

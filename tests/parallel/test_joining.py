@@ -39,7 +39,7 @@ def test_all_meet_without_a_secret_but_with_a_warning(pool: Pool, address: str) 
 
 @pytest.mark.parametrize(
     ("secret", "own"),
-    [("a guess", "rank 2 has another secret than what answers"), (None, "rank 2 has no secret, rank 0 has one")],
+    [("a guess", "rank 2 has another secret than the process at"), (None, "rank 2 has no secret, but rank 0 has one")],
     ids=["another", "none"],
 )
 def test_a_rank_that_cannot_prove_itself(pool: Pool, address: str, secret: str | None, own: str) -> None:

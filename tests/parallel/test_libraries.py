@@ -220,4 +220,4 @@ def test_too_few_ranks_know_of_each_other(library: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
-    assert done.stdout.startswith("UsageError MPI knows 1 process, this run has 3: start all of them with mpirun")
+    assert done.stdout.startswith("UsageError MPI knows 1 process, but this run has 3: start all of them with mpirun")

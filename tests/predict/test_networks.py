@@ -71,7 +71,7 @@ def test_topologies_may_be_written_out():
         ("alpha=1us,beta=1ns,codecs.int8.encode=1ns", "codecs.int8.decode is missing"),
         ("alpha=1us,beta=1ns,topology=rink", "did you mean 'ring'"),
         ("alpha=1us,beta=1ns,between.from_0.alpha=2us", "between.from_0.alpha is also given under another name"),
-        ("alpha=1us,beta=1ns,inside.flight=1us", "inside.flight needs inside.alpha and inside.beta"),
+        ("alpha=1us,beta=1ns,inside.flight=1us", "inside.flight also needs inside.alpha and inside.beta"),
         ("nothing_near", "unknown network 'nothing_near'. There are"),
         ("L=5us,o=2us,g=3us", "between.G is missing: LogGP's constants"),
         ("L=5us,o=2us,g=3us,G=1ns,alpha=1us", "between.alpha and LogGP's between.L"),
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_network_is_named(text, says):
 def test_a_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "mine.json"
     path.write_bytes(b"\x80\xff\x00")
-    with pytest.raises(DataError, match=r"mine\.json is no network: it is not a text file"):
+    with pytest.raises(DataError, match=r"mine\.json is not a network: it is not a text file"):
         load_network(str(path))
 
 

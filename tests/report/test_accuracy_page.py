@@ -51,7 +51,7 @@ def test_every_strategy_has_its_figures(result: AccuracyResult) -> None:
     for figure in ("52.00", "51.00 - 53.00", "one seed", "a &lt;processor&gt;", "4000 iterations of 100 images"):
         assert figure in text
     assert "<td>11.00</td><td>no</td>" in text
-    assert "all but ps(servers=1) lie within what the seeds of single scatter" in text
+    assert "all but ps(servers=1) lie within the scatter of the seeds of single" in text
     assert "ran as ring transport=shm" in text
     assert "4 workers, seed 0<" in text
     assert "1 worker, seeds 0, 1, 2<" in text

@@ -246,7 +246,7 @@ def test_replayed_rows_show_their_bound_instead_of_an_accuracy(mixed: Result) ->
 def test_remarks_say_what_the_bound_rests_on_and_what_peers_do_not_count(mixed: Result) -> None:
     plain = " ".join(comparison.remarks(replayed(mixed)))
     assert "the trace's compute" in plain
-    assert "ddp: nobody counts" in plain
+    assert "ddp: waits and bytes are not counted there" in plain
     lab = " ".join(comparison.remarks(replayed(mixed, lab="1Gbit", goodput_bytes_per_s=119.6e6)))
     assert "links of 1Gbit, of which one stream gets 957 Mbit/s" in lab
     assert "trace's compute" not in lab

@@ -193,5 +193,5 @@ def test_a_time_that_is_none_is_refused(seconds: float) -> None:
 
 
 def test_a_candidate_of_another_space_is_refused() -> None:
-    with pytest.raises(UsageError, match="no valid candidate"):
+    with pytest.raises(UsageError, match="not a valid candidate"):
         made("random", SPACE).tell({**FASTEST, "architecture": "tree", "codec": "topk", "ratio": 0.1}, 1.0)

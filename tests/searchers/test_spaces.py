@@ -71,7 +71,7 @@ def test_choices_that_are_unknown_or_missing_are_named() -> None:
         space.candidate({**FASTEST, "colour": "red"})
     with pytest.raises(UsageError, match="choice of bucket is missing"):
         space.candidate({name: choice for name, choice in FASTEST.items() if name != "bucket"})
-    with pytest.raises(UsageError, match="bucket=3 is no choice"):
+    with pytest.raises(UsageError, match="bucket=3 is not a choice"):
         space.candidate({**FASTEST, "bucket": 3})
 
 

@@ -172,7 +172,7 @@ def test_a_fault_in_a_group_names_the_rank_by_its_number_in_the_run(group: Any) 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 4], [-1]])
 def test_a_group_that_cannot_be_is_refused_before_anybody_waits(group: Any, ranks: list[int]) -> None:
     def body(session: Session) -> None:
-        with pytest.raises(UsageError, match="name some of 0 to 3, each once"):
+        with pytest.raises(UsageError, match="name ranks from 0 to 3, each once"):
             session.split(ranks)
 
     group("ring", 4, body)

@@ -188,9 +188,7 @@ def test_models_of_a_group_have_keys_that_no_other_has(group: Any) -> None:
             for one, first, array in zip(both, firsts, arrays, strict=True)
         ]
         session.engine.wait(*works)
-        with pytest.raises(
-            UsageError, match=r"models, or samplers, were made with the <group of ranks 0-1>, which therefore ends"
-        ):
+        with pytest.raises(UsageError, match=r"models or samplers were made with the <group of ranks 0-1>: it ends"):
             both[0].end()
         return firsts, [float(array[0]) for array in arrays]
 
@@ -383,7 +381,7 @@ def test_a_worker_outside_is_told_where_it_may_call(group: Any) -> None:
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 3], [-1]])
 def test_ranks_that_cannot_be_a_group_are_refused_before_anybody_waits(group: Any, ranks: list[int]) -> None:
     def body(session: Session) -> None:
-        with pytest.raises(UsageError, match="name some of 0 to 2, each once"):
+        with pytest.raises(UsageError, match="name ranks from 0 to 2, each once"):
             new_group(session, ranks)
 
     group("ring", 3, body)
@@ -472,7 +470,7 @@ def test_one_that_does_not_come_to_a_call_of_a_group_is_named_by_its_number_in_t
     [
         (
             "ps(servers=1)",
-            r"its server processes serve all workers of the run, and no group of them; use ps\(servers=1,",
+            r"its server processes serve all workers of the run, not a group of them; use ps\(servers=1,",
         ),
         (
             "ps(servers=3, on=workers)",

@@ -354,7 +354,7 @@ def test_a_size_that_nobody_tells_is_named(group: Any) -> None:
         if session.index == 0:
             session.engine.wait(session.everyone.broadcast(np.array([-1]), BUCKET_KEYS, "a test"))
             return
-        with pytest.raises(ProtocolError, match=r"a test: rank 0.* tells -1 bytes"):
+        with pytest.raises(ProtocolError, match=r"a test: rank 0.* announces -1 bytes"):
             session.everyone.tell(b"", "a test")
 
     group("ring", 2, body)
@@ -366,7 +366,7 @@ def test_a_size_that_nobody_has_to_share_names_who_says_so(group: Any) -> None:
             return 1 << 50
 
     def body(session: Session) -> None:
-        with pytest.raises(ProtocolError, match=rf"a test: rank 1.* tells {1 << 50} bytes") as caught:
+        with pytest.raises(ProtocolError, match=rf"a test: rank 1.* announces {1 << 50} bytes") as caught:
             list(session.everyone.share([0, 1], Endless() if session.rank == 1 else b"", "a test"))
         assert caught.value.rank == 1
 

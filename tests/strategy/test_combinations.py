@@ -75,7 +75,7 @@ class TestCombinations:
         [
             ("native transport=tcp", "the nearest that works is 'native transport=torch'"),
             ("native codec=qsgd", "cannot apply codec=qsgd; the nearest that works is 'codec=qsgd'"),
-            ("ring transport=torch(backend=nccl)", "no plan.*is 'native transport=torch\\(backend=nccl\\)'"),
+            ("ring transport=torch(backend=nccl)", "cannot run plans.*is 'native transport=torch\\(backend=nccl\\)'"),
             ("native(x=1)", "native takes no arguments"),
             ("ring sync=asp", r"owners of the weights .* ring has none; the nearest .* 'ps\(servers=1\) sync=asp'"),
             ("sync=ssp(staleness=3)", r"auto has none; .* is 'ps\(servers=1\) sync=ssp\(staleness=3\)'"),
@@ -280,7 +280,10 @@ def test_weights_that_are_exchanged_are_refused_where_they_cannot_be(text: str, 
 @pytest.mark.parametrize(
     ("sync", "says"),
     [
-        ("local(steps=0)", r"steps=0 of local: workers exchange weights after 1 step or more, as local\(steps=16\)"),
+        (
+            "local(steps=0)",
+            r"steps=0 of local: workers exchange weights after 1 step or more, such as local\(steps=16\)",
+        ),
         ("local(steps=-1)", "steps=-1 of local"),
         ("post_local(after=-1, steps=2)", "after=-1 of post_local: choose a number of steps"),
         ("post_local(after=1, steps=0)", "steps=0 of post_local"),

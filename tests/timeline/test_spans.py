@@ -171,7 +171,7 @@ def test_other_files_are_refused(tmp_path: Path, rows: bytes | None, names: byte
     if rows is not None:
         file.paths[0].write_bytes(rows)
     file.paths[1].write_bytes(names)
-    with pytest.raises(UsageError, match="is no part of a timeline"):
+    with pytest.raises(UsageError, match="is not a part of a timeline"):
         read(file.paths[0])
 
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
         ("other_rate", "the optimizer of rank 1 (*) makes other updates from the same gradients than that of rank 0 ("),
         ("other_state", "the optimizer of rank 1 (*) keeps other state than that of rank 0 ("),
         ("dies", "rank 1 (*) died"),
-        ("forgets", "a computation makes step 0, and the run is at step 1"),
+        ("forgets", "a computation makes step 0, but the run is at step 1"),
     ],
 )
 def test_faults_are_named_on_all_ranks(tmp_path: Path, name: str, says: str) -> None:

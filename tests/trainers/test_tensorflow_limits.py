@@ -86,7 +86,7 @@ RING = {
     ("ring", "no such root"): "broadcast() from rank 2 of 2: choose one of 0 to 1",
     ("ring", "no state"): "this is not a result of syncline.tensorflow.state_dict()",
     ("ring", "no epochs"): "a checkpoint every 0 epochs: choose 1 or more",
-    ("ring", "cut file"): "run.npz is no complete checkpoint of syncline.tensorflow.Checkpoint",
+    ("ring", "cut file"): "run.npz is not a complete checkpoint of syncline.tensorflow.Checkpoint",
 }
 OF_SERVERS = {
     ("ps(servers=1)", "average"): "use syncline.tensorflow.prepare(model, optimizer)",

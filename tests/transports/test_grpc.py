@@ -396,7 +396,9 @@ def test_a_rank_ends_though_its_peer_does_not_react() -> None:
 
 def test_a_library_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc, "__version__", "1.9.1")
-    with pytest.raises(UsageError, match=r"needs grpcio 1.80 or newer, here is 1.9.1: pip .* 'syncline\[grpc\]'"):
+    with pytest.raises(
+        UsageError, match=r"needs grpcio 1.80 or newer, but 1.9.1 is installed: pip .* 'syncline\[grpc\]'"
+    ):
         Grpc(Place(0, 1))
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(UsageError, match=r"transport=grpc needs grpcio .*: pip install --upgrade 'syncline\[grpc\]'"):

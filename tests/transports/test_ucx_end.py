@@ -239,9 +239,12 @@ def test_the_user_chooses_the_networks(tls: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda patch: patch.setattr(sys, "version_info", (3, 10, 12)), "needs Python 3.11 or newer, and this is 3.10"),
+        (lambda patch: patch.setattr(sys, "version_info", (3, 10, 12)), "needs Python 3.11 or newer, but this is 3.10"),
         (lambda patch: patch.setitem(sys.modules, "ucxx", None), "needs ucxx with UCX"),
-        (lambda patch: patch.setattr("ucxx.__version__", "0.40.00"), "needs ucxx 0.52 or newer, and 0.40.00 is here"),
+        (
+            lambda patch: patch.setattr("ucxx.__version__", "0.40.00"),
+            "needs ucxx 0.52 or newer, but 0.40.00 is installed",
+        ),
     ],
     ids=["python", "missing", "old"],
 )

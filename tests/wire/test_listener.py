@@ -149,7 +149,7 @@ def test_a_flood_of_strangers_pushes_out_strangers(listener: Listener) -> None:
     [
         ({"secret": b"another"}, "which says that it is rank 1: it does not know this run's secret"),
         ({"run": run_id("another run")}, "another run"),
-        ({"target": 5}, "it looks for rank 5, this is rank 0"),
+        ({"target": 5}, "it looks for rank 5, but this is rank 0"),
         ({"source": 4}, "rank 4 of 4 has nothing to connect for 'data'"),
         ({"purpose": "meeting"}, "rank 1 of 4 has nothing to connect for 'meeting'"),
     ],

@@ -94,7 +94,9 @@ def test_a_fault_steers_no_terminal() -> None:
     play = Play(2)
     play.come(0)
     play.come(1, host="host\x1b[2J\n", terms={"strategy": "ring", "version": "1", "\x1b[2J": "x"})
-    assert play.fault().startswith("rank 1 (host\ufffd[2J\ufffd, pid 101) has \ufffd[2J 'x', rank 0 (host0, pid 100)")
+    assert play.fault().startswith(
+        "rank 1 (host\ufffd[2J\ufffd, pid 101) has \ufffd[2J 'x', but rank 0 (host0, pid 100)"
+    )
 
 
 def test_a_duplicate_rank_names_both() -> None:
@@ -120,12 +122,18 @@ def test_a_second_connection_that_says_nothing_is_no_duplicate() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"world": 4}, "rank 2 (host2, pid 102) counts 4 processes, rank 0 counts 3: give all the same world size"),
+        (
+            {"world": 4},
+            "rank 2 (host2, pid 102) counts 4 processes, but rank 0 counts 3: give all processes the same world size",
+        ),
         (
             {"terms": {"strategy": "direct", "version": "1"}},
-            "rank 2 (host2, pid 102) has strategy 'direct', rank 0 (host0, pid 100) has 'ring': all ranks need",
+            "rank 2 (host2, pid 102) has strategy 'direct', but rank 0 (host0, pid 100) has 'ring': all ranks need",
         ),
-        ({"terms": {"strategy": "ring", "version": "1", "more": "x"}}, "rank 2 (host2, pid 102) has more 'x', rank 0"),
+        (
+            {"terms": {"strategy": "ring", "version": "1", "more": "x"}},
+            "rank 2 (host2, pid 102) has more 'x', but rank 0",
+        ),
     ],
     ids=["world", "strategy", "term"],
 )
@@ -146,9 +154,9 @@ def test_the_missing_are_named_with_what_is_known_of_them() -> None:
     play.say(3, Kind.LATE, b"120")
     assert play.fault() == (
         "after 120 s 4 of 6 processes have not come: rank 1 (node 0), rank 2 (node 1) (it has connected, from"
-        " 10.0.0.2:1, and not said who it is), rank 4 (node 2) (one that claims to be it was refused at 10.0.0.9:1: it"
-        " does not know this run's secret), rank 5 (node 2); see what they printed, or give more time with"
-        " init(timeout=)"
+        " 10.0.0.2:1, but has not identified itself), rank 4 (node 2) (one that claims to be it was refused at"
+        " 10.0.0.9:1: it does not know this run's secret), rank 5 (node 2); see what they printed, or give more time"
+        " with init(timeout=)"
     )
 
 
@@ -185,7 +193,7 @@ def test_one_that_does_not_connect_is_named_by_who_waits_for_it() -> None:
         play.say(rank, Kind.THROUGH)
     play.say(0, Kind.LATE, b"30")
     assert play.fault() == (
-        "all have come, but these have no connections to all others within 30 s: rank 1 (host1, pid 101)"
+        "all processes have come, but these are not connected to all others after 30 s: rank 1 (host1, pid 101)"
     )
 
 
@@ -429,7 +437,7 @@ def test_nothing_may_be_said_before_the_record(kind: Kind) -> None:
     play.enter(1, 1)
     play.say(1, kind)
     assert play.fault().startswith(
-        f"rank 1 (from 10.0.0.1:1) broke the rules of the meeting: it said {kind.name.lower()} before its record;"
+        f"rank 1 (from 10.0.0.1:1) broke the rules of the meeting: it sent {kind.name.lower()} before its record;"
     )
 
 
@@ -438,7 +446,7 @@ def test_who_has_come_waits_for_the_roll(kind: Kind) -> None:
     play = Play(2)
     play.come(1)
     play.say(1, kind, member(1, 2).to_text().encode())
-    assert "rank 1 (host1, pid 101) broke the rules of the meeting: it said" in play.fault()
+    assert "rank 1 (host1, pid 101) broke the rules of the meeting: it sent" in play.fault()
 
 
 @pytest.mark.parametrize("kind", [Kind.RECORD, Kind.THROUGH, Kind.SET, Kind.GET, Kind.ADD])
@@ -459,7 +467,7 @@ def test_nobody_speaks_for_somebody_else() -> None:
 def test_a_rank_beyond_the_world_is_none() -> None:
     play = Play(3)
     play.come(3)
-    assert "it is none of the 3 processes" in play.fault()
+    assert "it is not one of the 3 processes" in play.fault()
     play = Play(3)
     play.come(2)
     assert play.meeting.fault is None

@@ -160,9 +160,9 @@ def test_every_workload_takes_them_and_says_so_in_its_name(text: str) -> None:
 def test_the_slow_worker_is_one_of_the_workers() -> None:
     speed = Speed(slow_rank=3, slowdown=3.0)
     speed.check(4)
-    with pytest.raises(UsageError, match="slow_rank=3 is none of 3 workers, whose ranks are 0 to 2"):
+    with pytest.raises(UsageError, match="slow_rank=3 is not one of 3 workers, whose ranks are 0 to 2"):
         speed.check(3)
-    with pytest.raises(UsageError, match="none of one worker, rank 0"):
+    with pytest.raises(UsageError, match="not one of one worker, rank 0"):
         speed.check(1)
 
 

@@ -104,5 +104,5 @@ def test_a_text_has_at_least_a_batch(tmp_path: Path, count: int, fine: bool) -> 
     if fine:
         assert len(load(f"text:{short}").train) == 30
     else:
-        with pytest.raises(UsageError, match="has 2048 bytes, and a batch takes 2049: give a longer text"):
+        with pytest.raises(UsageError, match="has 2048 bytes, but a batch takes 2049: give a longer text"):
             load(f"text:{short}")

@@ -101,7 +101,7 @@ def request_of(
     if lab_rate is not None and lab_rate <= 0:
         raise UsageError(f"--lab needs the rate of its links, such as 1gbit, got {lab_rate:g} bit/s")
     if nodes and lab_rate is None:
-        raise UsageError("--nodes describes the hosts of a lab: give the rate of its links too, as --lab 1gbit")
+        raise UsageError("--nodes describes the hosts of a lab: give the rate of its links too, such as --lab 1gbit")
     if len(set(nodes)) > 1:
         raise UsageError(f"all hosts of a lab have the same number of ranks, got {', '.join(map(str, nodes))}")
     if nodes and ranks is not None and ranks != sum(nodes):

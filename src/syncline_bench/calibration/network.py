@@ -219,7 +219,7 @@ def _row(key: str, constant: Constant, estimate: Estimate | None) -> ConstantRow
 
 
 def _held_against(end: str, fit: LinkFit) -> str:
-    """A remark on the difference between the lone messages' times and the fit, which excludes them."""
+    """A remark on the difference between the lone messages' times and the fit without them."""
     size = max(fit.off, key=lambda nbytes: abs(fit.off[nbytes]))
     mean = sum(map(abs, fit.off.values())) / len(fit.off)
     return (

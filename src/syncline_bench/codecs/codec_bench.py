@@ -26,7 +26,7 @@ from ..report.bench import CodecResult, CodecRow, render_codecs
 from ..report.units import size as size_text
 
 WORKERS = 4
-"""Ranks of the allreduce that the verdicts are about unless one says otherwise."""
+"""Default number of ranks of the allreduce in the verdicts."""
 
 _ARRAYS_PER_TRIAL = 4
 _ARRAYS_PER_RUN = 8
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def torch(self) -> bool:
-        """Whether torch compositions, which are for the processor, can be measured beside the codecs."""
+        """Whether torch compositions, which run on the processor only, can be measured next to the codecs."""
         return self.device == "cpu" and find_spec("torch") is not None
 
 
@@ -66,14 +66,14 @@ def request_of(
     available = available_memory_bytes()
     if needed > available:
         raise UsageError(
-            f"measuring {len(ways)} rows of {elements} elements in turn needs about {size_text(needed)}, and "
-            f"{size_text(available)} are available: choose fewer --elements, or name some --codecs"
+            f"measuring {len(ways)} rows of {elements} elements in turn needs about {size_text(needed)}, but"
+            f" {size_text(available)} are available: choose fewer --elements, or name some --codecs"
         )
     return request
 
 
 def contestants_of(request: Request) -> int:
-    """How many take turns at most: what progress is counted in."""
+    """The greatest number of contestants that take turns, the unit of progress."""
     return 1 + (2 if request.torch else 1) * len(request.ways)
 
 
@@ -114,7 +114,7 @@ def _takes_tensors(text: str) -> bool:
 
 
 def row_of(times: CodecTimes, torch_s: float | None, workers: int) -> CodecRow:
-    """A row made of what was measured."""
+    """The row with these measurements."""
     gigabytes = 4 * times.elements / 1e9
     return CodecRow(
         times.codec,
@@ -143,7 +143,7 @@ def run(
     json_path: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Measure codecs, all where ``texts`` is empty, as ``display.shown`` does."""
+    """Measure codecs, all if ``texts`` is empty, as ``display.shown`` does."""
     request = request_of(texts, elements, repetitions, workers, device)
     count = contestants_of(request)
 

@@ -1,12 +1,12 @@
-"""The usual compositions of torch operations: what one would write, and frameworks ship, instead of a codec.
+"""The usual compositions of torch operations, as users write them and frameworks ship them instead of a codec.
 
 Each is the plainest correct form of the method in torch operations, after the compressors of GRACE (Xu et al., "GRACE:
 a compressed communication framework for distributed machine learning", ICDCS 2021; github.com/sands-lab/grace): one
-scale for the whole tensor, codes of less than a byte left in bytes, error feedback as a subtraction of what was
-decompressed. Every operation reads and writes memory once more; that is what fused kernels are held against.
+scale for the whole tensor, codes of less than a byte left in bytes, error feedback as a subtraction of the decompressed
+gradient. Every operation reads and writes memory once more; fused kernels are compared with this.
 
-A composition is named like its codec. A codec that has none, or an argument that changes the work and that the
-composition does not know, is measured without one.
+A composition has the name of its codec. A codec is measured without one if it has none, or if an argument changes the
+work and the composition does not support it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from syncline.strategy.words import bind
 from syncline.tuning.codec_times import Trial
 
 BLOCK = "block"
-"""The argument of codecs with a scale per block; a composition has one scale."""
+"""The argument of codecs with a scale per block. A composition has one scale."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """A codec in torch operations: ``compress`` a flat float32 gradient, ``decompress`` what came of it."""
+    """A codec in torch operations: ``compress`` a flat float32 gradient, ``decompress`` the result."""
 
     compress: Callable[[Tensor], Any]
     decompress: Callable[[Any], Tensor]
@@ -56,7 +56,7 @@ def composes(*codecs: str) -> Callable[[Callable[..., Composition | None]], Call
 
 
 def composition_of(text: str) -> Composition | None:
-    """The composition for a codec's text; None where there is no usual one."""
+    """The composition for a codec's text; None if there is no usual one."""
     part = bind("codecs", read_part(text))
     maker = MAKERS.get(part.name)
     if maker is None:
@@ -69,7 +69,7 @@ def composition_of(text: str) -> Composition | None:
 
 
 class Peer:
-    """A composition made ready to be timed over and over, with a residual of its own where there is feedback."""
+    """A composition ready for repeated timing, with a residual of its own if there is feedback."""
 
     def __init__(self, composition: Composition, elements: int, feedback: bool) -> None:
         self._composition = composition
@@ -77,7 +77,7 @@ class Peer:
         self._residual = torch.zeros(elements) if feedback else None
 
     def __call__(self, x: Floats) -> tuple[float]:
-        """Seconds of compressing one gradient, the residual's update included."""
+        """Seconds to compress one gradient, including the residual's update."""
         gradient = torch.from_numpy(x[: self._elements])
         begun = time.perf_counter()
         if self._residual is None:
@@ -89,7 +89,7 @@ class Peer:
 
 
 def peers_of(trials: Sequence[Trial]) -> dict[int, Peer]:
-    """The compositions of those trials that have one, by the trial's place."""
+    """The compositions of the trials that have one, by the trial's index."""
     found = ((place, trial, composition_of(trial.text)) for place, trial in enumerate(trials))
     return {
         place: Peer(composition, trial.elements, trial.feedback)

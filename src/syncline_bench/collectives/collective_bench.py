@@ -46,8 +46,8 @@ def resumed(fresh: BenchResult, path: Path) -> BenchResult:
     before = BenchResult.earlier(path)
     if not before.same_origin(fresh):
         raise UsageError(
-            f"{path} was measured on another machine or with another version of the code or its libraries, so that its"
-            " rows cannot stand beside new ones: choose another file, or delete it"
+            f"{path} was measured on another machine or with another version of the code or its libraries, so its rows"
+            " cannot be compared with new ones: choose another file, or delete it"
         )
     return replace(before, rows=tuple(row for row in before.rows if row.finished))
 
@@ -350,7 +350,8 @@ def run(
     goals: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Measure, and print the tables. Returns 0 if every installed contender was measured and right, else 1.
+    """Measure, and print the tables. Returns 0 if every installed contender was measured and its results were right,
+    else 1.
 
     With ``resume_path`` all rows of that file are kept and none is measured again. If ``json_path`` names a file of the
     same machine and code, its rows for this request are kept. The result file is written after every size, the page at

@@ -1,4 +1,4 @@
-"""Reads a contender's name, ``TRANSPORT:ALGORITHM``, and connects what it names: a strategy of Syncline, or a peer.
+"""Reads a contender's name, ``TRANSPORT:ALGORITHM``, and connects that contender: a strategy of Syncline, or a peer.
 
 A name in the peers' registry is a peer; every other name is a strategy. ``Syncline.run`` is the only place of this
 benchmark that calls Syncline's collectives.
@@ -125,8 +125,8 @@ def check_name(name: Name, kind: Collective, ranks: int) -> None:
 def plan_of(strategy: Strategy, kind: Collective, group: Group) -> Plan:
     """The plan of a resolved strategy for the collective. Raises UsageError if its algorithm has none.
 
-    The reduce-scatter and the all-gather of an algorithm are registered under its name and their goal, those of the
-    ring under their goal alone. Every algorithm broadcasts along the same binomial tree.
+    The reduce-scatter and the all-gather of an algorithm are registered under its name and their goal, the halves of
+    the ring under their goal alone. Every algorithm broadcasts along the same binomial tree.
     """
     algorithm = strategy.architecture.name
     if kind.name == "allreduce":

@@ -5,10 +5,10 @@ contenders take turns, so a busy moment lowers both. ``kinds`` has the least tra
 the time of that traffic at the measured rate, and ``of_limit`` is the limit over the measured time.
 
 *Memory.* Every rank copies one half of an array of the collective's size to the other half and back; bytes read and
-bytes written both count. The footprint is that of the collective, so small arrays are compared with the speed of
-caches and large arrays with that of memory. The limit is optimistic: a copy finds its data in the core's own cache,
-while a collective fetches the data of other ranks from theirs. C's memcpy, which numpy calls, writes large arrays past
-the cache, as a good collective would. For small arrays latency dominates, and the share says little.
+bytes written both count. The footprint equals the collective's, so small arrays are compared with the speed of caches
+and large arrays with the speed of memory. The limit is optimistic: a copy finds its data in the core's own cache, while
+a collective fetches the data of other ranks from theirs. C's memcpy, which numpy calls, writes large arrays past the
+cache, as a good collective would. For small arrays latency dominates, and the share says little.
 
 *Link*, on one machine: every rank sends to the next rank and receives from the previous one at the same time, over
 plain TCP sockets in blocks of 128 KiB, as iperf3 does. The kernel's two copies per byte are included. In a lab, iperf3

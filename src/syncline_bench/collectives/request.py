@@ -1,8 +1,8 @@
-"""What to measure, checked as a whole before any process starts, and what the ranks are told of it.
+"""What to measure, checked as a whole before any process starts, and the part of it that the ranks get.
 
 Owns the ``Request``, the number of repetitions of each size, every refusal of bad input (sizes, ranks, contenders,
-memory), and ``Work``, the argument of a set of ranks. A peer whose library is missing is not refused: its rows say so,
-and the others run. Starts nothing.
+memory), and ``Work``, the argument of a set of ranks. A peer whose library is missing is not refused: its rows state
+this, and the others run. Starts nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def request_of(
     if repetitions is not None and repetitions < 1:
         raise UsageError(f"{repetitions} repetitions measure nothing: use 1 or more")
     if per_host > 1 and lab_rate is None:
-        raise UsageError("--per-host is of the hosts of a lab: give the rate of its links too, as --lab 1gbit")
+        raise UsageError("--per-host describes the hosts of a lab: give the rate of its links too, such as --lab 1gbit")
     worlds = tuple(dict.fromkeys(ranks or (LAB_RANKS if lab_rate is not None else DEFAULT_RANKS)))
     counts = tuple(sorted(set(sizes or DEFAULT_SIZES)))
     for size in counts:
@@ -112,7 +112,7 @@ def request_of(
     names = tuple(read_name(text) for text in dict.fromkeys(contenders))
     for world in worlds:
         if not 2 <= world <= MOST_RANKS:
-            raise UsageError(f"{world} ranks have nobody to exchange with, or are too many: use 2 to {MOST_RANKS}")
+            raise UsageError(f"{world} ranks are too few to exchange, or too many: use 2 to {MOST_RANKS}")
         if world % per_host or world == per_host:
             raise UsageError(f"{world} ranks do not fill two hosts or more with {per_host} each: use {2 * per_host}")
         for name in names:
@@ -192,8 +192,8 @@ def _check_memory(request: Request) -> None:
     available = available_memory_bytes()
     if needed > available:
         raise UsageError(
-            f"{ranks} ranks with {arrays} arrays of {size / 1e6:g} MB each (one per contender, and what they need"
-            f" beside it) take {needed / 1e9:.1f} GB with their processes, and {available / 1e9:.1f} GB of memory are"
+            f"{ranks} ranks with {arrays} arrays of {size / 1e6:g} MB each (one per contender, and their working"
+            f" memory) take {needed / 1e9:.1f} GB with their processes, but {available / 1e9:.1f} GB of memory are"
             " available: use fewer ranks, a smaller size, or fewer contenders at a time (--resume adds rows)"
         )
 

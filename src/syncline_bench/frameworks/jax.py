@@ -34,7 +34,7 @@ Layer = Callable[[Params, Any], Any]
 _ENVIRON = {
     **KEEPS_FREED_MEMORY,
     "JAX_PLATFORMS": "cpu",
-    # Of the threads that XLA would make for one computation, none; those that run several at once stay.
+    # XLA makes no threads within a computation, but keeps the threads that run several computations at once.
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

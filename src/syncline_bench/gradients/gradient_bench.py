@@ -60,7 +60,7 @@ class _Set:
         ]
 
     def _take(self, message: Message, task: Task) -> None:
-        """A rank's message: which form starts, or what was measured."""
+        """A rank's message: the form that starts, or measurements."""
         if message["kind"] == "measured":
             self._heard(message)
             return
@@ -114,7 +114,7 @@ def run(
     report_path: Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Measure as ``display.shown`` does. Returns 0 if every row was measured and right, else 1."""
+    """Measure as ``display.shown`` does. Returns 0 if every row was measured with right results, else 1."""
 
     def measured(display: Display) -> GradientResult:
         if request.left_out:

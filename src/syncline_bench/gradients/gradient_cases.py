@@ -18,7 +18,7 @@ layerwise:*               0       nothing is moved: every gradient is exchanged 
 ========================  ======  ===============================================================================
 
 Gradients are divided by the number of ranks on the way. ``contiguous``, ``placed`` and ``copied:mul`` do it while they
-move them; between ranks the others read and write once more for that, two passes which are not in the table above.
+move them; between ranks the other forms divide in another read and write, two passes that are not in the table.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def forms_of(names: Sequence[str]) -> tuple[Form, ...]:
 
 
 def exchanges_only(form: Form) -> bool:
-    """Whether a form moves nothing but by the exchange, so that a single rank has nothing to measure."""
+    """Whether only the exchange of a form moves data, so that a single rank has nothing to measure."""
     return form.passes == 0 and form.name != BARE
 
 
@@ -203,7 +203,7 @@ def request_of(
     models = tuple(model_of(text) for text in dict.fromkeys(workloads or DEFAULT_WORKLOADS))
     request = Request(models, chosen, worlds, repetitions, tuple(dict.fromkeys(forms)))
     if forms and worlds == (1,) and set(request.left_out) == set(forms):
-        raise UsageError(f"one rank alone exchanges nothing, which is all that {', '.join(forms)} does: use --ranks 2")
+        raise UsageError(f"one rank alone exchanges nothing, but {', '.join(forms)} only exchanges: use --ranks 2")
     _check_memory(request)
     return request
 
@@ -217,7 +217,7 @@ def model_of(workload: str) -> Model:
         found = layers(loaded.build())
     other = next((layer.spec for layer in found if layer.spec.dtype != "float32"), None)
     if other is not None:
-        raise UsageError(f"{workload}: {other.name} is {other.dtype}, and gradients are compared in float32 only")
+        raise UsageError(f"{workload}: {other.name} is {other.dtype}, but gradients are compared in float32 only")
     return Model(workload, tuple(layer.spec.shape for layer in found))
 
 
@@ -229,6 +229,6 @@ def _check_memory(request: Request) -> None:
     if needed > available:
         raise UsageError(
             f"{ranks} ranks with up to {_COPIES} times the gradients of {largest.workload} each take"
-            f" {size_text(needed)}, and {size_text(available)} of memory are available: use fewer --ranks, or other"
+            f" {size_text(needed)}, but {size_text(available)} of memory are available: use fewer --ranks, or other"
             " --workloads"
         )

@@ -1,8 +1,8 @@
 """What each rank of ``syncline bench gradients`` runs: ``python -m ...gradients.gradient_ranks WORK LINES``.
 
-Owns the course of a repetition: whose turn it is, what is timed and what is checked. Forms take turns in an order that
-is drawn anew for every repetition. Gradients are written anew before each form, as backward writes them, and the time
-that a form adds is its time minus that of ``bare`` in the same repetition.
+Owns the course of a repetition: the turns of the forms, the timing and the checks. Forms take turns in an order that is
+drawn again for every repetition. Gradients are written again before each form, as backward writes them. The time that a
+form adds is its time minus the time of ``bare`` in the same repetition.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One iteration of each form, as it would run in training, without the computing: gradients, exchange, ``grad``.
+"""One iteration of each form, as in training but without the computation: gradients, exchange, ``grad``.
 
-All forms of a rank share one session, so that what is exchanged runs the same plan over the same transport, and one set
-of gradients. The block of those that copy is the transport's memory, as Syncline's own buckets are. ``contiguous`` and
-``accumulated`` are what ``syncline.prepare`` makes of a model, hooks, tickets and checks included.
+All forms of a rank share one session, so exchanges run the same plan over the same transport, and one set of gradients.
+Forms that copy have their block in the transport's memory, like Syncline's own buckets. ``contiguous`` and
+``accumulated`` are models from ``syncline.prepare``, including hooks, tickets and checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # what frameworks on torch call
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # as frameworks on torch call them
 
 from syncline.engine.order import Order
 from syncline.frameworks.torch import prepare
@@ -62,26 +62,28 @@ class _Layer(torch.autograd.Function):
 
 
 class Iteration(Protocol):
-    """One form's iteration: ``run`` is timed, after ``ready``, on all ranks together."""
+    """One form's iteration: all ranks call ``ready``, then the timed ``run``."""
 
     def ready(self) -> None:
-        """Bring into place what the form takes as given; not timed."""
+        """Prepare the form's inputs; not timed."""
         ...
 
     def run(self) -> None:
-        """From ``zero_grad`` until the mean is where the form has it."""
+        """From ``zero_grad`` until the mean is in the form's place."""
         ...
 
     def is_right(self, seed: int) -> bool:
-        """Whether every element is the ranks' mean of what ``Ground.fill`` wrote with that seed, and was moved.
+        """Whether every element was moved and is the ranks' mean of the values that ``Ground.fill`` wrote with that
+        seed.
 
-        A single rank's mean is what backward left: whether anything was moved shows in the places and the block.
+        A single rank's mean equals the gradient from backward: only the places and the block show whether anything was
+        moved.
         """
         ...
 
     @property
     def exchanged_bytes(self) -> int:
-        """The size of all that the form exchanges."""
+        """The size of all exchanged data of the form."""
         ...
 
 
@@ -124,15 +126,15 @@ class Ground:
             gradient.fill_(1.0)
 
     def is_sum(self, array: np.ndarray[Any, np.dtype[np.float32]], seed: int) -> bool:
-        """Whether an array is the sum of what all ranks wrote with this seed."""
+        """Whether an array is the sum of the values that all ranks wrote with this seed."""
         return self._kind.is_right(array, self.session.rank, self.ranks, seed)
 
     def has_means(self, model: Scattered, seed: int) -> bool:
-        """Whether every ``grad`` of a model is the mean of what ``fill`` wrote on all ranks."""
+        """Whether every ``grad`` of a model is the mean of the values that ``fill`` wrote on all ranks."""
         return self.are_means([parameter.grad for parameter in model.parameters()], seed)
 
     def are_means(self, tensors: Sequence[Tensor | None], seed: int) -> bool:
-        """Whether the tensors are the means of what ``fill`` wrote, in its order."""
+        """Whether the tensors are the means of the values that ``fill`` wrote, in its order."""
         return all(
             tensor is not None and self.is_sum(self._summed(tensor), seed + number)
             for number, tensor in enumerate(tensors)
@@ -153,7 +155,7 @@ class Ground:
 
     def _summed(self, mean: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         found = mean.reshape(-1).numpy() * np.float32(self.ranks)
-        # A share that is no power of two rounds the mean; sums are integers, far from any rounding error.
+        # A share that is not a power of two rounds the mean; sums are integers, far from any rounding error.
         return found if self.ranks & (self.ranks - 1) == 0 else np.rint(found)
 
 

@@ -1,19 +1,18 @@
-"""Peers: what one would use instead of Syncline, measured beside it; one file each, a registry of their own.
+"""Peers: the alternatives to Syncline, measured next to it; one file each, in a registry of their own.
 
-A peer declares where it takes part. In ``syncline compare``: ``trains=True`` and ``framework``, whose training it takes
-part in; its ``join()`` makes this process a
-member of the run's group and returns what ``syncline_bench.sides.Side`` asks for, and it is named with arguments like a
-strategy's parts: ``ddp(bucket=5MiB)``. In ``syncline bench`` it is registered under the name ``LIBRARY:ALGORITHM`` and
-declares
+A peer declares where it takes part. For ``syncline compare`` it declares ``trains=True`` and the ``framework`` whose
+training it takes part in. Its ``join()`` makes this process a member of the run's group and returns a
+``syncline_bench.sides.Side``. Its name may have arguments, like a strategy's parts: ``ddp(bucket=5MiB)``. For
+``syncline bench`` it is registered under the name ``LIBRARY:ALGORITHM`` and declares
 
-* ``collectives``: those that it has,
+* ``collectives``: the collectives that it has,
 * ``moves``: ``memory`` when its ranks of one machine share memory, ``link`` when they talk over sockets there,
 * ``needs``: a Python package, or ``mpi`` with the ``library`` that has to be installed,
 
-which the bench reads without importing the library: files of this folder import theirs when an object is made. A peer
-of a bench has processes of its own and does in them what a plain script of its library does, and nothing else. Each
-peer runs in its best documented setting; where that is an environment variable, ``launch.mpi_library`` or the bench
-sets it before the library is loaded, and the file says so.
+The bench reads these without importing the library: a file of this folder imports its library when an object is made. A
+peer of a bench has processes of its own, which do only what a plain script of its library does. Each peer runs in its
+best documented setting. If that is an environment variable, ``launch.mpi_library`` or the bench sets it before the
+library is loaded, and the file states it.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place among those of its contender, and what it will be asked for: at most so many ``elements``.
+    """One rank's place among the ranks of its contender, and the greatest number of ``elements`` that it will get.
 
-    ``share`` tells all ranks a text and returns those of all, in rank order: addresses, where a library has no way of
-    its own for that. All ranks call it.
+    ``share`` sends a text to all ranks and returns the texts of all, in rank order, such as addresses for a library
+    that has no rendezvous of its own. All ranks call it.
     """
 
     rank: int
@@ -46,7 +45,7 @@ class Seat:
 class Contender(Protocol):
     """One way to run a collective; every rank of a bench has an object of it and makes the same calls.
 
-    Raises what its library raises; an error ends the rank.
+    Raises its library's exceptions; an error ends the rank.
     """
 
     def select(self, elements: int) -> Array:
@@ -57,7 +56,7 @@ class Contender(Protocol):
         ...
 
     def run(self) -> None:
-        """Run the collective once, on the selected array, and return when this rank's result is there."""
+        """Run the collective once on the selected array, and return when this rank's result is complete."""
         ...
 
     def result(self) -> Array:

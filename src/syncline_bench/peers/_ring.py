@@ -1,4 +1,4 @@
-"""The parts of a ring that are the same over every message library: memory, halves, results.
+"""The parts of a ring that are common to all message libraries: memory, halves, results.
 
 A ring is the allreduce of Sunway's Caffe and of baidu-allreduce: scatter-reduce, then all-gather, N-1 steps each
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
@@ -14,13 +14,14 @@ import numpy as np
 from . import Array, Seat
 
 PIECE_BYTES = 1 << 20
-"""Parts travel in pieces, so that one is added while the next is on its way."""
+"""Parts travel in pieces, so that one piece is added while the next travels."""
 
 
 class Ring(ABC):
     """Ring allreduce, or one of its halves, over an array in this process's memory.
 
-    A library's ring says how ``_reduce_scatter`` and ``_all_gather`` move the parts. ``version`` names the library.
+    A library's ring implements ``_reduce_scatter`` and ``_all_gather``, which move the parts. ``version`` names the
+    library.
     """
 
     def __init__(self, seat: Seat, version: str) -> None:
@@ -62,7 +63,8 @@ class Ring(ABC):
 
 
 class PostedRing(Ring):
-    """A ring over a library whose receives are posted before their messages, so that none is copied on its way."""
+    """A ring over a library whose receives are posted before their messages, so that no message is copied in
+    between."""
 
     def __init__(self, seat: Seat, version: str) -> None:
         super().__init__(seat, version)

@@ -1,13 +1,13 @@
-"""``ddp``: PyTorch's DistributedDataParallel over Gloo, as its documentation says to run it on CPUs.
+"""``ddp``: PyTorch's DistributedDataParallel over Gloo, as documented for CPUs.
 
-Its own communication hooks stand beside Syncline's for it, which takes a codec (``codec=int8``), and Gloo beside the
-backend ``syncline`` of torch.distributed (``group=syncline``). PyTorch's PowerSGD sends matrices of rank 1 from the
-third step on, as its documentation begins.
+It can run PyTorch's communication hooks or Syncline's, which takes a codec (``codec=int8``), and its group can be Gloo
+or torch.distributed's backend ``syncline`` (``group=syncline``). PyTorch's PowerSGD sends matrices of rank 1 from the
+third step on, as in the first example of its documentation.
 
-Gradients are views of the buckets (``gradient_as_bucket_view``), which saves a copy; one thread per process, as for all
-others (``syncline_bench.train``); Gloo is bound to the interface on which the processes meet, since it would otherwise
-look the host name up (``GLOO_SOCKET_IFNAME``, which a lab sets). DistributedDataParallel waits where it likes and
-counts nothing: its iterations are measured, its blocked time and bytes are not.
+Gradients are views of the buckets (``gradient_as_bucket_view``), which saves a copy; Every process has one thread, as
+under all others (``syncline_bench.train``). Gloo is bound to the interface on which the processes meet
+(``GLOO_SOCKET_IFNAME``, which a lab sets), because it would otherwise look up the host name. DistributedDataParallel
+does not count its waits and bytes: its iterations are measured, its blocked time and bytes are not.
 
 Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020.
 """
@@ -35,8 +35,8 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 _BUCKET = Size(25 << 20)
 
 _left: list[Any] = []
-"""Groups over Gloo that this process has left, kept until it ends. PyTorch frees one while it holds the interpreter
-lock, and waits for threads of Gloo, one of which may need the lock to free a hook's work: that is a hang."""
+"""Groups over Gloo that this process has left, kept until it ends. While PyTorch frees a group it holds the interpreter
+lock and waits for threads of Gloo. One of these may need the lock to free a hook's work, which would be a deadlock."""
 
 
 @register("peers", "ddp", trains=True, framework="torch")
@@ -60,7 +60,7 @@ class DDP:
         Strategy.parse(f"codec={self.codec}")
 
     def join(self) -> Member:
-        """Become a member of the run's group; raises what torch raises when the others cannot be reached."""
+        """Become a member of the run's group. Raises torch's exceptions if the others cannot be reached."""
         return Member(self, recognise())
 
 
@@ -82,7 +82,8 @@ class Member:
         return int(self._dist.get_world_size())
 
     def prepare(self, model: Any, optimizer: Any, *, weight: Any) -> tuple[DistributedDataParallel, Any]:  # noqa: ARG002
-        """The model wrapped; the optimizer holds its parameters already. Ranks weigh alike here, whatever is asked."""
+        """The wrapped model; the optimizer holds its parameters already. All ranks have the same weight; ``weight`` is
+        ignored."""
         from torch.nn.parallel import DistributedDataParallel
 
         # torch counts megabytes of 1024 * 1024 bytes.
@@ -106,7 +107,7 @@ class Member:
         """Nothing: replicas never differ."""
 
     def shutdown(self) -> None:
-        """Leave the group; over Gloo, the process ends without freeing what is left of it."""
+        """Leave the group; over Gloo, the process ends without freeing the group."""
         if self._peer.group == "gloo":
             atexit.unregister(_end)
             atexit.register(_end)
@@ -120,11 +121,11 @@ def _end() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(int(hasattr(sys, "last_value")))  # what ended the script, where an exception did
+    os._exit(int(hasattr(sys, "last_value")))  # the exception that ended the script, if any
 
 
 def _hook(peer: DDP) -> tuple[Any, Any] | None:
-    """The state and the function of the hook that is asked for, if one is."""
+    """The state and the function of the requested hook, if any."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if peer.codec != "none":

@@ -1,14 +1,13 @@
-"""A ring on gRPC's streams, as one writes it on grpcio at its fastest.
+"""A ring on gRPC's streams, as fast as grpcio allows.
 
 The allreduce of baidu-allreduce: scatter-reduce, then all-gather, N-1 steps each (Patarasuk and Yuan, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations", 2009). gRPC's page on performance says what its Python is
-fastest with: the synchronous interface, and one long stream in place of many calls. Messages are plain bytes, without
-generated code. Every rank has one stream, to the next one, and parts travel in pieces of 1 MiB: a piece goes on as soon
-as it has been added, and in the all-gather as the very message that came, so that nothing copies it again. The thread
-of gRPC that sends copies what is sent; the caller's thread adds straight from the message.
+optimal all-reduce algorithms for clusters of workstations", 2009). It follows gRPC's advice on performance in Python:
+the synchronous interface, and one long stream instead of many calls. Messages are plain bytes, without generated code.
+Every rank has one stream, to the next one, and parts travel in pieces of 1 MiB: a piece is sent on as soon as it has
+been added. In the all-gather the received message itself is sent on, so it is not copied again. gRPC's sending thread
+copies the other messages; the caller's thread adds directly from the received message.
 
-Larger frames of HTTP/2, fixed windows and other sizes of pieces were no faster here. No proxy is asked, as between
-ranks none can be.
+Larger HTTP/2 frames, fixed windows and other piece sizes were not faster here. Proxies are ignored.
 """
 
 from __future__ import annotations
@@ -58,21 +57,21 @@ class GrpcRing(Ring):
         self._passing = stream.future(iter(self._leaving.get, None), wait_for_ready=True)
 
     def run(self) -> None:
-        """Once around for each half, until gRPC has copied what is sent."""
+        """Once around for each half, until gRPC has copied all sent data."""
         super().run()
         for _ in range(self._to_copy):  # the array is the caller's again
             self._copied.get()
         self._to_copy = 0
 
     def close(self) -> None:
-        """All ranks end together: the stream, and then what served the one that came."""
+        """All ranks end together: the outgoing stream, then the server of the incoming one."""
         self._leaving.put(None)
         self._passing.result()
         self._channel.close()
         self._server.stop(5).wait()
 
     def _take(self, requests: Iterator[bytes], _context: Any) -> bytes:
-        """gRPC's thread: what the rank before has sent, as it comes."""
+        """gRPC's thread: the messages of the previous rank, as they arrive."""
         for message in requests:
             self._come.put(message)
         return b""
@@ -108,7 +107,7 @@ class GrpcRing(Ring):
             self._to_copy += 1
 
     def _serialize(self, message: memoryview | bytes) -> bytes:
-        """gRPC's thread: a message that came goes on as it is, and a piece of the array is copied."""
+        """gRPC's thread: a received message is sent on unchanged, and a piece of the array is copied."""
         if isinstance(message, bytes):
             return message
         copy = message.tobytes()

@@ -1,9 +1,9 @@
-"""Peers on MPI, through mpi4py: an MPI library's own collectives, a ring on its messages, and one on its windows.
+"""Peers on MPI, through mpi4py: an MPI library's own collectives, a ring on its messages, and a ring on its windows.
 
-``mpi`` is the library that is installed (Open MPI before MPICH); ``openmpi`` and ``mpich`` say which. A script begins
-with ``from mpi4py import MPI``, which initialises MPI with the thread level that mpi4py asks for; the communicator is
-MPI_COMM_WORLD. The setting that matters is to yield the core while waiting, which ``launch.mpi_library`` makes: ranks
-may outnumber cores, and an MPI rank otherwise spins. MPI ends with the process.
+``mpi`` is the installed library (Open MPI before MPICH); ``openmpi`` and ``mpich`` name one. A script begins with
+``from mpi4py import MPI``, which initialises MPI with mpi4py's thread level; the communicator is MPI_COMM_WORLD. One
+setting matters: ``launch.mpi_library`` makes waiting ranks yield their core, because ranks may outnumber cores and an
+MPI rank otherwise spins. MPI ends with the process.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _registered(algorithm: str, collectives: tuple[str, ...] = _HALVES) -> Calla
 
 
 def _version(mpi: Any) -> str:
-    """The library's name and version; the rest of what it says is about how it was built."""
+    """The library's name and version; the rest of its text describes its build."""
     return " ".join(mpi.Get_library_version().split(",")[0].splitlines()[0].replace(":", " ").split())
 
 
 @_registered("native", (*_HALVES, "broadcast"))
 class MpiNative:
-    """MPI_Allreduce, MPI_Reduce_scatter_block, MPI_Allgather and MPI_Bcast, in place where MPI has that.
+    """MPI_Allreduce, MPI_Reduce_scatter_block, MPI_Allgather and MPI_Bcast, in place if MPI supports that.
 
     The library chooses its algorithm by size.
     """
@@ -61,14 +61,15 @@ class MpiNative:
         self._result: Array = self._all
 
     def select(self, elements: int) -> Array:
-        """Memory of this process; the call is made ready, since MPI takes little longer than Python to find it."""
+        """Memory of this process. The call is prepared, because looking it up would take nearly as long as MPI
+        itself."""
         world, in_place = self._mpi.COMM_WORLD, self._mpi.IN_PLACE
         whole = self._result = self._all[:elements]
         match self._seat.collective:
             case "allreduce":
                 self.run = partial(world.Allreduce, in_place, whole)
             case "reduce-scatter":
-                # In place, MPI puts every rank's sum where part 0 was: a separate buffer is what users write.
+                # In place, MPI writes every rank's sum over part 0, so users pass a separate buffer.
                 self._result = self._own[: elements // self._seat.world]
                 self.run = partial(world.Reduce_scatter_block, whole, self._result)
             case "all-gather":
@@ -90,9 +91,9 @@ class MpiNative:
 
 @_registered("ring")
 class MpiRing(PostedRing):
-    """Ring allreduce, or one of its halves, on Isend, Irecv and Sendrecv, as one writes it on an afternoon with mpi4py.
+    """Ring allreduce, or one of its halves, on Isend, Irecv and Sendrecv, in a simple form with mpi4py.
 
-    The scatter-reduce in pieces is the simple form that was fastest here. Nothing is tuned beyond that.
+    The scatter-reduce in pieces was the fastest simple form here. Nothing else is tuned.
     """
 
     def __init__(self, seat: Seat) -> None:
@@ -125,12 +126,12 @@ class MpiRing(PostedRing):
 
 @_registered("windows")
 class MpiWindows(Ring):
-    """Ring allreduce, or one of its halves, on Win_allocate and Rget, where messages are not wanted.
+    """Ring allreduce, or one of its halves, on Win_allocate and Rget instead of messages.
 
-    The array lies in a window that MPI itself has allocated, which libraries serve best; the neighbour's parts are read
-    from there (passive target, one lock for the whole run), the scatter-reduce in pieces of which one is added while
-    the next two are on their way. That a part is ready, and that it has been read, are empty messages: a window has
-    nothing to wait for.
+    The array lies in a window that MPI itself has allocated, which libraries serve best. A rank reads its neighbour's
+    parts from there (passive target, one lock for the whole run). In the scatter-reduce it reads in pieces: one is
+    added while the next two travel. Empty messages report that a part is ready, and that it has been read, because a
+    window has no operation to wait with.
     """
 
     def __init__(self, seat: Seat) -> None:
@@ -157,7 +158,8 @@ class MpiWindows(Ring):
         self._go_round(self._copy, 0)
 
     def _go_round(self, take: Callable[[Array, int], None], behind: int) -> None:
-        """In each step the part that the rank before has just finished is taken; all its readers have ended then."""
+        """In each step, take the part that the previous rank has just finished. On return the reader of this rank has
+        ended."""
         for turn in range(1, self._ranks):
             self._window.Sync()
             self._world.Sendrecv(self._nothing, self._to, 1, self._nothing.copy(), self._source, 1)  # it is ready

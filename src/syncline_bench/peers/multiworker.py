@@ -1,9 +1,8 @@
 """``multiworker``: TensorFlow's MultiWorkerMirroredStrategy, Keras' own way over several processes.
 
-As its tutorial has it: ``TF_CONFIG`` names all workers, variables are made in the strategy's scope, and gradients are
-added up by a ring of TensorFlow's own over gRPC inside of the step. Keras averages what a step returns over the workers
-too, along a first dimension that its numbers do not have (3.15 fails there): here they are given one. Waits and bytes
-are not counted.
+As in its tutorial, ``TF_CONFIG`` names all workers, variables are created in the strategy's scope, and TensorFlow's own
+ring over gRPC sums gradients inside the step. Keras also averages a step's results over the workers, along a first
+dimension that its numbers do not have (3.15 fails there), so this file adds one. Waits and bytes are not counted.
 
 The library needs the addresses of all workers at its start: each rank sends rank 0 one line over TCP, and rank 0
 answers with the list. Syncline's own start does not use this.
@@ -33,7 +32,7 @@ class MultiWorker:
     """TensorFlow's MultiWorkerMirroredStrategy, over a ring on gRPC."""
 
     def join(self) -> Member:
-        """Become one of the strategy's workers; raises GroupError when the others cannot be reached."""
+        """Become one of the strategy's workers. Raises GroupError if the others cannot be reached."""
         return Member()
 
 
@@ -77,7 +76,7 @@ class Member(Placed):
             self._strategy.reduce(tf.distribute.ReduceOp.SUM, self._strategy.run(lambda: tf.constant(1.0)), axis=None)
 
     def shutdown(self) -> None:
-        """Nobody leaves before all are done; the server ends with its process."""
+        """No worker leaves before all are done; the server ends with its process."""
         self.barrier()
 
 

@@ -1,8 +1,8 @@
-"""``spmd``: JAX's own way over several processes, one program over arrays of which each process has a part.
+"""``spmd``: JAX's own way over several processes: one program over arrays whose parts lie in the processes.
 
-``jax.distributed.initialize`` joins the processes, whose collectives on processors are Gloo's; parameters are
-replicated, batches cut along their first dimension (``shard_map``), and gradients averaged in the compiled step
-(``pmean``), as JAX's documentation of multi-process programs has it. Waits and bytes are not counted.
+As in JAX's documentation of multi-process programs, ``jax.distributed.initialize`` joins the processes, whose
+collectives on CPUs are Gloo's. Parameters are replicated, batches are cut along their first dimension (``shard_map``),
+and gradients are averaged in the compiled step (``pmean``). Waits and bytes are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Spmd:
     """JAX's sharded arrays over several processes, averaged by Gloo inside of ``jit``."""
 
     def join(self) -> Member:
-        """Become one of the program's processes; raises what JAX raises when the others cannot be reached."""
+        """Become one of the program's processes. Raises JAX's exceptions if the others cannot be reached."""
         return Member()
 
 
@@ -59,7 +59,7 @@ class Member(Placed):
         return params, optax.GradientTransformation(jax.jit(optimizer.init), averaged)
 
     def compiled(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step over all processes, for batches of this one, which are as long as all others'."""
+        """The step over all processes, for this process's batches, which are as long as all others'."""
         import jax
 
         whole, part = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(_AXIS)
@@ -69,7 +69,8 @@ class Member(Placed):
             return params, state, jax.lax.pmean(loss, _AXIS)
 
         places = {"in_specs": (whole, whole, part, part, part), "out_specs": whole}
-        # Gradients are each process's own until they are averaged: checked, shard_map would add them up itself.
+        # Gradients stay local to each process until they are averaged: with its check on, shard_map would sum them
+        # itself.
         made = jax.jit(jax.shard_map(everywhere, mesh=self._mesh, check_vma=False, **places))
 
         def call(params: Any, state: Any, *batch: NDArray[Any]) -> Any:

@@ -1,12 +1,12 @@
 """torch.distributed's own calls over one of its backends: Gloo, and Syncline.
 
-As a script has it that torchrun starts: the default group, found by the environment's variables, and no other; and as
-many threads as OMP_NUM_THREADS says, which torchrun sets to 1 as the bench does.
+The setting of a script under torchrun: only the default group, found by environment variables, and OMP_NUM_THREADS
+threads; torchrun and the bench set 1.
 
-Gloo is the CPU backend of DistributedDataParallel. Its documented setting is the interface to use (GLOO_SOCKET_IFNAME),
-which the bench sets: Gloo otherwise takes what the host's name resolves to. Ranks of one machine talk over TCP too.
-Syncline's backend shows what a program gets that calls torch's collectives: its tensors are torch's own, in memory that
-ranks do not share. SYNCLINE_STRATEGY says what runs.
+Gloo is the CPU backend of DistributedDataParallel. The bench sets its documented option, the interface to use
+(GLOO_SOCKET_IFNAME): Gloo otherwise uses the address that the host's name resolves to. Ranks of one machine also use
+TCP. Syncline's backend shows the speed of a program that calls torch's collectives: its tensors are torch's own, in
+memory that ranks do not share. SYNCLINE_STRATEGY selects the strategy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DECLARED = {"collectives": ("allreduce", "reduce-scatter", "all-gather", "broad
 
 
 class TorchNative:
-    """The collectives of the default group, of that ``backend``."""
+    """The collectives of the default group with this ``backend``."""
 
     def __init__(self, seat: Seat, backend: str) -> None:
         import torch
@@ -65,7 +65,7 @@ class TorchNative:
         return found
 
     def chosen(self) -> None:
-        """The name leaves nothing open."""
+        """None: the name leaves nothing open."""
 
     def close(self) -> None:
         self._dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""A ring on UCX's tagged messages, as one writes it on ucxx at its fastest.
+"""A ring on UCX's tagged messages, as fast as ucxx allows.
 
-It uses ucxx's synchronous objects, which have no event loop to wake. The settings that matter: endpoints without error
-handling, since UCX otherwise takes the slow ways through memory; receives posted before their messages, so that each is
-read once and straight from the sender's memory; the scatter-reduce in pieces, so that a piece is added while the next
-one is on its way. A rank that waits yields its core, since ranks may outnumber cores.
+It uses ucxx's synchronous objects, which have no event loop to wake. These settings matter: endpoints without error
+handling, because UCX otherwise uses its slow paths through memory; receives posted before their messages, so that each
+is read once, directly from the sender's memory; the scatter-reduce in pieces, so that a piece is added while the next
+one travels. A waiting rank yields its core, because ranks may outnumber cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UcxRing(PostedRing):
         self._next = self._worker.create_endpoint_from_worker_address(libucxx.UCXAddress.create_from_buffer(to), False)
 
     def close(self) -> None:
-        """Nobody needs anything any more: all ranks end together."""
+        """All ranks end together, so no rank still needs this one."""
         self._next.close_blocking()
         del self._next, self._worker
 

@@ -1,10 +1,10 @@
-"""A ring on ZeroMQ's messages, as one writes it with pyzmq and its documentation at hand.
+"""A ring on ZeroMQ's messages, written as pyzmq's documentation advises.
 
 Scatter-reduce, then all-gather, N-1 steps each (Patarasuk and Yuan, 2009), over a PUSH socket to the next rank and a
-PULL socket from the one before. What the documentation advises for large arrays is done: ``send(copy=False)`` from the
+PULL socket from the previous one. It follows the documentation's advice for large arrays: ``send(copy=False)`` from the
 array's own memory, pieces that are added where ZeroMQ has received them (``recv(copy=False)``) or received into the
-array (``recv_into``), no limit on what is queued, and ``ipc`` between ranks of one host. Parts go in pieces, so that
-one is added while the next is on its way. Nobody is asked for a secret.
+array (``recv_into``), no limit on queues, and ``ipc`` between ranks of one host. Parts travel in pieces, so that one
+piece is added while the next travels. There is no authentication.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ZmqRing(Ring):
         self._next.connect(self._meet(seat))
 
     def _meet(self, seat: Seat) -> str:
-        """Listen, and find out where the next rank does: over ``ipc`` where both are on one host."""
+        """Listen, and find out the next rank's address: ``ipc`` if both are on one host."""
         host = f"{socket.gethostname()} {Path('/proc/self/ns/net').readlink()}"
         near = seat.share(host)[self._rank - 1] == host
         where = f"tcp://{listen_address(recognise(), None)}:*"
@@ -69,10 +69,10 @@ class ZmqRing(Ring):
             self._end(sending)
 
     def _send(self, part: Array) -> list[Any]:
-        """Pass on a part; what tells when ZeroMQ has done with its memory."""
+        """Send a part. Returns trackers that tell when ZeroMQ no longer uses its memory."""
         return [self._next.send(piece, copy=False, track=True) for piece in pieces(part)]
 
     def _end(self, sending: list[Any]) -> None:
-        """The memory of what was sent may be written again."""
+        """Wait until the sent memory may be written again."""
         for message in sending:
             message.wait()

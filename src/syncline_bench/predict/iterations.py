@@ -150,7 +150,7 @@ class Apart:
         parts = parts_of(self._setting.strategy.codec_object(), self._model.layers, bucket)
         return float(sum(part.codec.wire_bytes(part.state.spec)[0] for part in parts))
 
-    # The way of one worker's bucket: to the owner, through the update, and back.
+    # The path of one worker's bucket: to the owner, through the update, and back.
 
     def _push(self, worker: int, submit: Submit, serial: int, ended: Call) -> None:
         bucket = submit.operation.bucket

@@ -115,7 +115,7 @@ def _content(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise DataError(
-            f"{path} is no network: it is not a text file; give a JSON file such as `syncline calibrate -o` writes"
+            f"{path} is not a network: it is not a text file; give a JSON file such as `syncline calibrate -o` writes"
         ) from None
 
 
@@ -167,9 +167,11 @@ def parse_network(text: str, where: str) -> Cluster:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no network: its JSON is invalid: {error}") from None
+        raise DataError(f"{where} is not a network: its JSON is invalid: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("constants"), dict):
-        raise DataError(f"{where} is no network: it needs constants, as {{'between.alpha': {{'value': '45us'}}, ...}}")
+        raise DataError(
+            f"{where} is not a network: it needs constants, such as {{'between.alpha': {{'value': '45us'}}, ...}}"
+        )
     _only(data, _KEYS, where)
     try:
         constants = {key: _constant(key, held) for key, held in data["constants"].items()}
@@ -211,7 +213,7 @@ def _text(data: Mapping[str, Any], key: str, default: str = "") -> str:
 
 def _constant(key: str, held: Any) -> Constant:
     if not isinstance(held, dict) or "value" not in held:
-        raise UsageError(f"{key} needs a value, as {{'value': '45us', 'measured': true}}, got {held!r}")
+        raise UsageError(f"{key} needs a value, such as {{'value': '45us', 'measured': true}}, got {held!r}")
     _only(held, _CONSTANT, key)
     low, high = (_seconds(held[end], key) if held.get(end) is not None else None for end in ("low", "high"))
     measured = held.get("measured", False)

@@ -129,7 +129,7 @@ def knees(rows: Sequence[Predicted]) -> Found:
     """For each network and strategy, the number of workers where scaling ends: see ``KNEE``.
 
     Between numbers of workers that are not doublings, the factor is raised to the number of doublings. ``workers`` is
-    None if scaling does not end within the predicted numbers.
+    None if scaling continues up to the largest predicted number.
     """
     found = []
     for (network, requested), its in _by(rows, lambda row: (row.network, row.requested)):

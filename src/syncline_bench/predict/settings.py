@@ -104,8 +104,8 @@ def model_of(workload: Workload) -> Model:
     """The model of a workload with a trace. Raises UsageError, with the remedy, for a workload without one."""
     if workload.trace is None:
         raise UsageError(
-            f"the times of the layers of the workload {workload.name} are unknown, because it is no replay: record a"
-            " trace of it with `syncline record -o FILE.csv SCRIPT` and predict trace:FILE.csv"
+            f"the times of the layers of the workload {workload.name} are unknown, because it is not a replay: record"
+            " a trace of it with `syncline record -o FILE.csv SCRIPT` and predict trace:FILE.csv"
         )
     pipeline = workload.pipeline
     batches = Batches(pipeline.loading, pipeline.h2d or 0.0, pipeline.prefetch)
@@ -499,7 +499,7 @@ OURS = Habits()
 
 @dataclass(frozen=True)
 class Iteration:
-    """The mean iteration: its seconds, those of its stages on the slowest worker, and those of busy resources.
+    """The mean iteration: its seconds, the seconds of its stages on the slowest worker, and the busy time of resources.
 
     ``exposed_s`` is the time that the training thread waits for communication, ``busy_s`` the busy time of each
     resource. If pushes are not merged, ``staleness`` counts steps by the worker's lead over the slowest in clocks.
@@ -571,7 +571,7 @@ class Machines:
         return found
 
     def serving(self, owners: int) -> Used:
-        """The cores of a server, or those that one of ``owners`` workers uses for serving."""
+        """The cores of a server, or the cores that one of ``owners`` workers uses for serving."""
         if self._cluster.one_machine:
             return Share(self._cores, "owners", self._servers or owners)
         return Resource(self._clock)

@@ -33,7 +33,7 @@ TIE = 0.05
 """A resource whose saving is within this share of the largest is a bottleneck too."""
 
 LEAST = 0.005
-"""A resource that saves less than this share of an iteration is no bottleneck."""
+"""A resource that saves less than this share of an iteration is not a bottleneck."""
 
 TENFOLD = 0.1
 

@@ -1,8 +1,8 @@
-"""Results of ``syncline accuracy``: trainings, the rows that they make, their file and table.
+"""Results of ``syncline accuracy``: trainings, their rows, file and table.
 
-Owns the names, units and JSON of an ``AccuracyResult``: the trainings that were run, from which an interrupted table
-goes on, and the rows that they make. The meaning of a field stands at the field; ``files`` has the rules of the
-JSON. Does not know how anything was trained.
+Owns the names, units and JSON of an ``AccuracyResult``: the finished trainings, from which an interrupted table
+continues, and their rows. Each field's annotation has its meaning; ``files`` has the rules of the JSON. Does not know
+how anything was trained.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from .comparison import BASELINE, Point, points
 from .files import ResultFile, grouped, known
 
 DENSE = "direct"
-"""The strategy that a table of codecs compares all others with: their architecture without a codec."""
+"""The reference of a table of codecs: their architecture without a codec."""
 
 _ROUNDING = 1e-9
-"""Percentage points that differences of equal shares of a test set may be apart."""
+"""The rounding error, in percentage points, of differences of equal shares of a test set."""
 
 
 @dataclass(frozen=True)
 class AccuracyRun:
     """One training: a strategy from one seed."""
 
-    codec: Annotated[str | None, "the codec's text; `null` where a strategy was asked for"]
-    feedback: Annotated[bool | None, "whether with error feedback; `null` where a strategy was asked for"]
+    codec: Annotated[str | None, "the codec's text; `null` if a strategy was requested"]
+    feedback: Annotated[bool | None, "whether with error feedback; `null` if a strategy was requested"]
     seed: int
-    strategy: Annotated[str, "what the processes were told"]
+    strategy: Annotated[str, "the strategy that the processes got"]
     accuracy: Annotated[float | None, "of the test set after the last iteration, 0 to 1"] = None
-    loss: Annotated[float | None, "the same of the loss"] = None
-    bytes_sent_per_step: Annotated[float | None, "median over workers and iterations"] = None
-    chosen: Annotated[str | None, "what really ran"] = None
-    error: Annotated[str | None, "why the training does not count"] = None
+    loss: Annotated[float | None, "loss on the test set after the last iteration"] = None
+    bytes_sent_per_step: Annotated[
+        float | None, "by one worker in one iteration, median over workers and iterations"
+    ] = None
+    chosen: Annotated[str | None, "the strategy that ran, with all choices made"] = None
+    error: Annotated[str | None, "the reason why the training does not count"] = None
     replica_sha256: Annotated[str | None, "the digest of the weights at the end"] = None
-    curve: Annotated[tuple[Point, ...], "how the training went"] = ()
+    curve: Annotated[tuple[Point, ...], "loss and accuracy during the training"] = ()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -48,7 +50,7 @@ class AccuracyRun:
 
     @property
     def finished(self) -> bool:
-        """True when it ran to its end and its replicas agreed."""
+        """True if it ran to its end and its replicas agreed."""
         return self.error is None and self.accuracy is not None
 
 
@@ -56,43 +58,43 @@ class AccuracyRun:
 class AccuracyRow:
     """One strategy over all seeds that it was trained from."""
 
-    codec: Annotated[str | None, "the codec's text; `null` where a strategy was asked for"]
-    feedback: Annotated[bool | None, "whether with error feedback; `null` where a strategy was asked for"]
+    codec: Annotated[str | None, "the codec's text; `null` if a strategy was requested"]
+    feedback: Annotated[bool | None, "whether with error feedback; `null` if a strategy was requested"]
     accuracy: Annotated[tuple[float | None, ...], "test accuracy after the last iteration, 0 to 1, one per seed"]
     median_accuracy: Annotated[float | None, "test accuracy after the last iteration, median over the seeds"]
-    lowest: Annotated[float | None, "over the seeds"]
-    highest: Annotated[float | None, "over the seeds"]
+    lowest: Annotated[float | None, "of the seeds"]
+    highest: Annotated[float | None, "of the seeds"]
     bytes_sent_per_step: Annotated[
         float | None, "by one worker in one iteration, headers included: the median over workers and iterations"
     ]
     of_dense_bytes: Annotated[
         float | None,
-        "its share of what the row that all stand beside sends; where that is one worker, of the first row that sends",
+        "its bytes as a share of the reference row's; if the reference is a single worker, of the first row that sends",
     ]
     points_below_dense: Annotated[
         float | None,
-        "percentage points between the median of the row that all stand beside and this one's; negative: above",
+        "percentage points from this row's median up to the reference row's; negative if this row is better",
     ]
-    workload: Annotated[str, "what was trained"]
-    workers: Annotated[int, "by how many"]
+    workload: Annotated[str, "the trained workload"]
+    workers: Annotated[int, "the number of workers"]
     seeds: Annotated[tuple[int, ...], "in the order of `accuracy`"]
-    error: Annotated[str | None, "why the first training that failed did"]
-    strategy: Annotated[str, "what was trained under"]
-    chosen: Annotated[str | None, "what really ran"]
+    error: Annotated[str | None, "the error of the first failed training"]
+    strategy: Annotated[str, "the strategy of the trainings"]
+    chosen: Annotated[str | None, "the strategy that ran, with all choices made"]
     scatter_points: Annotated[
         float | None, "percentage points between the lowest and the highest; `null` for fewer than two seeds"
     ]
     within_scatter: Annotated[
-        bool | None, "whether `points_below_dense`, below or above, is no more than that row's `scatter_points`"
+        bool | None, "whether the size of `points_below_dense` is at most the reference row's `scatter_points`"
     ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyResult(ResultFile):
-    """A whole table: where, on what and how long was trained, and every training, those of one row together.
+    """A whole table: machine, workload and length of the trainings, and every training, row by row.
 
-    ``iterations`` is the length of every training, ``epochs`` the same where it was given so, ``batch`` the global one.
-    ``reference`` is the strategy whose row all others stand beside.
+    ``iterations`` is the length of every training, ``epochs`` the same if it was given in epochs, ``batch`` the global
+    batch. ``reference`` is the strategy whose row all others are compared with.
     """
 
     verb: ClassVar = "accuracy"
@@ -108,12 +110,13 @@ class AccuracyResult(ResultFile):
 
     @property
     def of_codecs(self) -> bool:
-        """Whether every training was asked for as a codec, so that codecs name the rows."""
+        """Whether every training was requested as a codec, so that codecs name the rows."""
         return all(run.codec is not None for run in self.runs)
 
     @property
     def sender(self) -> str | None:
-        """The strategy whose bytes those of all others are shares of; beside a single worker the first that sends."""
+        """The strategy whose bytes are the unit of all shares: the reference, or the first strategy that sends if that
+        is a single worker."""
         if self.reference != BASELINE:
             return self.reference
         return next((strategy for strategy, runs in self.grouped.items() if _median(_sent(runs))), None)
@@ -135,25 +138,25 @@ class AccuracyResult(ResultFile):
         return dataclasses.replace(self, runs=(*self.runs, run))
 
     def arranged(self, keys: Sequence[tuple[str, int]]) -> AccuracyResult:
-        """This result in the order of ``keys``; trainings that are not among them come last, in their own order."""
+        """This result in the order of ``keys``; trainings without a key come last, in their own order."""
         place = {key: number for number, key in enumerate(keys)}
         runs = sorted(self.runs, key=lambda run: place.get(run.key, len(place)))
         return dataclasses.replace(self, runs=tuple(runs))
 
     def beside(self, reference: str) -> AccuracyResult:
-        """This result with that reference, or as it is where only the reference that it has is trained yet."""
+        """This result with that reference, or unchanged while only the present reference has been trained."""
         there = {run.strategy for run in self.runs if run.finished}
         if reference not in there and self.reference in there:
             return self
         return dataclasses.replace(self, reference=reference)
 
     def same_work(self, other: AccuracyResult) -> bool:
-        """Whether both trained the same on the same machine with the same code and libraries."""
+        """Whether both have the same work, machine, code and libraries."""
         origin = ("machine", "cores", "versions", "source_sha256")
         return self.same(other, *origin, "workload", "workers", "iterations", "batch")
 
     def content(self) -> dict[str, Any]:
-        """All fields; ``rows`` is there for programs and follows from ``runs``."""
+        """All fields; ``rows`` is for programs and follows from ``runs``."""
         return {**super().content(), "rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def _row(self, runs: Sequence[AccuracyRun], reference: Sequence[float], dense_sent: float | None) -> AccuracyRow:
@@ -188,12 +191,12 @@ def _run(data: Mapping[str, Any]) -> AccuracyRun:
 
 
 def render(result: AccuracyResult) -> Sheet:
-    """The results as a terminal shows them."""
+    """The results for a terminal."""
     return Sheet([table(result)] if result.runs else ())
 
 
 def table(result: AccuracyResult, codecs: bool = True) -> Table[AccuracyRow]:
-    """The rows; without ``codecs`` strategies name them where codecs were asked for too."""
+    """The rows, named by strategies or, with ``codecs``, by codecs."""
     codecs = codecs and result.of_codecs
     other, sender = result.reference, result.sender or result.reference
     if codecs and other == DENSE:
@@ -217,7 +220,7 @@ def table(result: AccuracyResult, codecs: bool = True) -> Table[AccuracyRow]:
             _yes,
             4,
             head="within scatter",
-            means=f"no further from {other} than its seeds are from each other",
+            means=f"no further from {other} than the seeds of {other} from each other",
         ),
         Column("bytes", "bytes_sent_per_step", units.size, 1, head="bytes per step"),
         Column("share", "of_dense_bytes", _share, 2, head=f"of {sender}", means=f"of the bytes of {sender}"),
@@ -252,7 +255,7 @@ def _yes(value: bool | None) -> str:
 
 
 def markdown(result: AccuracyResult) -> str:
-    """The table in Markdown under a line that says what was trained, where and with what."""
+    """The table in Markdown under a line on the workload, the machine and the versions."""
     shown = table(result)
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     commit = (
@@ -270,14 +273,14 @@ def _one_line(text: str) -> str:
 
 def title_of(result: AccuracyResult) -> str:
     """Workload, workers and seeds: ``digits, 4 workers, seeds 0, 1, 2``."""
-    # The path of a data set on this machine is nobody's business.
+    # The path of a data set on this machine stays private.
     workload = result.workload.partition(":")[0]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in result.runs))
     return f"{workload}, {result.workers} workers, seed{'s' if ',' in seeds else ''} {seeds}"
 
 
 def length_of(result: AccuracyResult) -> str:
-    """How long every training was: ``12 epochs, 276 iterations of 64 images``."""
+    """The length of every training: ``12 epochs, 276 iterations of 64 images``."""
     epochs = "" if result.epochs is None else f"{result.epochs} epoch{'s' if result.epochs > 1 else ''}, "
     return f"{epochs}{result.iterations} iterations of {result.batch} images"
 

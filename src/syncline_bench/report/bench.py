@@ -1,7 +1,7 @@
 """Results of ``syncline bench``: collectives, gradients, codecs and steps, each with its rows, file and table.
 
-Owns the names, units and JSON of these results, and the columns of their tables. The meaning of a field stands at the
-field; ``files`` has the rules of the JSON. Does not know how anything was measured.
+Owns the names, units and JSON of these results, and the columns of their tables. Each field's annotation has its
+meaning; ``files`` has the rules of the JSON. Does not know how anything was measured.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PEERS = (
     "openmpi:ring",
     "mpich:ring",
 )
-"""Contenders that all others are held against, in the order of the columns."""
+"""Contenders that all others are compared with, in the order of the columns."""
 
 BARE = "bare"
 CONTIGUOUS = "contiguous"
 
 PER_STEP_S = 1e-3
 PER_BUCKET_S = 20e-6
-"""The goal of a step is what these make together."""
+"""The goal of a step is the sum of these."""
 
 
 class _Checked:
@@ -47,23 +47,25 @@ class _Checked:
 
     @property
     def finished(self) -> bool:
-        """True when it was measured without an error and every element was right."""
+        """True if it was measured without an error and every element was right."""
         return self.error is None and self.median_s is not None and self.correct is True
 
 
 @dataclass(frozen=True)
 class Measured(_Checked):
-    """One contender at one size among so many ranks; a repetition's time is that of its slowest rank."""
+    """One contender at one size and number of ranks; a repetition lasts as long as its slowest rank."""
 
-    transport: Annotated[str, "the word asked for"]
-    algorithm: Annotated[str, "the word asked for"]
-    ranks: Annotated[int, "how many took part"]
+    transport: Annotated[str, "as requested"]
+    algorithm: Annotated[str, "as requested"]
+    ranks: Annotated[int, "the number of ranks"]
     bytes: Annotated[int, "of the whole array"]
-    collective: Annotated[str, "what they did"] = "allreduce"
+    collective: Annotated[str, "the operation"] = "allreduce"
     lab_bit_per_s: Annotated[float | None, "the rate of the lab's links; none on the machine itself"] = None
     per_host: Annotated[int, "ranks on each host of the lab"] = 1
-    chosen: Annotated[str | None, "what ran where the words left that open, or the library and its version"] = None
-    repetitions: Annotated[int, "each as long as its slowest rank"] = 0
+    chosen: Annotated[
+        str | None, "the algorithm and transport that ran if the name leaves them open, or the library and its version"
+    ] = None
+    repetitions: Annotated[int, "each lasts as long as its slowest rank"] = 0
     median_s: Annotated[float | None, "of the slowest rank"] = None
     p99_s: Annotated[float | None, "the 99th percentile"] = None
     algbw_bytes_per_s: Annotated[float | None, "as in nccl-tests"] = None
@@ -71,23 +73,26 @@ class Measured(_Checked):
     cpu_s_per_gb: Annotated[float | None, "processor seconds of all ranks, user and kernel, per 10^9 bytes"] = None
     limit: Annotated[str | None, "`memory` or `link`"] = None
     limit_s: Annotated[float | None, "the least time that the limit allows, measured in the same run"] = None
-    of_limit: Annotated[float | None, "share of what plain copies (or the link) allow, `limit_s / median_s`"] = None
+    of_limit: Annotated[float | None, "share of the speed of plain copies (or of the link), `limit_s / median_s`"] = (
+        None
+    )
     correct: Annotated[bool | None, "every element right on every rank, before and after the timed repetitions"] = None
     memory_bytes: Annotated[
         int | None,
-        "the growth of a rank's proportional set size, array included, at the greatest size in processes of its own",
+        "the growth of a rank's proportional set size, including the array, at the greatest size, in separate"
+        " processes",
     ] = None
-    missing: Annotated[bool, "its library is not installed here: it has an error and is no failure"] = False
-    error: Annotated[str | None, "why there are no figures"] = None
+    missing: Annotated[bool, "its library is not installed here: it has an error but is not a failure"] = False
+    error: Annotated[str | None, "the reason why there are no figures"] = None
 
     @property
     def contender(self) -> str:
-        """The name by which it was asked for."""
+        """The requested name."""
         return f"{self.transport}:{self.algorithm}"
 
     @property
     def place(self) -> tuple[str, float | None, int, int]:
-        """Rows of one place (collective, lab, ranks and those of a host) can be compared: one table and chart each."""
+        """Rows of one place (collective, lab, ranks and ranks per host) can be compared: one table and chart each."""
         return self.collective, self.lab_bit_per_s, self.ranks, self.per_host
 
     @property
@@ -106,56 +111,55 @@ class BenchResult(ResultFile):
     rows: tuple[Measured, ...] = ()
 
     def with_rows(self, rows: tuple[Measured, ...]) -> BenchResult:
-        """This result with more rows; those that measure the same are replaced."""
+        """This result with more rows, which replace earlier rows of the same measurements."""
         fresh = {row.key for row in rows}
         return dataclasses.replace(self, rows=(*(row for row in self.rows if row.key not in fresh), *rows))
 
     def same_origin(self, other: BenchResult) -> bool:
-        """Whether both are of the same machine, versions and code."""
+        """Whether both have the same machine, versions and code."""
         return self.same(other, "machine", "cores", "versions", "commit", "source_sha256")
 
 
 @dataclass(frozen=True)
 class GradientRow(_Checked):
-    """One form of an iteration's gradient exchange, for the network of one workload, among so many ranks.
+    """One form of an iteration's gradient exchange, for the network of one workload and a number of ranks.
 
     An iteration is ``zero_grad``, a backward pass that computes nothing, and, with several ranks, the exchange, until
-    the mean is where the form has it. A repetition's time is that of its slowest rank.
+    the mean is in the form's place. A repetition lasts as long as its slowest rank.
     """
 
-    workload: Annotated[str, "as asked for"]
-    form: Annotated[str, "what is done with the gradients"]
-    ranks: Annotated[int, "as asked for"]
-    tensors: Annotated[int, "of the network's gradients"]
-    parameters: Annotated[int, "of the network"]
+    workload: Annotated[str, "as requested"]
+    form: Annotated[str, "the treatment of the gradients"]
+    ranks: Annotated[int, "as requested"]
+    tensors: Annotated[int, "the number of the network's gradients"]
+    parameters: Annotated[int, "the number of the network's parameters"]
     bytes: Annotated[int, "of the network's gradients, float32"]
-    passes: Annotated[int, "how often the form reads or writes all gradients beside the exchange"]
-    repetitions: Annotated[int, "each as long as its slowest rank"] = 0
+    passes: Annotated[int, "the number of times that the form reads or writes all gradients, besides the exchange"]
+    repetitions: Annotated[int, "each lasts as long as its slowest rank"] = 0
     median_s: Annotated[float | None, "of an iteration that computes nothing, slowest rank"] = None
     p99_s: Annotated[float | None, "the 99th percentile"] = None
-    added_s: Annotated[
-        float | None, "what the form takes beyond `bare`, in which no gradient is moved, in the same repetition"
-    ] = None
+    added_s: Annotated[float | None, "the time beyond `bare`, which moves no gradient, in the same repetition"] = None
     share: Annotated[float | None, "of the median, `added_s / median_s`"] = None
     limit_s: Annotated[
         float | None, "the passes at the speed of plain copies by all ranks, measured in the same run"
     ] = None
     of_limit: Annotated[
         float | None,
-        "`limit_s / added_s`; `null` where nothing is moved; above 1 the gradients lay in a cache, and it is no limit",
+        "`limit_s / added_s`; `null` if nothing is moved; above 1 the gradients were in a cache, and this is not a"
+        " limit",
     ] = None
     cpu_s: Annotated[
         float | None, "processor time of all ranks per iteration, mean; other work on the machine changes it little"
     ] = None
-    sent_bytes: Annotated[float | None, "what a rank's transport counted per iteration"] = None
-    correct: Annotated[bool | None, "every element on every rank, before the timed repetitions and after the last"] = (
-        None
-    )
-    error: Annotated[str | None, "why there are no figures"] = None
+    sent_bytes: Annotated[float | None, "the bytes that a rank's transport counted per iteration"] = None
+    correct: Annotated[
+        bool | None, "every element is right on every rank, before the timed repetitions and after the last"
+    ] = None
+    error: Annotated[str | None, "the reason why there are no figures"] = None
 
     @property
     def place(self) -> tuple[str, int]:
-        """Rows of one place can be compared, and stand in one table and chart."""
+        """Rows of one place can be compared, and share one table and chart."""
         return self.workload, self.ranks
 
 
@@ -177,8 +181,8 @@ class CodecRow:
     feedback: Annotated[bool, "whether with error feedback"]
     combine: Annotated[str, "how payloads are combined"]
     elements: Annotated[int, "of the array; low-rank codecs work on a matrix that may be some elements smaller"]
-    encode_s: Annotated[float, "gradient (plus residual) to payload, the new residual included"]
-    decode_s: Annotated[float, "payload to gradient, *added* to what is there"]
+    encode_s: Annotated[float, "gradient (plus residual) to payload, including the new residual"]
+    decode_s: Annotated[float, "payload to gradient, *added* to an array"]
     bytes: Annotated[int, "of the payload"]
     bits_per_element: Annotated[float, "of the payload, on the wire"]
     encode_gb_per_s: Annotated[float, "GB/s of float32: 4 bytes x elements / seconds / 10^9"]
@@ -186,8 +190,8 @@ class CodecRow:
     np_add_gb_per_s: Annotated[float, "GB/s of `np.add(a, b, out=c)`, of `torch.add` on a GPU"]
     torch_s: Annotated[
         float | None,
-        "the torch composition's compression with the same feedback, to be held against `encode_s`; `null` where there "
-        "is none",
+        "the torch composition's compression with the same feedback, to compare with `encode_s`; `null` if there is"
+        " none",
     ] = None
     pays_below_bit_per_s: Annotated[
         float | None, "the link speed below which an allreduce gets faster; `null`: nowhere; 10^12: on any link"
@@ -196,7 +200,7 @@ class CodecRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecResult(ResultFile):
-    """A whole run; ``workers`` is the number of ranks of the allreduce that ``pays_below_bit_per_s`` is about."""
+    """A whole run; ``workers`` is the number of ranks of the allreduce for ``pays_below_bit_per_s``."""
 
     verb: ClassVar = "bench codecs"
     lists: ClassVar = {"rows": reader(CodecRow)}
@@ -210,21 +214,21 @@ class CodecResult(ResultFile):
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step of one framework on so many tensors, each of which is a bucket; times are medians of the slowest rank."""
+    """A step of one framework on a number of tensors, each a bucket; times are medians of the slowest rank."""
 
     framework: Annotated[str, "whose steps"]
-    tensors: Annotated[int, "each of them a bucket"]
+    tensors: Annotated[int, "each tensor is a bucket"]
     elements: Annotated[int, "of each tensor, float32"]
     bare_s: Annotated[float | None, "a step of the framework alone"] = None
-    exchange_s: Annotated[float | None, "what a step hands to the engine, called from Python"] = None
+    exchange_s: Annotated[float | None, "the exchange that a step hands to the engine, called from Python"] = None
     step_s: Annotated[float | None, "a step with Syncline"] = None
-    beyond_s: Annotated[float | None, "what that takes beyond both, in the same repetition"] = None
+    beyond_s: Annotated[float | None, "the time of the step beyond both, in the same repetition"] = None
     quiet_beyond_s: Annotated[
-        float | None, "the same of the fifth percentiles of the three, which other work changes less"
+        float | None, "the same from the fifth percentiles of the three times, which other work changes less"
     ] = None
-    cpu_beyond_s: Annotated[float | None, "the same of a rank's processor time, of all its threads"] = None
-    correct: Annotated[bool | None, "the weights are those that so many steps make"] = None
-    error: Annotated[str | None, "why there are no figures"] = None
+    cpu_beyond_s: Annotated[float | None, "the same from the processor time of all threads of a rank"] = None
+    correct: Annotated[bool | None, "the weights are right after this number of steps"] = None
+    error: Annotated[str | None, "the reason why there are no figures"] = None
 
     @property
     def goal_s(self) -> float:
@@ -233,13 +237,13 @@ class StepRow:
 
     @property
     def finished(self) -> bool:
-        """True when it was measured without an error and the weights were right."""
+        """True if it was measured without an error and the weights were right."""
         return self.error is None and self.beyond_s is not None and self.correct is True
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult(ResultFile):
-    """A whole run: where, with what and how it was measured, and its rows; ``load`` is the machine's behind it."""
+    """A whole run: machine, versions and request, and its rows; ``load`` is the machine's load after the run."""
 
     verb: ClassVar = "bench steps"
     lists: ClassVar = {"rows": reader(StepRow)}
@@ -253,7 +257,7 @@ class StepResult(ResultFile):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal and the worst figure found for it; ``measured`` is empty and ``reached`` None when there is none."""
+    """A goal and its worst figure; ``measured`` is empty and ``reached`` None if there is no figure."""
 
     goal: str
     measured: str = ""
@@ -262,7 +266,7 @@ class Verdict:
 
 
 def places(rows: Sequence[Measured]) -> list[list[Measured]]:
-    """The rows of each place, places and contenders in the order of their first row, sizes rising."""
+    """The rows of each place: places and contenders in the order of their first row, sizes ascending."""
     order = {name: number for number, name in enumerate(dict.fromkeys(row.contender for row in rows))}
     parts = grouped(rows, lambda row: row.place).values()
     return [sorted(part, key=lambda row: (row.bytes, order[row.contender])) for part in parts]
@@ -274,12 +278,12 @@ def collectives(result: BenchResult) -> list[Table[Measured]]:
 
 
 def render(result: BenchResult) -> Sheet:
-    """The result of a bench as a terminal shows it."""
+    """The result of a bench for a terminal."""
     return Sheet(collectives(result))
 
 
 def title(rows: Sequence[Measured], cores: int) -> str:
-    """The title of the rows of one place: collective, ranks and where they ran."""
+    """The title of the rows of one place: collective, ranks and location."""
     first = rows[0]
     where = (
         f"{cores} cores" if first.lab_bit_per_s is None else f"a lab of {units.link_rate(first.lab_bit_per_s)} links"
@@ -325,7 +329,7 @@ def _gigabytes(value: float | None) -> str:
 
 
 def _against(rows: Sequence[Measured], name: str) -> Column[Measured]:
-    """How many times faster than a peer, under a title of two lines, so that the column stays narrow."""
+    """The speed relative to a peer, under a title of two lines, so that the column stays narrow."""
     peers = {row.bytes: row.median_s for row in reversed(rows) if row.contender == name}
 
     def cell(row: Measured) -> str:
@@ -335,7 +339,7 @@ def _against(rows: Sequence[Measured], name: str) -> Column[Measured]:
         return units.significant(peer_s / row.median_s, 3 if peer_s >= row.median_s else 2)
 
     library, _, algorithm = name.partition(":")
-    means = "how many times faster than that peer"
+    means = "speed relative to that peer"
     return Column(f"x {library}\n{algorithm}", by=cell, head=f"x {name}", means=means)
 
 
@@ -349,7 +353,7 @@ def goals(verdicts: Sequence[Verdict]) -> Table[Verdict]:
             Column("reached", "reached", units.verdict),
         ),
         verdicts,
-        "goals, each by the worst of its rows",
+        "goals, each judged by its worst row",
     )
 
 
@@ -359,13 +363,13 @@ def gradients(result: GradientResult) -> list[Table[GradientRow]]:
 
 
 def render_gradients(result: GradientResult) -> Sheet:
-    """The result of a bench of gradients as a terminal shows it."""
+    """The result of a bench of gradients for a terminal."""
     return Sheet(gradients(result), GRADIENT_WORDS)
 
 
 GRADIENT_WORDS = (
-    "noise: nothing above bare, within the noise. no limit: faster than that, out of the cache. layerwise and"
-    " copied:flatten: with the transport's staging of memory that is not its own."
+    "noise: no time above bare, within the noise. no limit: faster than the limit, from the cache. layerwise and"
+    " copied:flatten: including the transport's staging of foreign memory."
 )
 
 
@@ -384,7 +388,7 @@ def _gradients(rows: Sequence[GradientRow], cores: int) -> Table[GradientRow]:
             Column("share", "share", rank=3, by=_share),
             Column("limit", "limit_s", rank=1, by=lambda row: units.seconds(row.limit_s) if row.passes else ""),
             Column("of limit", rank=2, by=_of_limit, means="the share of it reached"),
-            Column("x", by=partial(_times, ours), means="added, as a multiple of what contiguous adds"),
+            Column("x", by=partial(_times, ours), means="added, as a multiple of contiguous"),
             Column("ok", "correct", units.verdict),
         ),
         rows,
@@ -420,7 +424,7 @@ def _times(ours: float | None, row: GradientRow) -> str:
 
 
 def render_codecs(result: CodecResult) -> Sheet:
-    """The table of codecs, with the verdict on each in words."""
+    """The table of codecs, with a verdict on each in words."""
     if not result.rows:
         return Sheet(())
     add = units.significant(result.rows[0].np_add_gb_per_s)
@@ -441,21 +445,21 @@ def render_codecs(result: CodecResult) -> Sheet:
             "x torch",
             rank=3,
             by=lambda row: units.significant(row.torch_s and row.torch_s / row.encode_s, 2),
-            means="times faster than the usual composition of torch operations",
+            means="speed relative to the usual composition of torch operations",
         ),
         Column(
             "verdict",
             "pays_below_bit_per_s",
             _pays,
             kind="text",
-            means=f"an allreduce of {result.workers} ranks is faster below that link speed",
+            means=f"below this link speed an allreduce of {result.workers} ranks is faster with the codec",
         ),
     )
     return Sheet([Table(columns, result.rows, f"codecs on {result.elements:,} float32, {where}")])
 
 
 def _pays(rate: float | None) -> str:
-    """On which links the codec makes an allreduce faster: ``pays below 3.2 Gbit/s``."""
+    """The links on which the codec makes an allreduce faster: ``pays below 3.2 Gbit/s``."""
     if rate is None:
         return "never pays"
     return "pays on any link" if rate >= ANY_LINK_BIT_PER_S else f"pays below {units.link_rate(rate)}"
@@ -478,7 +482,7 @@ def render_steps(result: StepResult) -> Sheet:
             "each",
             rank=1,
             by=lambda row: units.seconds(each(row, rows)),
-            means="quiet, for every bucket more than in the row above",
+            means="quiet, per additional bucket since the row above",
         ),
         Column("goal", "goal_s", units.seconds, means="1 ms, and 20 microseconds a bucket"),
         Column("ok", "correct", units.verdict),

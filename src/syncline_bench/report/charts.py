@@ -1,10 +1,10 @@
-"""Which charts each kind of result has, in reading order, and what is drawn in them.
+"""The charts of each kind of result, in reading order, and their content.
 
-Owns how points of trainings become lines, how counts become bins, and what bars are made of. A chart that no row has
-data for is left out. Figures, colours and SVG are those of ``figures``. Does not know pages.
+Turns points of trainings into lines, counts into bins, and stages into bars. A chart without data is left out.
+``figures`` has figures, colours and SVG. Does not know pages.
 
-What is drawn over the number of workers follows Zhu, Liu and Fang (2020), communication time per iteration against the
-number of nodes, and Zhang, Ran, Lai and Liu (2021), scaling efficiency; both set parameter servers against ring
+The charts over the number of workers follow Zhu, Liu and Fang (2020), communication time per iteration against the
+number of nodes, and Zhang, Ran, Lai and Liu (2021), scaling efficiency; both compare parameter servers with ring
 allreduce.
 """
 
@@ -60,11 +60,11 @@ STAGES: Mapping[str, Key] = {
     "step_s": Key("step as one computation", "#8C6BB1"),
     "exposed_comm_s": Key("exposed communication", "#D55E00", hatched=True),
 }
-"""The parts of an iteration as the stacked bars show them, by their fields."""
+"""The parts of an iteration in the stacked bars, by their fields."""
 _REST = Key("rest", "#999999")
 BARE_COLOR, ADDED_COLOR = PALETTE[0], PALETTE[4]
 SINGLE, SMALL = 12, 4
-"""Up to the first all numbers have a bin of their own, beyond it those up to the second."""
+"""Up to the first, every number has a bin; in small results, up to the second."""
 _GROUP = 0.8
 """The share of a bin's width that its bars take."""
 _TICKS_BYTES = tuple(10**power for power in range(1, 12))
@@ -72,7 +72,7 @@ _OVER_SEEDS = " A line is the median over the seeds, its band reaches from the l
 
 Value = Callable[[Point], float | None]
 Learner = tuple[str, Style, Sequence[Sequence[Point]]]
-"""One line of the charts: a strategy, how it is drawn, and the curve of each of its trainings."""
+"""One line of the charts: a strategy, its style, and the curve of each of its trainings."""
 
 
 @styled()
@@ -114,7 +114,7 @@ def bench_charts(result: BenchResult) -> list[Chart]:
 
 @styled()
 def gradient_charts(result: GradientResult) -> list[Chart]:
-    """An iteration's time, the bare exchange apart from what a form adds, for each place that has figures."""
+    """An iteration's time, split into the bare exchange and the form's addition, for each place that has figures."""
     return [
         chart for one in bench.gradients(result) for chart in _forms([drawable(row) for row in one.rows], one.title)
     ]
@@ -132,7 +132,7 @@ def prediction_charts(result: Prediction) -> list[Chart]:
 
 
 def learning(learners: Sequence[Learner], *, timed: bool) -> list[Chart]:
-    """Training loss and test accuracy over iterations, and with ``timed`` over the time that they took."""
+    """Training loss and test accuracy over iterations, and with ``timed`` also over time."""
 
     def iteration(point: Point) -> float:
         return point.iteration
@@ -140,8 +140,8 @@ def learning(learners: Sequence[Learner], *, timed: bool) -> list[Chart]:
     found = _learned(
         learners,
         "Training loss",
-        "Each line is one strategy's mean loss over all workers, against the iteration; strategies that compute "
-        "the same update lie on top of each other (the scale is logarithmic where the loss falls far).",
+        "Each line is one strategy's mean loss over all workers, against the iteration; strategies that compute the"
+        " same update coincide (the scale is logarithmic if the loss falls far).",
         "iteration",
         iteration,
         lambda point: point.loss,
@@ -151,7 +151,8 @@ def learning(learners: Sequence[Learner], *, timed: bool) -> list[Chart]:
     found += _learned(learners, "Test accuracy", accuracy, "iteration", iteration, lambda point: point.accuracy)
     if timed:
         sooner = (
-            "The same accuracy against the seconds spent in iterations: the strategy further to the left gets there "
+            "The same accuracy against the seconds spent in iterations: a line further to the left is a strategy that"
+            " gets there "
         )
         sooner += "sooner."
         across = "training time (s)", lambda point: point.seconds
@@ -188,7 +189,7 @@ def _learned(
 def spots_of(
     trainings: Sequence[Sequence[Point]], across: Value, upwards: Value
 ) -> list[tuple[float, float, float, float]]:
-    """Iteration by iteration the median place, and the median, lowest and highest value of the trainings there."""
+    """For each iteration: the median place, and the median, lowest and highest value of the trainings."""
     found: dict[int, list[tuple[float, float]]] = {}
     for point in (point for training in trainings for point in training):
         x, y = across(point), upwards(point)
@@ -211,9 +212,9 @@ def _stages(result: Result) -> list[Chart]:
         bars.append(Bar(result.label(row), [*parts, (_REST, max(0.0, left))], units.seconds(row.iteration_s)))
     return bar_chart(
         "Time per iteration",
-        "Each bar stacks the medians of an iteration's stages and ends, with its figure, at the median of whole "
-        "iterations; the hatched part is the time for which the training thread was blocked in communication, and "
-        "rest is what the medians of the stages, which need not add up, leave.",
+        "Each bar stacks the medians of an iteration's stages and ends, with its figure, at the median of whole"
+        " iterations. In the hatched part the training thread was blocked in communication. The rest is the difference"
+        " to the sum of the stages' medians.",
         bars,
         "milliseconds per iteration",
         keys=[*_used(rows), *([_REST] if rest else [])],
@@ -230,7 +231,7 @@ def _used(rows: Sequence[Row | Predicted]) -> list[Key]:
 
 
 def _scaling(result: Result) -> list[Chart]:
-    """Of strategies that were measured on two numbers of workers or more; where waiting is not counted is no line."""
+    """Lines for strategies measured on two or more numbers of workers; rows without counted waits have none."""
     if len(result.counts) < 2:
         return []
     names = list(dict.fromkeys(result.titled(row) for row in result.rows if row.strategy != BASELINE))
@@ -252,8 +253,8 @@ def _scaling(result: Result) -> list[Chart]:
     return [
         *line_chart(
             "Communication time against workers",
-            "The time per iteration for which the training thread was blocked in communication, against the number of "
-            "workers: what the strategy does not hide behind computation.",
+            "The time per iteration for which the training thread was blocked in communication, against the number of"
+            " workers: the communication that the strategy does not hide behind computation.",
             curves(lambda row: None if row.exposed_comm_s is None else row.exposed_comm_s * 1e3),
             lambda axes: over_workers(axes, "milliseconds per iteration"),
             marker=3.5,
@@ -278,7 +279,7 @@ def _by_workers(axes: Axes, counts: Sequence[int], ylabel: str) -> None:
 
 
 def _coordination(result: Result, styles: Sequence[Style]) -> list[Chart]:
-    """How stale steps and pushes were, and who waited for whom; rows whose workers keep in step have none of it."""
+    """The staleness of steps and pushes, and the waits between workers; rows of workers in lockstep have none."""
 
     def counted(count: Callable[[Row], Mapping[int, int]]) -> list[tuple[str, Style, Mapping[int, int]]]:
         return [(result.label(row), style, count(row)) for row, style in zip(result.rows, styles, strict=True)]
@@ -287,15 +288,15 @@ def _coordination(result: Result, styles: Sequence[Style]) -> list[Chart]:
         *_histogram(
             counted(lambda row: row.staleness),
             "Staleness",
-            "The share of steps, of all workers, that began so many steps ahead of the slowest worker.",
+            "The share of all workers' steps by their lead over the slowest worker at their start.",
             "steps ahead of the slowest worker",
             "of all steps",
         ),
         *_histogram(
             counted(lambda row: row.version_lag),
             "Version lag",
-            "The share of pushes, of all workers, before which the weights had been updated so many times since those "
-            "that the gradient was computed on.",
+            "The share of all workers' pushes by their version lag: the updates since the weights that the gradient"
+            " was computed on.",
             "updates behind the weights",
             "of all pushes",
         ),
@@ -304,9 +305,9 @@ def _coordination(result: Result, styles: Sequence[Style]) -> list[Chart]:
 
 
 def bins(counts: Sequence[Mapping[int, int]]) -> list[range]:
-    """The numbers from 0 to the greatest: one by one, or where they are many, from ``SMALL`` on ever wider.
+    """The numbers from 0 to the greatest: one by one or, if there are many, in ever wider bins from ``SMALL`` on.
 
-    So a bound is seen beside what has none.
+    This shows a bounded distribution next to an unbounded one.
     """
     most = max(max(found, default=0) for found in counts)
     parts = [range(number, number + 1) for number in range(min(most, SMALL if most > SINGLE else most) + 1)]
@@ -354,8 +355,8 @@ def _waits(result: Result) -> list[Chart]:
             [str(rank) for rank in range(row.workers)],
             top,
             title=f"Who waited for whom: {result.label(row)}",
-            caption="For how long of the whole run the worker of each line was held up before its steps by the worker "
-            "of each column; all these charts share one colour scale.",
+            caption="The time in the whole run for which the worker of each line waited, before its steps, for the"
+            " worker of each column; all these charts share one colour scale.",
             lines="waited",
             columns="for",
             measure=f"{unit} of the run",
@@ -376,8 +377,8 @@ def _wire(result: Result, styles: Sequence[Style]) -> list[Chart]:
         bars.append(Bar(result.label(row), [part], units.size(row.bytes_sent_per_step)))
     return bar_chart(
         "Bytes on the wire",
-        "What one worker sends in one iteration, counted at the transport with all headers (median over workers); "
-        "what servers send is in the traffic charts.",
+        "The bytes that one worker sends in one iteration, counted at the transport with all headers (median over"
+        " workers); the traffic charts include the servers' bytes.",
         bars,
         f"{unit} sent per worker and iteration",
         margin=0.22,
@@ -419,7 +420,7 @@ def contender_styles(result: BenchResult) -> Mapping[str, Style]:
 
 
 def _over_sizes(rows: Sequence[Measured], styles: Mapping[str, Style], name: str) -> list[Chart]:
-    """Both axes are logarithmic: a slope of 1 in the times is a bandwidth, a level part a latency."""
+    """Both axes are logarithmic: in the times, a slope of 1 shows a bandwidth, a level part a latency."""
 
     def curves(field: str, scale: float) -> list[Curve]:
         found = []
@@ -443,8 +444,8 @@ def _over_sizes(rows: Sequence[Measured], styles: Mapping[str, Style], name: str
     return [
         *line_chart(
             f"Time: {name}",
-            "Median seconds of one collective, of its slowest rank, against the size of the array. Lower is faster; "
-            "the dotted line is the limit that plain copies by all ranks at once (or the link) set.",
+            "Median seconds of one collective on its slowest rank, against the size of the array. Lower is faster; the"
+            " dotted line is the limit set by plain copies of all ranks at once (or by the link).",
             curves("median_s", 1e3),
             times,
             height_in=3.4,
@@ -452,8 +453,8 @@ def _over_sizes(rows: Sequence[Measured], styles: Mapping[str, Style], name: str
         ),
         *line_chart(
             f"Bus bandwidth: {name}",
-            "Bus bandwidth as nccl-tests count it, from the median: what every rank's link has to carry at least, per "
-            "second. Higher is faster.",
+            "Bus bandwidth as in nccl-tests, from the median: the least rate that every rank's link has to carry."
+            " Higher is faster.",
             curves("busbw_bytes_per_s", 1e-9),
             lambda axes: _logarithmic(axes, rows, "GB/s"),
             height_in=3.4,
@@ -490,9 +491,9 @@ def _forms(rows: Sequence[GradientRow], title: str) -> list[Chart]:
             bars.append(Bar(row.form, parts, units.seconds(row.median_s), tick))
     return bar_chart(
         title,
-        "Each bar is the median of an iteration that computes nothing, split into what it takes when no gradient is "
-        "moved and what the form adds; the tick in it is where the form's limit, its passes over memory at the speed "
-        "of plain copies, would end it. Shorter is faster.",
+        "Each bar is the median of an iteration that computes nothing, split into the time without moving gradients"
+        " and the form's addition. The tick marks the form's limit: its passes over memory at the speed of plain"
+        " copies. Shorter is faster.",
         bars,
         "milliseconds per iteration",
         keys=keys,
@@ -500,7 +501,7 @@ def _forms(rows: Sequence[GradientRow], title: str) -> list[Chart]:
 
 
 def _predicted(rows: Sequence[Predicted], network: str) -> list[Chart]:
-    band = " The band around a line is where it is expected."
+    band = " The band around a line is its expected range."
     names = list(dict.fromkeys(row.requested for row in rows))
     counts = sorted({row.workers for row in rows})
 
@@ -537,7 +538,8 @@ def _predicted(rows: Sequence[Predicted], network: str) -> list[Chart]:
         ),
         *chart(
             "Exposed communication",
-            "For how long the training thread waits in an iteration: what a strategy does not hide behind computing.",
+            "The time that the training thread waits in an iteration: the communication that a strategy does not hide"
+            " behind computation.",
             "milliseconds per iteration",
             lambda row: (1e3 * row.exposed_comm_s,),
         ),
@@ -549,7 +551,7 @@ def _predicted_stages(rows: Sequence[Predicted], network: str) -> list[Chart]:
     shown = [row for row in rows if row.workers == most]
     return bar_chart(
         f"Stages on {most} workers, {network}",
-        "Each bar stacks an iteration's stages; beside it are the whole and the bottleneck, what would save most.",
+        "Each bar stacks an iteration's stages; the text next to it has the total and the bottleneck.",
         [Bar(row.requested, _parts(row), f"{units.seconds(row.iteration_s)}, {row.bottleneck}") for row in shown],
         "milliseconds per iteration",
         keys=_used(shown),

@@ -1,8 +1,8 @@
-"""A table of results: what a column is, declared once, and how a table is shown on a terminal, on a page, in Markdown.
+"""A table of results: its columns, declared once, and its rendering on a terminal, on a page and in Markdown.
 
-Owns which columns there is room for. A table gives up its columns by their rank, never the name of a row, and says
-which ones it gave up. Does not know what the rows are. Rich is imported where something is printed, since processes
-that measure import this file with the rows.
+Selects the columns that fit. A table drops columns by their rank, never the name of a row, and lists the dropped ones.
+Does not know the meaning of rows. Rich is imported only for printing, because processes that measure import this file
+with the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = TypeVar("Row")
 _GAP = 2
 """The characters between two columns."""
 _UNSAID = 8
-"""Columns of this rank are shown where there is room, and not mentioned where there is none."""
+"""Columns of this rank are shown if they fit, and not mentioned otherwise."""
 _STYLES = {"failed": "red", "NO": "bold red"}
 _PIECE = re.compile(r"[^\s(,]*[(,]?\s?")
 _SMALL = re.compile(r"[^=_]*[=_]?\s?")
@@ -30,12 +30,13 @@ _SMALL = re.compile(r"[^=_]*[=_]?\s?")
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """One column: its title, the field or property ``of`` a row and how it is written, or ``by`` what a row's text is.
+    """One column: its title, the field or property ``of`` a row with its format, or the function ``by`` that returns a
+    row's text.
 
-    The ``unit`` stands behind the title, on a page below it. On a page the column is called ``head``, or ``title``
-    where that is None; an empty title or head leaves it out there. It means what its field does, or what ``means``
-    says. The greatest rank is given up first, 0 never. A table in which ``when`` holds for no row does without the
-    column. A ``name`` gets the room that is left, and is broken into lines; a ``text`` is written from the left.
+    The ``unit`` follows the title, on a page below it. On a page the title is ``head``, or ``title`` if ``head`` is
+    None; an empty title or head leaves the column out there. ``means`` explains the column, by default its field's
+    meaning does. Columns of the greatest rank are dropped first, of rank 0 never. A table has the column only if
+    ``when`` holds for a row. A ``name`` gets the remaining width and is broken into lines; a ``text`` is left-aligned.
     """
 
     title: str
@@ -49,17 +50,17 @@ class Column(Generic[Row]):
     when: Callable[[Row], object] = lambda _: True
     kind: Literal["name", "text", "figure"] = "figure"
     fails: bool = False
-    """Says that the row failed, of a row without figures."""
+    """The mark of a failed row, which has no figures."""
     once: bool = False
-    """Written in the first row of a section only."""
+    """Only in the first row of a section."""
 
     def cell(self, row: Row) -> str:
-        """A row's text in it."""
+        """A row's text in this column."""
         return self.by(row) if self.by is not None else self.write(getattr(row, self.of))
 
     @property
     def titled(self) -> str:
-        """The title with its unit, as a terminal shows it."""
+        """The title with its unit, for a terminal."""
         return f"{self.title} {self.unit}".rstrip()
 
     @property
@@ -72,8 +73,8 @@ class Column(Generic[Row]):
 class Table(Generic[Row]):
     """Rows under columns, in sections that begin where ``section`` changes.
 
-    ``measured`` says whether a row has figures. ``errors`` are the lines about rows that failed. ``spare`` is how much
-    of an unbreakable part of a name the columns have to leave room for.
+    ``measured`` tells whether a row has figures. ``errors`` are the lines about failed rows. ``spare`` is the width of
+    unbreakable parts of names that the columns must leave.
     """
 
     columns: Sequence[Column[Row]]
@@ -87,7 +88,7 @@ class Table(Generic[Row]):
 
     @property
     def wanted(self) -> list[Column[Row]]:
-        """The columns of a terminal that is wide enough."""
+        """The columns of a sufficiently wide terminal."""
         return [column for column in self.columns if column.title and self._has(column)]
 
     @property
@@ -96,7 +97,7 @@ class Table(Generic[Row]):
         return [one for one in self.columns if one.headed and one.kind != "name" and self._has(one)]
 
     def fitting(self, width: int) -> tuple[list[Column[Row]], int]:
-        """The columns that fit into ``width``, and what they leave for the name."""
+        """The columns that fit into ``width``, and the width left for the name."""
         found = self.wanted
         names = [text for column in found if column.kind == "name" for text in (column.title, *self._cells(column))]
         least = max(min(self.spare, widest_piece(name)) for name in names)
@@ -179,7 +180,7 @@ class Table(Generic[Row]):
 class Sheet:
     """The printed results of a command: tables, what their columns mean, remarks, and findings.
 
-    ``words`` are what the legend says beyond the meanings of columns. ``kept`` is the option that keeps all figures.
+    ``words`` extend the legend beyond the meanings of columns. ``kept`` is the option that writes all figures.
     """
 
     tables: Sequence[Table[Any]]
@@ -214,7 +215,7 @@ class Sheet:
 
 
 def legend(said: Iterable[tuple[str, str]]) -> str:
-    """The meanings of columns by their titles, each once; those that mean the same stand together."""
+    """The meanings of columns by their titles, each once; columns with the same meaning share an entry."""
     found: dict[str, dict[str, None]] = {}
     for title, means in said:
         if title and means:
@@ -223,19 +224,19 @@ def legend(said: Iterable[tuple[str, str]]) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a text that stay in one line: it is broken between words, behind a comma or a parenthesis."""
+    """The unbreakable parts of a text: lines end between words, after a comma or after a parenthesis."""
     return [piece for piece in _PIECE.findall(text) if piece]
 
 
 def widest_piece(text: str) -> int:
-    """How wide a column has to be for ``text`` to be broken between its parts only."""
+    """The least width of a column that breaks ``text`` only between its parts."""
     return max((len(piece.rstrip()) for piece in pieces(text)), default=0)
 
 
 def broken(text: str, width: int) -> str:
-    """The text in lines of at most ``width``; only what fits no line by itself is broken anywhere."""
+    """The text in lines of at most ``width``; only a part that is longer than a line is broken inside."""
     lines = [""]
-    for word in re.findall(r"\S+\s?", text):  # what fits a line stays whole, from the coarsest parts down
+    for word in re.findall(r"\S+\s?", text):  # parts that fit a line stay whole, from the coarsest parts down
         for piece in [word] if len(word.rstrip()) <= width else pieces(word):
             for part in [piece] if len(piece.rstrip()) <= width else _SMALL.findall(piece):
                 for start in range(0, max(1, len(part.rstrip())), width):

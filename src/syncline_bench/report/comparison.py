@@ -1,10 +1,9 @@
-"""Results of ``syncline compare``: rows, their file and table, and what to keep in mind of them.
+"""Results of ``syncline compare``: rows, their file and table, and remarks on them.
 
-Owns the names, units and JSON of a ``Result`` and its ``Row``s, and which figures matter at a glance. The single worker
-stands in the first row, every strategy beside it on the same work. Replayed layers learn nothing: where other rows have
-their accuracy, theirs have the share of the bound. The split of an iteration into stages is on the page. A row that
-failed keeps its place, and its error stands below in full. Does not know how the rows were measured. The rules of
-``files`` hold here.
+Owns the names, units and JSON of a ``Result`` and its ``Row``s, and the choice of the main figures. The first row is
+the single worker; every strategy has the same work. Replayed layers learn nothing: their rows have the share of the
+bound in place of the accuracy. The stages of an iteration are on the page. A failed row keeps its place, and its full
+error follows below. Does not know how the rows were measured. The rules of ``files`` apply.
 
 The decomposition of an iteration into tasks (loading, copy to the device, forward, backward, aggregation, update) is
 that of Shi and Chu, "Performance modeling and evaluation of distributed deep learning frameworks on GPUs"
@@ -24,9 +23,9 @@ from .columns import Column, Sheet, Table
 from .files import ResultFile, grouped, known
 
 STAGES = ("loading_s", "h2d_s", "forward_s", "backward_s", "update_s", "step_s", "exposed_comm_s")
-"""The parts of an iteration, in the order in which they happen; the last one overlaps none of the others.
+"""The parts of an iteration in chronological order; the last one overlaps none of the others.
 
-``step_s`` stands for the three before it where a framework makes one computation of them."""
+``step_s`` replaces the three before it if a framework makes one computation of them."""
 
 BASELINE = "single"
 """The strategy text of the one-worker row that every other row is compared with."""
@@ -34,7 +33,7 @@ BASELINE = "single"
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a training curve; what was not taken there is None."""
+    """One point of a training curve; values not measured there are None."""
 
     iteration: int
     seconds: Annotated[float, "of all iterations so far, without evaluations"]
@@ -47,18 +46,18 @@ class Point:
 class Row:
     """One strategy, measured. Times are seconds per iteration, bytes are per worker and iteration.
 
-    A worker's value is the median over its iterations, a row's value the median over its workers (those that had a
-    batch), unless the field says otherwise. ``exposed_comm_s`` and ``compute_s`` are None where nobody counts the time
-    blocked in communication, as in a peer; ``backward_s`` and ``update_s`` include it there.
+    A worker's value is the median over its iterations, a row's value the median over its workers that had a batch,
+    unless the field says otherwise. ``exposed_comm_s`` and ``compute_s`` are None if the time blocked in communication
+    is not counted, as under a peer; ``backward_s`` and ``update_s`` then include it.
     """
 
-    strategy: Annotated[str, "what the processes were told"]
-    workers: Annotated[int, "how many trained"]
+    strategy: Annotated[str, "the strategy that the processes got"]
+    workers: Annotated[int, "the number of workers"]
     accuracy: Annotated[float | None, "test accuracy after the last iteration"] = None
     loss: Annotated[
-        float | None, "of the test set after the last iteration; without one the last point of the curve"
+        float | None, "on the test set after the last iteration; without a test set the last point of the curve"
     ] = None
-    images_per_s: Annotated[float | None, "of all workers together, the warm-up left out"] = None
+    images_per_s: Annotated[float | None, "of all workers together, without the warm-up"] = None
     scaling_efficiency: Annotated[float | None, "images per second against W times the single worker's"] = None
     iteration_s: Annotated[float | None, "median"] = None
     loading_s: Annotated[float | None, "median of the stage, without the time blocked in communication"] = None
@@ -70,70 +69,68 @@ class Row:
     exposed_comm_s: Annotated[float | None, "time that the training thread was blocked in communication"] = None
     bytes_sent_per_step: Annotated[float | None, "by one worker in one iteration, the mean over the whole run"] = None
     replicas_equal: Annotated[bool | None, "replicas agree bit for bit"] = None
-    chosen: Annotated[str | None, "what really ran, every choice that was made by measuring filled in"] = None
-    servers: Annotated[int, "processes beside the workers"] = 0
-    iterations: Annotated[int, "how many the row finished"] = 0
-    warmup: Annotated[int, "iterations at the start that the medians leave out"] = 0
+    chosen: Annotated[str | None, "the strategy that ran, with every choice made by measuring"] = None
+    servers: Annotated[int, "server processes"] = 0
+    iterations: Annotated[int, "the number of finished iterations"] = 0
+    warmup: Annotated[int, "first iterations that the medians exclude"] = 0
     batch: Annotated[int | None, "samples per iteration of all workers together"] = None
-    replica_sha256: Annotated[
-        str | None, "digest of parameters and buffers at the end, when all workers have the same"
-    ] = None
+    replica_sha256: Annotated[str | None, "digest of parameters and buffers at the end, if equal on all workers"] = None
     start_s: Annotated[float | None, "joining the group and preparing the model"] = None
-    peak_bytes: Annotated[int | None, "the most that a worker's process had, framework, model and data included"] = None
-    curve: Annotated[tuple[Point, ...], "how the training went"] = ()
+    peak_bytes: Annotated[int | None, "peak memory of a worker's process, including framework, model and data"] = None
+    curve: Annotated[tuple[Point, ...], "loss and accuracy during the training"] = ()
     traffic: Annotated[tuple[tuple[float, ...], ...], "bytes per iteration from process to process, workers first"] = ()
-    bound_s: Annotated[
-        float | None, "what no iteration of a replayed workload can be shorter than without compression"
-    ] = None
+    bound_s: Annotated[float | None, "the lower bound of an iteration of a replayed workload without compression"] = (
+        None
+    )
     of_bound: Annotated[
-        float | None, "the bound, what no iteration can be shorter than without compression, against the iteration"
+        float | None, "the lower bound of an iteration without compression, relative to the iteration"
     ] = None
-    error: Annotated[str | None, "why the row could not be finished"] = None
-    requested: Annotated[str | None, "the text that the strategy was asked for with"] = None
-    note: Annotated[str | None, "what is not as in the framework that the preset is named after"] = None
-    preset: Annotated[str | None, "the preset that the strategy was asked for as"] = None
+    error: Annotated[str | None, "the reason why the row failed"] = None
+    requested: Annotated[str | None, "the requested text of the strategy"] = None
+    note: Annotated[str | None, "the differences from the framework that the preset is named after"] = None
+    preset: Annotated[str | None, "the requested preset"] = None
     steps: Annotated[tuple[int, ...], "iterations of each worker, with their mean in `iterations`"] = ()
     staleness: Annotated[Mapping[int, int], "steps ahead of the slowest worker when a step begins, mean (most)"] = (
         field(default_factory=dict)
     )
-    version_lag: Annotated[Mapping[int, int], "pushes by how many updates they were behind the weights"] = field(
-        default_factory=dict
-    )
-    wait_s_per_step: Annotated[float | None, "time per step that a worker was held up by others"] = None
+    version_lag: Annotated[
+        Mapping[int, int], "pushes by their version lag, the number of updates behind the weights"
+    ] = field(default_factory=dict)
+    wait_s_per_step: Annotated[float | None, "time per step that a worker waited for others"] = None
     waits: Annotated[
-        tuple[tuple[float, ...], ...], "seconds of the run that worker waited for worker before its steps"
+        tuple[tuple[float, ...], ...], "seconds of the run that one worker waited for another before its steps"
     ] = ()
-    compute_by_rank_s: Annotated[tuple[float, ...], "each worker's mean `compute_s`, 0 of one that had no batch"] = ()
+    compute_by_rank_s: Annotated[
+        tuple[float, ...], "each worker's mean `compute_s`, 0 for a worker without a batch"
+    ] = ()
     slowest_rank: Annotated[
-        int | None, "the worker that computes longest, by a quarter of the median worker's or more"
+        int | None, "the slowest worker, if it computes at least a quarter longer than the median worker"
     ] = None
-    step_s: Annotated[float | None, "forward, backward and update where a framework makes one computation of them"] = (
-        None
-    )
+    step_s: Annotated[float | None, "forward, backward and update if a framework makes one computation of them"] = None
     framework: Annotated[str, "what trained"] = "torch"
     framework_version: Annotated[str | None, "its version"] = None
-    time_to_accuracy_s: Annotated[
-        float | None, "training time until the model was first seen to be as accurate as was asked for"
-    ] = None
+    time_to_accuracy_s: Annotated[float | None, "training time until the first evaluation with the target accuracy"] = (
+        None
+    )
     cpu_s_per_step: Annotated[
         float | None, "processor time of all processes per iteration, the mean over the whole run"
     ] = None
-    launcher: Annotated[str, "what started the processes: `compare` itself, or what `--launcher` said"] = "local"
+    launcher: Annotated[str, "the launcher of the processes: `compare` itself, or the one of `--launcher`"] = "local"
 
     @property
     def name(self) -> str:
-        """The row's name for readers: the strategy, behind its preset where there is one."""
+        """The row's name for readers: the strategy, preceded by its preset if any."""
         return self.strategy if self.preset is None else f"{self.preset}: {self.strategy}"
 
     @property
     def mean_staleness(self) -> float | None:
-        """How far ahead of the slowest worker a step began in the mean; None where nobody counted."""
+        """The mean lead over the slowest worker at the start of a step; None if it was not counted."""
         steps = sum(self.staleness.values())
         return sum(number * count for number, count in self.staleness.items()) / steps if steps else None
 
     @property
     def slower(self) -> float | None:
-        """How many times as long as the median worker the slowest computes, where there is one."""
+        """The computation time of the slowest worker relative to the median worker's; None without a slowest worker."""
         if self.slowest_rank is None:
             return None
         return self.compute_by_rank_s[self.slowest_rank] / median_low(filter(None, self.compute_by_rank_s))
@@ -145,13 +142,13 @@ class Row:
 
     @property
     def finished(self) -> bool:
-        """True when the row ran to its end and its replicas agree."""
+        """True if the row ran to its end and its replicas agree."""
         return self.error is None and self.replicas_equal is True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(ResultFile):
-    """A whole comparison: where it ran, on what work, and its rows, the single worker first."""
+    """A whole comparison: machine, workload and rows, the single worker first."""
 
     verb: ClassVar = "compare"
     lists: ClassVar = {"rows": lambda data: _row(data)}
@@ -162,11 +159,11 @@ class Result(ResultFile):
     epochs: int | None = None
     iterations: int | None = None
     lab: str | None = None
-    """The rate of each link when every process had a host of its own in a lab."""
+    """The rate of each link if every process had a host of its own in a lab."""
     goodput_bytes_per_s: float | None = None
     """The goodput of one stream between two hosts, measured before the rows."""
     target: float | None = None
-    """The accuracy that ``time_to_accuracy_s`` is about."""
+    """The target accuracy of ``time_to_accuracy_s``."""
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -180,15 +177,15 @@ class Result(ResultFile):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The numbers of workers of the strategies, ascending: one, unless every strategy was measured on several."""
+        """The numbers of workers of the strategies, ascending."""
         return tuple(sorted({row.workers for row in self.rows if row.strategy != BASELINE}))
 
     def titled(self, row: Row) -> str:
-        """The name of a row, behind its framework where there are several."""
+        """The name of a row, preceded by its framework if there are several."""
         return row.name if len(self.frameworks) < 2 else f"{row.framework} {row.name}"
 
     def label(self, row: Row) -> str:
-        """The title of a row that no other row has: with its workers where strategies have rows of several numbers."""
+        """The unique title of a row: with its number of workers if strategies have rows with several numbers."""
         if len(self.counts) < 2 or row.strategy == BASELINE:
             return self.titled(row)
         return f"{self.titled(row)}, {row.workers} worker" + ("s" if row.workers > 1 else "")
@@ -205,7 +202,7 @@ class Result(ResultFile):
 
 def _row(data: Mapping[str, Any]) -> Row:
     found = known(Row, data)
-    if "preset" not in data:  # of a version that told the preset only
+    if "preset" not in data:  # from a version that wrote only the preset
         found["preset"] = data.get("requested")
     for name in ("staleness", "version_lag"):
         found[name] = {int(number): count for number, count in data.get(name, {}).items()}
@@ -222,7 +219,7 @@ def points(data: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
 
 
 def render(result: Result) -> Sheet:
-    """The table of all rows with its legend, then what failed and what to keep in mind."""
+    """The table of all rows with its legend, then failures and remarks."""
     return Sheet([table(result)], remarks=remarks(result))
 
 
@@ -237,7 +234,7 @@ def table(result: Result) -> Table[Row]:
 
 
 def _columns(result: Result) -> list[Column[Row]]:
-    """Those of merit first, on a page they are seen without scrolling; the others say why a row is as it is."""
+    """The columns of merit come first, visible on a page without scrolling; the others explain a row."""
     score = ("bnd", "of_bound", "of bound") if result.replayed else ("acc", "accuracy", "accuracy")
     ms = units.milliseconds
     return [
@@ -284,7 +281,7 @@ def _waited(value: float | None) -> str:
 
 
 def staleness(row: Row) -> str:
-    """By how many steps workers were ahead of the slowest: the mean, and the most."""
+    """The lead of workers over the slowest in steps: the mean and the maximum."""
     if not any(row.staleness):
         return units.MISSING  # all in step
     return f"{units.significant(row.mean_staleness, 2)} ({max(row.staleness)})"
@@ -299,8 +296,7 @@ def remarks(result: Result) -> tuple[str, ...]:
         lines.append(f"Every process had a host of its own behind links of {result.lab}{got}.")
     elif result.replayed:
         lines.append(
-            "The bound is loading and the trace's compute, and the link where a strategy limits its rate: nothing else"
-            " does."
+            "The bound contains loading and the trace's compute, and the link only if a strategy limits its rate."
         )
     if result.target is not None and any(row.iteration_s is not None for row in result.rows):
         accuracy = units.percent(result.target, 0 if round(100 * result.target, 9).is_integer() else 2)
@@ -316,7 +312,7 @@ def remarks(result: Result) -> tuple[str, ...]:
     if found:
         uncounted, fused = dict.fromkeys(map(result.titled, found)), {row.step_s is not None for row in found}
         stage = " or ".join("step" if one else "backward" for one in sorted(fused))
-        lines.append(f"{', '.join(uncounted)}: nobody counts waiting and bytes there; {stage} includes communication.")
+        lines.append(f"{', '.join(uncounted)}: waits and bytes are not counted there; {stage} includes communication.")
     processes = max((row.workers + row.servers for row in result.rows if row.iteration_s is not None), default=0)
     if processes > result.cores:
         lines.append(
@@ -329,7 +325,7 @@ def remarks(result: Result) -> tuple[str, ...]:
 
 
 def _launched(result: Result) -> list[str]:
-    """Which rows had processes that a launcher has started."""
+    """The rows whose processes a launcher has started."""
     lines = []
     for launcher, rows in grouped(result.rows, lambda row: row.launcher).items():
         if launcher != "local":
@@ -339,7 +335,7 @@ def _launched(result: Result) -> list[str]:
 
 
 def _slowest(result: Result) -> list[str]:
-    """The slowest workers, and under which strategies they were, unless they were under all."""
+    """The slowest workers, with their strategies unless it is true for all."""
     measured = [row for row in result.rows if row.compute_by_rank_s]
     lines = []
     for rank in sorted({row.slowest_rank for row in measured if row.slowest_rank is not None}):

@@ -1,14 +1,13 @@
-"""The parts of all charts: styles, lines, stacked bars, matrices, and the SVG that stands in a page.
+"""The parts of all charts: styles, lines, stacked bars, matrices, and the inline SVG.
 
-Owns how a line is told from another: one strategy has one colour everywhere. Colours are those of Okabe and Ito ("Color
-universal design", 2008), which readers with any common colour vision can tell apart, and a grey; lines differ by dash
-pattern as well, since strategies that compute the same thing lie on top of each other. The single worker has the
-colour of the text. Figures are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays
-readable on a phone.
+Distinguishes lines: one strategy has one colour everywhere. Colours are from Okabe and Ito ("Color universal design",
+2008), which readers with any common colour vision can tell apart, and a grey; lines differ by dash pattern as well,
+because the lines of strategies that compute the same coincide. The single worker has the colour of the text. Figures
+are matplotlib figure objects (no pyplot state), drawn narrow so that their text stays readable on a phone.
 
-Owns the way from a figure to inline SVG too: no namespaces, scripts, comments, dates or document-wide styles; ids made
-unique with a prefix, since ids are per page and matplotlib numbers them per figure; the page's own text and background
-colours in place of two fixed ones, so that a chart follows the light or dark scheme of the page around it.
+Also turns a figure into inline SVG: no namespaces, scripts, comments, dates or document-wide styles; ids made unique
+with a prefix, since ids are per page and matplotlib numbers them per figure; the page's own text and background colours
+in place of two fixed ones, so that a chart follows the light or dark scheme of the page around it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _LEAST, _MOST = 1e-30, 1e30
 """Numbers that an axis can show, in whatever unit."""
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _WRITTEN = 8
-"""Cells of matrices of up to so many processes have their figures in them."""
+"""Cells of matrices of up to this many processes contain their figures."""
 
 Drawn = TypeVar("Drawn", bound="DataclassInstance")
 Matrix = Sequence[Sequence[float]]
@@ -79,7 +78,7 @@ RC = {
 
 @dataclass(frozen=True)
 class Style:
-    """How one strategy is drawn: a CSS colour, an SVG dash pattern (empty: solid) and a line width in points."""
+    """The style of one strategy: a CSS colour, an SVG dash pattern (empty: solid) and a line width in points."""
 
     color: str
     dash: str
@@ -98,7 +97,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: its heights and the band around it, if there is one, at every place."""
+    """One line: its heights and the band around it, if any, at every place."""
 
     label: str
     style: Style
@@ -156,15 +155,15 @@ def strategy_styles(strategies: Sequence[str]) -> tuple[Style, ...]:
 
 
 def line_styles(count: int, width: float = 1.6) -> tuple[Style, ...]:
-    """Styles for so many lines, told apart by colour and dash pattern together."""
+    """Styles for ``count`` lines, distinguished by colour and dash pattern together."""
     pairs = zip(cycle(PALETTE), cycle(_DASHES), range(count), strict=False)
     return tuple(Style(color, dash, width) for color, dash, _ in pairs)
 
 
 def drawable(row: Drawn) -> Drawn:
-    """A row, or a point of a curve, without the numbers that no axis can show: None in their place.
+    """A row, or a point of a curve, with None for numbers that no axis can show.
 
-    A training that diverges measures infinities and what is next to them; the table and the page's text have those.
+    A diverging training measures infinities and huge numbers; the table and the page's text contain these.
     """
     return replace(row, **{item.name: _finite(getattr(row, item.name)) for item in fields(row)})
 
@@ -195,7 +194,8 @@ def line_chart(
     marker: float = 2.5,
     keys: Sequence[Key] = (),
 ) -> list[Chart]:
-    """The curves that have points, and ``keys`` of what ``finish``, which sets up the axes, adds; none without any."""
+    """A chart of the curves that have points; None if none has. ``finish`` sets up the axes, and ``keys`` explain its
+    additions."""
     curves = [curve for curve in curves if len(curve.xs)]
     if not curves:
         return []
@@ -266,10 +266,10 @@ def heat_map(
     scale: float,
     write: Callable[[float], str],
 ) -> Chart:
-    """The chart, to be made inside ``rc_context(RC)``; ``lines`` and ``columns`` say what these are.
+    """The chart, to be made inside ``rc_context(RC)``; ``lines`` and ``columns`` are the axes' labels.
 
-    ``top`` is the value with the darkest cell, above 0. The bar beside it counts ``measure`` in units of ``scale``;
-    ``write`` gives a cell's text. Cells that are 0 stay empty.
+    ``top`` is the value with the darkest cell, above 0. The bar next to it shows ``measure`` in units of ``scale``;
+    ``write`` returns a cell's text. Cells that are 0 stay empty.
     """
     count = len(matrix)
     figure, axes = new_figure(3.9)
@@ -302,7 +302,7 @@ def heat_map(
 
 
 def _shades() -> ListedColormap:
-    """From the page's own background to blue, so that a little looks like little in every colour scheme."""
+    """From the page's background to blue, so that small values look small in every colour scheme."""
     red, green, blue = to_rgb(PALETTE[0])
     # A few levels only: a colour bar of many becomes an embedded bitmap.
     return ListedColormap([(red, green, blue, level / 23) for level in range(24)])
@@ -314,7 +314,7 @@ def css(color: str) -> str:
 
 
 def svg(figure: Figure, title: str) -> str:
-    """The figure as an ``<svg>`` element that fills the width it is given; ``title`` is what a screen reader says."""
+    """The figure as an ``<svg>`` element that fills the available width; ``title`` is for screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     root = ET.fromstring(buffer.getvalue())
@@ -332,7 +332,7 @@ def svg(figure: Figure, title: str) -> str:
     for size in ("width", "height"):
         root.attrib.pop(size, None)
     root.set("role", "img")
-    # What matplotlib's removed style sheet said for every element.
+    # The declarations of matplotlib's removed style sheet, which applied to every element.
     root.set("style", "stroke-linejoin:round;stroke-linecap:butt")
     label = ET.Element("title")
     label.text = title

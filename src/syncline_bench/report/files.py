@@ -1,10 +1,10 @@
-"""Result files: their JSON, how it is read and written, and where it goes: a file, or standard output.
+"""Result files: their JSON, its reading and writing, and its destination: a file or standard output.
 
-The keys are the field names; fields are only ever added, so that older files stay readable, and keys that are not known
-here are ignored. A number that could not be measured is ``null``, never 0.
+The keys are the field names; fields are only added, so that older files stay readable, and unknown keys are ignored. A
+number that could not be measured is ``null``, never 0.
 
-Files are replaced in one piece. Whether one can be written is found out before there is anything to write, so that
-nobody measures for hours what then cannot be kept.
+Files are replaced atomically. Whether a file can be written is checked before the measurement, so that hours of
+measurements are not lost.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 from syncline.errors import DataError, UsageError
 
 STANDARD_OUTPUT = Path("-")
-"""Stands for standard output, on which there is nothing else then."""
+"""Means standard output, which then carries nothing else."""
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` by renaming a finished file over it; raises UsageError where that is impossible.
+    """Write ``text`` to ``path`` by renaming a finished file over it. Raises UsageError if that is impossible.
 
-    Standard output, devices and pipes, which nothing may take the place of, are written to.
+    Standard output, devices and pipes cannot be replaced and are written to.
     """
     try:
         if path == STANDARD_OUTPUT:
@@ -41,19 +41,19 @@ def replace_text(path: Path, text: str) -> None:
         else:
             _replace(path, text)
     except BrokenPipeError:
-        raise  # who reads has had enough
+        raise  # the reader has closed the pipe
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another path") from None
 
 
 def keep_text(path: Path | None, text: str) -> None:
-    """The same for results that are not complete yet, which only a file of its own takes."""
+    """The same for incomplete results, which are written only to ordinary files."""
     if path is not None and path != STANDARD_OUTPUT and not _is_special(path):
         replace_text(path, text)
 
 
 def checked(path: str | Path | None) -> Path | None:
-    """The path, without links in it; raises UsageError where no file can be written there, leaving nothing behind."""
+    """The path without links. Raises UsageError if no file can be written there; leaves no file behind."""
     if path is None or Path(path) == STANDARD_OUTPUT:
         return None if path is None else STANDARD_OUTPUT
     found = Path(path)
@@ -74,7 +74,8 @@ def checked(path: str | Path | None) -> Path | None:
 
 
 def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:
-    """Where the files go that ``--json``, ``--report`` and others name; UsageError when one cannot be written."""
+    """The paths of the files that ``--json``, ``--report`` and others name. Raises UsageError if one cannot be
+    written."""
     if paths.get("--report") is not None:
         missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
         if missing:
@@ -92,7 +93,7 @@ def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, .
 
 
 def _is_special(path: Path) -> bool:
-    """Whether something is there that is neither a file nor a folder: a device or a pipe."""
+    """Whether the path is neither a file nor a folder: a device or a pipe."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -116,16 +117,17 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class ResultFile:
-    """What a result file says of where, with what and when it was made; the contents of each kind are made of it.
+    """The origin of a result: machine, versions, commit and time; the base class of each kind of result.
 
-    ``commit`` is None outside of a checkout, which differed from it where ``modified``. ``source_sha256`` is a digest
-    of the package's source files: with ``commit`` it says whether two are of the same code. ``started`` is ISO 8601.
+    ``commit`` is None outside a checkout; ``modified`` tells whether the checkout differed from it. ``source_sha256``
+    is a digest of the package's source files: with ``commit`` it tells whether two results are from the same code.
+    ``started`` is ISO 8601.
     """
 
     verb: ClassVar[str]
-    """The command whose result it is."""
+    """The command that made the result."""
     lists: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]]
-    """The fields that are lists of dataclasses, with what reads one of them."""
+    """The fields that are lists of dataclasses, each with a function that reads an item."""
 
     machine: str = ""
     cores: int = 0
@@ -136,7 +138,7 @@ class ResultFile:
     started: str = ""
 
     def content(self) -> dict[str, Any]:
-        """All fields, as the file has them."""
+        """All fields, in the form of the file."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
@@ -145,10 +147,10 @@ class ResultFile:
 
     @classmethod
     def from_json(cls: type[_R], text: str) -> _R:
-        """Read a result file's text back; raises DataError where it is not one."""
+        """Read a result file's text back. Raises DataError for other text."""
         try:
             data = json.loads(text)
-            data["machine"]  # which other files may lack, and none of these
+            data["machine"]  # present in all of these files, missing in others
             lists = {name: tuple(map(read, data[name])) for name, read in cls.lists.items()}
             return cls(**{**known(cls, data), **lists})
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -162,16 +164,16 @@ class ResultFile:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise UsageError(f"{path} is no text: choose another file") from None
+            raise UsageError(f"{path} is not text: choose another file") from None
         except DataError as error:
             raise UsageError(f"{path}: {error}; choose another file") from None
 
     def same(self: _R, other: _R, *names: str) -> bool:
-        """Whether both say the same in these fields."""
+        """Whether both are equal in these fields."""
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def save(self, path: Path) -> None:
-        """Write the result file in one piece, so that a reader never sees half of it."""
+        """Write the result file atomically, so that a reader never sees half of it."""
         replace_text(path, self.to_json())
 
 
@@ -184,7 +186,7 @@ def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, lis
 
 
 def fields_of(cls: type) -> list[tuple[str, str]]:
-    """The fields of a row as a result file has them, each with its meaning, which stands at its type."""
+    """The fields of a row in a result file, each with its meaning from its annotation."""
     hints = get_type_hints(cls, include_extras=True)
     return [(item.name, " ".join(getattr(hints[item.name], "__metadata__", ("",)))) for item in dataclasses.fields(cls)]
 
@@ -195,20 +197,22 @@ def reader(cls: type) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result file says of the fields of a dataclass; keys of a later version are left out.
+    """The values in a result file for the fields of a dataclass; keys of a later version are left out.
 
-    Raises TypeError for a value that a field does not have; null stands for numbers that are none.
+    Raises TypeError for a value of another type than the field's; null stands for not-a-number and infinities.
     """
     found = {item.name: data[item.name] for item in dataclasses.fields(cls) if item.name in data}
     hints = get_type_hints(cls)
     for name, value in found.items():
         if value is not None and not _fits(value, hints[name]):
-            raise TypeError(f"{name} is {value!r:.60}, which is no {getattr(hints[name], '__name__', hints[name])}")
+            raise TypeError(
+                f"{name} is {value!r:.60}, which is not of type {getattr(hints[name], '__name__', hints[name])}"
+            )
     return found
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value out of JSON is one that a field may have whose annotation this is."""
+    """Whether a JSON value suits a field with this annotation."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, types.UnionType):
         return any(_fits(value, one) for one in inner)
@@ -229,7 +233,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(
             one is None or _fits(one, inner[1]) for one in (value.values() if inner else ())
         )
-    return True  # of what is read by itself
+    return True  # items are read by their own functions
 
 
 def finite(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Results as HTML pages that need nothing else: no network, no script, styles and charts inline.
+"""Results as self-contained HTML pages: no network, no script, styles and charts inline.
 
-Owns the words and the order of each page, and how a page is filled from its template, ``page.html.j2``. Tables are
-those of the terminal with more columns; the charts come from ``charts``. Everything that comes from outside (strategy
-texts, errors, machine names) is escaped by the template engine.
+Owns the words and the order of each page, and fills the template ``page.html.j2``. Tables are the terminal's with more
+columns; the charts come from ``charts``. The template engine escapes everything from outside (strategy texts, errors,
+machine names).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .timeline_charts import timeline_charts
 _Row = TypeVar("_Row")
 Facts = tuple[tuple[str, str], ...]
 Section = dict[str, Any]
-"""One table of a page, by the names that the template has for its parts."""
+"""One table of a page: its parts by the template's names."""
 
 
 def comparison_page(result: Result, timelines: Sequence[Iteration] = ()) -> str:
@@ -49,7 +49,7 @@ def comparison_page(result: Result, timelines: Sequence[Iteration] = ()) -> str:
 
 
 def accuracy_page(result: AccuracyResult) -> str:
-    """The page of an accuracy table: its figures, then how the trainings went, a line per strategy."""
+    """The page of an accuracy table: its figures, then the curves of the trainings, a line per strategy."""
     shown = accuracy.table(result, codecs=False)
     styles = strategy_styles([row.strategy for row in result.rows])
 
@@ -80,7 +80,7 @@ def bench_page(result: BenchResult, verdicts: Sequence[Verdict] = ()) -> str:
     goals = [Key(verdict.goal, "") for verdict in verdicts]
     return _filled(
         title="Syncline: bench",
-        heading="Collectives beside what one would use instead",
+        heading="Collectives next to the alternatives",
         summary=_measured(result, [row.contender for row in result.rows if row.correct is False]),
         facts=_bench_facts(result),
         tables=[_section("Goals", bench.goals(verdicts), goals)] if verdicts else (),
@@ -99,7 +99,7 @@ def gradient_page(result: GradientResult) -> str:
     tables = bench.gradients(result)
     return _filled(
         title="Syncline: bench gradients",
-        heading="Gradients in one block, beside copying them together and back",
+        heading="Gradients in one block, next to copying them together and back",
         summary=_measured(result, [f"{row.form} ({row.workload})" for row in result.rows if row.correct is False]),
         facts=_bench_facts(result),
         details=[_section(one.title, one, keys(one.rows)) for one in tables],
@@ -123,8 +123,8 @@ def prediction_page(result: Prediction) -> str:
     return _filled(
         title=f"Syncline: predicted {result.workload}",
         heading=f"{result.workload}, predicted on {', '.join(networks)}",
-        summary="Simulated iterations, not measurements: what they rest on stands below the charts.",
-        origin="What this rests on",
+        summary="Simulated iterations, not measurements: their assumptions are below the charts.",
+        origin="Assumptions",
         facts=(
             ("workload", result.workload),
             ("to be known", " ".join(result.warnings)),
@@ -174,7 +174,7 @@ def _ran(row: Row | AccuracyRow) -> tuple[str, ...]:
 
 
 def _chosen(row: Measured) -> tuple[str, ...]:
-    """The size too where the row failed, because it then has no cells."""
+    """Includes the size if the row failed, because it then has no cells."""
     return (row.chosen or "", "" if row.median_s is not None else units.decimal_size(row.bytes))
 
 
@@ -221,11 +221,11 @@ def _learned(result: AccuracyResult) -> str:
     if not compared:
         return "Every training finished, and its replicas agree at the end."
     if not outside:
-        verdict = f"every row lies within what the seeds of {other} scatter"
+        verdict = f"every row lies within the scatter of the seeds of {other}"
     elif len(outside) < len(compared):
-        verdict = f"all but {', '.join(outside)} lie within what the seeds of {other} scatter"
+        verdict = f"all but {', '.join(outside)} lie within the scatter of the seeds of {other}"
     else:
-        verdict = f"no row lies within what the seeds of {other} scatter"
+        verdict = f"no row lies within the scatter of the seeds of {other}"
     return f"Every training finished, its replicas agree at the end, and {verdict}."
 
 

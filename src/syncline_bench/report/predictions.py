@@ -2,8 +2,8 @@
 
 ``syncline calibrate`` shows the constants of a network, in a table of its own.
 
-Owns the names, units and JSON of these results, and the columns of their tables. The meaning of a field stands at the
-field; ``files`` has the rules of the JSON. Does not know how anything was predicted.
+Owns the names, units and JSON of these results, and the columns of their tables. Each field's annotation has its
+meaning; ``files`` has the rules of the JSON. Does not know how anything was predicted.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .files import ResultFile, grouped, reader
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """One collective among so many workers."""
+    """One collective with a number of workers."""
 
-    algorithm: Annotated[str, "how it is done"]
+    algorithm: Annotated[str, "the algorithm"]
     bytes: Annotated[int, "of the array"]
-    workers: Annotated[int, "how many take part"]
-    comm_s: Annotated[float, "the time that it takes"]
+    workers: Annotated[int, "the number of workers"]
+    comm_s: Annotated[float, "the predicted time"]
     low_s: Annotated[float, "with every constant at the fast end of its range"]
     high_s: Annotated[float, "the same at the slow end"]
     per_node: Annotated[int, "workers on each host"] = 1
     model: Annotated[
-        str, "`plan`, every message of it on the clocks of all ranks; `formula`, where a plan would be too large"
+        str, "`plan`: every message of the plan, on the clocks of all ranks; `formula`: for plans that are too large"
     ] = "plan"
 
     @property
     def busbw_bytes_per_s(self) -> float | None:
-        """As in nccl-tests, for an allreduce; None where nothing is sent."""
+        """As in nccl-tests, for an allreduce; None if nothing is sent."""
         if self.comm_s <= 0:
             return None
         return 2 * (self.workers - 1) / self.workers * self.bytes / self.comm_s
@@ -42,9 +42,9 @@ class CollectiveRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivePrediction(ResultFile):
-    """Collectives on a network; ``constants`` has each of its numbers with its range and source.
+    """Collectives on a network; ``constants`` has the network's constants with their ranges and sources.
 
-    ``assumed`` are the names of those that nobody has measured, ``notes`` what the answer cannot depend on.
+    ``assumed`` names the constants that were not measured; ``notes`` name inputs without an effect.
     """
 
     verb: ClassVar = "predict --collective"
@@ -64,26 +64,28 @@ class CollectivePrediction(ResultFile):
 
 @dataclass(frozen=True)
 class Predicted:
-    """One strategy on so many workers of a network. Seconds are those of an iteration, in the mean."""
+    """One strategy on a number of workers of a network. Seconds are per iteration, in the mean."""
 
-    strategy: Annotated[str, "what is simulated"]
-    requested: Annotated[str, "as it was asked for"]
-    network: Annotated[str, "whose constants it is from"]
-    workers: Annotated[int, "how many train"]
+    strategy: Annotated[str, "the simulated strategy"]
+    requested: Annotated[str, "as requested"]
+    network: Annotated[str, "the network with the constants"]
+    workers: Annotated[int, "the number of workers"]
     per_node: Annotated[int, "workers on each host"]
-    servers: Annotated[int, "processes beside them"]
+    servers: Annotated[int, "server processes"]
     batch: Annotated[int, "samples of an iteration, of all workers"]
-    iteration_s: Annotated[float, "of an iteration, in the mean"]
-    low_s: Annotated[float, "where the iteration is expected"]
-    high_s: Annotated[float, "where the iteration is expected"]
+    iteration_s: Annotated[float, "the mean time of an iteration"]
+    low_s: Annotated[float, "the expected range of the iteration"]
+    high_s: Annotated[float, "the expected range of the iteration"]
     images_per_s: Annotated[float, "of all workers"]
-    scaling_efficiency: Annotated[float, "images per second against one worker's there times their number"]
-    comm_s: Annotated[float, "how long exchanges use the busiest of ports, links inside and servers"]
-    exposed_comm_s: Annotated[float, "what the training thread waits for exchanges"]
-    bottleneck: Annotated[str, "the resource without which most is saved, those within 5 % of it beside it"]
-    remedy: Annotated[str, "what would remove it"]
+    scaling_efficiency: Annotated[
+        float, "images per second relative to one worker's on this network times the number of workers"
+    ]
+    comm_s: Annotated[float, "the time that exchanges use the busiest resource: ports, links inside hosts, or servers"]
+    exposed_comm_s: Annotated[float, "the time that the training thread waits for exchanges"]
+    bottleneck: Annotated[str, "the resource with the largest potential saving, and others within 5 % of it"]
+    remedy: Annotated[str, "the remedy for the bottleneck"]
     would_save_s: Annotated[
-        Mapping[str, float], "by resource how much shorter an iteration would be without what it costs"
+        Mapping[str, float], "by resource: the time by which an iteration would be shorter without its cost"
     ]
     loading_s: Annotated[float, "a stage, as in `compare`"]
     h2d_s: Annotated[float, "the same"]
@@ -91,9 +93,9 @@ class Predicted:
     backward_s: Annotated[float, "the same"]
     update_s: Annotated[float, "the same"]
     other_s: Annotated[float, "the same"]
-    bytes_sent_per_step: Annotated[float | None, "by a worker; none where not every step exchanges everything"] = None
-    chosen: Annotated[str, "what was chosen by simulation"] = ""
-    note: Annotated[str, "what is not as in the original of a preset"] = ""
+    bytes_sent_per_step: Annotated[float | None, "by a worker; none if some steps do not exchange all gradients"] = None
+    chosen: Annotated[str, "the choices made by simulation"] = ""
+    note: Annotated[str, "the differences from the original of a preset"] = ""
     price: Annotated[float | None, "of an epoch, with `--price` of a worker for an hour"] = None
     epoch_s: Annotated[float | None, "of an epoch, with `--epoch-images`"] = None
     model: Annotated[str, "`plan`, the messages of an exchange; `formula`, its closed form, for too many messages"] = (
@@ -103,7 +105,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Stated:
-    """A constant of a network, as it was used: seconds, their range, and where they are from."""
+    """A constant of a network as used: seconds, their range and source."""
 
     network: str
     name: str
@@ -116,11 +118,11 @@ class Stated:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(ResultFile):
-    """Rows, the constants that they are from, and what a reader has to know to judge them.
+    """Rows, their constants, and the information needed to judge them.
 
-    ``single_s`` is one worker's iteration on each network, ``knees`` the number of workers by network and strategy from
-    which one more doubling brings too little, ``winners`` the fastest strategy by network and number of workers,
-    ``break_even`` in words below which link speed each codec pays, ``holdout`` the model's error by network.
+    ``single_s`` is one worker's iteration on each network. ``knees`` has, by network and strategy, the number of
+    workers where scaling ends. ``winners`` has the fastest strategy by network and number of workers, ``break_even``
+    the link speed below which each codec pays, in words, and ``holdout`` the model's error by network.
     """
 
     verb: ClassVar = "predict --workload"
@@ -140,7 +142,7 @@ class Prediction(ResultFile):
 
 
 def render_collectives(result: CollectivePrediction) -> Sheet:
-    """The table, its legend, and what the network's numbers are."""
+    """The table, its legend, and remarks on the network's constants."""
     columns: tuple[Column[CollectiveRow], ...] = (
         Column("algorithm", "algorithm", kind="name", means=""),
         Column("bytes", "bytes", units.decimal_size, means=""),
@@ -163,7 +165,7 @@ def render_collectives(result: CollectivePrediction) -> Sheet:
 
 
 def remarks(result: CollectivePrediction) -> tuple[str, ...]:
-    """Where the constants are from, which of them nobody has measured, and what the answer cannot depend on."""
+    """Remarks on the constants' sources, on constants that were not measured, and on inputs without an effect."""
     where = f"Network {result.network}" + (f": {result.about}" if result.about else "")
     if result.source and result.source != "given":
         where += f" ({result.source}{', ' if result.date else ''}{result.date})"
@@ -185,7 +187,7 @@ def iterations(result: Prediction) -> list[Table[Predicted]]:
 
 
 def render(result: Prediction) -> Sheet:
-    """A table for each network, the legend, and then what is to be known of them."""
+    """A table for each network, the legend, and remarks."""
     return Sheet(iterations(result), remarks=(*findings(result), *result.warnings))
 
 
@@ -221,7 +223,8 @@ CONSTANTS: tuple[Column[Stated], ...] = (
 
 
 def findings(result: Prediction) -> list[str]:
-    """Bottlenecks of the most workers, knees, winners and where compression pays, in words."""
+    """Bottlenecks at the largest number of workers, knees, winners and the links on which compression pays, in
+    words."""
     lines = []
     most = max(row.workers for row in result.rows)
     largest = [row for row in result.rows if row.workers == most]
@@ -261,7 +264,7 @@ _PER_MESSAGE = ("alpha", "flight", "message", "bucket")
 class ConstantRow:
     """A constant by its name in the file, in seconds per message or byte, with the ends of its interval.
 
-    ``samples`` is 0 for what was not measured; ``outliers`` were set aside.
+    ``samples`` is 0 for a constant that was not measured; ``outliers`` were excluded.
     """
 
     name: str
@@ -282,12 +285,12 @@ _COLUMNS: tuple[Column[ConstantRow], ...] = (
         means="95 %, by bootstrap",
     ),
     Column("samples", rank=2, by=lambda row: f"{row.samples:,}" if row.measured else "assumed"),
-    Column("outliers", "outliers", lambda value: str(value or ""), 1, means="samples that were set aside"),
+    Column("outliers", "outliers", lambda value: str(value or ""), 1, means="excluded samples"),
 )
 
 
 def render_constants(rows: Sequence[ConstantRow], title: str, remarks: Sequence[str]) -> Sheet:
-    """The table, what its columns mean, and what to keep in mind."""
+    """The table, the meanings of its columns, and remarks."""
     table = Table(_COLUMNS, rows, title, style=lambda row: "" if row.measured else "dim", spare=64)
     words = (
         "Values are seconds per message, or per byte moved, added, updated, copied, encoded or decoded; a slowdown is"
@@ -297,7 +300,7 @@ def render_constants(rows: Sequence[ConstantRow], title: str, remarks: Sequence[
 
 
 def amount(name: str, value: float) -> str:
-    """A constant as people read it: seconds of a message, nanoseconds of a byte, a ratio of seconds."""
+    """A constant for readers: seconds per message, nanoseconds per byte, a ratio of seconds."""
     if name.startswith("slowdown."):
         return units.significant(value)
     if name.rpartition(".")[2] in _PER_MESSAGE:

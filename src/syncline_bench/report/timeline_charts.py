@@ -1,6 +1,6 @@
-"""One iteration of a recorded run as a chart: what every process computed, waited for, sent and received, and when.
+"""One iteration of a recorded run as a chart: every process's computation, waits, sends and receives over time.
 
-Owns which line of a process shows what. Bars of a kind that follow each other closer than the eye can tell are one.
+Assigns bars to the lines of a process. Bars of a kind that are too close for the eye are drawn as one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from . import units
 from .figures import PAPER, Chart, Key, new_figure, styled, svg
 
 _CLOSEST = 1 / 1500
-"""Of the iteration's length: bars that are closer are drawn as one."""
+"""A share of the iteration's length: bars that are closer are drawn as one."""
 
 
 @dataclass(frozen=True)
 class _Look:
-    """How bars of some kinds are drawn: in which part of a process's line, from 0 at its top to 1, and on what."""
+    """The drawing of bars of some kinds: the part of a process's line, from 0 at its top to 1, and the layer."""
 
     kinds: frozenset[Kind]
     label: str
@@ -68,9 +68,9 @@ def _chart(iteration: Iteration) -> Chart:
     title = f"Timeline: {iteration.title}" if iteration.title else "Timeline"
     clocks = f"clocks agree within {units.seconds(iteration.error_s)}" if iteration.error_s else "all on one clock"
     caption = (
-        f"Iteration {iteration.number} of {iteration.count}, from one end of the optimizer's step on rank 0 to the next"
-        f" ({clocks}): above what a process computes and waits for, below it the work on what is exchanged, then what"
-        " it sends, and what it receives from when that began to be sent."
+        f"Iteration {iteration.number} of {iteration.count}, from one end of the optimizer's step on rank 0 to the"
+        f" next ({clocks}). From the top: a process's computation and waits, its work on exchanged data, its sends,"
+        " and its receives, each from the start of its send."
     )
     keys = tuple(Key(look.label, look.color, hatched=look.hatched) for look in used)
     return Chart(title, caption, svg(figure, title), keys)
@@ -83,7 +83,7 @@ def _draw(axes: Axes, place: int, look: _Look, spans: Sequence[tuple[float, floa
 
 
 def _merged(bars: Iterable[Bar], kinds: frozenset[Kind], closest_s: float) -> list[tuple[float, float]]:
-    """The times in which something of these kinds was under way."""
+    """The times in which a span of these kinds was under way."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted((bar.begin_s, bar.end_s) for bar in bars if bar.kind in kinds):
         if found and begin - found[-1][1] <= closest_s:

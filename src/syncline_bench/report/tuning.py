@@ -16,29 +16,29 @@ class Tried:
     """One candidate."""
 
     strategy: Annotated[str, "the candidate"]
-    predicted_s: Annotated[float | None, "of an iteration; `null` where nothing was predicted"] = None
+    predicted_s: Annotated[float | None, "of an iteration; `null` without a prediction"] = None
     measured_s: Annotated[
-        float | None, "the median of `times_s`; `null` where it was not measured, failed or was refused"
+        float | None, "the median of `times_s`; `null` if it was not measured, failed or was refused"
     ] = None
-    why: Annotated[str, "what became of it"] = ""
+    why: Annotated[str, "the outcome"] = ""
     times_s: Annotated[tuple[float, ...], "each measurement, the median of some iterations"] = ()
     efficiency: Annotated[
-        float | None, "what a step brings against one of exact training, where that was looked at"
+        float | None, "the progress of a step relative to exact training, if a paired run measured it"
     ] = None
 
     @property
     def counts_s(self) -> float | None:
-        """Seconds of an iteration over how far it goes."""
+        """Seconds of an iteration divided by its efficiency."""
         return None if self.measured_s is None else self.measured_s / (self.efficiency or 1.0)
 
 
 @dataclass(frozen=True)
 class Tuned(ResultFile):
-    """Everything that a tuning knows; ``tried`` has the measured ones first, the fastest before the others.
+    """The whole result of a tuning; ``tried`` has the measured candidates first, the fastest before the others.
 
-    ``best`` is a strategy's text, ``iteration_s`` what an iteration takes under it, ``default_iteration_s`` under the
-    strategy that was asked for with every open word left to the run. ``lab`` is the rate of the links between hosts.
-    ``networks`` are network files by transport, as ``syncline calibrate`` writes them: what predictions rest on.
+    ``best`` is a strategy's text and ``iteration_s`` its time of an iteration. ``default_iteration_s`` is the time
+    under the requested strategy, with every open word left to the run. ``lab`` is the rate of the links between hosts.
+    ``networks`` are the network files of the predictions, by transport, as ``syncline calibrate`` writes them.
     """
 
     verb: ClassVar[str] = "tune"
@@ -62,7 +62,7 @@ class Tuned(ResultFile):
     networks: Mapping[str, Any] = field(default_factory=dict)
 
     def same_work(self, other: Tuned) -> bool:
-        """Whether what was measured in one would be measured alike in the other."""
+        """Whether the measurements of both can be compared."""
         origin = ("machine", "cores", "versions", "source_sha256")
         return self.same(other, *origin, "workload", "workers", "framework", "lab", "default")
 
@@ -71,14 +71,16 @@ _COLUMNS: tuple[Column[Tried], ...] = (
     Column("strategy", "strategy", kind="name", means=""),
     Column("iter", "measured_s", units.milliseconds, unit="ms", means="median of an iteration"),
     Column("predicted", "predicted_s", units.milliseconds, 2, means="the same by simulation, before it was measured"),
-    Column("runs", "times_s", lambda times: str(len(times)), 3, means="how often it was measured, in turn with others"),
+    Column(
+        "runs", "times_s", lambda times: str(len(times)), 3, means="the number of measurements, in turn with others"
+    ),
     Column("step", "efficiency", units.share, 4, unit="%", when=lambda row: row.efficiency is not None),
-    Column("what became of it", "why", rank=1, kind="text", means=""),
+    Column("outcome", "why", rank=1, kind="text", means=""),
 )
 
 
 def render(result: Tuned) -> Sheet:
-    """The table of what has run, the fastest first, and the result in words."""
+    """The table of measured candidates, the fastest first, and the result in words."""
     shown = [row for row in result.tried if row.times_s or row.why.startswith(("failed", "refused"))]
     return Sheet([Table(_COLUMNS, shown)] if shown else (), findings=summary(result))
 

@@ -1,7 +1,7 @@
-"""Numbers as people read them: three significant digits and a unit; a dash where nothing was measured.
+"""Numbers for readers: three significant digits and a unit; a dash for a missing measurement.
 
-Owns how times, sizes, rates and shares are written in tables, charts and pages, so that they agree everywhere. Sizes
-are binary (KiB = 1024 bytes), times SI.
+Formats times, sizes, rates and shares for tables, charts and pages, so that they agree everywhere. Sizes are binary
+(KiB = 1024 bytes), times SI.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import math
 MISSING = "-"
 
 _LEAST, _MOST = 1e-9, 1e15
-"""What is written out lies between: no measurement is beyond, but a value that has gone wrong may be."""
+"""Numbers in this range are written out: measurements lie inside it, faulty values may not."""
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """``value`` with that many significant digits, thousands separated; in scientific notation only far out."""
+    """``value`` with that many significant digits, thousands separated; in scientific notation only outside the usual
+    range."""
     if value is None:
         return MISSING
     if value == 0 or not math.isfinite(value):
@@ -40,7 +41,7 @@ def seconds(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration as a bare number of milliseconds, for columns that name the unit in their head."""
+    """A duration as a bare number of milliseconds, for columns with the unit in their title."""
     return MISSING if value is None else significant(value * 1e3)
 
 
@@ -53,7 +54,7 @@ def size(value: float | None) -> str:
 
 
 def decimal_size(value: int) -> str:
-    """A number of bytes in powers of 1000, as the sizes of a bench are given: ``60.97 MB``."""
+    """A number of bytes in powers of 1000, like the sizes of a bench: ``60.97 MB``."""
     for scale, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
         if value >= scale:
             return f"{value / scale:.5g} {unit}"
@@ -61,7 +62,7 @@ def decimal_size(value: int) -> str:
 
 
 def size_unit(value: float) -> tuple[int, str]:
-    """The unit in which a number of bytes is written: how many bytes it has, and its name."""
+    """The unit of a number of bytes: its size in bytes, and its name."""
     for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(value) >= scale:
             return scale, unit
@@ -80,12 +81,12 @@ def percent(value: float | None, decimals: int = 0, sign: str = " %") -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of 1 as a bare number of whole per cents, for columns that name the unit in their head."""
+    """A share of 1 as a bare number of whole per cents, for columns with the unit in their title."""
     return percent(value, 0, "")
 
 
 def hundredths(value: float | None) -> str:
-    """The same with two decimals, as accuracies are written."""
+    """The same with two decimals, for accuracies."""
     return percent(value, 2, "")
 
 
@@ -100,7 +101,7 @@ def number(value: float | None, decimals: int = 4) -> str:
 
 
 def verdict(value: bool | None) -> str:
-    """Whether something is as it has to be: ``yes``, ``NO``, or that nobody looked."""
+    """Whether a check has passed: ``yes``, ``NO``, or a dash if it was not made."""
     return {True: "yes", False: "NO", None: MISSING}[value]
 
 

@@ -146,8 +146,8 @@ def against_servers() -> Chapter:
             f" `taihulight`, {reading.name}. The constant of {constant} per layer is a fit to the three factors, by"
             " least squares of their logarithms: it represents no known cost.",
             Figures(tuple(held)),
-            f"The fit contradicts another statement of the source, little difference up to {_FEW} nodes: with the fit,"
-            f" one server is slower there by {ratios}.",
+            f"The source also says that the difference is small up to {_FEW} nodes. The fit contradicts this: one"
+            f" server is slower there by {ratios}.",
         ),
         (
             "One server against a ring for GoogLeNet (77 times) and ResNet-50 (98 times) at 32 nodes: no costs of"

@@ -287,13 +287,13 @@ def bcaffe(folder: Path | None) -> Chapter:
                     Compared("MG-WFBP over one fused allreduce, 8 nodes", fast / slow, merged / fused, fit=True),
                 )
             ),
-            "ResNet-50, 32 images per node. Its layers were not published: those of `replay:resnet50` are used, scaled"
-            " to the time of one node, with two values of gamma.",
+            "ResNet-50, 32 images per node. Its layers were not published: the table uses the layers of"
+            " `replay:resnet50`, scaled to the time of one node, with two values of gamma.",
             others.grid,
         ),
         (
             "ResNet-50 and GoogLeNet on the same cluster with one gamma. The value of 2.5 ns per byte fits GoogLeNet,"
-            f" but its mean error for ResNet-50 is {share(others.error('gamma 2.5 ns'))}; that of gamma 0 is"
+            f" but its mean error for ResNet-50 is {share(others.error('gamma 2.5 ns'))}; with gamma 0 it is"
             f" {share(others.error('gamma 0'))}.",
         ),
     )

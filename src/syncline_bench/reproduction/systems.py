@@ -176,7 +176,7 @@ def systems() -> Chapter:
             " to hosts and the processor time of messages.",
             Figures(tuple(held)),
         ),
-        tuple(f"{one.what}: ours is {one.written(one.ours)}." for one in held
+        tuple(f"{one.what}: the model gives {one.written(one.ours)}." for one in held
               if isinstance(one, Compared) and one.verdict == "not explained"),
     )  # fmt: skip
 

@@ -130,7 +130,7 @@ class Space:
             if axis.name not in choices:
                 raise UsageError(f"the choice of {axis.name} is missing: give one of {_list(axis.choices)}")
             if choices[axis.name] not in axis.choices:
-                raise UsageError(f"{axis.name}={choices[axis.name]} is no choice: choose from {_list(axis.choices)}")
+                raise UsageError(f"{axis.name}={choices[axis.name]} is not a choice: choose from {_list(axis.choices)}")
             chosen[axis.name] = choices[axis.name]
         return Candidate(tuple(chosen.items()))
 
@@ -138,7 +138,7 @@ class Space:
         """The index of a candidate in ``candidates``; raises UsageError if it is not there."""
         found = self._places.get(candidate if isinstance(candidate, Candidate) else self.candidate(candidate))
         if found is None:
-            raise UsageError(f"{candidate} is no valid candidate of the space")
+            raise UsageError(f"{candidate} is not a valid candidate of the space")
         return found
 
     @property

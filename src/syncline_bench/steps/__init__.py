@@ -1,5 +1,6 @@
-"""``syncline bench steps``: what a step takes beyond the bare framework's and the exchange's, framework by framework.
+"""``syncline bench steps``: the time of a step beyond the plain framework's step and the exchange, framework by
+framework.
 
-``step_bench`` starts the ranks and makes rows, ``step_ranks`` is what each rank runs, and ``loops`` has a step of every
+``step_bench`` starts the ranks and makes rows, each rank runs ``step_ranks``, and ``loops`` has a step of every
 framework.
 """

@@ -1,8 +1,8 @@
 """One training step under each framework, as ``bench steps`` times it.
 
-A loop trains ``tensors`` weights of ``elements`` float32 each by plain SGD on one thread, from gradients that are
-already there. It makes the framework's bare step, and the step of a model that Syncline has prepared. Each class
-imports its framework when it is made.
+A loop trains ``tensors`` weights of ``elements`` float32 each by plain SGD on one thread, from gradients that exist
+already. It makes the framework's plain step, and the step of a model that Syncline has prepared. Each class imports its
+framework when it is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Loop(Protocol):
     """The steps of one framework. Weights are 1 at first, gradients always."""
 
     def bare(self) -> None:
-        """Make one step of the framework alone, and return when the new weights are there."""
+        """Make one step of the framework alone, and return when the new weights are complete."""
         ...
 
     def step(self) -> None:
@@ -114,7 +114,7 @@ class TensorflowSteps:
     """One ``tf.function``, with an optimizer of Keras."""
 
     def __init__(self, tensors: int, elements: int) -> None:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its log would stand between the rows
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its log would appear between the rows
         from syncline import tensorflow as ours
 
         self._bare, _ = _traced(tensors, elements, lambda variables, optimizer: (variables, optimizer))
@@ -149,7 +149,7 @@ def _traced(tensors: int, elements: int, prepared: Callable[[Any, Any], Any]) ->
 
 
 class TorchSteps:
-    """A network whose backward pass returns gradients that are already there."""
+    """A network whose backward pass returns gradients that exist already."""
 
     def __init__(self, tensors: int, elements: int) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""``syncline bench steps``: the time that a step takes beyond the bare framework's and the exchange's.
+"""``syncline bench steps``: the time of a step beyond the plain framework's step and the exchange.
 
 Owns the request, the turns of the frameworks, whose ranks run ``step_ranks``, and the making of rows.
 """
@@ -32,7 +32,7 @@ RANK = ("-m", "syncline_bench.steps.step_ranks")
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: ``tensors`` of ``elements`` float32 each, which are a bucket each."""
+    """What to measure: ``tensors`` of ``elements`` float32 each; every tensor is a bucket."""
 
     frameworks: tuple[str, ...]
     strategy: str
@@ -71,13 +71,13 @@ def request_of(
     mode = parsed.sync_mode()
     if parsed.servers or parsed.server_holds_weights or isinstance(mode, Averages) or not mode.merges:
         raise UsageError(
-            f"--strategy {strategy!r}: give an allreduce, as ring or direct, of which a step is one exchange"
+            f"--strategy {strategy!r}: give an allreduce such as ring or direct, whose step is one exchange"
         )
     return replace(request, launcher=Site(launcher=read_launcher(launcher)).launcher_of(request.whole_strategy))
 
 
 def run(request: Request, *, json_path: Path | None = None, console: Console | None = None) -> int:
-    """Measure as ``display.shown`` does. Returns 0 if every row was measured and right, else 1."""
+    """Measure as ``display.shown`` does. Returns 0 if every row was measured with right weights, else 1."""
     result = shown(partial(measure, request), render_steps, json_path=json_path, console=console)
     return 0 if all(row.finished for row in result.rows) else 1
 
@@ -96,10 +96,10 @@ def measure(request: Request, display: Display) -> StepResult:
 
 
 def _measured(request: Request, framework: str, display: Display) -> list[StepRow]:
-    """The rows of a framework, whose ranks are a set of their own. What is missing has the error of the set."""
+    """The rows of a framework, whose ranks are a set of their own. Missing rows get the error of the set."""
     rows: list[StepRow] = []
     work = json.dumps(asdict(Work(framework, request.whole_strategy, request.elements, request.repetitions)))
-    launcher, error = request.launcher, "no result came"
+    launcher, error = request.launcher, "the ranks sent no result"
     place = Launched(launcher, {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"})
 
     def heard(tensors: int, message: Message) -> None:

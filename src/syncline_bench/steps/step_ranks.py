@@ -1,8 +1,8 @@
 """What each rank of ``syncline bench steps`` runs: ``python -m syncline_bench.steps.step_ranks WORK LINES``.
 
 Owns the course of a repetition: the bare step, the exchange and Syncline's step in turn, so that a busy moment of the
-machine hits all alike. The exchange is what a step hands to the engine, tickets and one array per bucket, in memory of
-the transport; what a step takes beyond both is what this is about.
+machine hits all alike. The exchange has the same parts as a step's: tickets, and one array per bucket in the
+transport's memory. The result is the time of a step beyond both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .loops import LEARNING_RATE, loop_of
 
 WARM_UP = 20
 QUIET = 5
-"""The percentile of each of the three whose difference says what a quiet machine would show."""
+"""The percentile of each of the three times, whose difference estimates the result of a quiet machine."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Work:
 
 
 class BareExchange:
-    """The exchange of so many arrays alone, as a step would begin it."""
+    """The exchange of a number of arrays alone, as a step would begin it."""
 
     def __init__(self, session: Session, arrays: int, elements: int) -> None:
         self._session, self._count = session, 0
@@ -51,7 +51,7 @@ class BareExchange:
         self._program = session.bucket_program(4 * elements)
 
     def run(self) -> None:
-        """Hand all over, and wait."""
+        """Submit all, and wait."""
         meeting = self._session.meet(STEP, step_argument(self._key, self._count), weight=1.0)
         self._count += 1
         engine, program = self._session.engine, self._program

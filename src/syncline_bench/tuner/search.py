@@ -402,7 +402,7 @@ class Course:
         return min(known, default=None)
 
     def _expected_s(self, text: str | None) -> float:
-        """The expected time of a candidate's measurement; for None, that of the default's iterations."""
+        """The expected time of a candidate's measurement; for None, the time of the default's iterations."""
         usual_s = self._book.measured_s(self._request.default) or 0.0
         predicted = None if text is None else self._predictions.get(text)
         usually = self._predictions.get(self._request.default)

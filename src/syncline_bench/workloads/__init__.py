@@ -1,15 +1,14 @@
 """Workloads: a model with its data and its solver, as trained in comparisons of strategies.
 
-A workload is named by a text: ``digits``, ``text``, ``cifar10:PATH``, ``synthetic:resnet50``; the part after
-the colon is passed to the workload. Arguments in parentheses come last, as in ``replay:alexnet(loading=100ms,
-prefetch=2)``: those of ``Pipeline`` and of ``Speed`` for every workload, those of ``Computing`` for workloads
-registered with ``computes=True``, and a workload's own keyword-only parameters. They have the syntax of strategy
-arguments.
+A workload is named by a text: ``digits``, ``text``, ``cifar10:PATH``, ``synthetic:resnet50``; the part after the colon
+is passed to the workload. Arguments in parentheses come last, as in ``replay:alexnet(loading=100ms, prefetch=2)``: the
+arguments of ``Pipeline`` and ``Speed`` for every workload, of ``Computing`` for workloads registered with
+``computes=True``, and a workload's own keyword-only parameters. They have the syntax of strategy arguments.
 
-Workloads are registered under their names. Networks for PyTorch are in ``models``; one that other frameworks can train
-also exists as data (``_blueprint``). This folder knows torch, but no strategies, groups or transports: a workload gets
-a rank and a world size as two numbers. Importing this folder, listing the registered names and loading a workload do
-not import torch. Building a model does, and so does deriving the times of ``replay:NETWORK``.
+Workloads are registered under their names. Networks for PyTorch are in ``models``; networks that other frameworks can
+train also exist as data (``_blueprint``). This folder knows torch, but no strategies, groups or transports: a workload
+gets a rank and a world size as two numbers. Importing this folder, listing the registered names and loading a workload
+do not import torch. Building a model does, and so does deriving the times of ``replay:NETWORK``.
 """
 
 from __future__ import annotations

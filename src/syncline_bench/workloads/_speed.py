@@ -13,7 +13,7 @@ layers have their times from a trace, which is itself stretched; only stalls are
 
 A sleep always ends slightly late, and much later if the core is shared. Sleeping each stretch's duration from the real
 end of the last one would accumulate this. Fixed deadlines for a whole iteration would let work elapse while the process
-was in fact waiting for others. Each stretch therefore has an *ideal* end, and three rules define the ideal begin of the
+was in fact waiting for others. Each stretch therefore has an *ideal* end, and three rules define the ideal start of the
 next:
 
 * **Lateness is made up for.** The next stretch begins at the ideal end of the last one, and its sleep is shorter. Time
@@ -89,7 +89,7 @@ class Speed:
         """Raise UsageError if the slow worker does not exist."""
         if self.slow_rank is not None and self.slow_rank >= workers:
             them = f"{workers} workers, whose ranks are 0 to {workers - 1}" if workers > 1 else "one worker, rank 0"
-            raise UsageError(f"slow_rank={self.slow_rank} is none of {them}: choose one of them, or more --workers")
+            raise UsageError(f"slow_rank={self.slow_rank} is not one of {them}: choose one of them, or more --workers")
 
     def slowed(self, rank: int) -> float:
         """The factor on a worker's computation time."""
@@ -215,9 +215,7 @@ class Pacer:
         self._start = now - self._late_s - (pause_s if pause_s <= INTERPRETER_S else 0.0)
 
     def finish(self, duration_s: float) -> None:
-        """Sleep until ``duration_s``, stretched, has passed since the stretch's ideal begin. Returns at once if it
-        has.
-        """
+        """Sleep until ``duration_s``, stretched, has passed since the stretch's ideal start, or return at once."""
         due = self._start + duration_s * self.stretch
         left_s = due - self._now()
         if left_s > 0:

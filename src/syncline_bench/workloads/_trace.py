@@ -136,9 +136,11 @@ def _layers(rows: csv.DictReader[str], path: str | Path, devices: set[str]) -> I
         columns = [(column or "").strip() for column in rows.fieldnames or ()]
         missing = [name for name in COLUMNS if name not in columns]
         if missing:
-            raise UsageError(f"the head of a trace is {','.join(COLUMNS)}; this one has no {' and no '.join(missing)}")
+            raise UsageError(
+                f"the header of a trace is {','.join(COLUMNS)}; this one has no {' and no '.join(missing)}"
+            )
         if len(set(columns)) < len(columns):
-            raise UsageError(f"the head names a column twice: {','.join(columns)}")
+            raise UsageError(f"the header names a column twice: {','.join(columns)}")
         rows.fieldnames = columns
         for row in rows:
             layer = _layer(row)
@@ -152,7 +154,7 @@ def _layers(rows: csv.DictReader[str], path: str | Path, devices: set[str]) -> I
     except (UsageError, csv.Error) as error:
         raise DataError(f"{path}, line {max(1, rows.reader.line_num)}: {error}") from None
     if not seen:
-        raise DataError(f"{path}, line {rows.reader.line_num}: the trace ends without a layer")
+        raise DataError(f"{path}, line {rows.reader.line_num}: the trace has no layers")
 
 
 def _layer(row: Mapping[str | None, str | list[str] | None]) -> TracedLayer:

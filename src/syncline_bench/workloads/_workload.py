@@ -152,7 +152,7 @@ class Workload:
     def total_batch(self, world: int, batch: int | None = None) -> int:
         """The samples per step of all ``world`` workers together. ``batch`` replaces the default and means the same.
 
-        Raises UsageError for a batch that differs from that of a trace.
+        Raises UsageError for a batch that differs from the trace's.
         """
         timed = None if self.trace is None else self.trace.batch
         if timed is not None and batch not in (None, timed):

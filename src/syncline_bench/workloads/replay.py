@@ -1,8 +1,8 @@
 """``replay:NETWORK`` and ``trace:FILE.csv``: layers that take recorded times, with real parameters and gradients.
 
 How a network communicates can be measured without the accelerator that it was made for: gradients of the real sizes
-become ready at the real times, and everything between is sleep. The times are those of one batch, so each worker has
-a batch of that size, whatever the number of workers (weak scaling).
+become ready at the real times, and everything between is sleep. The times are for one batch, so each worker has a batch
+of that size, whatever the number of workers (weak scaling).
 
 The networks' times are published totals of whole passes, shared out among the layers by operations (``models.flops``):
 

@@ -104,7 +104,7 @@ def _cut(data: bytes, where: str) -> NDArray[np.uint8]:
     symbols = np.minimum(np.frombuffer(data[:MOST_BYTES], np.uint8), SYMBOLS - 1)
     count = (len(symbols) - 1) // LENGTH
     if count < BATCH:
-        raise UsageError(f"{where} has {len(data)} bytes, and a batch takes {BATCH * LENGTH + 1}: give a longer text")
+        raise UsageError(f"{where} has {len(data)} bytes, but a batch takes {BATCH * LENGTH + 1}: give a longer text")
     return np.lib.stride_tricks.sliding_window_view(symbols, LENGTH + 1)[: count * LENGTH : LENGTH]
 
 

@@ -138,7 +138,7 @@ class GoogLeNet(nn.Module):
     As Caffe ships it (bvlc_googlenet), with nine inception modules and without batch normalisation: Szegedy et al.,
     "Going Deeper with Convolutions", CVPR 2015. The paper trains with two auxiliary classifiers, which are not used
     afterwards: with ``auxiliary`` there are 13,378,280 parameters, and in training mode the result is a tuple of three,
-    the scores and those of the two auxiliary classifiers.
+    the scores of the network and of the two auxiliary classifiers.
     """
 
     def __init__(self, auxiliary: bool = False) -> None:
@@ -178,7 +178,7 @@ class GoogLeNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The scores, and in training mode those of the auxiliary classifiers if there are any."""
+        """The scores, and in training mode the scores of the auxiliary classifiers if there are any."""
         first = self.first(self.stem(images))
         second = self.second(first)
         scores: Tensor = self.third(second)

@@ -7,9 +7,9 @@ be more ranks than cores.
 
 The memory is real, the mathematics is not. Layers pass one number per sample through, and all elements of a layer's
 gradient are the sum of the incoming gradient times the layer's position (k of L: k / L). With half the mean square of
-the output as loss, that sum is the batch's mean. It differs between ranks and layers, and its mean over ranks is that
-of the whole batch, so an unaveraged or misplaced gradient shows in the weights. Where a trace has gradients for a share
-of the rows only, all other rows are zero: the same ones in every step and on every rank.
+the output as loss, that sum is the batch's mean. It differs between ranks and layers, and its mean over ranks is the
+mean of the whole batch, so an unaveraged or misplaced gradient shows in the weights. If a trace has gradients for a
+share of the rows only, all other rows are zero: the same ones in every step and on every rank.
 """
 
 from __future__ import annotations
