@@ -192,7 +192,7 @@ class Process:
         os.register_at_fork(after_in_child=self._forget)
 
     def _watch_exceptions(self) -> None:
-        """Print an exception that ends the script in one piece, among those of other ranks, and send it to them."""
+        """Print an exception that ends the script, unbroken by the output of other ranks, and send it to them."""
         if not self._hooked:
             self._hooked = True
             watch_exceptions(lambda: self.joined)

@@ -280,7 +280,7 @@ def _curve(reports: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
     """Rank 0's evaluations, and the training losses, averaged over all workers with a point at the same step.
 
     The losses use the steps of the worker with the most iterations, because in an asynchronous run rank 0 may have few
-    or none. The last evaluation is of the work of all workers, so its time is that of the last worker to finish.
+    or none. The last evaluation is of the work of all workers, so its time is the time of the last worker to finish.
     """
     losses: dict[int, list[float]] = {}
     for report in reports:

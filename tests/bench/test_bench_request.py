@@ -34,7 +34,7 @@ def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kind": "alltoall"}, UsageError, "unknown collective"),
         ({"sizes": [6]}, UsageError, "multiples of 4"),
         ({"sizes": [0]}, UsageError, "multiples of 4"),
-        ({"ranks": [1]}, UsageError, "nobody"),
+        ({"ranks": [1]}, UsageError, "too few to exchange"),
         ({"ranks": [100_000]}, UsageError, "too many"),
         ({"lab_rate": Rate(0.0)}, UsageError, "rate of its links"),
         ({"lab_rate": Rate(1e9), "contenders": ["shm:ring"]}, UsageError, "inside one host"),

@@ -75,8 +75,11 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
             "other_types",
             "rank 1 (*): update() is traced with gradients that have * and type bfloat16, but init() had",
         ),
-        ("other_rate", "the optimizer of rank 1 (*) makes other updates from the same gradients than that of rank 0 ("),
-        ("other_state", "the optimizer of rank 1 (*) keeps other state than that of rank 0 ("),
+        (
+            "other_rate",
+            "the optimizer of rank 1 (*) makes other updates from the same gradients than the optimizer of rank 0 (",
+        ),
+        ("other_state", "the optimizer of rank 1 (*) keeps other state than the optimizer of rank 0 ("),
         ("dies", "rank 1 (*) died"),
         ("forgets", "a computation makes step 0, but the run is at step 1"),
     ],

@@ -78,7 +78,7 @@ def come(turns: Turns, key: int) -> Any:
 def test_collectives_run_in_the_order_of_rank_0() -> None:
     turns = Turns(1)
     handles = {key: come(turns, key) for key in (7, 3)}
-    with pytest.raises(UsageError, match="rank 1 has an allreduce with key 7 under way already"):
+    with pytest.raises(UsageError, match="rank 1 has a collective with key 7 under way already"):
         turns.check_new(7)
     assert turns.take() is None  # rank 0 has said nothing
     for key in (3, 9, 7):

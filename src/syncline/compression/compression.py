@@ -190,7 +190,7 @@ class Compression:
         return sum(step < one.warmup for one in self._codecs) if step < self._warmup else 0
 
     def set_answered_step(self, number: int, parts: Sequence[Operand]) -> None:
-        """Set the step of a bucket's second encodings to that of the gradients that they answer."""
+        """Set the step of a bucket's second encodings to the step of the gradients that they answer."""
         step = self.answered(number)
         for part in parts:
             part.again.step = step
@@ -251,7 +251,7 @@ class Compression:
     def beside(self, arrays: Sequence[Array]) -> Compression:
         """The same compression, sharing state and step counts, for gradients in other arrays.
 
-        A bucket's gradients of one step are exchanged after those of the step before, whichever arrays hold them.
+        The exchanges of a bucket are in the order of steps, whichever arrays hold its gradients.
         """
         made = copy.copy(self)
         made._arrays, made._converted, made._pieces = arrays, {}, {}

@@ -107,9 +107,9 @@ class Load(NamedTuple):
     ``port_s`` is the time of the port with the most work over all steps. Steps wait for each other; if another port is
     the busiest in each step, the plan takes ``turns_s`` longer. Ports are then free for other exchanges, like those of
     a tree's leaves while its root works. ``inside_s`` is the time within hosts, step after step; for a step that also
-    has messages between hosts, it is only the additional time of the messages inside. ``added_bytes`` is what a rank
-    adds, ``moved_bytes`` what it sends and receives in ``messages`` messages; ``sent_bytes`` is what a worker sends, as
-    the mean over all.
+    has messages between hosts, it is only the additional time of the messages inside. ``added_bytes`` are the bytes
+    that a rank adds, ``moved_bytes`` the bytes that it sends and receives in ``messages`` messages, ``sent_bytes`` the
+    bytes that a worker sends, as the mean over all.
     """
 
     port_s: float = 0.0

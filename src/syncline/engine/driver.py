@@ -7,7 +7,7 @@ communication; it is counted per thread.
 
 A fault while driving is raised as the same exception in every thread that waits, now or later. An interrupt (Ctrl-C, or
 an exception from a signal handler) in a thread that drives or waits has the same effect: a script that caught it would
-continue with an incomplete step. Every wait has a time limit, and so has a stall of the whole (``watchdog``).
+continue with an incomplete step. Every wait has a time limit, and so has a stall of the whole exchange (``watchdog``).
 
 Subclasses decide what is exchanged (``engine``).
 """

@@ -28,7 +28,7 @@ reads a peer's memory reports a receive and a rank that writes it a send; the pe
 without nested spans found that it had to wait. A transport that adds data on arrival reports a receive without a
 reduce.
 
-Spans that a fault interrupts never end; neither do those of tolerant work that is left unfinished.
+Spans that a fault interrupts never end; neither do spans of tolerant work that is left unfinished.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def state_received(state: State) -> States:
 
 
 class Footprint:
-    """Identifies the memory of one model, independent of its optimizer and of who trains it."""
+    """Identifies the memory of one model, whatever its optimizer and its group."""
 
 
 class ArrayWeights:

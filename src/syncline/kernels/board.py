@@ -46,7 +46,7 @@ SLOT_PROGRESS: Final = 64
 SLOT_DONE_WITH: Final = 72
 SLOT_SIGN: Final = 80
 SIGN_WORDS: Final = 4
-"""Words that say what a run is for. The first two must be equal on all ranks, unless one's first word is 0."""
+"""Words that identify a run. The first two must be equal on all ranks, unless one's first word is 0."""
 
 MOST_SEGMENTS: Final = 1 << 16
 """Exclusive limit of segment numbers, near the usual vm.max_map_count: peers map one area per segment."""

@@ -63,7 +63,7 @@ CHUNKS: Final = 8
 PRIVATE: Final = 10
 COLUMNS: Final = 11
 
-# Columns of the table of what is staged: chunks, and whether they are copied in and out.
+# Columns of the table of staged chunks: chunks, and whether they are copied in and out.
 FIRST: Final = 0
 LAST: Final = 1
 IN: Final = 2
@@ -131,7 +131,7 @@ _FACTOR = np.uint64(SPREAD)
 
 @inner
 def _ring(members, buffer, ranks, first, last):
-    """Wake those of the ranks that sleep."""
+    """Wake the ranks that sleep."""
     fence()  # the progress stored before must be visible before ASLEEP is read, or a sleeper would miss it
     for i in range(first, last):
         rank = ranks[i]

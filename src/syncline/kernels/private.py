@@ -6,7 +6,7 @@ nor others, and be no symbolic link. So that nothing changes between check and u
 other without following links, checked by descriptor, and then reached through that descriptor (``path_of``). Nobody
 else can put or replace anything in a folder that has passed; a replaced parent folder does no harm.
 
-The group counts as others, because a folder does not show who its members are.
+The group counts as others, because a folder does not show the group's members.
 """
 
 from __future__ import annotations

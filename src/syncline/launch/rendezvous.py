@@ -191,7 +191,7 @@ class Rendezvous:
             raise GroupError(
                 f"rank 0 cannot listen on port {port} of {address}: {error.strerror}. Does another run use it, or"
                 " another process that says it is rank 0? Choose a free port (MASTER_PORT, or address=). If it is"
-                " torch.distributed of this script, call syncline.init() first: it lets go of the port"
+                " torch.distributed of this script, call syncline.init() first: it releases the port"
             ) from error
         return doors
 
@@ -255,7 +255,7 @@ def _unreachable(
         why = getattr(failure, "strerror", None) or str(failure)
         return GroupError(
             f"rank {rank} cannot reach the meeting of rank 0 at {where} within {limit_s:.0f} s: {why}; is rank 0"
-            " running, and are address and port those of its machine?"
+            " running, and are address and port right?"
         )
     if not has_secret:
         return SecretError(_without(rank))

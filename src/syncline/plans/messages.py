@@ -93,7 +93,7 @@ def compile_program(plan: Plan, rank: int) -> Program:
         while stop < len(actions) and actions[stop].step == actions[start].step:
             stop += 1
         step = range(start, stop)
-        # Sends first: a receive of the same step must not change what they read.
+        # Sends first: a receive of the same step must not change the chunks that they read.
         for i in step:
             if actions[i].kind == "send":
                 for chunk in range(actions[i].lo, actions[i].hi):

@@ -1,7 +1,7 @@
 """Splits each exchange: gradients are reduced during backward, and the sums are gathered during the next forward pass.
 
 An allreduce is a reduce-scatter, whose input backward produces, and an all-gather, whose result only the next forward
-pass needs. Separately the two overlap with both halves of the computation, without any bucket overtaking another
+pass needs. Separate, the two overlap with the backward pass and the next forward pass, and no bucket overtakes another
 ("DeAR", Zhang et al., ICDCS 2023).
 """
 

@@ -122,7 +122,7 @@ class LocalOwners:
         self._pushes: dict[int, Work] = {}  # the last push of each bucket
         self._open: Callable[[], None] = _nothing  # lets the updates of the last step told begin
         self._known: Sequence[Work] = ()  # done when all workers are known to tell the same
-        self._telling: tuple[Meeting, StepValues] | None = None  # what is told, until all are known to agree
+        self._telling: tuple[Meeting, StepValues] | None = None  # the values to tell, until all are known to agree
         self._squared = 0.0
         roles = session.strategy.roles
         assert roles is not None

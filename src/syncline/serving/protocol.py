@@ -164,7 +164,7 @@ class _BucketState:
 
 @dataclass
 class _NextStep:
-    """A worker's next step: the buckets that it has begun, and those of the step before that are released.
+    """A worker's next step: the buckets that it has begun, and the released buckets of the step before.
 
     ``back`` counts the buckets of this step that it has pushed and that are already released; they count for the next
     step.
@@ -234,8 +234,8 @@ class Ledger:
     def handle(self, request: Request) -> list[Action]:
         """Handle a worker's message; return the actions to carry out, in order.
 
-        Raises MismatchError, without any change, if the message is not the worker's next one or contradicts those that
-        it has to be merged with.
+        Raises MismatchError, without any change, if the message is not the worker's next one or contradicts the
+        messages that it has to be merged with.
         """
         self._check_turn(request)
         if request.kind in ("meet", "leave"):

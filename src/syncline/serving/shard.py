@@ -404,7 +404,7 @@ class Traffic(Protocol):
         ...
 
     def know(self, records: Sequence[Record]) -> None:
-        """Note that the workers now have these weights instead of those that they were sent."""
+        """Note that the workers now have these weights instead of the weights that they were sent."""
         ...
 
     def resume_at(self, step: int) -> None:

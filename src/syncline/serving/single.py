@@ -7,7 +7,7 @@ worker has its own key. The next step uses the key again, and begins when the wo
 
 An owner receives a push whenever it arrives, into memory kept for that worker, and copies it to the optimizer's
 gradients when its turn comes. The weights for a released worker are copied too before they are sent, so the next update
-need not wait until the worker has them. An owner that is also a worker has weights beside those of its model, which
+need not wait until the worker has them. An owner that is also a worker has weights in addition to its model's, which
 stay as they were pulled until the next pull; between the two, its own slices are copied instead of sent.
 
 Memory at an owner: its part of the model once for every worker, and the model once, or twice under a codec, with

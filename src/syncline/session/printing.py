@@ -102,7 +102,7 @@ def _pass_on(
     """Call the hook that was there before.
 
     It may be a second hook of Syncline: a process can have a session and a torch.distributed backend. The second hook
-    must not take the error for one that another process has printed.
+    must not mistake the error for an error that another process has printed.
     """
     global _passed_on
     _passed_on = error

@@ -23,7 +23,7 @@ SHAPES = ((8, 6), (64, 32, 3, 3), (1, 50), (50, 1), (7, 300), (300, 7), (16, 1, 
 
 @dataclass(frozen=True)
 class Together:
-    """A codec, a tensor, and the gradients of some ranks: their kind and size, and the seed of what is drawn."""
+    """A codec, a tensor, and the gradients of some ranks: their kind and size, and the seed of the draws."""
 
     given: Codec
     shape: tuple[int, ...]

@@ -184,7 +184,7 @@ class Mailbox:
 
         def come() -> None:
             if body.result != announced.nbytes:
-                raise self._senseless(source, label, f"got {body.result} bytes of a message of {announced.nbytes}")
+                raise self._senseless(source, label, f"{body.result} bytes of a message of {announced.nbytes}")
             us.engine.fulfil(receive.work)
 
         us.engine.then(label, [body], come)

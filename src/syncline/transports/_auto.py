@@ -20,7 +20,7 @@ from . import Adds, Bytes, Handle, Transport
 
 
 class Combinable(Transport, Protocol):
-    """A transport whose wait can be combined with that of others."""
+    """A transport whose wait can be combined with the waits of others."""
 
     def fileno(self) -> int:
         """A descriptor that is readable whenever ``poll`` has something to do, ``wake`` included."""

@@ -254,8 +254,8 @@ def _plans(strategy: Strategy, group: Group) -> dict[str, Plan]:
 def of_one_order(plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """The plans that add in one common order, so that the choice among them changes no bits in any buckets.
 
-    Among several such orders it takes that of halving-doubling, which sends as many bytes as a ring. Empty if no plan
-    has such an order.
+    Among several such orders it takes the order of halving-doubling, which sends as many bytes as a ring. Empty if no
+    plan has such an order.
     """
     orders = {name: found for name, plan in plans.items() if (found := order_of_additions(plan)) is not None}
     if not orders:

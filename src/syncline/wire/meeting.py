@@ -453,7 +453,7 @@ class Meeting:
             self._call()
 
     def _compare(self, caller: _Caller) -> None:
-        """Compare terms with those of rank 0, as soon as it has come."""
+        """Compare terms with rank 0's terms, as soon as rank 0 has come."""
         first = self._come.get(0)
         if first is None or first.member is None:
             return

@@ -120,7 +120,7 @@ class MeetingServer:
 
     def _check(self, said: Hello) -> None:
         if said.purpose != PURPOSE:
-            raise HandshakeError(f"this is a meeting, but it came for {said.purpose!r}")
+            raise HandshakeError(f"at this port processes meet, but the connection is for {said.purpose!r}")
         if len(self._lines) + len(self._new) >= 2 * self._meeting.world + MORE:
             raise HandshakeError("too many connections")
 

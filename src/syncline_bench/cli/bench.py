@@ -166,7 +166,7 @@ def gradients(
 @LAUNCHER
 @JSON
 def steps(frameworks: tuple[str, ...], tensors: tuple[str, ...], json_path: Path | None, **options: Any) -> None:
-    """Measure the time of a step beyond that of the plain framework and the exchange, for each framework."""
+    """Measure the time of a step beyond the plain framework's step and the exchange, for each framework."""
     from syncline.strategy.grammar import read_list, read_value
 
     from ..steps import step_bench

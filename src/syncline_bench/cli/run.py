@@ -59,7 +59,9 @@ def run(
 
         parsed = Strategy.parse(strategy)
         if servers is not None and servers != parsed.servers:
-            raise UsageError(f"{str(parsed)!r} needs {parsed.servers} servers, --servers is {servers}: leave it out")
+            raise UsageError(
+                f"{str(parsed)!r} needs {parsed.servers} servers, but --servers is {servers}: leave it out"
+            )
         servers = parsed.servers
         parsed.resolve(Group(workers, servers))  # some strategies are impossible for some numbers of workers
         env["SYNCLINE_STRATEGY"] = str(parsed)

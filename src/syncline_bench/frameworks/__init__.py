@@ -30,9 +30,9 @@ DEFAULT = "torch"
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 """The environment in which glibc keeps freed memory for the process instead of returning it to the system.
 
-By default glibc raises these limits by what a process has freed so far. A training whose activations lie above them
-takes page faults in every step (75,000 a second for ``digits``, a fifth of the step), and a comparison of two processes
-then compares their allocators."""
+By default glibc raises these limits as a process frees memory. A training whose activations lie above them takes page
+faults in every step (75,000 a second for ``digits``, a fifth of the step), and a comparison of two processes then
+compares their allocators."""
 
 
 class Training(Protocol):

@@ -167,7 +167,7 @@ def _peer(part: Part) -> Asked:
 
 
 def settled(asked: Asked, cluster: Cluster, workers: int, per_host: int | None, model: Model) -> Settled:
-    """Resolve a strategy for a cluster and simulate it. Raises UsageError, with its name, if it cannot run there."""
+    """Resolve a strategy for a cluster and simulate it. If the strategy cannot run there, the UsageError names it."""
     try:
         first = setting_of(asked.strategy, cluster, workers, per_host)
         chosen: list[str] = []
@@ -193,7 +193,7 @@ def _with_algorithm(asked: Asked, setting: Setting, model: Model) -> Setting:
 
 
 def _with_other_algorithms(setting: Setting) -> list[Setting]:
-    """The setting with each candidate of a run; where no plan fits, with each algorithm that a formula or plan has."""
+    """The setting with each candidate of a run; if no plan fits, with each algorithm that has a formula or a plan."""
     if setting.formula is None:
         candidates = list(algorithms(setting.strategy, setting.placement.group))
     else:

@@ -57,7 +57,7 @@ class Formula:
     """The work of the busiest rank: its messages, and the share of the array that it adds.
 
     With ``duplex`` a rank sends and receives the messages at the same time; otherwise each half has one direction.
-    ``mean`` is the share of the array that a worker sends in the mean; None if all send what the busiest one does.
+    ``mean`` is the share of the array that a worker sends in the mean; None if all send as much as the busiest one.
     """
 
     sent: tuple[Sent, ...]
@@ -194,7 +194,7 @@ _RINGS = ("ring", "reduce_scatter", "all_gather")
 def _without(algorithm: str, size: Size, cluster: Cluster) -> str | None:
     """The reason why there is no formula, or None."""
     if algorithm not in FORMULAS:
-        return f"here (those that have one are {', '.join(FORMULAS)})"
+        return f"here (algorithms that have one: {', '.join(FORMULAS)})"
     if not isinstance(cluster.topology, Switch) and size.workers > 1:
         return f"on {cluster.topology}"
     if size.per_host > 1 and algorithm not in (*_RINGS, "hierarchical"):

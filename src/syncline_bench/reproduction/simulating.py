@@ -189,5 +189,5 @@ def iteration(
 
 
 def efficiency(text: str, cluster: Cluster, workers: int, model: settings.Model, habits: Habits = THEIRS) -> float:
-    """The scaling efficiency: throughput relative to that of the same workers without any exchange."""
+    """The scaling efficiency: throughput relative to the same workers without any exchange."""
     return model.computing_s / iteration(text, cluster, workers, model, habits).iteration_s

@@ -45,9 +45,9 @@ RESIDUAL = 0.15, 0.8
 The three priors below have the same form.
 """
 UNEVEN = 1.0, 0.7
-"""The contribution of an axis relative to that of others."""
+"""The contribution of an axis relative to other axes."""
 PAIRS = 0.5, 0.7
-"""The contribution of pairs of choices relative to that of single ones."""
+"""The contribution of pairs of choices relative to single choices."""
 OWN = 0.02, 0.7
 """The contribution of each candidate by itself, including the noise of its measurement."""
 
@@ -100,7 +100,7 @@ class Bayes(Searcher):
         return np.where(self._predicted > 0, found, middle)
 
     def _covariance(self, model: _Model, one: Indices, other: Indices) -> Floats:
-        """The covariance of candidates' residuals, without the part of each by itself; (one, other)."""
+        """The covariance of candidates' residuals, shape (one, other), without each candidate's independent part."""
         weights = model.axes[self._axis_of] ** 2
         sums = _product(self._features[one] * weights, self._features[other].T)
         unpredicted = np.outer(1 - self._predicted[one], 1 - self._predicted[other])

@@ -57,7 +57,7 @@ class Descent(Searcher):
         return int(among[np.argmin(expected_s) if np.isfinite(expected_s).any() else np.argmax(self.chances(among))])
 
     def _neighbours(self, here: int, axis: int) -> Indices:
-        """The candidates that differ on this axis, and beside it only where an axis applies to one of the two alone."""
+        """The candidates that differ on this axis, and otherwise only on axes that apply to just one of the two."""
         columns = self.space.columns
         mine = columns[here]
         same = (columns == mine) | (columns < 0) | (mine < 0)

@@ -88,7 +88,7 @@ class Offer:
         return tuple(found)
 
     def space(self, predict: Callable[[str], float | None]) -> Space:
-        """The space of all candidates; of those that run alike, the first. ``predict`` receives strategies' texts."""
+        """The space of all candidates; if several run alike, only the first. ``predict`` receives strategies' texts."""
         seen: set[object] = set()
 
         def valid(candidate: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """A recipe that makes a result insensitive to rounding: a learning rate that rises, then falls to zero.
 
-Trajectories with different rounding have settled on the same decisions by then. Workloads that show that two ways of
-training learn alike share it.
+Trajectories with different rounding have settled on the same decisions by then. Workloads that compare two ways of
+training share the recipe.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ class RailedPiece:
     ranges: Sequence[tuple[int, int]]
 
     def sums(self, host: int) -> list[tuple[int, int, int]]:
-        """The ranks of a host that add its gradients, with their ranges of elements; neighbouring ranges are one."""
+        """The ranks of a host that add its gradients, with their ranges of elements; adjacent ranges of a rank are
+        merged."""
         found: list[tuple[int, int, int]] = []
         for rail, (start, stop) in zip(self.rails, self.ranges, strict=True):
             rank = rail.processes[host]
@@ -196,7 +197,8 @@ def traffic(
 
 
 class _Inside(NamedTuple):
-    """The exchange of a piece inside this process's host: what comes before that between hosts, and what after."""
+    """The exchange of a piece inside this process's host: its part before the exchange between hosts, and its part
+    after it."""
 
     up: Round | HostCollective | None
     down: Round | HostCollective | None

@@ -1,11 +1,11 @@
 """Refuses an exchange that some ranks may skip: in a branch, in a loop of unknown length, or under ``vmap``.
 
-A rank that skips an exchange pairs its gradients with those of another step from then on. JAX traces a function under
-``jit`` once, possibly outside of branches first; a branch then contains only its jaxpr. ``watched`` therefore adds an
-effect to the jaxpr. ``cond``, ``switch`` and ``while_loop`` check whether a jaxpr has effects that are allowed there
-(``control_flow_allowed_effects``). ``scan`` makes the same check, but it may contain exchanges, because its length is
-known; the answer therefore depends on the caller. A check at run time is impossible: a rank that has skipped an
-exchange makes its next one under the number of the skipped one.
+A rank that skips an exchange from then on pairs its gradients with the others' gradients of another step. JAX traces a
+function under ``jit`` once, possibly outside of branches first; a branch then contains only its jaxpr. ``watched``
+therefore adds an effect to the jaxpr. ``cond``, ``switch`` and ``while_loop`` check whether a jaxpr has effects that
+are allowed there (``control_flow_allowed_effects``). ``scan`` makes the same check, but it may contain exchanges,
+because its length is known; the answer therefore depends on the caller. A check at run time is impossible: a rank that
+has skipped an exchange makes its next one under the number of the skipped one.
 
 All of this is private to JAX. If a version differs, the import of this file fails, and ``run`` warns and goes on
 without it. The effect would disable JAX's fast dispatch (``calls``). JAX eliminates dead code before it compiles, and

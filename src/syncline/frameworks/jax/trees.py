@@ -7,8 +7,8 @@ parameter's path and shape belongs to that parameter, and a scalar belongs to al
 An owner gives each slice to optax as a model of its own, so the state belongs to that slice. An elementwise optimizer
 computes the same there as on the whole tree; ``probe`` refuses others. An owner may run the optimizer while a worker's
 computation in the same process waits for it. That computation occupies a thread of XLA that other computations of its
-devices need, on one core the only one. Owners beside workers therefore have a device of their own, of a second XLA
-client that computes in the calling thread.
+devices need; on one core it is the only thread. Owners beside workers therefore have a device of their own, of a second
+XLA client that computes in the calling thread.
 """
 
 from __future__ import annotations

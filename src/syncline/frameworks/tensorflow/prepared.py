@@ -1,8 +1,8 @@
 """Models that are part of a run: the objects that ``prepare`` and ``average`` create and later calls look up.
 
 A model is identified by its trained variables, whichever object has them. A Keras optimizer stays the script's object,
-with its class and its state; only its ``apply`` is replaced by one that exchanges first. Both ``fit`` and a script's
-own loops call it. ``Means`` is for scripts with another optimizer, or that read gradients.
+with its class and its state; only its ``apply`` is replaced by a method that exchanges first. Both ``fit`` and a
+script's own loops call it. ``Means`` is for scripts with another optimizer, or that read gradients.
 """
 
 from __future__ import annotations

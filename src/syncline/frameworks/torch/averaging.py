@@ -217,7 +217,7 @@ class Averaging:
     def saved(self) -> dict[str, Any]:
         """The state of all workers for a resumed run; all workers call it.
 
-        It contains each worker's own weights and buffers, so its size is that of the model times the number of workers.
+        It contains each worker's own weights and buffers, so its size is the model's size times the number of workers.
         A worker adds none if it has made no step since the last exchange and its weights are the agreed ones.
         """
         replica, weights = self._replica, self._weights

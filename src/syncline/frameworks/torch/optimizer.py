@@ -319,8 +319,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _or_plain(method: _Method) -> _Method:
-    """Let a bound method that the script has kept call the plain class's method once the optimizer has that class
-    again."""
+    """Redirect a bound method that the script has kept: it calls the plain class's method once the optimizer has that
+    class again."""
 
     @wraps(method)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:

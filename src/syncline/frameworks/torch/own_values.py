@@ -271,7 +271,7 @@ def copy_with(
     """A copy of a user's optimizer object, of the user's class ``kind``, with these groups and this state.
 
     It has all other attributes; ``apart``: its plain values are copies. ``steps``: it makes steps in place of the
-    user's object, whose hooks, and whose step if the script has set one on the object, run once per step and not here.
+    user's object. The object's hooks, and its step if the script has replaced it, run once per step, and not here.
     """
     left_out = _NOT_IN_STEPS if steps else _NOT_COPIED
     kept = {name: value for name, value in vars(optimizer).items() if name not in left_out}

@@ -267,7 +267,7 @@ def _agree(whole: Sequence[tuple[Slice, torch.Tensor]], parts: Sequence[tuple[Sl
 
 
 def _changed(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> tuple[frozenset[str], ...]:
-    """The keys that have changed in each group, followed by those of the attributes."""
+    """The keys that have changed in each group, followed by the changed attributes."""
     return tuple(
         frozenset(key for key, value in new.items() if key not in old or not same(old[key], value))
         for old, new in zip(before, after, strict=True)
@@ -275,7 +275,7 @@ def _changed(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, A
 
 
 def _own(after: Sequence[Mapping[str, Any]], changed: Sequence[frozenset[str]]) -> tuple[frozenset[str], ...]:
-    """The keys that may change in each group, followed by those of the attributes."""
+    """The keys that may change in each group, followed by the attributes that may change."""
     groups, attributes = any(changed[:-1]), any(changed[-1:])
     return tuple(
         frozenset(key for key, value in new.items() if key in keys or (any_of and not isinstance(value, (list, dict))))

@@ -70,7 +70,7 @@ class NumbaCompiler:
 def main() -> None:
     """Compile modules into an open folder. Arguments: the folder's descriptor, then ``MODULE=DIGEST`` for each module.
 
-    The digest is that of the source text which the caller has read. A failure prints one line on standard error.
+    The digest is of the source text which the caller has read. A failure prints one line on standard error.
     """
     folder = int(sys.argv[2])
     compiler = compiled.compiler = NumbaCompiler()

@@ -7,7 +7,7 @@ result does not depend on the order of the programs, and the host does not wait.
 with error feedback and (without):
 
     choose_exactly    8 (4) for each of five readings: three counts of digits, one count per block, one that collects
-    choose_reaching   8 (4) for each of two readings: one that counts, one that collects; waits for the device once
+    choose_reaching   8 (4) for each of two readings: one counts, one collects; waits for the device once
     settle            12 (0): reads x and residual, writes the residual
     randomk           28 (4): one reading to find elements that are not finite, ``settle``, the decay of the residual,
                       and accesses to the random elements
