@@ -98,7 +98,7 @@ def tags_are_numbers_of_64_bits(case: Case) -> None:
 
 @_MESSAGES.law(drawn(0, 1, 5000, INLINE_BYTES, INLINE_BYTES + 1, 300_000, most=6))
 def one_tag_keeps_its_order_whatever_the_sizes(case: Case) -> None:
-    """Even if receives are larger than the messages, and are posted before or after them."""
+    """Even if receives are larger than the messages, are posted before or after them, and some borrow the message."""
     draw = case.draw()
     late, capacity = bool(draw.integers(2)), int(draw.choice([300_000, 400_000]))
     with case.open() as net:
@@ -106,13 +106,20 @@ def one_tag_keeps_its_order_whatever_the_sizes(case: Case) -> None:
         sent = [net.ends[0].send(1, 9, item) for item in data] if late else []
         if late:
             net.turn(2)
-        into = [np.zeros(capacity, np.uint8) for _ in data]
-        received = [net.ends[1].recv(0, 9, item) for item in into]
+        into = [np.zeros(capacity, np.uint8) if item.nbytes == 0 or draw.integers(2) else None for item in data]
+        received = [
+            net.ends[1].borrow(0, 9, capacity) if place is None else net.ends[1].recv(0, 9, place) for place in into
+        ]
         sent = sent or [net.ends[0].send(1, 9, item) for item in data]
-        net.wait(*sent, *received)
+        net.wait(*received)
         for number, (handle, place, item) in enumerate(zip(received, into, data, strict=True)):
             require(handle.nbytes == item.nbytes, f"message {number} has {handle.nbytes} bytes, not {item.nbytes}")
-            same(place[: item.nbytes], item, f"message {number}")
+            found = handle.payload if place is None else place[: item.nbytes]
+            assert found is not None
+            same(found, item, f"message {number}")
+            if place is None:
+                net.ends[1].release(handle)
+        net.wait(*sent)
 
 
 def every_pair(end: Transport, world: int, tags: int, nbytes: int) -> tuple[list[Handle], Callable[[], None]]:
