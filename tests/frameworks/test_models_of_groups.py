@@ -78,6 +78,18 @@ def test_a_group_learns_bit_for_bit_what_a_run_of_so_many_workers_does(group: An
                 assert torch.equal(found[rank][0][name], tensor), (rank, name)
 
 
+@pytest.mark.parametrize("architecture", ["hierarchical", "ps(servers=2, on=workers, local=on)"])
+def test_hosts_of_a_group_are_those_of_its_ranks(group: Any, architecture: str) -> None:
+    def body(session: Session) -> Any:
+        made = new_group(session, [1, 2, 3, 4])
+        return trained(made.session) if made.rank >= 0 else {}
+
+    strategy = f"{architecture} codec=int8"
+    wanted = group(strategy, 4, trained, (0, 0, 1, 1))
+    for found, one in zip(group(strategy, 5, body, (1, 0, 0, 1, 1))[1:], wanted, strict=True):
+        assert all(torch.equal(found[name], one[name]) for name in one)
+
+
 @pytest.mark.parametrize("strategy", BY_THEMSELVES)
 def test_groups_whose_pushes_are_updates_by_themselves_come_to_one_model_each(group: Any, strategy: str) -> None:
     def body(session: Session) -> Any:

@@ -19,6 +19,7 @@ PLACES = [
     "ps(servers=1)",
     "ps(servers=2) schedule=wait_free",
     "ps(servers=2, on=workers)",
+    "ps(servers=2, local=on)",
     "ps(servers=1, on=workers) schedule=fifo" + STAGED,
     "ps(servers=1)" + STAGED,
 ]
