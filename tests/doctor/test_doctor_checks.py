@@ -75,7 +75,7 @@ def test_what_the_job_itself_uses_takes_no_core(tmp_path: Path) -> None:
 
 def test_a_load_without_a_visible_process_is_found(tmp_path: Path) -> None:
     assert (
-        "none that is visible here takes a fifth"
+        "no visible process takes a fifth of a core"
         in only(look(Proc(tmp_path, idle=80, process=98, core=5)), "warn").text
     )
 

@@ -1,8 +1,8 @@
 """Hierarchical: reduce-scatter inside every node, allreduce of every part across nodes, all-gather inside.
 
-Both levels are rings (``ring``). With ``inside=native`` the reduce-scatter and the all-gather inside a node are those
-of the transport's message library (Gloo, NCCL or MPI). The plan then has one step for each of the two, which says what
-the library must do, and not how.
+Both levels are rings (``ring``). With ``inside=native`` the transport's message library (Gloo, NCCL or MPI) carries out
+the reduce-scatter and the all-gather inside a node. The plan then has one step for each of the two, with the result
+that the library must reach.
 
 Theory. Links inside a node are faster than the network. Reducing inside first lets every part cross the network once
 per node instead of once per rank, and all ranks of a node work on parts of their own. Cho et al., "BlueConnect", MLSys

@@ -207,7 +207,7 @@ class TakesTensors(Protocol):
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether it does with its arguments, in everything that an exchange of its payloads needs."""
+        """Whether everything that an exchange of its payloads needs takes tensors, with these arguments."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Finds the kernels of a codec by where an array is: a NumPy array in host memory, or a torch tensor on a device.
 
-``encode`` and ``decode`` of codecs that say so (``TakesTensors``) accept both. The kernels of a family have the same
-names, arguments and payload bits on both sides: a payload encoded on a GPU can be decoded, summed and encoded again on
-the host, and vice versa. On a device
+``encode`` and ``decode`` of codecs that declare it (``TakesTensors``) accept both. The kernels of a family have the
+same names, arguments and payload bits on both sides: a payload encoded on a GPU can be decoded, summed and encoded
+again on the host, and vice versa. On a device
 
     x, out        one-dimensional contiguous float32 tensors
     payloads      one-dimensional contiguous int32 tensors of the same bits
@@ -63,7 +63,7 @@ def _kernels(family: str, device: bool) -> Any:
 
 
 def why_not(device: Any) -> str:
-    """Why the kernels do not run on a device; empty if they do. Compiles one, and waits for it."""
+    """The reason why the kernels do not run on a device; empty if they do. Compiles and runs one kernel to find out."""
     try:
         import torch
 
@@ -115,7 +115,7 @@ def words(x: Any) -> Any:
 
 
 def all_finite(x: Any) -> Any:
-    """Whether all numbers are finite, as ``Encoded`` has it."""
+    """Whether all numbers are finite, for ``Encoded.finite``."""
     if not on_device(x):
         return bool(np.isfinite(x).all())
     import torch
@@ -124,7 +124,7 @@ def all_finite(x: Any) -> Any:
 
 
 def all_in_one(told: Sequence[Any]) -> Any:
-    """The values of tensors of one element on a device, as a word each."""
+    """The values of one-element tensors on a device, one word each."""
     import torch
 
     return torch.cat([one.reshape(1) for one in told]).to(torch.int32)
@@ -145,12 +145,12 @@ def bring_up(here: Payload, like: Floats) -> Any:
 
 
 def on_host(array: Any) -> Any:
-    """An array of numpy, or a copy of a tensor as one. Waits for the device."""
+    """A numpy array, or a copy of a tensor as a numpy array. Waits for the device."""
     return array.cpu().numpy() if on_device(array) else array
 
 
 def overwrite(array: Any, values: Any) -> None:
-    """Replace the elements by those of an array or, on a device, also of a tensor there, of the same size."""
+    """Replace the elements by those of an array of the same size or, on a device, also of a tensor there."""
     if not on_device(array):
         array[...] = values
     elif on_device(values):

@@ -7,8 +7,8 @@ because the nearest number is never farther away than 0.
 Payloads of the 16-bit types are arrays of numbers that any plan can add; a sum beyond their range becomes an infinity,
 as usual. A finite *input* beyond the range is sent as the largest finite number, so that error feedback keeps the rest
 and finite values stay finite. With ``sum=fp32`` owners widen the payloads of all ranks, add them in float32 and round
-the sum once: its error does not grow with the number of ranks, for which it costs further decodings. Micikevicius et
-al., "Mixed precision training", ICLR 2018; Kalamkar et al., "A study of BFLOAT16 for deep learning training", 2019;
+the sum once: its error does not grow with the number of ranks, at the cost of further decodings. Micikevicius et al.,
+"Mixed precision training", ICLR 2018; Kalamkar et al., "A study of BFLOAT16 for deep learning training", 2019;
 Micikevicius et al., "FP8 formats for deep learning", 2022.
 """
 

@@ -186,7 +186,7 @@ class Share:
 class Hindered:
     """Serves one job at a time, which loses ``factor`` seconds for each second that a lane of ``other`` is served.
 
-    With a factor of 1 or more nothing is gained while the other lane is busy.
+    With a factor of 1 or more, nothing progresses while the other lane is busy.
     """
 
     def __init__(self, clock: Clock, other: Resource | Share, lane: str, factor: float) -> None:
@@ -194,7 +194,7 @@ class Hindered:
         self._job: _Job | None = None
         self._rate, self._since_s, self._turn = 1.0, 0.0, 0
         self.busy_s = 0.0
-        """Seconds of service of the jobs that have finished, with what they lost."""
+        """Seconds of service of the finished jobs, including lost time."""
         other.watch(self._change)
 
     def use(self, seconds: float, done: Call, *, priority: float = 0.0, serial: int = 0, lane: str = "") -> None:  # noqa: ARG002

@@ -35,9 +35,9 @@ max(o, g) + (n-1) G, and the flight is the rest: L + 2 o - max(o, g).
     codecs.CODEC.encode  codecs.CODEC.decode       a byte of gradient; CODEC is the codec's text
     slowdown.cpu  slowdown.cuda                    see below
 
-All are in seconds per message or per byte, but for ``slowdown.DEVICE``: the seconds by which layers that compute on
-this device take longer for each second of processor time of the thread that moves messages meanwhile. Both use
-the memory's bandwidth, and the processor's if there are too few cores.
+All are in seconds per message or per byte, except ``slowdown.DEVICE``: the seconds that layers on this device lose per
+second of processor time of the thread that moves messages. Both compete for the memory's bandwidth, and for cores if
+there are too few.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def plan_load(cluster: Cluster, placement: ProcessPlacement, plan: Plan, nbytes:
 
 
 def native_s(cluster: Cluster, nbytes: float) -> float:
-    """Seconds of a message library's reduce-scatter and all-gather inside a host; 0 if the cluster does not tell."""
+    """Seconds of a message library's reduce-scatter and all-gather inside a host; 0 if unknown."""
     return 0.0 if cluster.native is None else cluster.native.busy_s(nbytes)
 
 

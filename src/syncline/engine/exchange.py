@@ -348,7 +348,7 @@ class TwoSided:
         return unlocked
 
     def _acted(self, segment: Segment) -> None:
-        """Go on after all actions of a segment."""
+        """Continue after all actions of a segment."""
         native = segment.run.program.native
         if native is not None and native.gathers:
             self._collect(segment, native, "all_gather", partial(self._close, segment))

@@ -35,7 +35,7 @@ def check(plan: Plan) -> None:
 
     A plan is faulty if it adds a contribution twice, makes a transfer that brings nothing new, overwrites contributions
     that the copied chunk lacks, mixes a copy and another transfer into one chunk in one step, sends an empty chunk,
-    leaves a result incomplete, or leaves transfers to a message library that are no collective. Cost: linear in the
+    leaves a result incomplete, or leaves transfers to a message library that are not a collective. Cost: linear in the
     number of chunks moved.
     """
     if plan.goal in ("all_gather", "broadcast") and np.any(plan.op == REDUCE):
@@ -255,7 +255,7 @@ def _check_native(plan: Plan) -> None:
         if not (early and late and all(parts) and len({tuple(sorted(of)) for of in parts}) <= 1):
             raise PlanError(
                 f"{plan.name}: a message library carries out the transfers among {ranks_text(sorted(ranks))}, but they"
-                " are no reduce-scatter before all other transfers, or no all-gather of the same parts after them"
+                " are not a reduce-scatter before all other transfers and an all-gather of the same parts after them"
             )
 
 

@@ -11,7 +11,7 @@ follows.
 
 Only direct dependencies are kept; the others follow from them. If a message library carries out transfers inside groups
 (``Plan.native``), the actions are the others. They start after the library's reduce-scatter and end before its
-all-gather (``Native``). ``Cut`` tells which elements each action moves in every segment of an array. This module knows
+all-gather (``Native``). ``Cut`` has the elements that each action moves in every segment of an array. This module knows
 neither bytes nor transports.
 """
 
@@ -49,7 +49,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Native:
-    """What a message library does among ``ranks``: ``parts`` are the chunks lo to hi that each rank owns.
+    """A message library's part in a program, among ``ranks``: ``parts`` are the chunks lo to hi that each rank owns.
 
     With ``reduces`` a reduce-scatter to the owners precedes all actions; with ``gathers`` an all-gather follows them.
     """
@@ -68,7 +68,7 @@ class Program:
     apply a reduction. ``unlocks[i]`` lists the actions that wait for action i. ``follows[i]`` is the next reduction
     into the same chunks in the same step if it waits for reduction i alone, else -1; ``precedes`` is the inverse. Both
     reductions can run in one pass over memory. The peer of the second sent its data before this step, so waiting for
-    both delays nothing. ``native`` is what the message library does before and after the actions, if anything.
+    both delays nothing. ``native`` is the message library's part before and after the actions, if there is one.
     """
 
     plan: Plan

@@ -168,7 +168,7 @@ class Plan:
 
     @cached_property
     def across(self) -> Plan:
-        """The transfers that no message library carries out, which alone are no collective."""
+        """The transfers that no message library carries out. They alone are not a collective."""
         columns = {title: getattr(self, title)[~self.natively] for title in COLUMNS}
         return replace(self, native=(), **columns)
 

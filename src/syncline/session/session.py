@@ -258,7 +258,7 @@ class Session(Communicator):
     ) -> Compression | None:
         """The compression of a model's buckets by the strategy's codec. None without a codec.
 
-        With a ``device`` the arrays are there, which ``computes_on_device`` allows.
+        With a ``device`` the arrays are on it; ``computes_on_device`` must allow it.
         """
         if self.strategy.codec == NONE:
             return None
@@ -273,7 +273,7 @@ class Session(Communicator):
     def computes_on_device(self, layers: Sequence[Layer]) -> bool:
         """Whether a device that has the gradients of these layers could encode and decode them itself.
 
-        The sums of a host are computed by its processors, and so are weights by their owners.
+        The processor computes the sums of a host and the weights of owners.
         """
         if self.strategy.codec == NONE:
             return False

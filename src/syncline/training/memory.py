@@ -46,10 +46,10 @@ class Staging:
         return None
 
     def mark(self) -> Any:
-        """The present point in what the training thread has enqueued."""
+        """The present point in the training thread's queue."""
 
     def follow(self) -> Callable[[], None]:
-        """A function that lets ``coder`` decode behind what the training thread has enqueued before this call."""
+        """A function that lets ``coder`` decode after the training thread's work enqueued before this call."""
         return lambda: None
 
     def hand_over(self, pair: Any, mark: Any, share: float) -> None:

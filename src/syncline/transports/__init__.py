@@ -172,12 +172,12 @@ class HasCollectives(HasAllreduce, Protocol):
     def reduce_scatter(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
         """Sum the parts over the ranks ``together``, in place. A rank then has its own part; others have no meaning.
 
-        Calls match as those of ``allreduce``, and their handles fail likewise.
+        Calls match as for ``allreduce``, and their handles fail likewise.
         """
         ...
 
     def all_gather(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
-        """Replace every part, in place, by that of the rank that it belongs to."""
+        """Replace every part, in place, by the part of the rank that it belongs to."""
         ...
 
 

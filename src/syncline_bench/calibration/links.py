@@ -97,7 +97,7 @@ class Cell:
         return tuple(members[:2] if self.pattern == "lone" else members)
 
     def plan(self, world: int, members: Sequence[int]) -> Plan:
-        """The plan between these ranks, whose number is even unless a library works, in a world of ``world`` ranks."""
+        """The plan between these ranks in a world of ``world`` ranks. Their number is even unless a library sums."""
         if self.pattern == "native":
             one_host = hierarchical(Group(len(members)), inside="native")
             return replace(one_host.among(members), world=world, native=(tuple(members),))
@@ -122,7 +122,7 @@ TINY = Cell("turns", SIZES[0], 1)
 def cells_of(nbytes: int, most_bytes: int, *, native: bool = False) -> tuple[Cell, ...]:
     """The cells of a size, with arrays of up to ``most_bytes``; empty if two messages exceed that.
 
-    With ``native`` the one of the message library's collectives.
+    With ``native`` the single cell of the message library's collectives.
     """
     if native:
         return (Cell("native", nbytes, 1),)

@@ -3,9 +3,9 @@
 Every rank computes with torch on one thread, as ``compare`` does, first alone, then while its engine runs ring
 allreduces of ``_SIZES`` among all ranks that take part. The lost time is set against the processor time of the same
 allreduces without computation, which is the time that a simulation gives to the thread that moves messages. So the
-constant contains everything that both have in common: caches, memory, the interpreter's lock, and cores, if there are
-fewer than busy threads. It is measured for layers that mostly multiply matrices and for layers that mostly pass over
-memory; its range covers all of them.
+constant contains everything that both share: caches, memory, the interpreter's lock, and cores, if there are fewer than
+busy threads. It is measured for layers that mostly multiply matrices and for layers that mostly pass over memory; its
+range covers all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The checks of one host, with their limits and remedies.
 
-A check is a function of what it reads, so that tests plant faults. All checks of a host run at the same time and end
+A check is a function of its readings, so that tests can plant faults. All checks of a host run at the same time and end
 within ``LIMIT_S``.
 """
 
@@ -36,7 +36,7 @@ LIMIT_S = 5.0
 """The time limit for the checks of one host."""
 
 INTERFACE = "SYNCLINE_INTERFACE"
-_LOOK_S = 0.3  # for what other processes use
+_LOOK_S = 0.3  # to measure the use by other processes
 _TAKEN = 0.5  # cores in use by other processes
 _TAKER = 0.2  # of a core, by a process that is named
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -132,7 +132,7 @@ def cores(
             f"{name} {units.percent(used[pid])} of a core, last on core {after.processes[pid][2]}"
             for pid, name in names.items()
         )
-        how = how or "none that is visible here takes a fifth"
+        how = how or "no visible process takes a fifth of a core"
         text = f"other processes take {taken:.1f} of {len(usable)} usable cores: {how}"
         what = ", ".join(names.values()) or "the other work on this machine"
         found.append(Finding("cores", "warn", text, f"End {what}, or keep the ranks off those cores with taskset."))
@@ -355,13 +355,13 @@ def checks_of(world: int, taken: Way, known: Mapping[str, str], look: _Check = c
 
 
 def examined(checks: Mapping[str, _Check], limit_s: float = LIMIT_S) -> list[Finding]:
-    """The findings of all checks, in their order. One that does not end within ``limit_s`` is left behind and named."""
+    """The findings of all checks, in their order. A check that exceeds ``limit_s`` is abandoned and named."""
     found: dict[str, list[Finding]] = {}
 
     def work(name: str, check: _Check) -> None:
         try:
             found[name] = check()
-        except Exception as error:  # what a machine lacks must not hide the other findings
+        except Exception as error:  # a feature that the machine lacks must not hide the other findings
             text = f"the check itself failed: {type(error).__name__}: {error}"
             found[name] = [Finding(name, "warn", text, "Report this text as a fault of syncline doctor.")]
 
@@ -377,7 +377,7 @@ def examined(checks: Mapping[str, _Check], limit_s: float = LIMIT_S) -> list[Fin
 
 
 def before_run(processes: int) -> list[Finding]:
-    """What ``syncline run --check`` shows of this machine: warnings and failures only."""
+    """The findings that ``syncline run --check`` shows: warnings and failures of this machine."""
     known, world = interfaces(), max(2, processes)  # as in a run, which meets on this machine
     taken = way(Environment("syncline", world=world, local_world=world), os.environ.get(INTERFACE), known)
     checks = checks_of(processes, taken, known, partial(cores, processes))

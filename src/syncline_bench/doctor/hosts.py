@@ -1,9 +1,9 @@
 """Checks the hosts of a job pairwise: reachability, bandwidth, clocks, MTU and equal versions.
 
-Owns the course of the check, and the judgement on what all hosts have seen (``judged``, which is pure). The ranks meet
-at rank 0 as in a training. The first rank of each host checks the host, and calls those of all other hosts at the
-addresses on which a training would listen. Then pairs of hosts take turns. In each direction, the sender asks for the
-receiver's clock and fills the link until the receiver has timed what arrives.
+Owns the course of the check, and the judgement on all hosts' results (``judged``, which is pure). The ranks meet at
+rank 0 as in a training. The first rank of each host checks the host, and calls the first ranks of all other hosts at
+the addresses on which a training would listen. Then pairs of hosts take turns. In each direction, the sender asks for
+the receiver's clock and fills the link until the receiver has timed what arrives.
 
 Ranks leave results as notes in the meeting. Rank 0 waits for each note with a time limit, names the hosts that do not
 answer, and judges the others. A fault of one host therefore hides no fault of another.
@@ -69,7 +69,7 @@ class Offset(NamedTuple):
 
 @dataclass
 class Seen:
-    """What the rank that checks a host has seen: the host, its findings, and the hosts that it could not call."""
+    """The results of the rank that checks a host: the host, its findings, and the hosts that it could not call."""
 
     rank: int
     host: str
@@ -165,7 +165,7 @@ class _Ranks:
     def check(self) -> list[Finding] | None:
         """Check, and return the findings on rank 0, None on other ranks."""
         notes_s = LIMIT_S + _SPARE_S + len(self._leads) * 10 * _SLICE_S
-        limit_s = 3 * notes_s if self._rank == 0 else 4 * notes_s  # rank 0 is the one to say who is late
+        limit_s = 3 * notes_s if self._rank == 0 else 4 * notes_s  # so that rank 0 names late ranks
         self._client.limit(time.monotonic() + limit_s, limit_s)
         if self._rank:
             if self._rank in self._leads:
@@ -173,7 +173,7 @@ class _Ranks:
         else:
             try:
                 self._take_part(notes_s)
-            except GroupError as error:  # a rank has ended: what the others have seen so far still counts
+            except GroupError as error:  # a rank has ended: the others' results so far still count
                 self._faults.append(Finding("reach", "fail", str(error), "Look at the output of that rank."))
             self._client.limit(time.monotonic() + _STALL_S, _STALL_S)
         with suppress(GroupError):  # rank 0 does not wait for ranks that it has named
@@ -240,7 +240,7 @@ class _Ranks:
         return note
 
     def _notes(self, name: str, limit_s: float) -> Iterator[bytes]:
-        """The notes of the ranks that check hosts. Those that owe one after ``limit_s`` are named in a finding."""
+        """The notes of the ranks that check hosts. A finding names the ranks that owe a note after ``limit_s``."""
         waiting, deadline = list(self._leads), time.monotonic() + limit_s
         while waiting and time.monotonic() < deadline:
             for lead in list(waiting):
@@ -266,7 +266,7 @@ class _Ranks:
             for pair in ((low, high), (high, low)):
                 sock = self._out.get(peer) if pair[0] == self._rank else came.get(peer)
                 if peer in there and sock is not None:
-                    with closing(sock), suppress(OSError, SynclineError):  # what is missing is judged by rank 0
+                    with closing(sock), suppress(OSError, SynclineError):  # rank 0 judges missing results
                         self._send(sock, pair) if pair[0] == self._rank else self._receive(sock, pair)
 
     def _send(self, sock: socket.socket, pair: Pair) -> None:
@@ -310,7 +310,7 @@ def partners(rank: int, ranks: Sequence[int]) -> Iterator[int]:
 
 
 def judged(seen: Sequence[Seen], links: Links) -> list[Finding]:
-    """The findings on all hosts, and on what lies between them."""
+    """The findings on all hosts, and on the links between them."""
     names = {one.rank: one.host for one in seen}
     if len({*names.values()}) < len(names):
         names = {rank: f"{host} (rank {rank})" for rank, host in names.items()}

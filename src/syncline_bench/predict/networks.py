@@ -34,7 +34,7 @@ WITHOUT_NATIVE = (
     "has no constants of a message library (native.alpha and native.beta): under inside=native its transfers inside"
     " hosts are assumed to be messages; syncline calibrate --transport torch (or mpi) measures them."
 )
-"""The note on a network that does not tell what ``inside=native`` takes."""
+"""The note on a network without times for ``inside=native``."""
 
 USUAL = 0.9
 """The share of measurements that an interval should contain."""

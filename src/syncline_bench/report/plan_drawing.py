@@ -50,7 +50,7 @@ def _head(plan: Plan) -> list[str]:
         lines.append(f"Rank {plan.root} is the root.")
     if plan.native:
         groups = "; ".join(_span(sorted(ranks)) for ranks in plan.native)
-        text = f"Among the ranks {groups} the message library carries out the transfers, by collectives of its own."
+        text = f"Among the ranks {groups} the message library carries out the transfers by its own collectives."
         lines += wrap(text, WIDTH)
     return lines if len(plan) else [*lines, "Nothing has to be sent."]
 

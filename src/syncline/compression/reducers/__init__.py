@@ -25,8 +25,8 @@ element is added may depend on its place in the bucket, as it does without compr
 
 Gradients may also lie on a device (``Device``). The reducers of ``summed``, ``owners`` and ``gathered`` then encode and
 decode there, and only payloads come to the host and go back. They queue that work in the device's streams and wait for
-it only where a payload is about to travel, in a round of its own. A payload is therefore decoded behind the encoding
-that read the same memory, and results are complete for whatever is queued behind them.
+it only before a payload travels, in a separate round. A payload is therefore decoded after the encoding that read the
+same memory, and later work in the queue finds complete results.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Queue(Protocol):
     """A stream of a device: work in order. Neither call waits for the device, unless a codec has to."""
 
     def run(self, act: Callable[[], None]) -> None:
-        """Queue what ``act`` tells the device."""
+        """Call ``act``, whose work on the device is queued."""
         ...
 
     def then(self, call: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class Queue(Protocol):
 class Device(Protocol):
     """A device that encodes and decodes gradients in its memory.
 
-    ``room`` has memory of the host to and from which the device copies by itself. ``encoding`` reads gradients, and
+    ``room`` has host memory to and from which the device copies by itself. ``encoding`` reads gradients, and
     ``decoding`` overwrites them.
     """
 
@@ -97,7 +97,7 @@ class Device(Protocol):
     decoding: Queue
 
     def after_decoding(self, call: Callable[[], None]) -> None:
-        """Call ``call`` some time after everything that ``decoding`` has been told so far, in the calling thread."""
+        """Call ``call`` in the calling thread, some time after all work that ``decoding`` has now."""
         ...
 
 
@@ -202,16 +202,16 @@ class Participant:
 
     @property
     def encoding(self) -> Queue | None:
-        """What encodes gradients; None if the calling thread does."""
+        """The queue that encodes gradients; None if the calling thread does."""
         return None if self.device is None else self.device.encoding
 
     @property
     def decoding(self) -> Queue | None:
-        """What decodes payloads, and encodes what was decoded; None if the calling thread does."""
+        """The queue that decodes payloads and encodes decoded sums; None if the calling thread does."""
         return None if self.device is None else self.device.decoding
 
     def give(self, buffers: Iterable[Bytes]) -> None:
-        """Return buffers to ``room`` when nothing that was decoded so far is still read from them."""
+        """Return buffers to ``room`` once all decodings queued so far have read them."""
         for buffer in buffers:
             if self.device is None:
                 self.room.give(buffer)

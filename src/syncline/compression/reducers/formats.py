@@ -8,8 +8,8 @@
 
 A message that does not match the receiver's own parts is refused before anything is decoded.
 
-Behind the message its buffer has a word for each part, which says whether the encoded gradient was finite. On a device
-(``Queue``) these words and the payloads come down together, after the call has returned.
+After the message its buffer has a word for each part: whether the encoded gradient was finite. On a device (``Queue``)
+these words and the payloads come down together, after the call has returned.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def decode(
 
 
 def landed(queue: Queue | None) -> Reducer:
-    """Continue when everything that was encoded in ``queue``, if there is one, is in the memory of the host."""
+    """Continue when all encodings in ``queue``, if there is one, are in host memory."""
     if queue is not None:
         yield Round([], [], after=queue)
 

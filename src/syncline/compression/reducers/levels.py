@@ -7,7 +7,7 @@
 A payload crosses the link between hosts once per host instead of once per rank, and a rank encodes 1/p of the gradients
 on a host of p ranks. The price is a reduce-scatter and an all-gather at memory speed. Cho et al., "BlueConnect", MLSys
 2019, have these levels without a codec. With ``Participant.native`` the collectives inside are those of the message
-library, which adds in an order of its own.
+library, which adds in its own order.
 
 Sums are always added in rank order, and between hosts the reducers run as if each host were one worker. The result
 therefore has the bits that one worker per host would get from the host's sum; it depends neither on the assignment of

@@ -292,7 +292,7 @@ class KerasSlices(OnHoldings):
             assign(variable, held.weights)
         gradients = [tf.constant(np.array(held.gradient)) for held in self._holdings]
         self._update(gradients, tf.constant(scale, tf.float64))
-        # A rate that is divided among pushes must not get into a checkpoint, which sets the workers' rate.
+        # A rate divided among pushes must not enter a checkpoint, which sets the workers' rate.
         assign(self._optimizer.learning_rate, np.array(groups[0][_WHOLE_RATE]))
         for held, variable in zip(self._holdings, self._variables, strict=True):
             np.copyto(held.weights, value(variable))

@@ -16,8 +16,8 @@ Everything that the training thread launches after ``join`` sees the copied valu
 between streams and block no thread. Models whose gradients lie in the transport's memory need no copies
 (``training.memory.Staging``).
 
-With a codec, buckets stay on the device if it can compute the codec (``Coder``). The two streams then encode and decode
-besides, and only payloads are copied:
+With a codec, buckets stay on the device if it can compute the codec (``Coder``). The two streams then also encode and
+decode, and only payloads are copied:
 
     training stream   backward ... bucket complete . backward goes on . . . . . . . . end of backward: join
     stream down                           encode -> payload -> pinned memory
@@ -194,12 +194,13 @@ class _Stream:
         self._watch.call_after(self.reached(), call)
 
     def reached(self) -> torch.cuda.Event:
-        """The end of everything that was queued so far."""
+        """The end of all work queued so far."""
         return self._copier.reached(self._direction)
 
 
 class _PinnedScratch(Scratch):
-    """Pinned buffers. Those that the device still reads come back when another one is needed. For one thread."""
+    """Pinned buffers. A buffer that the device still reads returns to the pool later, when another one is needed. For
+    one thread."""
 
     def __init__(self, make: Callable[[int], Bytes]) -> None:
         super().__init__(make)
@@ -266,7 +267,7 @@ class CudaCopier:
 
     @property
     def codes(self) -> bool:
-        """Whether the kernels of codecs run on this device. A warning says why they do not."""
+        """Whether the kernels of codecs run on this device. A warning gives the reason if they do not."""
         if reason := why_not(self.device):
             log.warning(
                 "the processor compresses the gradients of %s, where codecs cannot run: %s", self.device, reason
@@ -274,7 +275,7 @@ class CudaCopier:
         return not reason
 
     def run(self, direction: Direction, act: Callable[[], None], behind: torch.cuda.Event | None = None) -> None:
-        """Queue what ``act`` tells the device, in a stream and behind a point in the training stream.
+        """Queue the device work of ``act`` in a stream, after a point in the training stream.
 
         Callable in any thread.
         """
@@ -285,7 +286,7 @@ class CudaCopier:
             act()
 
     def reached(self, direction: Direction) -> torch.cuda.Event:
-        """The end of everything that was queued in a stream so far."""
+        """The end of all work queued in a stream so far."""
         end: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # the waiting thread sleeps
         end.record(self._down if direction == "down" else self._up)
         return end
