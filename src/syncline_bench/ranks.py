@@ -19,8 +19,9 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,9 +31,10 @@ from numpy.typing import NDArray
 from syncline.errors import SynclineError
 from syncline.launch.environment import Environment
 from syncline.launch.local import GRACE_S, LocalRun, Outcome, Output
+from syncline.launch.mpi_library import MpiLibrary
 
 from .messages import Connection, Mailbox, Message
-from .site import HERE, LOCAL, Launcher, Site, mpi_launcher
+from .site import HERE, LOCAL, Launcher, Site, launcher_of
 
 if TYPE_CHECKING:
     from .lab.lab import Lab
@@ -66,6 +68,11 @@ class RankPlace(Protocol):
         """The connections to the ranks, which the ranks open."""
         ...
 
+    @property
+    def python(self) -> str:
+        """The interpreter of the ranks."""
+        ...
+
     def run(self, command: Sequence[str], ranks: int, env: Mapping[str, str], on_output: Output) -> LocalRun:
         """The processes of a set, which are not started yet. Raises SynclineError if the launcher is missing."""
         ...
@@ -73,21 +80,25 @@ class RankPlace(Protocol):
 
 @dataclass(frozen=True)
 class OnThisMachine:
-    """All ranks on this machine, or ``per_host`` on each host of a ``lab``; started by an MPI ``library`` if set."""
+    """All ranks on this machine, or ``per_host`` on each host of a ``lab``; started by an MPI ``library`` if set.
+
+    ``settings`` is added to the environment and precedes what the library or the lab sets.
+    """
 
     lab: Lab | None = None
     per_host: int = 1
-    library: str = ""
+    library: MpiLibrary | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def launcher(self) -> Launcher:
-        """The MPI library's. Raises SynclineError if it is not installed."""
-        if not self.library:
-            return LOCAL
-        found = mpi_launcher(self.library)
-        if isinstance(found, str):
-            raise SynclineError(found)
-        return found
+        """The MPI library's, or none."""
+        return LOCAL if self.library is None else launcher_of(self.library)
+
+    @property
+    def python(self) -> str:
+        """That of the MPI library's environment, else this one."""
+        return sys.executable if self.library is None else self.library.python
 
     def mailbox(self, ranks: int) -> Mailbox:
         """Pipes: a lab's hosts are namespaces of this machine."""
@@ -96,11 +107,15 @@ class OnThisMachine:
     def run(self, command: Sequence[str], ranks: int, env: Mapping[str, str], on_output: Output) -> LocalRun:
         """Each rank starts inside the namespaces of its host."""
         started = partial(LocalRun, on_output=on_output, grace_s=_GRACE_S)
-        if self.library:
+        env = {**self.settings, **env}
+        if self.library is not None:
+            if self.python != sys.executable:  # Syncline itself is not installed there
+                paths = (str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")]))
+                env["PYTHONPATH"] = os.pathsep.join(paths)
             if self.lab is None:
                 argv, added = self.launcher.command(ranks, command, {})
             else:
-                argv, added = self.lab.mpi_command(ranks, command, library=self.library, per_host=self.per_host)
+                argv, added = self.lab.mpi_command(ranks, command, self.library, self.per_host)
             return started(argv, 1, env={**added, **env}, ranked=False)
         if self.lab is not None:
             return started(command, ranks, env=env, place=partial(self.lab.placement, per_host=self.per_host))
@@ -116,6 +131,11 @@ class Launched:
     added: Mapping[str, str]
     site: Site = HERE
     servers: int = 0
+
+    @property
+    def python(self) -> str:
+        """This one, which a launcher finds at the same path on other hosts."""
+        return sys.executable
 
     def mailbox(self, ranks: int) -> Mailbox:
         """Pipes for local ranks, else TCP."""
@@ -163,7 +183,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         with ExitStack() as stack:
             self._mailbox = stack.enter_context(self._place.mailbox(self._ranks))
-            command = [sys.executable, *self._script, self._work, json.dumps(self._mailbox.addresses)]
+            command = [self._place.python, *self._script, self._work, json.dumps(self._mailbox.addresses)]
             self._run = stack.enter_context(self._place.run(command, self._ranks, self._mailbox.environ, self._print))
             self._follow(self._heard, self._silence_s)
             self._stack = stack.pop_all()

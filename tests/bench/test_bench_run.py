@@ -14,12 +14,13 @@ from rich.console import Console
 from syncline.errors import UsageError
 from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
-from syncline_bench.collectives import collective_bench
+from syncline_bench.collectives import collective_bench, contenders
 from syncline_bench.collectives import request as requests
 from syncline_bench.collectives.request import TURNS, Request, Work, request_of, turns_of
 from syncline_bench.display import Display
+from syncline_bench.peers.mpi import SETTINGS
 from syncline_bench.ranks import OnThisMachine, RanksFailed
-from syncline_bench.report.bench import BenchResult, Measured, title
+from syncline_bench.report.bench import BenchResult, Measured, render, title
 
 Play = Callable[[Work, dict[str, Any]], None]
 
@@ -33,16 +34,18 @@ class Sets:
 
     def __init__(self, play: Play = nothing) -> None:
         self.play = play
+        self.times: Callable[[OnThisMachine, int], float] = lambda place, nbytes: 0.002  # noqa: ARG005 - the signature of all
         self.works: list[tuple[Work, str]] = []
+        self.silences_s: list[float] = []
         self.orders: list[tuple[str, dict[str, Any]]] = []
         self.open: list[str] = []
         self.correct = True
 
     def __call__(self, text: str, ranks: int, place: OnThisMachine, script: Any) -> Pretended:  # noqa: ARG002
         work = Work.from_json(text)
-        self.works.append((work, place.library))
+        self.works.append((work, "" if place.library is None else place.library.name))
         self.play(work, {})
-        return Pretended(self, work)
+        return Pretended(self, work, place)
 
     @property
     def timed(self) -> list[tuple[str, int, int]]:
@@ -53,8 +56,8 @@ class Sets:
 
 
 class Pretended:
-    def __init__(self, sets: Sets, work: Work) -> None:
-        self._sets, self._work = sets, work
+    def __init__(self, sets: Sets, work: Work, place: OnThisMachine) -> None:
+        self._sets, self._work, self._place = sets, work, place
 
     def __enter__(self) -> Pretended:
         self._sets.open.append(self._work.contender)
@@ -67,8 +70,9 @@ class Pretended:
         if self._work.contender in self._sets.open:
             self._sets.open.remove(self._work.contender)
 
-    def order(self, heard: Any, silence_s: float = 0.0, **order: Any) -> None:  # noqa: ARG002
+    def order(self, heard: Any, silence_s: float = 0.0, **order: Any) -> None:
         self._sets.orders.append((self._work.contender, order))
+        self._sets.silences_s.append(silence_s)
         self._sets.play(self._work, order)
         count = order.get("repetitions", 0)
         if not self._work.contender:
@@ -77,7 +81,7 @@ class Pretended:
         heard(
             {
                 "kind": "measured",
-                "times_s": [0.002] * count,
+                "times_s": [self._sets.times(self._place, order["nbytes"])] * count,
                 "cpu_s": [0.004] * count,
                 "correct": self._sets.correct,
                 "chosen": None,
@@ -95,7 +99,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Sets:
     monkeypatch.setattr(collective_bench, "Ranks", played)
     monkeypatch.setattr(requests, "available_memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(requests.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 40}))
-    monkeypatch.setattr(requests, "find_library", find_library)
+    monkeypatch.setattr(contenders, "library_of", find_library)
     return played
 
 
@@ -132,10 +136,11 @@ def test_figures_follow_from_the_times() -> None:
 
 def test_every_contender_has_ranks_of_its_own_and_they_take_turns(ranks: Sets) -> None:
     saved: list[BenchResult] = []
-    names = ["shm:auto", "gloo:native", "mpi:native", "mpich:native"]
+    names = ["shm:auto", "gloo:native(threads=1)", "mpi:native(yield=on)", "mpich:native(yield=on)"]
     rows = measured(asked(*names), saved=saved)
     limits = (Work("allreduce", "", 4000, link=True), "")
-    started = [(Work("allreduce", name, 4000), lib) for name, lib in zip(names, ("", "", "mpi", "mpich"), strict=True)]
+    libraries = ("", "", "openmpi", "mpich")
+    started = [(Work("allreduce", name, 4000), lib) for name, lib in zip(names, libraries, strict=True)]
     assert ranks.works == [*started, limits, *started]  # and again for what they take of memory
     turns = [(name, size) for name, size, _ in ranks.timed]
     for size in (1000, 4000):
@@ -231,8 +236,56 @@ def test_finished_rows_are_not_measured_again_and_others_are(ranks: Sets) -> Non
     assert not ranks.works
 
 
+def test_each_size_has_the_fastest_setting_of_its_library_and_the_row_names_it(ranks: Sets) -> None:
+    off = SETTINGS["openmpi"]["yield=off"].items()
+
+    def times(place: OnThisMachine, nbytes: int) -> float:
+        return 0.001 if (place.settings.items() >= off) == (nbytes == 1000) else 0.002
+
+    ranks.times = times
+    request = asked("openmpi:native", "openmpi:ring(yield=on)")
+    rows = {(row.contender, row.bytes): row for row in measured(request)}
+    assert [rows["openmpi:native", nbytes].setting for nbytes in (1000, 4000)] == ["yield=off", "yield=on"]
+    assert {row.median_s for row in rows.values() if row.algorithm == "native"} == {0.001}
+    assert rows["openmpi:ring(yield=on)", 1000].median_s == 0.002  # what is asked for is not chosen
+    assert [row.key for row in rows.values()] == list(request.keys)
+    # The trials come first, of one setting after the other; then each of the two that won has ranks, the first of them
+    # with no more memory than its greatest size.
+    trials = len(SETTINGS["openmpi"])
+    started = [work.most_bytes for work, _ in ranks.works if work.contender == "openmpi:native"]
+    assert started[: trials + 2] == [4000] * trials + [1000, 4000]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(BenchResult("here", 2, {}, None, rows=tuple(rows.values()))))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "openmpi:native (yield=off)" in shown
+    assert "openmpi:ring(yield=on) " in shown
+
+
+def test_a_setting_that_fails_or_takes_too_long_is_left_out(ranks: Sets) -> None:
+    def times(place: OnThisMachine, nbytes: int) -> float:  # noqa: ARG001 - the signature of all
+        if place.settings == SETTINGS["openmpi"]["yield=on"]:
+            raise RanksFailed("no report for 3 s")
+        return 0.002
+
+    ranks.times = times
+    rows = measured(asked("openmpi:native"))
+    assert {row.setting for row in rows} == {"yield=off"}
+    assert not any(row.error for row in rows)
+    assert ranks.silences_s[0] < 10
+
+
+def test_where_no_setting_works_the_row_says_why(ranks: Sets) -> None:
+    def die(work: Work, order: dict[str, Any]) -> None:
+        if work.contender and order:
+            raise RanksFailed("rank 0 died")
+
+    ranks.play = die
+    (row,) = measured(asked("openmpi:native", sizes=(1000,)))
+    assert (row.setting, row.error) == ("yield=on", "during openmpi:native of 1 KB: rank 0 died")
+
+
 def test_what_is_not_installed_is_a_row_and_no_process(ranks: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "find_library", lambda _: "Open MPI is not installed: pip install it")
+    monkeypatch.setattr(contenders, "library_of", lambda _: "Open MPI is not installed: pip install it")
     rows = measured(asked("mpi:native", "shm:auto", sizes=(1000,)))
     assert [(row.contender, row.missing, row.error is None) for row in rows] == [
         ("mpi:native", True, False),

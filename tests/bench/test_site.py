@@ -32,7 +32,7 @@ from syncline_bench.display import RowDisplay
 from syncline_bench.messages import Mailbox, RemoteMailbox
 from syncline_bench.processes import measure
 from syncline_bench.report.comparison import Row
-from syncline_bench.site import AUTO, HERE, LOCAL, Launcher, Site, check_site, mpi_launcher, read_launcher, site_of
+from syncline_bench.site import AUTO, HERE, LOCAL, Launcher, Site, check_site, launcher_of, read_launcher, site_of
 from syncline_bench.workloads._trace import Trace, TracedLayer
 
 SRUN = """#!{python}
@@ -171,8 +171,7 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     for name in ("mpirun", "mpich"):
         with pytest.raises(UsageError, match=f"--launcher {name}: .* is not installed: pip install it"):
             read_launcher(name)
-    monkeypatch.setattr("syncline_bench.site.mpi_launcher", lambda: "nothing is installed")
-    with pytest.raises(SynclineError, match=r"transport=mpi needs .*nothing is installed"):
+    with pytest.raises(SynclineError, match=r"transport=mpi needs .*mpi is not installed"):
         Site().launcher_of("ring transport=mpi")
 
 
@@ -195,10 +194,10 @@ def test_auto_is_mpirun_for_what_talks_over_mpi_and_nothing_else() -> None:
     site = Site()
     for strategy in ("single", "ddp", "ring", "ps(servers=1) transport=grpc"):
         assert site.launcher_of(strategy) == LOCAL
-    library = mpi_launcher()
+    library = find_library("mpi")
     if isinstance(library, str):
         pytest.skip(library)
-    assert site.launcher_of("ring transport=mpi(onesided=on)") == library
+    assert site.launcher_of("ring transport=mpi(onesided=on)") == launcher_of(library)
 
 
 def test_a_lab_takes_the_libraries_launchers_only(srun: str) -> None:
@@ -226,10 +225,10 @@ class OneLab:
         raise NotImplementedError
 
     def mpi_command(
-        self, ranks: int, command: Any, library: str, per_host: int = 1
+        self, ranks: int, command: Any, library: MpiLibrary, per_host: int = 1
     ) -> tuple[list[str], dict[str, str]]:
         assert per_host == 1
-        self.asked.append((ranks, library))
+        self.asked.append((ranks, library.name))
         return list(command), {}
 
 

@@ -9,13 +9,12 @@ from types import ModuleType
 
 import pytest
 
-from syncline.launch.mpi_library import MpiLibrary, find_library
 from syncline_bench.collectives.collective_bench import RANK
 from syncline_bench.collectives.request import Work
-from syncline_bench.ranks import OnThisMachine, Ranks
+from syncline_bench.ranks import Ranks
 
 pytest.importorskip("torch")
-CONTENDERS = {"gloo:native": "", "openmpi:native": "openmpi", "mpich:native": "mpich"}
+CONTENDERS = ("gloo:native", "openmpi:native", "mpich:native", "intelmpi:native")
 ROUNDS = 12
 
 
@@ -28,16 +27,16 @@ def test_a_peer_is_as_fast_as_a_plain_script_of_its_library_and_has_as_many_thre
 
     Two ranks of 1 KB are what shared processes, a second group or threads that look for work cost most.
     """
-    peers, library = program("peers"), CONTENDERS[contender]
+    peers = program("peers")
     assert set(peers.SCRIPTS) == set(CONTENDERS)
-    assert "syncline" not in peers.SCRIPTS[contender][1]
-    if library and not isinstance(find_library(library), MpiLibrary):
-        pytest.skip(f"{library} is not installed")
-    with Ranks(Work("allreduce", contender, 1000).to_json(), 2, OnThisMachine(library=library), RANK) as peer:
+    assert "syncline" not in peers.SCRIPTS[contender]
+    if isinstance(place := peers.place_of(contender), str):
+        pytest.skip(place)
+    with Ranks(Work("allreduce", contender, 1000).to_json(), 2, place, RANK) as peer:
         threads: list[int] = []
         peer.order(lambda message: threads.append(message["threads"]), nbytes=1000, seeds=[0])
         ratios = []
-        for one in islice(peers.rounds(peer, contender, 2, 1000), ROUNDS):
+        for one in islice(peers.rounds(peer, place, contender, 2, 1000), ROUNDS):
             assert threads == [one.threads]
             ratios.append(min(one.bench_s) / min(one.plain_s))
             if ratios[-1] <= peers.MOST:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,15 +12,20 @@ from syncline.errors import UsageError
 from syncline.launch import mpi_library
 from syncline.launch.mpi_library import MpiLibrary, find_library
 
+MPI4PY = "lib/python3.11/site-packages/mpi4py/__init__.py"
+
 
 @pytest.fixture
-def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment with both wheels in it."""
-    monkeypatch.setattr(mpi_library, "find_spec", lambda _: object())
-    for name in ("lib/libmpi.so.40", "lib/libmpi.so.12", "bin/prterun", "bin/mpiexec.hydra", "bin/mpirun"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+def prefix(tmp_path: Path) -> Path:
+    """An environment with the wheels of Open MPI and MPICH in it."""
+    for name in (MPI4PY, "lib/libmpi.so.40", "lib/libmpi.so.12", "bin/prterun", "bin/mpiexec.hydra", "bin/mpirun"):
+        touch(tmp_path / name)
     return tmp_path
+
+
+def touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
 
 def nowhere(name: str) -> str | None:  # noqa: ARG001 - like shutil.which
@@ -40,6 +46,7 @@ def test_each_wheel_is_started_by_the_launcher_that_only_it_has(prefix: Path) ->
         assert command[0] == str(prefix / "bin" / launcher)
         assert command[-4:] == ["-n", "3", "python", "x.py"]
         assert env["MPI4PY_LIBMPI"] == str(prefix / "lib" / shared)
+        assert library.python == str(prefix / "bin" / "python")
 
 
 def test_any_library_serves_as_mpi(prefix: Path) -> None:
@@ -48,15 +55,37 @@ def test_any_library_serves_as_mpi(prefix: Path) -> None:
     (prefix / "lib" / "libmpi.so.12").unlink()
     reason = find_library("mpi", prefix=prefix, which=nowhere)
     assert isinstance(reason, str)
-    assert "Open MPI is not installed" in reason
-    assert "MPICH is not installed" in reason
+    for title in ("Open MPI", "MPICH", "Intel MPI"):
+        assert f"{title} is not installed" in reason
 
 
-def test_a_distribution_s_library_is_found_on_the_path(prefix: Path) -> None:
-    library = find_library("mpich", prefix=prefix / "none", which=lambda name: f"/usr/bin/{name}")
+def test_intel_s_library_and_mpich_s_are_told_apart_by_what_is_beside_the_launcher(prefix: Path) -> None:
+    assert "Intel MPI is not installed" in str(find_library("intelmpi", prefix=prefix, which=nowhere))
+    touch(prefix / "bin" / "impi_info")
+    assert "MPICH is not installed" in str(find_library("mpich", prefix=prefix, which=nowhere))
+    library = found("intelmpi", prefix)
+    assert (library.shared_object, library.root) == (str(prefix / "lib/libmpi.so.12"), str(prefix))
+    paths = {"MPI4PY_LIBMPI": library.shared_object, "I_MPI_ROOT": str(prefix)}
+    assert library.settings(crowded=False) == {**paths, "FI_PROVIDER_PATH": str(prefix / "lib")}
+    installed = prefix / "opt/mpi/libfabric/lib/prov"
+    installed.mkdir(parents=True)
+    assert library.settings(crowded=True) == {**paths, "FI_PROVIDER_PATH": str(installed)}
+
+
+def test_a_distribution_s_library_is_found_on_the_path(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_library, "find_spec", lambda _: object())
+    monkeypatch.setattr(mpi_library.sys, "prefix", str(prefix / "none"))
+    library = find_library("mpich", which=lambda name: f"/usr/bin/{name}")
     assert isinstance(library, MpiLibrary)
     assert library.launcher[0] == "/usr/bin/mpiexec.hydra"
     assert library.shared_object == "libmpi.so.12"
+    assert library.python == sys.executable
+    # Intel's own installation on the PATH is not taken for MPICH, and its library is not on the linker's path.
+    touch(prefix / "bin" / "impi_info")
+    beside = find_library("intelmpi", which=lambda name: str(prefix / "bin" / name))
+    assert isinstance(beside, MpiLibrary)
+    assert beside.shared_object == str(prefix / "lib/libmpi.so.12")
+    assert isinstance(find_library("mpich", which=lambda name: str(prefix / "bin" / name)), str)
 
 
 def test_waiting_ranks_give_their_cores_away(prefix: Path) -> None:
@@ -68,12 +97,14 @@ def test_waiting_ranks_give_their_cores_away(prefix: Path) -> None:
 
 
 def test_without_mpi4py_nothing_is_found(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (prefix / MPI4PY).unlink()
+    assert f"mpi4py is not installed in {prefix}: pip install" in str(find_library("mpi", prefix=prefix))
     monkeypatch.setattr(mpi_library, "find_spec", lambda _: None)
-    assert "pip install" in str(find_library("mpi", prefix=prefix, which=nowhere))
+    assert str(find_library("mpich")) == "mpi4py is not installed: pip install 'syncline[mpich]'"
 
 
 def test_another_name_is_a_mistake() -> None:
-    with pytest.raises(UsageError, match="openmpi or mpich"):
+    with pytest.raises(UsageError, match="openmpi, mpich or intelmpi"):
         find_library("lam")
 
 

@@ -40,7 +40,8 @@ def bench() -> None:
 @click.option("--ranks", multiple=True, metavar="N...", help="Numbers of ranks: 2,4; default: 2,4, and 4 in a lab.")
 @click.option(
     "--with", "contenders", multiple=True, metavar="TRANSPORT:ALGORITHM...",
-    help="Contenders: Syncline's, such as shm:auto,tcp:ring, and peers, such as gloo:native,mpi:native,mpi:ring.",
+    help="Contenders: Syncline's, such as shm:auto,tcp:ring, and peers, such as gloo:native,openmpi:native,mpi:ring. "
+    "In a clone, `make bench-peers` installs the MPI libraries.",
 )  # fmt: skip
 @click.option("--lab", metavar="RATE", help="Measure in a lab with links of RATE, such as 1gbit; needs root.")
 @click.option(

@@ -6,6 +6,7 @@ Owns the turns of the sets, the end of a contender whose set fails, the rows, an
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,12 +17,14 @@ import numpy as np
 from rich.console import Console
 
 from syncline.errors import SynclineError, UsageError
+from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
 
 from ..display import Display, Task, console_beside
 from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
 from ..machine import provenance
 from ..messages import Message
+from ..peers import Settings
 from ..ranks import SILENCE_S, OnThisMachine, Ranks, RanksFailed
 from ..report import bench
 from ..report.bench import BenchResult, Measured
@@ -34,6 +37,12 @@ RANK = ("-m", "syncline_bench.collectives.collective_ranks")
 Save = Callable[[BenchResult], None]
 _PATIENCE = 20.0
 """A turn may take this many times its expected time before it counts as stuck."""
+
+TRIALS = 3
+"""The repetitions that choose a setting."""
+
+_TRIAL_S = 3.0
+"""Beyond as many times its expected time a setting is given up: it is not tried at larger sizes."""
 
 
 def origin() -> BenchResult:
@@ -153,7 +162,8 @@ class _Stage:
     def __init__(self, run: _Run, request: Request, ranks: int, place: OnThisMachine, goodput: float | None) -> None:
         self._run, self._request, self._ranks = run, request, ranks
         self._place, self._goodput = place, goodput
-        self._sets: dict[Name, Ranks] = {}
+        self._sets: dict[Name, dict[str, Ranks]] = {}  # by setting
+        self._best: dict[tuple[Name, int], str] = {}  # by size
         self._limits: Ranks | None = None
 
     def measure(self, cells: Sequence[tuple[int, Name]]) -> None:
@@ -171,21 +181,63 @@ class _Stage:
 
     def _start(self, stack: ExitStack, task: Task) -> None:
         """Start one set after the other: a set may measure while it connects, which no other should disturb."""
-        kind = self._request.collective.name
         for name in dict.fromkeys(name for _, name in self._left):
+            self._choose(name, [size for size, other in self._left if other == name], task)
             task.at(0.0, "connecting")
-            most = max(size for size, other in self._left if other == name)
+            sets = self._sets[name] = {}
+            most = {setting: size for (other, size), setting in self._best.items() if other == name}  # sizes rise
             try:
-                self._sets[name] = stack.enter_context(self._ranks_of(Work(kind, name.text, most), name.library))
+                for setting, size in most.items():
+                    sets[setting] = stack.enter_context(self._ranks_of(name, size, setting))
             except SynclineError as failure:
                 self._give_up(name, f"while {name.text} was connecting: {failure}")
         link = self._goodput is None and any(name.moves == "link" for name in self._sets)
         if self._sets:
-            most = max(size for size, _ in self._left)
-            self._limits = stack.enter_context(self._ranks_of(Work(kind, "", most, link)))
+            work = Work(self._request.collective.name, "", max(size for size, _ in self._left), link)
+            self._limits = stack.enter_context(Ranks(work.to_json(), self._ranks, self._place, RANK))
 
-    def _ranks_of(self, work: Work, library: str = "") -> Ranks:
-        return Ranks(work.to_json(), self._ranks, replace(self._place, library=library), RANK)
+    def _choose(self, name: Name, sizes: Sequence[int], task: Task) -> None:
+        """Choose the setting of each size: the fastest of a few repetitions by ranks of its own.
+
+        In a lab the first setting is taken, which yields cores: the links decide there.
+        """
+        settings = self._settings(name)
+        first = next(iter(settings))
+        self._best |= {(name, size): first for size in sizes}
+        if len(settings) == 1 or self._request.lab_rate is not None:
+            return
+        fastest: dict[int, float] = {}
+        for setting in settings:
+            task.at(0.0, f"settings of {name.text}")
+            for size, median in self._tried(name, setting, sizes):
+                if median < fastest.get(size, math.inf):
+                    fastest[size], self._best[name, size] = median, setting
+
+    def _tried(self, name: Name, setting: str, sizes: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """The median of each size with this setting, until a size fails or takes too long."""
+        try:
+            with self._ranks_of(name, max(sizes), setting) as ranks:
+                for size in sizes:
+                    taken = _Taken()
+                    silence_s = _TRIAL_S * (1 + TRIALS * expected_s(size, self._ranks, None))
+                    ranks.order(taken.add, silence_s, nbytes=size, repetitions=TRIALS)
+                    yield size, float(np.median(taken.times_s))
+                ranks.end()
+        except SynclineError:
+            return  # if no setting works, the row says why
+
+    def _settings(self, name: Name) -> Settings:
+        found = name.find_library() if name.library else ""
+        return name.settings(found.name if isinstance(found, MpiLibrary) else "")
+
+    def _ranks_of(self, name: Name, most: int, setting: str) -> Ranks:
+        """The ranks of a contender for sizes up to ``most``, not started. SynclineError if a library is missing."""
+        library = name.find_library() if name.library else None
+        if isinstance(library, str):
+            raise SynclineError(library)
+        place = replace(self._place, library=library, settings=self._settings(name)[setting])
+        work = Work(self._request.collective.name, name.text, most)
+        return Ranks(work.to_json(), self._ranks, place, RANK)
 
     def _measure_size(self, size: int, task: Task, done: float) -> None:
         """Check all contenders at one size, time them in turn, check them again, and add their rows."""
@@ -213,9 +265,10 @@ class _Stage:
 
     def _turn(self, name: Name, size: int, taken: _Taken, seeds: list[int], count: int) -> None:
         """Run one contender's turn while the other sets sleep."""
-        limit_s = SILENCE_S + _PATIENCE * self._expected_s(size)
+        silence_s = SILENCE_S + _PATIENCE * self._expected_s(size)
         try:
-            self._sets[name].order(taken.add, limit_s, nbytes=size, repetitions=count, seeds=seeds)
+            ranks = self._sets[name][self._best[name, size]]
+            ranks.order(taken.add, silence_s, nbytes=size, repetitions=count, seeds=seeds)
         except RanksFailed as failure:
             self._give_up(name, f"during {name.text} of {size_text(size)}: {failure}", size)
 
@@ -241,8 +294,8 @@ class _Stage:
 
     def _give_up(self, name: Name, text: str, nbytes: int = 0) -> None:
         """End a contender's ranks, and write the reason into its remaining rows."""
-        if name in self._sets:
-            self._sets.pop(name).close()
+        for ranks in self._sets.pop(name, {}).values():
+            ranks.close()
         for size in [size for size, other in self._left if other == name]:
             self._left.remove((size, name))
             later = nbytes and size != nbytes
@@ -252,7 +305,8 @@ class _Stage:
     def _end(self) -> None:
         """End all sets after the last row. Print a failure, which no row can hold any more."""
         limits = [] if self._limits is None else [("the limits", self._limits)]
-        for text, ranks in (*((name.text, ranks) for name, ranks in self._sets.items()), *limits):
+        sets = ((name.text, ranks) for name, found in self._sets.items() for ranks in found.values())
+        for text, ranks in (*sets, *limits):
             try:
                 ranks.end()
             except RanksFailed as failure:
@@ -271,9 +325,8 @@ class _Stage:
 
     def _memory_of(self, name: Name, size: int) -> int | None:
         taken = _Taken()
-        work = Work(self._request.collective.name, name.text, size)
         try:
-            with self._ranks_of(work, name.library) as ranks:
+            with self._ranks_of(name, size, self._best[name, size]) as ranks:
                 ranks.order(taken.add, nbytes=size, memory=True)
                 ranks.end()
         except SynclineError:
@@ -281,7 +334,8 @@ class _Stage:
         return taken.memory_bytes
 
     def _row(self, size: int, name: Name) -> Measured:
-        return self._request.empty_row(self._ranks, size, name)
+        row = self._request.empty_row(self._ranks, size, name)
+        return replace(row, setting=self._best.get((name, size)) or None)
 
     def _expected_s(self, size: int) -> float:
         """The expected seconds of one contender at one size."""

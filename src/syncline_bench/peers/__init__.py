@@ -8,23 +8,61 @@ training it takes part in. Its ``join()`` makes this process a member of the run
 * ``collectives``: the collectives that it has,
 * ``moves``: ``memory`` when its ranks of one machine share memory, ``link`` when they talk over sockets there,
 * ``needs``: a Python package, or ``mpi`` with the ``library`` that has to be installed,
+* ``settings``: per library (an empty name for a package), settings by name, each with its environment variables.
 
 The bench reads these without importing the library: a file of this folder imports its library when an object is made. A
 peer of a bench has processes of its own, which do only what a plain script of its library does. Each peer runs in its
-best documented setting. If that is an environment variable, ``launch.mpi_library`` or the bench sets it before the
-library is loaded, and the file states it.
+best documented setting. If different settings are the best at different sizes, the bench tries all of them, measures
+the fastest of each size, and names it in the row; ``NAME(SETTING)`` requests one.
+
+Each MPI library can have an environment of its own, because not all libraries fit into one (``library_of``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from syncline.launch.mpi_library import LIBRARIES, MpiLibrary, find_library
+
 Array = NDArray[np.float32]
+
+Settings = Mapping[str, Mapping[str, str]]
+"""Settings by name, each with its environment variables."""
+
+ENVIRONMENTS = Path(__file__).parents[3] / ".peers"
+"""Where ``make bench-peers`` makes an environment for each MPI library, under the library's name."""
+
+INSTALLED = ".installed"
+"""The file that ``make`` writes into an environment when all of it is installed."""
+
+REMEDY = "make bench-peers"
+
+
+def library_of(name: str) -> MpiLibrary | str:
+    """The MPI library of a peer, the first of all for ``mpi``: in an environment of its own, else in this one.
+
+    A text says why there is none, with the remedy. An environment of its own that is broken is not passed over.
+    """
+    reasons = []
+    for candidate in LIBRARIES if name == "mpi" else (name,):
+        folder = ENVIRONMENTS / candidate
+        found = _in_its_own(candidate, folder) if folder.is_dir() else find_library(candidate)
+        if isinstance(found, MpiLibrary):
+            return found
+        reasons.append(found)
+    return f"{'; '.join(dict.fromkeys(reasons))}; in a clone: {REMEDY}"
+
+
+def _in_its_own(name: str, folder: Path) -> MpiLibrary | str:
+    if not (folder / INSTALLED).is_file() or not (folder / "bin" / "python").exists():
+        return f"the environment {folder} is incomplete: rm -r {folder}"
+    return find_library(name, prefix=folder, which=lambda _: None)
 
 
 @dataclass(frozen=True)

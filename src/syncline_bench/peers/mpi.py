@@ -1,23 +1,71 @@
 """Peers on MPI, through mpi4py: an MPI library's own collectives, a ring on its messages, and a ring on its windows.
 
-``mpi`` is the installed library (Open MPI before MPICH); ``openmpi`` and ``mpich`` name one. A script begins with
-``from mpi4py import MPI``, which initialises MPI with mpi4py's thread level; the communicator is MPI_COMM_WORLD. One
-setting matters: ``launch.mpi_library`` makes waiting ranks yield their core, because ranks may outnumber cores and an
-MPI rank otherwise spins. MPI ends with the process.
+``mpi`` is the first installed library of Open MPI, MPICH and Intel MPI; their names select one. A script begins with
+``from mpi4py import MPI``, which initialises MPI with mpi4py's thread level; the communicator is MPI_COMM_WORLD. MPI
+ends with the process.
+
+No setting is the best at every size. The bench chooses among those of ``SETTINGS``, each of which was the fastest at
+some size with 2 or 4 ranks on 2 cores. The documentation of the library describes the variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from syncline.launch.mpi_library import LIBRARIES
 from syncline.registry import register
 
-from . import Array, Seat
+from . import Array, Seat, Settings
 from ._ring import PIECE_BYTES, PostedRing, Ring
+
+_YIELDING: Mapping[str, Settings] = {
+    # The first one also serves ranks that outnumber the cores, and labs.
+    "openmpi": {
+        "yield=on": {"OMPI_MCA_mpi_yield_when_idle": "1"},
+        "yield=off": {"OMPI_MCA_mpi_yield_when_idle": "0"},
+    },
+    "mpich": {
+        # A heavy yield sleeps, which takes 17 times as long at 1 KB with 4 ranks on 2 cores.
+        "yield=on": {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"},
+        "yield=off": {"MPIR_CVAR_POLLS_BEFORE_YIELD": "0", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"},
+    },
+    "intelmpi": {
+        "yield=on": {"I_MPI_THREAD_YIELD": "2"},
+        "yield=off": {"I_MPI_THREAD_YIELD": "0"},
+    },
+}
+_ALGORITHMS: Mapping[str, Settings] = {
+    "openmpi": {
+        # By itself the library takes no ring at large sizes, nor these segments.
+        "segmented_ring": {
+            "OMPI_MCA_mpi_yield_when_idle": "0",
+            "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+            "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
+            "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": str(1 << 20),
+        },
+    },
+    "mpich": {
+        # Over shared flags, which needs a single thread and does not yield.
+        "release_gather": {
+            "MPI4PY_RC_THREAD_LEVEL": "single",
+            "MPIR_CVAR_POSIX_NUM_COLLS_THRESHOLD": "0",
+            **{f"MPIR_CVAR_{name}_POSIX_INTRA_ALGORITHM": "release_gather" for name in ("ALLREDUCE", "BCAST")},
+        },
+        # Its composition is of messages alone.
+        "reduce_scatter_allgather": {
+            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "0",
+            "MPIR_CVAR_ALLREDUCE_COMPOSITION": "2",
+            "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "reduce_scatter_allgather",
+        },
+    },
+    "intelmpi": {"intranode=pt2pt": {"I_MPI_THREAD_YIELD": "2", "I_MPI_COLL_INTRANODE": "pt2pt"}},
+}
+SETTINGS: Mapping[str, Settings] = {name: {**found, **_ALGORITHMS[name]} for name, found in _YIELDING.items()}
+"""The settings of each library's own collectives. Rings and windows have those of ``_YIELDING``."""
 
 _AHEAD = 2
 _HALVES = ("allreduce", "reduce-scatter", "all-gather")
@@ -25,13 +73,15 @@ _HALVES = ("allreduce", "reduce-scatter", "all-gather")
 Peer = TypeVar("Peer", bound=Callable[..., Any])
 
 
-def _registered(algorithm: str, collectives: tuple[str, ...] = _HALVES) -> Callable[[Peer], Peer]:
+def _registered(
+    algorithm: str, collectives: tuple[str, ...] = _HALVES, settings: Mapping[str, Settings] = _YIELDING
+) -> Callable[[Peer], Peer]:
     """Register a peer under the name of every library."""
 
     def enter(peer: Peer) -> Peer:
-        for library in ("mpi", "openmpi", "mpich"):
-            declared = {"collectives": collectives, "moves": "memory", "needs": "mpi", "library": library}
-            register("peers", f"{library}:{algorithm}", **declared)(peer)
+        for library in ("mpi", *LIBRARIES):
+            declared = {"moves": "memory", "needs": "mpi", "library": library, "settings": settings}
+            register("peers", f"{library}:{algorithm}", collectives=collectives, **declared)(peer)
         return peer
 
     return enter
@@ -42,7 +92,7 @@ def _version(mpi: Any) -> str:
     return " ".join(mpi.Get_library_version().split(",")[0].splitlines()[0].replace(":", " ").split())
 
 
-@_registered("native", (*_HALVES, "broadcast"))
+@_registered("native", (*_HALVES, "broadcast"), SETTINGS)
 class MpiNative:
     """MPI_Allreduce, MPI_Reduce_scatter_block, MPI_Allgather and MPI_Bcast, in place if MPI supports that.
 

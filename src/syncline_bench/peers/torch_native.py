@@ -15,7 +15,7 @@ from typing import Any
 
 from syncline.registry import register
 
-from . import Array, Seat
+from . import Array, Seat, Settings
 
 _DECLARED = {"collectives": ("allreduce", "reduce-scatter", "all-gather", "broadcast"), "needs": "torch"}
 
@@ -71,7 +71,10 @@ class TorchNative:
         self._dist.destroy_process_group()
 
 
-@register("peers", "gloo:native", moves="link", **_DECLARED)
+_THREADS: Settings = {f"threads={count}": {"OMP_NUM_THREADS": str(count)} for count in (1, 2)}
+
+
+@register("peers", "gloo:native", moves="link", settings={"": _THREADS}, **_DECLARED)
 class GlooNative(TorchNative):
     """torch.distributed's own collectives on the Gloo backend."""
 

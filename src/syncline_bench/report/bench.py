@@ -24,9 +24,11 @@ PEERS = (
     "mpi:native",
     "openmpi:native",
     "mpich:native",
+    "intelmpi:native",
     "mpi:ring",
     "openmpi:ring",
     "mpich:ring",
+    "intelmpi:ring",
 )
 """Contenders that all others are compared with, in the order of the columns."""
 
@@ -65,6 +67,7 @@ class Measured(_Checked):
     chosen: Annotated[
         str | None, "the algorithm and transport that ran if the name leaves them open, or the library and its version"
     ] = None
+    setting: Annotated[str | None, "the library's setting that was measured, if it has several"] = None
     repetitions: Annotated[int, "each lasts as long as its slowest rank"] = 0
     median_s: Annotated[float | None, "of the slowest rank"] = None
     p99_s: Annotated[float | None, "the 99th percentile"] = None
@@ -298,7 +301,7 @@ def _collective(rows: Sequence[Measured], cores: int) -> Table[Measured]:
     return Table(
         (
             Column("bytes", "bytes", units.decimal_size, means="", once=True),
-            Column("contender", "contender", kind="name"),
+            Column("contender", "contender", kind="name", by=_named),
             Column("median", "median_s", units.seconds, fails=True),
             Column("p99", "p99_s", units.seconds, 5),
             Column("busbw", "busbw_bytes_per_s", _gigabytes, 3),
@@ -318,6 +321,11 @@ def _collective(rows: Sequence[Measured], cores: int) -> Table[Measured]:
             for (name, error), its in failed.items()
         ],
     )
+
+
+def _named(row: Measured) -> str:
+    """The contender with its setting, unless its name has it already."""
+    return row.contender if row.setting is None or "(" in row.contender else f"{row.contender} ({row.setting})"
 
 
 def _failure(row: Measured | GradientRow) -> str:
