@@ -7,6 +7,7 @@ which run their strategies with staged models too.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 from toy import Here, batch, close, fill, gradients, loss_of, mlp, sgd, weights
 
 from host_copier import HostCopier
+from syncline.codecs._device import SWITCH
 from syncline.errors import NotBuiltError, SynclineError, UsageError
 from syncline.frameworks.torch import prepare
 from syncline.frameworks.torch.staging import CudaCopier, Staged, device_of, staging_for
@@ -364,6 +366,30 @@ def test_ranks_on_a_gpu_end_equal_and_as_on_the_cpu(group: Any, strategy: str) -
         loss_of(model(batch(step))).backward()
         optimizer.step()
     close(one, weights(model), 1e-7)
+
+
+@cuda
+@pytest.mark.parametrize("codec", ["int8", "topk(ratio=0.3)", "bf16", "bf16(sum=fp32)"])
+def test_codecs_on_a_gpu_give_a_training_the_bits_of_those_on_the_processor(
+    group: Any, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    def body(session: Session) -> list[torch.Tensor]:
+        here = on_gpu(session)
+        assert here.replica is not None
+        assert here.replica.exchange.coded_on_device == (os.environ[SWITCH] == "on")
+        for step in range(4):
+            here.optimizer.zero_grad()
+            loss_of(here.model(batch(step).cuda())).backward()
+            here.optimizer.step()
+        here.replica.detach()
+        return [tensor.cpu() for tensor in weights(here.model).values()]
+
+    found = []
+    for said in ("on", "off"):
+        monkeypatch.setenv(SWITCH, said)
+        found.append(group(f"ring codec={codec}", 2, body))
+    for there, here in zip(*found, strict=True):
+        assert all(map(torch.equal, there, here))
 
 
 @cuda
