@@ -72,6 +72,20 @@ def test_a_module_counts_for_its_first_tensor_until_the_next_is_called() -> None
     assert [layer.forward_s for layer in found] == [1, 0, 5, 9, 0]
 
 
+def test_a_second_use_of_a_tensor_counts_for_the_last_one_that_was_needed_for_the_first_time() -> None:
+    """The output layer of a tied embedding waits for nothing more."""
+    clock = Ticks()
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
+    model[2].weight = model[0].weight
+    for layer, seconds in zip(model, (1, 3, 10), strict=True):
+        layer.register_forward_hook(lambda *_, seconds=seconds: clock.pass_s(seconds))
+    times = LayerTimes(model, list(model.named_parameters()), 2, clock, forward=True)
+    for _ in range(2):
+        backward(clock, times, model, {1: 2.0, 0: 4.0})
+    found = times.of(layers_of(list(model.named_parameters())))
+    assert [(layer.forward_s, layer.backward_s) for layer in found] == [(1, 4), (13, 2)]
+
+
 def test_a_gradient_takes_from_the_one_before_to_itself_and_medians_count() -> None:
     clock, model, times = parts(3)
     for factor in (1, 50, 2):

@@ -17,6 +17,7 @@ from syncline_bench.workloads import Speed, Workload, load
 from syncline_bench.workloads._speed import Pacer
 from syncline_bench.workloads._trace import Trace, TracedLayer
 from syncline_bench.workloads.models.replayed import Replayed
+from syncline_bench.workloads.models.transformer import Bert, Transformer, VisionTransformer
 from syncline_bench.workloads.replay import replayed
 
 
@@ -145,6 +146,57 @@ def test_published_totals(
     with torch.device("meta"):
         names = [name for name, _ in Replayed(trace).named_parameters()]
     assert len(set(names)) == tensors
+
+
+RECORDED: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "gpt2": (lambda: Transformer(50_257, 1024, 768, 12, 12), 124_439_808),
+    "bert_base": (Bert, 109_482_240),
+    "vit_b16": (VisionTransformer, 86_567_656),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_replays_have_the_published_number_of_parameters_and_the_models_tensors(name: str) -> None:
+    build, published = RECORDED[name]
+    with torch.device("meta"):
+        model = build()
+    trace = load(f"replay:{name}").trace
+    assert trace is not None
+    assert trace.elements == published == sum(weight.numel() for weight in model.parameters())
+    expected = [(key, tuple(weight.shape)) for key, weight in model.named_parameters()]
+    assert [(layer.name, layer.tensors[0].shape) for layer in trace.layers] == expected
+    assert trace.device == "cpu"
+    assert all(layer.backward_s > 0 for layer in trace.layers if len(layer.tensors[0].shape) > 1)
+    assert 1 < trace.backward_s / trace.forward_s < 4
+
+
+def test_a_tied_embedding_is_one_dense_tensor_and_the_first_so_its_gradient_is_ready_last() -> None:
+    tied, apart = (load(f"replay:{name}").trace for name in ("gpt2", "bert_base"))
+    assert tied is not None
+    assert apart is not None
+    assert tied.layers[0].tensors[0].shape == (50_257, 768)
+    assert not any("output" in layer.name for layer in tied.layers)
+    assert tied.layers[0].rows == 1
+    words, places, kinds = apart.layers[:3]
+    assert 0 < words.rows <= 1.001 * 128 / 30_522
+    assert places.rows == pytest.approx(128 / 512)
+    assert kinds.rows == 0.5
+    assert all(layer.rows == 1 for layer in apart.layers[3:])
+
+
+def test_a_gradient_with_few_rows_is_zero_elsewhere_in_every_step() -> None:
+    sparse = replace(layer("words", (10, 3)), rows=0.3)
+    model = Replayed(Trace("few", (sparse, layer("dense", (4,))), batch=2), Pacer(lambda: 0.0, lambda _: None))
+    words, dense = model.parameters()
+    for value in (1.0, 2.0):
+        model.zero_grad()
+        loss_of(model, torch.full((2, 1), value)).backward()
+        assert words.grad is not None
+        assert words.grad.any(1).nonzero().flatten().tolist() == [0, 3, 6]
+        torch.testing.assert_close(words.grad[0], torch.full((3,), value / 2))
+        torch.testing.assert_close(dense.grad, torch.full((4,), value))
+    loss_of(model, torch.full((2, 1), 2.0)).backward()  # added to the memory of the first
+    torch.testing.assert_close(words.grad[3], torch.full((3,), 2.0))
 
 
 def test_unknown_networks_are_refused_with_the_remedy() -> None:

@@ -54,6 +54,12 @@ def test_spaces_blank_lines_and_a_byte_order_mark_do_not_matter(tmp_path: Path) 
     assert layer == TracedLayer("conv", (Spec("weight", (10,)),), 0.001, 0.5)
 
 
+def test_shapes_rows_and_the_device_are_read(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, f"{HEAD},device,shape,rows\na,6,0,0,,2x3,0.5\nb,4,0,0,cuda,,\n"))
+    assert [(layer.tensors[0].shape, layer.rows) for layer in trace.layers] == [((2, 3), 0.5), ((4,), 1.0)]
+    assert trace.device == "cuda"
+
+
 def test_a_layer_without_elements_only_takes_time(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, f"{HEAD}\npool,0,0.1,0.2\nfc,4,0.1,0.1\n"))
     assert [layer.tensors for layer in trace.layers] == [(), (Spec("weight", (4,)),)]
@@ -82,6 +88,10 @@ def test_a_layer_without_elements_only_takes_time(tmp_path: Path) -> None:
         (f"{HEAD}\na,1.5,0.1,0.1\n", 2, "elements must be a whole number"),
         (f"{HEAD}\na,1,0.1,0.1\n\na,1,0.1,0.1\n", 4, "already on line 2"),
         (f'{HEAD}\n"a,1,0.1,0.1\n', 2, "unexpected end of data"),
+        (f"{HEAD},shape\na,6,0.1,0.1,2x4\n", 2, "sizes with the product 6, such as 768x3072, got '2x4'"),
+        (f"{HEAD},shape\na,6,0.1,0.1,2xx3\n", 2, "got '2xx3'"),
+        (f"{HEAD},rows\na,6,0.1,0.1,0\n", 2, "rows of layer 'a' must be a share above 0 and up to 1, got 0.0"),
+        (f"{HEAD},rows\na,6,0.1,0.1,few\n", 2, "rows must be a share, got 'few'"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, text: str, line: int, words: str) -> None:

@@ -13,7 +13,8 @@ from ._options import FILE, JSON, REPORT, Lists
 @click.command(cls=Lists)
 @click.option(
     "--workload", metavar="TEXT",
-    help="The training: googlenet, alexnet, resnet50, replay:googlenet(loading=5ms), trace:FILE.csv.",
+    help="The training: googlenet, alexnet, resnet50, gpt2, bert_base, vit_b16, replay:googlenet(loading=5ms),"
+    " trace:FILE.csv.",
 )  # fmt: skip
 @click.option(
     "--strategies", multiple=True, metavar="TEXT...",

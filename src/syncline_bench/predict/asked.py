@@ -23,6 +23,7 @@ from syncline.tuning.algorithm_choice import candidates as algorithms
 from syncline.tuning.algorithm_choice import is_wanted as algorithm_is_wanted
 
 from ..workloads import load
+from ..workloads.replay import NETWORKS
 from .iterations import simulate
 from .networks import load_network
 from .settings import OURS, Habits, Iteration, Model, Setting, lay_out, model_of, setting_of
@@ -224,10 +225,6 @@ def _with_schedule(asked: Asked, setting: Setting, model: Model) -> Settled:
     return next(one for one, seconds in found if seconds <= enough_s)
 
 
-SHORT = ("alexnet", "googlenet", "resnet50")
-"""Short names of workloads, which stand for replays of these networks."""
-
-
 _MOST_COUNTS = 10_000
 """The most numbers that ``...`` may expand to."""
 
@@ -244,7 +241,7 @@ def question(
     """Parse the question. Raises UsageError, with the nearest name, for an unknown workload, strategy or network."""
     asked, clusters = tuple(all_asked(strategies)), tuple(load_network(text) for text in networks)
     plain = workload.strip().partition("(")[0]
-    loaded = load(f"replay:{workload.strip()}" if plain in SHORT else _known(workload))
+    loaded = load(f"replay:{workload.strip()}" if plain in NETWORKS else _known(workload))
     for count in workers:
         if count > 0:
             loaded.speed.check(count)
@@ -292,7 +289,7 @@ def _known(workload: str) -> str:
     name = workload.partition(":")[0].partition("(")[0].strip()
     if name not in names("workloads"):
         raise UsageError(
-            f"unknown workload {workload!r}{nearest(name, (*SHORT, *names('workloads'))) or '.'} There are"
-            f" {', '.join(SHORT)}, replay:NETWORK and trace:FILE.csv, which `syncline record` writes"
+            f"unknown workload {workload!r}{nearest(name, (*NETWORKS, *names('workloads'))) or '.'} There are"
+            f" {', '.join(NETWORKS)}, replay:NETWORK and trace:FILE.csv, which `syncline record` writes"
         )
     return workload

@@ -13,12 +13,16 @@ The networks' times are published totals of whole passes, shared out among the l
   efficient data communication for distributed synchronous SGD algorithms" (INFOCOM 2019): on one K80 and 64 images an
   iteration takes 391.8 ms (163.36 images/s in ``scripts/gmwfbp.py``), of which 205.3 ms are the logged backward times;
   the rest counts as forward.
+
+GPT-2 (124M), BERT-base and ViT-B/16 were recorded, layer by layer: ``syncline record benchmarks/replays NAME``. The
+files are in ``replays/``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib import resources
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,20 +61,34 @@ _PUBLISHED = {
 }
 
 
+_RECORDED = {"gpt2": 1, "bert_base": 1, "vit_b16": 1}
+"""The batches of recorded networks: sequences of 128 symbols, or images."""
+
+NETWORKS = (*_PUBLISHED, *_RECORDED)
+"""The networks that can be replayed."""
+
+
 @register("workloads", "replay")
 def replay(argument: str = "") -> Workload:
-    """AlexNet, GoogLeNet (with auxiliary heads) or ResNet-50 in recorded times; the batch per worker is fixed."""
-    published = _PUBLISHED.get(argument)
-    if published is None:
-        near = get_close_matches(argument, _PUBLISHED, n=1)
-        hint = f"did you mean 'replay:{near[0]}'?" if near else f"choose one of {', '.join(_PUBLISHED)}"
+    """AlexNet, GoogLeNet (with auxiliary heads), ResNet-50, GPT-2 (124M), BERT-base or ViT-B/16 in recorded times; the
+    batch per worker is fixed.
+    """
+    if argument not in NETWORKS:
+        near = get_close_matches(argument, NETWORKS, n=1)
+        hint = f"did you mean 'replay:{near[0]}'?" if near else f"choose one of {', '.join(NETWORKS)}"
         raise UsageError(f"replay has no network {argument!r}: {hint}; for other layers write 'trace:FILE.csv'")
+    if argument in _RECORDED:
+        with resources.as_file(resources.files(__package__) / "replays" / f"{argument}.csv") as path:
+            recorded = replace(read_trace(path), name=argument, batch=_RECORDED[argument])
+        return replayed(f"replay:{argument}", recorded)
+    published = _PUBLISHED[argument]
     from .models.flops import trace_of
     from .models.networks import IMAGENET
 
     image = (3, published.side, published.side)
     times = published.batch, published.forward_s, published.backward_s
-    return replayed(f"replay:{argument}", trace_of(argument, IMAGENET[published.network], image, *times))
+    trace = trace_of(argument, IMAGENET[published.network], image, *times)
+    return replayed(f"replay:{argument}", replace(trace, device="cuda"))
 
 
 @register("workloads", "trace")

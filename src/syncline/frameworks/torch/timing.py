@@ -4,8 +4,10 @@ A tensor's backward time is the time from the previous gradient to its own; the 
 pass enters the model's output. Its forward time is the time from the call of its module to the call of the next module
 with trained tensors. The first one's starts with the call of the model, and the last one's ends with that call. A
 module's time counts for its first tensor. Computation between layers, such as an activation, is thereby part of a
-layer. Times are medians over the steps, and 0 if nothing shows them: a gradient that arrives together with others costs
-nothing more. Hooks on modules split compiled models, so they exist only if forward times are wanted.
+layer. If a tensor is used again, as a tied embedding is by the output layer, this time counts for the tensor that was
+used for the first time last, since it waits for no other. Times are medians over the steps, and 0 if nothing shows
+them: a gradient that arrives together with others costs nothing more. Hooks on modules split compiled models, so they
+exist only if forward times are wanted.
 
 A GPU computes asynchronously. There moments are events on its stream, which are read when the steps are over.
 
@@ -160,10 +162,15 @@ class LayerTimes:
         backward_s: list[list[float]] = [[] for _ in layers]
         for called, came in self._over:
             spent_s: dict[int, float] = {}
+            seen: set[int] = set()
+            newest = -1
             for (tensor, start), (following, stop) in pairwise(called):
                 of = following if tensor == _BEGIN else tensor
+                seen = set() if tensor == _BEGIN else seen
                 if of >= 0:
-                    spent_s[of] = spent_s.get(of, 0.0) + self._clock.between_s(start, stop)
+                    newest = newest if of in seen else of
+                    seen.add(of)
+                    spent_s[newest] = spent_s.get(newest, 0.0) + self._clock.between_s(start, stop)
             for tensor, seconds in spent_s.items():
                 forward_s[tensor].append(seconds)
             for (_, before), (tensor, moment) in pairwise(came):
