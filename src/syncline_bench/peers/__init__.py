@@ -55,14 +55,16 @@ def library_of(name: str) -> MpiLibrary | str:
         found = _in_its_own(candidate, folder) if folder.is_dir() else find_library(candidate)
         if isinstance(found, MpiLibrary):
             return found
-        reasons.append(found)
-    return f"{'; '.join(dict.fromkeys(reasons))}; in a clone: {REMEDY}"
+        reasons.append(found if folder.is_dir() else f"{found}, or in a clone {REMEDY}")
+    return "; ".join(reasons)
 
 
 def _in_its_own(name: str, folder: Path) -> MpiLibrary | str:
-    if not (folder / INSTALLED).is_file() or not (folder / "bin" / "python").exists():
-        return f"the environment {folder} is incomplete: rm -r {folder}"
-    return find_library(name, prefix=folder, which=lambda _: None)
+    if (folder / INSTALLED).is_file() and (folder / "bin" / "python").exists():
+        found = find_library(name, prefix=folder, which=lambda _: None)
+        if isinstance(found, MpiLibrary):
+            return found
+    return f"the environment {folder} is incomplete: rm -r {folder} && {REMEDY}"
 
 
 @dataclass(frozen=True)
