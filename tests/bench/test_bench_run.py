@@ -20,7 +20,7 @@ from syncline_bench.collectives.request import TURNS, Request, Work, request_of,
 from syncline_bench.display import Display
 from syncline_bench.peers.mpi import SETTINGS
 from syncline_bench.ranks import OnThisMachine, RanksFailed
-from syncline_bench.report.bench import BenchResult, Measured, render, title
+from syncline_bench.report.bench import BenchResult, Measured, collectives, render, title
 
 Play = Callable[[Work, dict[str, Any]], None]
 
@@ -259,6 +259,8 @@ def test_each_size_has_the_fastest_setting_of_its_library_and_the_row_names_it(r
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "openmpi:native (yield=off)" in shown
     assert "openmpi:ring(yield=on) " in shown
+    (table,) = collectives(BenchResult("here", 2, {}, None, rows=tuple(rows.values())))
+    assert "setting" in [column.headed for column in table.on_page]  # a page names its rows by the contender alone
 
 
 def test_a_setting_that_fails_or_takes_too_long_is_left_out(ranks: Sets) -> None:

@@ -47,8 +47,10 @@ def test_a_peer_is_as_fast_as_a_plain_script_of_its_library_and_has_as_many_thre
 
 def test_the_peers_have_one_group_and_the_thread_level_of_their_script() -> None:
     """Nothing is made beside what a script makes: no group, no communicator, no thread level, no number of threads."""
-    folder = Path(__file__).resolve().parents[2] / "src/syncline/bench"
-    for path in [*(folder / "peers").glob("*.py"), *(folder / "collectives").glob("*.py")]:
+    folder = Path(__file__).resolve().parents[2] / "src/syncline_bench"
+    files = [*(folder / "peers").glob("*.py"), *(folder / "collectives").glob("*.py")]
+    assert len(files) > 10
+    for path in files:
         text = path.read_text()
         for word in ("new_group(", ".Dup()", "thread_level =", "set_num_threads("):
             assert word not in text, (path.name, word)

@@ -302,6 +302,7 @@ def _collective(rows: Sequence[Measured], cores: int) -> Table[Measured]:
         (
             Column("bytes", "bytes", units.decimal_size, means="", once=True),
             Column("contender", "contender", kind="name", by=_named),
+            Column("", "setting", lambda value: value or "", head="setting", kind="text", when=lambda row: row.setting),
             Column("median", "median_s", units.seconds, fails=True),
             Column("p99", "p99_s", units.seconds, 5),
             Column("busbw", "busbw_bytes_per_s", _gigabytes, 3),
