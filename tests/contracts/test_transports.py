@@ -36,6 +36,8 @@ def test_every_transport_keeps_all_laws(kind: str) -> None:
     held = check_transport(TEXTS.get(kind, network_for(kind)), ahead_bytes=ahead, adds=ADDED)
     assert ("its allreduce adds every type" in held) == (kind in LIBRARY_KINDS)
     assert ("received data is added" in held) == (kind in ADDING or kind.endswith(ONESIDED))
+    if kind in ("inproc", "tcp", "shm"):
+        assert "an urgent message overtakes waiting messages" in held
 
 
 def test_every_registered_transport_is_tried() -> None:

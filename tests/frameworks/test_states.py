@@ -119,6 +119,11 @@ def test_what_carries_a_run_is_no_part_of_its_state(group: Any) -> None:
         assert session.as_here("tree schedule=fixed") != here
         session.left_open = True
         assert session.as_here("tree schedule=fixed transport=tcp") == here
+        # Inside hosts a library sums, which the transport here has none of.
+        assert session.as_here("hierarchical(inside=native) schedule=fixed transport=torch") == here
+        session.left_open = False
+        native = "hierarchical(inside=native) schedule=fixed transport=torch"
+        assert session.as_here(native) == native
         for other in ("codec=int8", "sync=local(steps=2)", "ps(servers=1)"):
             assert session.as_here(f"{other} schedule=fixed") != here
 

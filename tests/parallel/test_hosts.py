@@ -79,7 +79,8 @@ def test_collectives_over_both(pool: Pool, address: str, strategy: str, nodes: l
     case = everyone(len(nodes), address, nodes, "collectives", strategy)
     with pool.start(host_bodies.on_nodes, case) as group:
         sent, received = zip(*group.results(), strict=True)
-    assert 1.01 * sum(sent) >= sum(received) > 0  # message libraries count a body once it has left
+    slack = 1.01 if "native" in strategy else 1.0  # message libraries count a body once it has left
+    assert slack * sum(sent) >= sum(received) > 0
 
 
 CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]

@@ -12,8 +12,9 @@ from one_by_one import simulate_one_by_one
 from syncline.costs.cluster import Cluster
 from syncline.costs.iteration import Batches, Stretch, predict_iteration
 from syncline.costs.plans import LinearCost, plan_time
+from syncline.engine.step import BucketPhase
 from syncline.errors import UsageError
-from syncline.nouns import Layer, Spec
+from syncline.nouns import Bucket, Layer, Slice, Spec
 from syncline.strategy.strategy import Strategy
 from syncline.sync.bsp import Bsp
 from syncline_bench.predict.iterations import Together, simulate
@@ -202,6 +203,19 @@ def test_a_codec_sends_less_and_takes_its_time() -> None:
     assert coded < dense / 2
     costly = network(1e-5, 1e-8, more=",codecs.feedback(int8).encode=1e-7s,codecs.feedback(int8).decode=1e-7s")
     assert iteration_s("direct codec=int8", costly, of, 4) > dense
+
+
+def test_hosts_sum_in_float32_before_a_codec_whatever_the_gradients_type() -> None:
+    """A library inside hosts takes as long for 16-bit gradients, which are widened before."""
+    cluster = network(more=",inside.alpha=0s,inside.beta=0s,native.alpha=0s,native.beta=1e-9s")
+    setting, found = setting_of(Strategy.parse("hierarchical(inside=native) codec=int8"), cluster, 4, per_host=2), []
+    for dtype in ("float32", "bfloat16"):
+        bucket = Bucket((Slice(0, 0, 1 << 20),), dtype)
+        exchanges = Exchanges(setting, [Layer(Spec("weight", (1 << 20,), dtype))], [bucket])
+        stages = [stage for chain in exchanges.chains(BucketPhase(0, 0, "allreduce")) for stage in chain]
+        found.append(sum(stage.seconds for stage in stages if stage.resource == "inside"))
+    assert found == pytest.approx([found[0]] * 2)
+    assert found[0] > 0
 
 
 @pytest.mark.parametrize("update", ["server", "worker"])

@@ -297,6 +297,16 @@ def test_two_levels_compress_between_hosts_that_have_several_ranks(
     assert strategy.exchange.startswith("gradients are summed uncompressed inside hosts; between") == levels
 
 
+def test_a_codec_without_a_host_of_several_ranks_leaves_nccl() -> None:
+    """Its plan is messages with tags, which Gloo carries; on hosts of several ranks NCCL sums inside them."""
+    strategy = Strategy.parse("hierarchical(inside=native) transport=torch(backend=nccl) codec=int8 schedule=fixed")
+    apart, together = (
+        strategy.resolve(Group(4, nodes=nodes), hosts=len({*nodes})) for nodes in ((0, 1, 2, 3), (0, 0, 1, 1))
+    )
+    assert str(apart) == "direct codec=feedback(int8) schedule=fixed transport=torch"
+    assert together == strategy
+
+
 def test_threads_of_one_process_get_inproc() -> None:
     assert Strategy().resolve(Group(2), inproc=True).transport == Part("inproc")
 

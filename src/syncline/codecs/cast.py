@@ -64,7 +64,7 @@ class _Half:
         kernel(halves(payload), out, add)
 
 
-@register("codecs", "fp16")
+@register("codecs", "fp16", examples=("fp16", "fp16(sum=fp32)"))
 @dataclass(frozen=True)
 class Fp16(_Half):
     """16 bits per element: IEEE 754 half precision, up to 65504. Added as they are, or in float32."""

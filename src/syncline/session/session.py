@@ -20,7 +20,7 @@ from ..collectives import Collective
 from ..compression.compression import Compression, computes_on_device
 from ..compression.reducers import Device, Participant, Reducer
 from ..engine.order import CodedOrder, Work
-from ..errors import GradientError, MismatchError, UsageError
+from ..errors import GradientError, MismatchError, StrategyError, UsageError
 from ..nouns import Bucket, Group, Layer
 from ..plans.check import order_of_additions, phases
 from ..plans.messages import Program
@@ -171,12 +171,16 @@ class Session(Communicator):
     def as_here(self, strategy: str) -> str:
         """The strategy of an earlier run with this run's transport, and its architecture if that was left open.
 
-        Neither changes the results: both follow from the processes and their hosts.
+        Neither changes the results: both follow from the processes and their hosts. If the earlier strategy cannot use
+        this run's transport, it is returned unchanged.
         """
-        before = replace(Strategy.parse(strategy), transport=self.strategy.transport)
-        if self.left_open and not before.server_holds_weights:
-            before = replace(before, architecture=self.strategy.architecture)
-        return str(before)
+        before = Strategy.parse(strategy)
+        left_open = self.left_open and not before.server_holds_weights
+        architecture = self.strategy.architecture if left_open else before.architecture
+        try:
+            return str(replace(before, transport=self.strategy.transport, architecture=architecture))
+        except StrategyError:
+            return strategy
 
     def check_fit(self) -> None:
         """Raise UsageError if models in this group of workers cannot use the run's strategy."""

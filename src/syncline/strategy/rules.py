@@ -505,7 +505,7 @@ def _mixes_are_plans_between_workers(given: Combination) -> Fault | None:
         return reason, [{"codec": NONE}]
     if given.servers:
         return f"{what}, in which servers take no part", [{"architecture": AUTO}]
-    if given.transport.arguments.get("backend") == "nccl":
+    if given.transport.arguments.get("backend") == "nccl" and not given.native_inside:
         why = "by messages with tags, which NCCL does not support"
         return f"{what} {why}", [{"transport": AUTO, "architecture": AUTO}]
     if given.schedule != AUTO and build("schedules", given.schedule).phases != "whole":

@@ -240,7 +240,7 @@ class Exchanges:
         )
         library_s = 0.0
         if self.strategy.native_inside and self.strategy.hosts(self.group):
-            library_s = native_s(self.cluster, bucket.nbytes / max(1, len(pieces)))
+            library_s = native_s(self.cluster, 4 * bucket.elements / max(1, len(pieces)))  # float32 sums
         return [chain for piece in pieces for chain in self._piece(piece, first_s, rest_s, library_s)]
 
     def _piece(self, piece: Sketch, first_s: float, rest_s: float, library_s: float) -> list[Chain]:
