@@ -36,12 +36,14 @@ def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path, transport: s
         assert not path.exists()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "between.alpha" in done.stdout
+    assert "slowdown.cpu" in done.stdout  # its value, or that other work hid it
     assert f"--network {path}".replace("\n", "") in done.stdout.replace("\n", "")
     assert list(tmp_path.iterdir()) == [path]
     cluster = load_network(str(path))
     assert (cluster.name, cluster.cores, cluster.one_machine) == ("mine", len(os.sched_getaffinity(0)), True)
     assert cluster.source.startswith(f"syncline calibrate --transport {transport} --codecs none --seconds {seconds};")
     wanted = {"between.alpha", "between.beta", "between.flight", "message", "byte_cpu", "bucket", "gamma", "copy"}
+    wanted |= {"tensor"} if transport == "tcp" else set()
     assert wanted <= set(cluster.constants)
     assert (cluster.native is not None) == (transport == "torch")
     assert all(cluster.constants[name].measured for name in wanted)

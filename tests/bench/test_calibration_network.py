@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Rate
+from syncline_bench.calibration import overlap
 from syncline_bench.calibration.command import Request, request_of
 from syncline_bench.calibration.computing import Computed, measure, ways_of
 from syncline_bench.calibration.fits import Estimate, Samples
@@ -63,6 +65,24 @@ def test_what_computing_loses_is_kept_with_its_range_and_source() -> None:
     kept = cluster.constants["slowdown.cpu"]
     assert (kept.range, kept.measured) == ((0.4, 1.1), True)
     assert "backward passes" in kept.source
+
+
+def test_what_computing_loses_is_the_median_of_layers_and_sizes_and_nothing_where_rounds_disagree() -> None:
+    rows = np.array([[0.5, 0.6, 9.0], [1.0, 1.1, 1.0], [-0.4, -0.2, -0.3], [0.8, 0.7, 0.9]])
+    found = overlap._estimate(rows)
+    assert found is not None
+    assert (found.value, found.low, found.high) == (pytest.approx(0.7), 0.0, 1.0)
+    assert overlap._estimate(np.array([[-9.0, 0.5, 9.0], [4.0, -3.0, 1.0]])) is None
+    remarks = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "").remarks
+    assert any("slowdown.cpu was not measured" in line for line in remarks)
+
+
+def test_what_a_gradient_costs_the_training_thread_is_kept_with_its_source() -> None:
+    tensor = Estimate(60e-6, 50e-6, 80e-6, 13)
+    cluster = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "", tensor=tensor).cluster
+    assert cluster.tensor_s == 60e-6
+    assert cluster.constants["tensor"].range == (50e-6, 80e-6)
+    assert "real steps" in cluster.constants["tensor"].source
 
 
 def test_pieces_and_links_inside_hosts_have_names_of_their_own() -> None:

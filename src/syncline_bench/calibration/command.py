@@ -38,7 +38,7 @@ from ..machine import provenance
 from ..predict.networks import to_json
 from ..report.files import STANDARD_OUTPUT, replace_text, result_paths
 from ..report.predictions import render_constants
-from . import computing, links, overlap
+from . import computing, links, overlap, stepping
 from .computing import ways_of
 from .fits import Estimate
 from .links import Timed
@@ -135,7 +135,8 @@ def _meeting_by(transport: str) -> Strategy:
     name = read_part(transport).name
     known = name in registry.names("transports")
     native = known and registry.get("transports", name).capabilities.get("collectives")
-    return Strategy.parse(f"{'hierarchical(inside=native)' if native else 'ring'} transport={transport}")
+    architecture = "hierarchical(inside=native)" if native else "ring schedule=wait_free"  # as ``stepping`` needs it
+    return Strategy.parse(f"{architecture} transport={transport}")
 
 
 def _check_transport(strategy: Strategy, lab: bool) -> None:
@@ -196,6 +197,7 @@ class _Found(NamedTuple):
     inside: Sequence[Timed] = ()
     slowdown: Estimate | None = None
     native: Sequence[Timed] = ()
+    tensor: Estimate | None = None
 
 
 def _take_part(request: Request, environment: Environment, console: Console | None) -> None:
@@ -219,7 +221,8 @@ def calibrated(request: Request, environment: Environment, console: Console | No
         computed = computing.measure(request.ways, task.at)
     name = "calibrated" if path is None or path == STANDARD_OUTPUT else path.stem
     links_s, origin = (found.between, found.inside), provenance()
-    return calibration_of(name, found.place, *links_s, found.slowdown, computed, origin, request.asked, found.native)
+    more = found.native, found.tensor
+    return calibration_of(name, found.place, *links_s, found.slowdown, computed, origin, request.asked, *more)
 
 
 _NATIVE = "the message library inside a host"
@@ -248,9 +251,10 @@ def _joined(request: Request, environment: Environment, console: Console | None)
                     timed = links.measure(session, ranks, request.budget_s, task.at, native=native) if ranks else []
                 found[title] = timed
             with display.task("computing beside messages", 1.0) as task:
+                tensor = stepping.measure(session, task.at)
                 slowdown = overlap.measure(session, place.between, task.at)
-        between, inside, *native_times = found.values()
-        return _Found(place, between, inside, slowdown, *native_times)
+        between, inside, *_ = found.values()
+        return _Found(place, between, inside, slowdown, found.get(_NATIVE, []), tensor)
     finally:
         api.shutdown()  # also reports an exception in flight to the other ranks
 

@@ -104,6 +104,7 @@ def calibration_of(
     origin: Mapping[str, Any],
     asked: str,
     native: Sequence[Timed] = (),
+    tensor: Estimate | None = None,
 ) -> Calibration:
     """Make the network from the measurements. ``origin`` comes from ``machine.provenance``; ``asked`` is the command.
 
@@ -128,8 +129,15 @@ def calibration_of(
         estimates.native(fit_link(native), native, len(place.native), place.transport)
     if between:
         estimates.processor(between)
+        if tensor is not None:
+            estimates.tensor(tensor)
         if slowdown is not None:
             estimates.slowdown(slowdown)
+        else:
+            remarks.append(
+                "slowdown.cpu was not measured: there is no torch, or other work hid what layers lose beside messages;"
+                " predictions assume that they lose nothing."
+            )
     else:
         like = load_network(ASSUMED)
         reason = f"assumed: from the network {ASSUMED}, since a single rank has no link to measure"
@@ -185,6 +193,12 @@ class _Estimates:
         of = "processor time of a rank in the steps of a ring"
         for key, estimate in fit_processor(timed).constants.items():
             self._add(key, estimate, of)
+
+    def tensor(self, found: Estimate) -> None:
+        """Add the time of a gradient in the training thread."""
+        self._add(
+            "tensor", found, "processor time of the training thread per tensor in a bucket of its own, real steps"
+        )
 
     def slowdown(self, found: Estimate) -> None:
         """Add the time that computing loses beside messages."""

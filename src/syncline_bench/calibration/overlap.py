@@ -34,7 +34,9 @@ _ALONE_S = 0.06
 """The time of the passes without communication."""
 
 _ROUNDS = 7
-_WIDEST = (5.0, 95.0)
+_MOST_SPREAD = 2.0
+"""The distance of the quartiles of all rounds above which other work on the machine hides what is measured."""
+
 _LABEL = "calibration"
 
 Pass = Callable[[], None]
@@ -52,10 +54,16 @@ def measure(session: Session, members: Sequence[int], told: Told) -> Estimate | 
 
     with without_collector(), one_thread():
         found = _Measuring(session, tuple(members), told).run()
-    medians, every = np.median(found, axis=1), np.maximum(found, 0.0)
-    low, high = np.percentile(every, _WIDEST)
-    value = float(np.clip(np.median(medians), low, high))
-    return Estimate(value, float(low), float(high), samples=found.size)
+    return _estimate(found)
+
+
+def _estimate(found: NDArray[np.float64]) -> Estimate | None:
+    """The median of the rows' medians, whose range is the interval; None if the rounds tell nothing."""
+    lower, upper = np.percentile(found, (25, 75))
+    if upper - lower > _MOST_SPREAD:
+        return None
+    medians = np.maximum(np.median(found, axis=1), 0.0)
+    return Estimate(float(np.median(medians)), float(medians.min()), float(medians.max()), samples=found.size)
 
 
 class _Measuring:

@@ -257,7 +257,7 @@ def findings(result: Prediction) -> list[str]:
     return lines
 
 
-_PER_MESSAGE = ("alpha", "flight", "message", "bucket")
+_PER_MESSAGE = ("alpha", "flight", "message", "bucket", "tensor")
 
 
 @dataclass(frozen=True)
