@@ -30,9 +30,14 @@ class Summing(InProc):
 
     def _meet(self, goal: Any, key: int, parts: Sequence[Any], owner: Any) -> Handle:
         handle = Handle(goal, -1, key, sum(part.nbytes for part in parts), owner)
-        hub = self._hub
+        self._come(handle, parts)
+        return handle
+
+    def _come(self, handle: Handle, parts: Sequence[Any]) -> None:
+        """Reach a collective."""
+        hub, goal = self._hub, handle.kind
         with vars(hub).setdefault("lock", threading.Lock()):
-            come = vars(hub).setdefault("met", {}).setdefault((goal, key, self.together), {})
+            come = vars(hub).setdefault("met", {}).setdefault((goal, handle.tag, self.together), {})
             come[self.rank] = handle, parts
             if len(come) == len(self.together):
                 for number in range(len(parts)):
@@ -47,4 +52,3 @@ class Summing(InProc):
                 for rank, (its, _) in come.items():
                     hub.inboxes[rank].put(_Message("consumed", self.rank, handle=its))
                 come.clear()
-        return handle

@@ -214,7 +214,7 @@ def frame(kind: int, slot: int, tag: int, size: int, body: bytes = b"") -> bytes
     return struct.pack("<BxHxxxxQQ", kind, slot, tag, size) + body
 
 
-WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING = range(1, 8)
+WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING, REACHED = range(1, 9)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,8 @@ WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING = range(1, 8)
         frame(OFFERED, 0, 0, LARGE),
         frame(OFFERED, 1, 0, INLINE_BYTES),
         frame(COMING, 1, 0, 0),
-        frame(8, 0, 0, 0),
+        frame(REACHED, 0, 0, 0),
+        frame(9, 0, 0, 0),
         frame(0, 0, 0, 0),
     ],
     ids=lambda data: f"{len(data)} bytes of kind {data[0] if data else 'none'}",
@@ -256,7 +257,7 @@ def test_what_no_peer_of_a_library_sends(data: bytes) -> None:
         st.one_of(
             st.binary(max_size=40),
             st.builds(
-                frame, st.integers(0, 8), st.integers(0, 65535), words, st.one_of(words, numbers), st.binary(max_size=9)
+                frame, st.integers(0, 9), st.integers(0, 65535), words, st.one_of(words, numbers), st.binary(max_size=9)
             ),
         ),
         max_size=8,

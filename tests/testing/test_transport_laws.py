@@ -206,6 +206,19 @@ def in_turn(self: Any, key: int, array: Any, owner: Any = None) -> Handle:  # no
     return right(self).allreduce(self.turn, array, owner)  # type: ignore[no-any-return]
 
 
+def one_after_another(self: Any, handle: Handle, parts: Sequence[Any]) -> None:
+    """Collectives run in the order in which rank 0 starts them, each after those before it."""
+    hub, what = vars(self._hub), (handle.kind, handle.tag)
+    order, come = hub.setdefault("order", []), hub.setdefault("come", {})
+    with hub.setdefault("turns", threading.Lock()):
+        if self.rank == 0:
+            order.append(what)
+        come.setdefault(what, []).append((self, handle, parts))
+        while order and len(come.get(order[0], ())) == self.world:
+            for end, its, its_parts in come.pop(order.pop(0)):
+                right(end)._come(its, its_parts)
+
+
 def gathers_too_few(self: Any, key: int, parts: Sequence[Any], owner: Any = None) -> Handle:
     return right(self).all_gather(key, parts[:-1], owner)  # type: ignore[no-any-return]
 
@@ -277,6 +290,7 @@ BROKEN: dict[str, list[Network]] = {
     ],
     "its allreduce adds every type": [broken(summing, allreduce=adds_one)],
     "its halves add and gather every type": [broken(summing, all_gather=gathers_too_few)],
+    "a half that all ranks have reached waits for no other": [broken(summing, _come=one_after_another)],
     "allreduces match by key whatever the order of ranks": [broken(summing, allreduce=in_turn)],
     "messages and allreduces share the transport": [broken(summing, send=another(lambda *_: True))],
     "unsupported types of sums are refused": [broken(summing, allreduce=adds_anything)],

@@ -13,8 +13,8 @@ scratch per run.
 
 A plan may leave the transfers inside groups to the message library (``Plan.native``). Each segment then begins with the
 library's reduce-scatter in the group, and ends with its all-gather. While one segment is on its way between groups, the
-library works on others. The library runs its collectives in the order in which the group's first rank starts them;
-between groups urgent messages go first.
+library works on others. The library runs its collectives in the order in which the ranks of the group have reached
+them; between groups urgent messages go first.
 
 Priority: the transport sends the most urgent message first, and of all completions the most urgent are handled first.
 Before a less urgent one is handled, the transport is polled again. A run thus waits at most for the arrived parts of

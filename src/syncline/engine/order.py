@@ -19,6 +19,13 @@ common order, and ranks may even assign different priorities. A limit over all p
 With room for one, a rank whose gate of A opens late starts the more urgent B while another rank has started A; each
 then waits for work that the other's lane holds back.
 
+Collectives of a library (``HasCollectives``) keep this true, although a library runs them one at a time. A
+reduce-scatter or an all-gather enters the library's order when all ranks of its group have reached it, so that those
+before it end by themselves. In the order of their starts they would not: where host X has the all-gather of B before
+the reduce-scatter of A, and host Y the all-gather of A before the reduce-scatter of B, each all-gather waits for a sum
+that the other host holds back. A library's allreduces do enter in the order in which rank 0 starts them. They are whole
+works that wait for nothing between their start and their end, but with them all ranks must assign the same priorities.
+
 Threads share one lock and two condition variables (``Monitor``). Python's condition variables have Mesa semantics (B.
 W. Lampson and D. D. Redell, "Experience with processes and monitors in Mesa", 1980): a notified thread does not
 continue at once, and its condition may have changed again by then. Waits therefore always test the condition again.

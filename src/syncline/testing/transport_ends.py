@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,6 +246,31 @@ def its_halves_add_and_gather_every_type(case: Case) -> None:
             for rank, row in enumerate(rows):
                 for part, array in enumerate(row):
                     same(array.astype(np.int64), wanted[part], f"part {part} of {name} at rank {rank}")
+
+
+@LAWS.law(between(3), has_halves)
+def a_half_that_all_ranks_have_reached_waits_for_no_other(case: Case) -> None:
+    """Two ranks start both halves, and the third starts one of them only after the end of the other."""
+    with case.open() as net:
+        for late, early in (HALVES, HALVES[::-1]):
+            rows = [{goal: [np.full(70_001, part + 1.0) for part in range(3)] for goal in HALVES} for _ in range(3)]
+
+            def start(end: Transport, late: str = late, early: str = early, rows: Rows = rows) -> list[Handle]:
+                calls = {goal: getattr(halves(end), goal) for goal in HALVES}
+                parts = rows[end.rank]
+                if end.rank < 2:
+                    return [calls[late](1, parts[late]), calls[early](2, parts[early])]
+                Ends([end]).wait(calls[early](2, parts[early]))
+                return [calls[late](1, parts[late])]
+
+            run(net, start)
+            for rank, parts in enumerate(rows):
+                wanted = np.full(70_001, 3.0 * (rank + 1))
+                same(parts["reduce_scatter"][rank], wanted, f"the sum at rank {rank} with the {late} last")
+
+
+HALVES = "reduce_scatter", "all_gather"
+Rows = Sequence[dict[str, list[NDArray[np.float64]]]]
 
 
 def halves(end: Transport) -> HasCollectives:

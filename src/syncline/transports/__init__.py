@@ -164,7 +164,8 @@ class HasCollectives(HasAllreduce, Protocol):
     """A transport whose library also has the two halves of an allreduce, for architectures with ``inside=native``.
 
     ``together`` are the ranks of all its collectives, the allreduce included: all, or those of ``Place.together``.
-    ``parts`` are one array (one-dimensional, contiguous, possibly empty) for each of these ranks, in their order.
+    ``parts`` are one array (one-dimensional, contiguous, possibly empty) for each of these ranks, in their order. A
+    half that all ranks have reached runs, whatever other halves some of them have reached.
     """
 
     together: tuple[int, ...]

@@ -16,8 +16,11 @@ its own collectives.
   on, bodies are *offered*: the receiver requests each one, and the sender announces its turn by one more frame. Only
   then do both ends pass it to the library, whose own queue therefore never blocks and keeps its order.
 * A library matches collectives by the order of the calls (``Turns``). Ranks may start theirs in different orders, so
-  the first of their ranks sends its order to the others in frames. This costs at most the latency of one frame, which
-  overlaps with the wait for the other ranks.
+  the first of their ranks sends one order to the others in frames. Allreduces are in the order in which the first rank
+  starts them. This costs at most the latency of one frame, which overlaps with the wait for the other ranks. A
+  reduce-scatter or an all-gather gets its turn once all its ranks have reached it, which the others tell the first rank
+  in a frame. This costs the latency of one more frame, and none of them ever holds up another: a rank may reach one
+  only after the end of another, on this host or, through the messages between hosts, on another one.
 * A rank that closes sends a last frame. Its earlier messages still arrive, and operations that wait for it fail. The
   frame contains the number of collectives that the rank took part in, so that no rank waits for it in a later one. A
   rank that dies sends nothing; the session's watcher detects its death.
@@ -50,12 +53,12 @@ from ..kernels.cpu import add_all_into
 from ..wire.bell import Bell
 from ..wire.links import CONTROL, broken
 from ..wire.scratch import Scratch, can_add
-from . import INLINE_BYTES, Bytes, Handle, HasAllreduce, _frames
+from . import INLINE_BYTES, Bytes, Handle, HasAllreduce, HasCollectives, _frames
 from ._frames import HEADER_BYTES, SLOTS, Event, Outbox
 from ._operations import UNCLAIMED_BYTES, Operations, Receive
 
 _MOST_TURNS = 1 << 16
-"""The most collectives that rank 0 may be ahead."""
+"""The most collectives that the first rank may be ahead of another, or another of it."""
 
 _SMALL_BYTES = 4096
 """Received frames up to this size are kept in memory of their own size."""
@@ -69,13 +72,14 @@ class Call(NamedTuple):
 
 
 class Turns:
-    """The order of collectives: those that the first rank has started, that this one has reached, and the running ones.
+    """The order of collectives: those that have got their turn, that this rank has reached, and the running ones.
 
     ``begun`` counts the collectives that have started to run.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._reached: dict[int, set[int]] = {}  # at the first rank: key -> the ranks that have reached it
         self._order: deque[int] = deque()  # keys, in the first rank's order
         self._ready: dict[int, tuple[Handle, Call]] = {}
         self._running: dict[int, Handle] = {}  # by the number of the collective
@@ -90,6 +94,19 @@ class Turns:
         """Record that this rank has reached a collective."""
         self._ready[key] = handle, call
 
+    def reached(self, key: int, rank: int) -> bool:
+        """Record at the first rank that a rank has reached a collective. Whether it is the last one."""
+        ranks = self._reached.setdefault(key, set())
+        ranks.add(rank)
+        if len(ranks) < self._ranks:
+            return False
+        del self._reached[key]
+        return True
+
+    def may_reach(self, key: int, rank: int) -> bool:
+        """Whether a rank may be the next to reach a collective: it has not before, nor is it too far ahead."""
+        return rank not in self._reached.get(key, ()) and len(self._reached) < _MOST_TURNS
+
     @property
     def full(self) -> bool:
         """Whether the first rank is as far ahead as it may be."""
@@ -100,7 +117,7 @@ class Turns:
         self._order.append(key)
 
     def take(self) -> tuple[Handle, Call] | None:
-        """Start the next collective. None if this rank or the first one has not reached it."""
+        """Start the next collective. None if none has got its turn, or this rank has not reached it."""
         if not self._order or self._order[0] not in self._ready:
             return None
         handle, call = self._ready.pop(self._order.popleft())
@@ -121,6 +138,7 @@ class Turns:
         """The collectives that have not started and never will."""
         found = [handle for handle, _ in self._ready.values()]
         self._ready.clear()
+        self._reached.clear()
         return found
 
 
@@ -186,7 +204,7 @@ class Enveloped(ABC):
         self._unasked: dict[tuple[int, int], Event] = {}  # (peer, slot) -> sends a body that has not been requested yet
         self._promised: dict[tuple[int, int], Event] = {}  # (peer, slot) -> receives a requested body
         self._outbox = Outbox(self._peers)
-        self._turns = Turns(rank)
+        self._turns = Turns(rank, len(self.together))
         self._sending = dict.fromkeys(self._peers, 0)  # frames and bodies that the library has not sent yet
         self._sent = dict.fromkeys(self._peers, 0)
         self._received = dict.fromkeys(self._peers, 0)
@@ -335,12 +353,19 @@ class Enveloped(ABC):
             self._finish(handle, operations.lost(min(gone)))
             return handle
         self._turns.come(key, handle, call)
-        if self.rank == self.together[0]:
-            for peer in self.together[1:]:
-                self._tell(peer, _frames.TURN, key)
-            self._turns.add(key)
+        first = self.together[0]
+        if self.rank == first and (call.goal == "allreduce" or self._turns.reached(key, first)):
+            self._give_turn(key)
+        elif self.rank != first and call.goal != "allreduce":
+            self._tell(first, _frames.REACHED, key)
         self._take_turns()
         return handle
+
+    def _give_turn(self, key: int) -> None:
+        """Let a collective be the next one, at the first rank."""
+        for peer in self.together[1:]:
+            self._tell(peer, _frames.TURN, key)
+        self._turns.add(key)
 
     def poll(self, timeout: float) -> list[Handle]:
         self._operations.check_open()
@@ -409,6 +434,10 @@ class Enveloped(ABC):
         elif kind == _frames.TURN and self._takes_turns_from(peer):
             self._turns.add(tag)
             self._take_turns()
+        elif kind == _frames.REACHED and self._gives_turns_to(peer) and self._turns.may_reach(tag, peer):
+            if self._turns.reached(tag, peer):
+                self._give_turn(tag)
+                self._take_turns()
         elif kind == _frames.END:
             self._ended(peer, tag)
         else:
@@ -418,6 +447,10 @@ class Enveloped(ABC):
         """Whether a peer may tell this rank the next collective."""
         first, mine = self.together[0], self.rank in self.together
         return mine and peer == first and isinstance(self, HasAllreduce) and not self._turns.full
+
+    def _gives_turns_to(self, peer: int) -> bool:
+        """Whether a peer may tell this rank that it has reached a collective."""
+        return peer in self.together and self.rank == self.together[0] and isinstance(self, HasCollectives)
 
     def _ended(self, peer: int, begun: int) -> None:
         """Handle a peer's last frame, after ``begun`` collectives."""
@@ -597,7 +630,7 @@ class Enveloped(ABC):
         self._pull(handle.peer, Body(message.slot, memory[:size], done, adds))
 
     def _take_turns(self) -> None:
-        """Start the collectives that both the first rank and this one have reached, in the first rank's order."""
+        """Start the collectives that have got their turn and that this rank has reached, in the first rank's order."""
         while (turn := self._turns.take()) is not None:
             handle, call = turn
             self._collect(call, handle)

@@ -34,12 +34,12 @@ FRAME_BYTES = HEADER_BYTES + INLINE_BYTES
 SLOTS = 32767
 """Bodies in flight between two ranks use slots from 1 to this number, the largest tag that MPI guarantees."""
 
-WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING = range(1, 8)
+WHOLE, ANNOUNCED, ASKED, TURN, END, OFFERED, COMING, REACHED = range(1, 9)
 """The kinds of frames: a message; an announced body; a request for a body; the next collective; the last frame; an
-offered body; the turn of an offered body.
+offered body; the turn of an offered body; a collective that the sender has reached.
 
-ANNOUNCED and OFFERED carry a body's size and slot; ASKED and COMING repeat the slot. Instead of a tag, TURN carries the
-key of a collective and END the number of collectives.
+ANNOUNCED and OFFERED carry a body's size and slot; ASKED and COMING repeat the slot. Instead of a tag, TURN and REACHED
+carry the key of a collective and END the number of collectives.
 """
 
 
