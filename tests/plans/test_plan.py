@@ -94,6 +94,8 @@ def test_rows_that_make_no_sense_are_refused(row, reason):
         ({"goal": "broadcast"}, "has a root"),
         ({"root": 0}, "has a root"),
         ({"goal": "broadcast", "root": 2}, "name rank 2"),
+        ({"members": (0,), "native": [(0, 1)]}, "different members"),
+        ({"native": [(0, 1), (1,)]}, "different members"),
     ],
 )
 def test_heads_that_make_no_sense_are_refused(arguments, reason):
@@ -165,6 +167,19 @@ def test_transfers_of_one_step_read_the_values_from_before_it():
     check(Plan.of("exchange", 2, 1, both))
     with pytest.raises(PlanError, match="contribution of rank 0 added twice"):
         check(Plan.of("one after the other", 2, 1, [both[0], (1, *both[1][1:])]))
+
+
+@pytest.mark.parametrize(("owners", "right"), [((0, 0, 1, 1), True), ((0, 1, 0, 1), False)])
+def test_a_library_gives_each_rank_one_part(owners, right):
+    """A plan that is right by messages is refused if a rank owns chunks apart, or one part in two transfers."""
+    sums = [(0, 1 - owner, owner, chunk, 1, REDUCE) for chunk, owner in enumerate(owners)]
+    copies = [(1, dst, src, chunk, 1, COPY) for _, src, dst, chunk, *_ in sums]
+    check(Plan.of("parts", 2, 4, sums + copies))
+    with pytest.raises(PlanError, match="they are not a reduce-scatter"):
+        check(Plan.of("parts", 2, 4, sums + copies, native=[(0, 1)]))
+    if right:
+        halves = [(*row[:4], 2, row[5]) for row in sums[::2] + copies[::2]]
+        check(Plan.of("parts", 2, 4, halves, native=[(0, 1)]))
 
 
 def test_reduce_scatter_is_right_when_the_owners_hold_their_chunks():

@@ -239,7 +239,7 @@ def _check_native(plan: Plan) -> None:
     """Prove that a message library can carry out the transfers inside each group of the plan.
 
     The reduces must be a reduce-scatter before all other transfers: each rank gets its part, consecutive chunks, from
-    all others of the group. The copies must be an all-gather of the same parts after all others.
+    all others of the group in one transfer each. The copies must be an all-gather of the same parts after all others.
     """
     across = plan.step[~plan.natively]
     for ranks in plan.native:
@@ -266,7 +266,7 @@ def _parts_of(
     parts = {(int(owners[row]), int(plan.chunk[row]), int(plan.count[row])) for row in rows}
     covered = sorted(chunk for _, first, count in parts for chunk in range(first, first + count))
     pairs = sorted((int(owners[row]), int(others[row])) for row in rows)
-    wanted = sorted((owner, other) for owner, *_ in parts for other in ranks if other != owner)
+    wanted = sorted((owner, other) for owner in {owner for owner, *_ in parts} for other in ranks if other != owner)
     return parts if covered == list(range(plan.chunks)) and pairs == wanted else set()
 
 

@@ -251,8 +251,8 @@ def _validate_head(plan: Plan) -> None:
     require((plan.root is not None) == (plan.goal == "broadcast"), "only a broadcast has a root, and it needs one")
     grouped = [rank for ranks in plan.native for rank in ranks]
     require(
-        len(set(grouped)) == len(grouped) and all(0 <= rank < plan.world for rank in grouped),
-        f"groups of a message library must be of different ranks from 0 to {plan.world - 1}, not {plan.native}",
+        len(set(grouped)) == len(grouped) and set(grouped).issubset(plan.members),
+        f"groups of a message library must be of different members, not {plan.native}",
     )
 
 
