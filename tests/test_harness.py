@@ -30,9 +30,24 @@ def shared(pytestconfig: pytest.Config) -> Any:
 
 def test_tests_from_elsewhere_are_the_last(shared: Any, tmp_path: Path) -> None:
     paths = [tmp_path / "test_own.py", HERE / "test_engine.py", HERE / "parallel" / "test_training.py"]
-    items = [SimpleNamespace(path=path) for path in paths]
+    items = [SimpleNamespace(path=path, name="test_it") for path in paths]
     shared.pytest_collection_modifyitems(items)
     assert [item.path for item in items] == paths[::-1]
+
+
+def test_what_few_have_installed_is_slow(shared: Any, tmp_path: Path) -> None:
+    """Trainers, and contracts and processes over message libraries; a test of compiled models is none of these."""
+    slow = ["trainers/test_a.py::test_it", "contracts/test_b.py::test_it[ring-ucx]"]
+    slow += ["parallel/test_c.py::test_it[ring transport=mpi(onesided=on)]", "contracts/test_b.py::test_it[mpich-2]"]
+    fast = ["contracts/test_b.py::test_it[zmq]", "parallel/test_c.py::test_compiled[compiled]"]
+    fast += ["bench/test_d.py::test_it[mpich]", f"{tmp_path}/trainers/test_e.py::test_it"]
+    marked: list[str] = []
+    items = [
+        SimpleNamespace(path=HERE / path, name=name, add_marker=lambda _, one=f"{path}::{name}": marked.append(one))
+        for path, name in (one.split("::") for one in slow + fast)
+    ]
+    shared.pytest_collection_modifyitems(items)
+    assert sorted(marked) == sorted(slow)
 
 
 def test_files_that_are_to_begin_are_there(shared: Any) -> None:

@@ -22,6 +22,7 @@ WORK = {
     "bench gradients": ([], "syncline_bench.gradients.gradient_bench.measure"),
     "bench steps": ([], "syncline_bench.steps.step_bench.measure"),
     "calibrate": ([], "syncline_bench.calibration.command._start"),
+    "doctor": ([], "syncline_bench.doctor.command.examined"),
     "predict": (
         ["--workload", "googlenet", "--workers", "2", "--network", "ethernet_1g"],
         "syncline_bench.predict.rows.predict",
