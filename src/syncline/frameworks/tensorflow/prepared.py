@@ -224,7 +224,7 @@ def _guard(model: Any, run: Run, optimizer: Any) -> None:
     def make_train_function(force: bool = False) -> Any:
         if model.optimizer is not optimizer:
             raise run.model.fault(
-                "the model is compiled with another optimizer than that of prepare(), which would train without the"
+                "the model is compiled with another optimizer than prepare() was given, so it would train without the"
                 " other ranks: give compile() the same optimizer, or call prepare() after compile()"
             )
         if model.jit_compile:
