@@ -28,7 +28,10 @@ from .fits import Estimate
 from .links import Told, without_collector
 
 _SIZES = {64 << 10: 128, 4 << 20: 12}
-"""Bytes of an allreduce, and the number of them that are in flight together."""
+"""Bytes of an allreduce, and the most of them that are in flight together."""
+
+_TOGETHER_S = 0.2
+"""The time of the allreduces of a round. Sizes of which one takes longer are left out, as on slow links."""
 
 _ALONE_S = 0.06
 """The time of the passes without communication."""
@@ -43,12 +46,12 @@ Pass = Callable[[], None]
 
 
 def measure(session: Session, members: Sequence[int], told: Told) -> Estimate | None:
-    """The seconds lost per processor second of the engine, on rank 0's account; None without torch.
+    """The seconds lost per processor second of the engine; None if a rank has no torch, or other work hides them.
 
     All ranks call it together; ``members`` take part.
     """
-    able = json.loads(session.tell_all(json.dumps(find_spec("torch") is not None).encode()))
-    if not able or not members:
+    able = [int(found) for found in session.gather(b"1" if find_spec("torch") else b"0")]
+    if not members or not all(able):
         return None
     from ..codecs.compositions import one_thread  # needs torch
 
@@ -59,8 +62,7 @@ def measure(session: Session, members: Sequence[int], told: Told) -> Estimate | 
 
 def _estimate(found: NDArray[np.float64]) -> Estimate | None:
     """The median of the rows' medians, whose range is the interval; None if the rounds tell nothing."""
-    lower, upper = np.percentile(found, (25, 75))
-    if upper - lower > _MOST_SPREAD:
+    if not found.size or np.subtract(*np.percentile(found, (75, 25))) > _MOST_SPREAD:
         return None
     medians = np.maximum(np.median(found, axis=1), 0.0)
     return Estimate(float(np.median(medians)), float(medians.min()), float(medians.max()), samples=found.size)
@@ -82,15 +84,26 @@ class _Measuring:
         """The lost seconds per processor second: a row for each kind of layers and size, a column for each round."""
         found: list[list[float]] = []
         for kind, step in _passes():
-            for nbytes, count in _SIZES.items():
-                arrays = [self._session.engine.allocate(nbytes, np.dtype(np.float32)) for _ in range(count)]
-                for array in arrays:
-                    array[:] = 0  # sums of zeros cannot overflow
+            for nbytes, most in _SIZES.items():
+                arrays = self._arrays(nbytes, most)
+                if not arrays:
+                    continue
                 self._finish(self._start(arrays))
                 step()
                 self._told(len(found) / 4, f"computing beside messages: {kind}")
                 found.append([self._round(arrays, step) for _ in range(_ROUNDS)])
         return np.array(found)
+
+    def _arrays(self, nbytes: int, most: int) -> list[NDArray[np.float32]]:
+        """The arrays of a round, as many as rank 0 finds time for."""
+        found = [self._session.engine.allocate(nbytes, np.dtype(np.float32)) for _ in range(most)]
+        for array in found:
+            array[:] = 0  # sums of zeros cannot overflow
+        self._finish(self._start(found[:1]))
+        begun_s = time.perf_counter()
+        self._finish(self._start(found[:1]))
+        count = min(most, int(_TOGETHER_S / (time.perf_counter() - begun_s)))
+        return found[: int(json.loads(self._session.tell_all(json.dumps(count).encode())))]
 
     def _round(self, arrays: Sequence[NDArray[np.float32]], step: Pass) -> float:
         """One round; the mean over the ranks that take part."""
@@ -102,7 +115,8 @@ class _Measuring:
         used_s = time.process_time() - used_s
         self._session.barrier()
         works, begun_s, passes = self._start(arrays), time.perf_counter(), 0
-        while self._takes_part and not all(work.done for work in works):
+        engine = self._session.engine  # after a fault nothing is done any more, and ``_finish`` raises
+        while self._takes_part and engine.error is None and not all(work.done for work in works):
             step()
             passes += 1
         lost_s = time.perf_counter() - begun_s - passes * pass_s
