@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 from syncline.frameworks.torch.storage import _brought_down  # noqa: E402
 from syncline.transports._envelope import Call  # noqa: E402
-from syncline.transports.torch import StagedCollectives, Torch, _in_time  # noqa: E402
+from syncline.transports.torch import StagedCollectives, Torch, _gloo, _in_time  # noqa: E402
 
 
 class Doubling:
@@ -61,6 +61,34 @@ def test_arrays_are_staged_through_the_device_on_its_stream(dtype: str) -> None:
     wait()
     np.testing.assert_array_equal(array.astype(np.int64), 2 * before)
     assert log == ["in", "allreduce", "out", "in", "wait", "out", "synchronize"]
+
+
+@pytest.mark.parametrize("sizes", [(7, 7), (4, 0), (3, 9)])
+def test_halves_move_only_the_parts_that_are_needed(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo is the library. All parts go up and one comes back in a sum; one goes up and the others come back after."""
+    moved, copy = list[int](), torch.Tensor.copy_
+
+    def counted(self: Any, other: Any) -> Any:
+        moved.append(other.nbytes)
+        return copy(self, other)
+
+    def run(end: tuple[int, Any]) -> list[np.ndarray]:
+        rank, group = end
+        staged = StagedCollectives(group, "cpu", contextlib.nullcontext, lambda: None)
+        parts = [np.full(size, 10 * rank + part + 1, np.float32) for part, size in enumerate(sizes)]
+        staged.start(Call("reduce_scatter", parts))()
+        staged.start(Call("all_gather", parts))()
+        return parts
+
+    store = MemoryStore()
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(_gloo, [Place(rank, 2, store) for rank in range(2)]))
+        monkeypatch.setattr(torch.Tensor, "copy_", counted)
+        found = list(threads.map(run, enumerate(groups)))
+    for parts in found:
+        for part, array in enumerate(parts):
+            np.testing.assert_array_equal(array, np.full(sizes[part], 12 + 2 * part))
+    assert sum(moved) == 4 * (2 + 1 + 1 + 1) * sum(sizes)
 
 
 def test_nccl_that_cannot_connect_is_an_error_with_the_remedy() -> None:

@@ -11,7 +11,7 @@ delays nothing.
 
 **Collectives** are those of all ranks, or of the ranks of this host (``Place.together``), which then have a group of
 their own. A reduce-scatter is a reduce to the owner of each part, an all-gather a broadcast from each: Gloo has no
-reduce-scatter of unequal parts, and these parts need not lie side by side.
+reduce-scatter of unequal parts, and these parts need not lie side by side. Equal parts are staged side by side.
 
 **NCCL** has only collectives: with ``backend=nccl`` messages still use Gloo, and the architecture must use collectives
 (``native``, or ``inside=native``). Arrays are in host memory here, so they are staged through device memory, on a
@@ -31,7 +31,7 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
@@ -250,6 +250,19 @@ def _issued(group: Any, call: Call, part: int, tensor: torch.Tensor) -> Work:
     return (group.reduce if reduces else group.broadcast)([tensor], options)  # type: ignore[no-any-return]
 
 
+def _issued_whole(group: Any, call: Call, whole: torch.Tensor, mine: torch.Tensor) -> Work:
+    """Start a collective of equal parts that lie side by side in ``whole``, with this rank's ``mine`` among them."""
+    from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+    if call.goal == "reduce_scatter":
+        options: Any = ReduceScatterOptions()
+        options.timeout = _FOREVER
+        return group._reduce_scatter_base(mine, whole, options)  # type: ignore[no-any-return]
+    options = AllgatherOptions()
+    options.timeout = _FOREVER
+    return group._allgather_base(whole, mine, options)  # type: ignore[no-any-return]
+
+
 class StagedCollectives:
     """The collectives of a library that only accepts device memory. Arrays are copied there and back on one stream.
 
@@ -270,21 +283,43 @@ class StagedCollectives:
 
     def start(self, call: Call) -> Callable[[], Any]:
         """Start a collective in place. The returned function waits for the end."""
-        tensors = _tensors(call)
+        tensors, whole = _tensors(call), call.goal == "allreduce"
+        mine = 0 if whole else self._group.rank()
+        up = [whole or part == mine or call.goal == "reduce_scatter" for part, _ in tensors]
+        # A reduce-scatter gives only this rank's part a meaning, and an all-gather does not change it.
+        back = [whole or (part == mine) == (call.goal == "reduce_scatter") for part, _ in tensors]
         with self._stream():
-            staged = [host.to(self._device, copy=True) for _, (host, _) in tensors]
-            works = [_issued(self._group, call, part, one) for (part, _), one in zip(tensors, staged, strict=True)]
+            staged, equal = self._room([host for _, (host, _) in tensors], len(call.parts))
+            for needed, (_, (host, _)), one in zip(up, tensors, staged, strict=True):
+                if needed:
+                    one.copy_(host)
+            if equal is None:
+                works = [_issued(self._group, call, part, one) for (part, _), one in zip(tensors, staged, strict=True)]
+            else:
+                works = [_issued_whole(self._group, call, equal, staged[mine])]
 
         def wait() -> None:
             with self._stream():
-                for work, (_, (host, _)), one in zip(works, tensors, staged, strict=True):
+                for work in works:
                     work.wait()  # with NCCL this makes the stream wait, not the thread
-                    host.copy_(one)
+                for needed, (_, (host, _)), one in zip(back, tensors, staged, strict=True):
+                    if needed:
+                        host.copy_(one)
             self._synchronize()
-            for _, (_, write_back) in tensors:
-                write_back()
+            for needed, (_, (_, write_back)) in zip(back, tensors, strict=True):
+                if needed:
+                    write_back()
 
         return wait
+
+    def _room(self, hosts: list[torch.Tensor], parts: int) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Device memory for the parts of a collective; if all are equally large, also as one tensor."""
+        import torch
+
+        if len({len(host) for host in hosts}) == 1 and len(hosts) == parts > 1:
+            equal = torch.empty(parts * len(hosts[0]), dtype=hosts[0].dtype, device=self._device)
+            return equal.split(len(hosts[0])), equal
+        return [torch.empty_like(host, device=self._device) for host in hosts], None
 
 
 def _all_ended(threads: Iterable[threading.Thread], within_s: float) -> bool:
