@@ -39,8 +39,12 @@ class Rank:
         self._borrowed: dict[int, Handle] = {}
         self._hidden: Any = None
 
-    def open(self, onesided: Literal["off", "on"], timeout_s: float = 20.0, says: int | None = None) -> None:
+    def open(
+        self, onesided: Literal["off", "on"], timeout_s: float = 20.0, says: int | None = None, near: bool = False
+    ) -> None:
         place = replace(self.place, timeout_s=timeout_s, rank=self.place.rank if says is None else says)
+        if near:
+            place = replace(place, together=tuple(range(place.world)))
         self.transport = Mpi(place, onesided=onesided, window=Size(WINDOW_BYTES))
         self._results.clear()
 
@@ -48,6 +52,10 @@ class Rank:
         """As where this process alone has failed to make it; hidden again, it is back, as MPI's end wants it."""
         shared = mpi._communicator
         shared._onesided, self._hidden = self._hidden, shared._onesided
+
+    def hosts(self) -> int:
+        """How many communicators of hosts there are."""
+        return len(mpi._communicator._inside)
 
     def send(self, number: int, dst: int, tag: int, data: bytes, priority: float) -> None:
         array = np.frombuffer(data, np.uint8)

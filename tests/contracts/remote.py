@@ -61,11 +61,11 @@ class World:
             raise TimeoutError(self._output.read().decode(errors="replace"))
         return [found[rank] for rank in range(ranks)]
 
-    def ends(self, onesided: str) -> list[RemoteEnd]:
-        """A new transport on all ranks."""
+    def ends(self, onesided: str, near: bool = False) -> list[RemoteEnd]:
+        """A new transport on all ranks; ``near`` gives them a communicator as the ranks of one host."""
         ends = [RemoteEnd(rank, line) for rank, line in enumerate(self.lines)]
         for line in self.lines:
-            line.send(("open", onesided))
+            line.send(("open", onesided, 20.0, None, near))
         for end in ends:
             end.answer()
         return ends

@@ -31,14 +31,15 @@ def total(key: int, end: RemoteEnd) -> list[Any]:
 def test_an_allreduce_that_a_rank_has_left_out_shifts_none_of_the_next_transport(library: str) -> None:
     world = World(library, RANKS)
     try:
-        for late in (1, 2, 0):  # who leaves it out
-            ends = world.ends("off")
+        for late, near in ((1, False), (2, True), (0, True), (0, False)):  # who leaves it out
+            ends = world.ends("off", near)
             for number in range(2 if late == 1 else 1):
                 assert together(ends, partial(total, number)) == [[6.0] * 4] * RANKS
             for end in ends:
                 if end.rank != late:
                     end.allreduce(9, np.ones(4))
                     end.poll(0.0)
+            assert ends[0].ask("hosts") == (late != 1)
             for end in ends:
                 end.close()
     finally:

@@ -30,7 +30,7 @@ import os
 import sys
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -238,9 +238,11 @@ class _Communicator:
     def __init__(self) -> None:
         self.comm: MPI.Comm | None = None
         self._telling: MPI.Comm | None = None  # carries only these counts
-        self._transports = self._barriers = 0
+        self._transports = 0
+        self._barriers = Counter[tuple[int, ...]]()  # by the MPI ranks that meet, () for all
         self._unmet = ""  # why ranks have failed to meet here; MPI may then still have messages of theirs
         self._onesided: tuple[Window, MPI.Comm] | None = None
+        self._inside: dict[tuple[int, ...], MPI.Comm] = {}  # of hosts, by their MPI ranks
 
     def enter(self, place: Place, onesided: bool = False) -> tuple[MPI.Comm, list[int], int]:
         """The communicator, the MPI rank of every process of ``place``, and the number of this transport."""
@@ -292,20 +294,24 @@ class _Communicator:
             made = [load().COMM_WORLD.Idup() for _ in range(2)]
             _wait([request for _, request in made], place, "duplicating MPI's communicator", made)
             (self.comm, _), (self._telling, _) = made
-        mine = [place.rank, self._transports, self._barriers, onesided, self._onesided is not None]
+        mine = [place.rank, self._transports, self._barriers[()], onesided, self._onesided is not None]
         told = self._tell(mine, place)
-        barriers = told[:, 2]
-        left_out = [self.barrier() for _ in range(barriers.max() - self._barriers)]
-        _wait(left_out, place, "an allreduce of an earlier run over MPI, which this rank had left out,")
-        if barriers.min() < barriers.max():
+        self._catch_up(told[:, 2], (), place)
+        if told[:, 2].min() < told[:, 2].max():
             self._tell(mine, place)  # keep polling MPI until all have finished their barriers
         return told
 
-    def barrier(self) -> Any:
-        """Start a barrier. Its request is done when all ranks have started as many."""
-        assert self.comm is not None
-        self._barriers += 1
-        return self.comm.Ibarrier()
+    def _catch_up(self, barriers: NDArray[np.int64], ranks: tuple[int, ...], place: Place) -> None:
+        """Take part in the barriers that this rank has left out; ``barriers`` are the counts of those that meet."""
+        left_out = [self.barrier(ranks) for _ in range(barriers.max() - self._barriers[ranks])]
+        _wait(left_out, place, "a collective of an earlier run over MPI, which this rank had left out,")
+
+    def barrier(self, ranks: tuple[int, ...] = ()) -> Any:
+        """Start a barrier of all, or of a host's MPI ranks. Its request is done when all have started as many."""
+        comm = self._inside[ranks] if ranks else self.comm
+        assert comm is not None
+        self._barriers[ranks] += 1
+        return comm.Ibarrier()
 
     def _tell(self, mine: list[int], place: Place) -> NDArray[np.int64]:
         """These numbers of all ranks, a row per MPI rank. Uses messages, which need no order of calls."""
@@ -332,15 +338,20 @@ class _Communicator:
             self._onesided = Window(load(), self.comm, nbytes), told
         return self._onesided
 
-    def inside(self, place: Place, mpi_ranks: Sequence[int]) -> MPI.Comm:
-        """A new communicator of the ranks ``together``, in their order. All ranks of the run call it."""
+    def inside(self, place: Place, ranks: tuple[int, ...]) -> MPI.Comm:
+        """The communicator of the MPI ranks of a host, in this order. All ranks of the run call it.
+
+        It is created once, because freeing it is collective, and a peer may have died by then.
+        """
         assert self.comm is not None
         with self.together():
             # creating the communicator has no time limit
-            _wait([self.barrier()], place, "the meeting before MPI's communicators of hosts")
-            group = self.comm.Get_group().Incl([mpi_ranks[rank] for rank in place.together])
-            found: MPI.Comm = self.comm.Create_group(group)  # type: ignore[attr-defined]
-            return found
+            barriers = self._tell([self._barriers[ranks]], place)[list(ranks), 0]
+            if ranks not in self._inside:
+                self._inside[ranks] = self.comm.Create_group(self.comm.Get_group().Incl(ranks))  # type: ignore[attr-defined]
+            self._catch_up(barriers, ranks, place)
+            self._tell([0], place)  # keep polling MPI until all have finished their barriers
+        return self._inside[ranks]
 
     def end(self) -> None:
         """Free what MPI requires to be freed before its finalization."""
@@ -371,7 +382,8 @@ class Mpi(Enveloped):
         self._reads = self._comm  # for notices of reads
         if onesided == "on":
             self._window, self._reads = _communicator.onesided(place, int(window))
-        self._inside = _communicator.inside(place, self._mpi_ranks) if place.together else None
+        self._near = tuple(self._mpi_ranks[rank] for rank in place.together)
+        self._inside = _communicator.inside(place, self._near) if self._near else None
         limit = self._comm.Get_attr(self._mpi.TAG_UB) or SLOTS
         self._first_tag: int = number % ((limit + 1) // _TAGS) * _TAGS
         self._index = {mpi_rank: index for index, mpi_rank in enumerate(self._mpi_ranks)}
@@ -520,7 +532,7 @@ class Mpi(Enveloped):
                 self._given_up += [first.barrier] if first.barrier is not None else []
                 continue
             if first.barrier is None:
-                first.barrier = _communicator.barrier() if self._inside is None else self._inside.Ibarrier()
+                first.barrier = _communicator.barrier(self._near)
             if not first.barrier.Test():
                 return
             self._meetings.popleft()
