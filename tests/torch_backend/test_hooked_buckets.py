@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from syncline.compression.reducers import HostCollective, Reducer, Round, Total
+from syncline.errors import UsageError
 from syncline.strategy.strategy import Strategy
 from syncline.testing.reducing import run
+from syncline.torch_backend.carrier import drive
 from syncline.torch_backend.hook import CompressedBucket
 
 SHAPES = [(40, 50), (7,), (1500,)]
@@ -90,3 +93,22 @@ def test_a_codec_whose_payloads_are_summed_gets_shares_of_the_mean() -> None:
     made, memory = buckets(1, "codec=fp16")
     assert not made[0]._means
     assert memory[0].data_ptr() == made[0]._array.__array_interface__["data"][0]  # nothing is copied
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        HostCollective("reduce_scatter", []),
+        Round([], [], after=SimpleNamespace()),  # type: ignore[arg-type]
+        Round([], [], [Total(np.zeros(1), [0], [])]),
+    ],
+)
+def test_what_a_process_group_does_not_carry_is_refused(asked: Any) -> None:
+    """Not left out, which would be a wrong sum."""
+
+    def reducer() -> Reducer:
+        yield asked
+
+    carrier: Any = SimpleNamespace()
+    with pytest.raises(UsageError, match="carries messages and sums only, not "):
+        drive([reducer], carrier)

@@ -188,7 +188,8 @@ class Reducing:
         library, label = self._transport, self._label
         if not isinstance(library, HasCollectives):
             raise UsageError(f"{label}: transport={library.name} has no collectives of its own for inside=native")
-        span = None if self._observer is None else self._tell("reduce", number, phase=asked.goal)
+        kind: Kind = "reduce" if asked.goal == "reduce_scatter" else "copy"
+        span = None if self._observer is None else self._tell(kind, number, phase=asked.goal)
 
         def collected(handle: Handle) -> None:
             self._collecting.discard(number)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ..compression.reducers import Bytes, Message, Reducer, Round, Sum
 from ..engine.reducing import OPEN
-from ..errors import PeerError
+from ..errors import PeerError, UsageError
 from ..frameworks.torch.storage import as_torch
 
 LANES = 2
@@ -244,6 +244,8 @@ def _advance(number: int, reducer: Reducer, lengths: Any, carrier: Carrier) -> C
             return None
         if isinstance(asked, Sum):
             carrier.add(asked.array)
-        elif isinstance(asked, Round) and (asked.sends or asked.receives):
+        elif not isinstance(asked, Round) or asked.totals or asked.after is not None:
+            raise UsageError(f"a process group of torch carries messages and sums only, not {asked}")
+        elif asked.sends or asked.receives:
             return carrier.begin(asked, number)
         lengths = []

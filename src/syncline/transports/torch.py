@@ -318,7 +318,7 @@ class StagedCollectives:
 
         if len({len(host) for host in hosts}) == 1 and len(hosts) == parts > 1:
             equal = torch.empty(parts * len(hosts[0]), dtype=hosts[0].dtype, device=self._device)
-            return equal.split(len(hosts[0])), equal
+            return equal.view(parts, -1).unbind(), equal
         return [torch.empty_like(host, device=self._device) for host in hosts], None
 
 

@@ -253,6 +253,7 @@ def _asked(going: Iterable[tuple[Reducer, Lengths | None]]) -> list[tuple[Reduce
             continue
         assert isinstance(asked, Round)
         assert not asked.totals  # only payloads travel on several rails
+        assert asked.after is None  # no device encodes on two levels
         found.append((reducer, asked))
     return found
 
@@ -274,6 +275,8 @@ def _over(starts: Sequence[Callable[[], Reducer]], rail: Rail, here: int) -> Red
                     [Message(rail.processes[one.peer], one.data) for one in messages]
                     for messages in (asked.sends, asked.receives)
                 )
+                assert not asked.totals  # sums between hosts are a ``Sum``
+                assert asked.after is None  # no device encodes on two levels
                 lengths = yield Round(sends, receives)
             try:
                 asked = reducer.send(lengths)
