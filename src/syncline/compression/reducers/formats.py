@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,26 +58,34 @@ class MessageFormat:
         self, room: Scratch, inputs: Sequence[Floats], states: Sequence[State], queue: Queue | None = None
     ) -> Packet:
         """Encode ``inputs``, one per part, into a new message; in ``queue`` if they are on a device."""
-        packet = Packet(room.take(self.greatest_bytes + 4 * len(self.parts)), self.greatest_bytes, room)
+        told_bytes = 0 if queue is None else 4 * len(self.parts)
+        packet = Packet(room.take(self.greatest_bytes + told_bytes), self.greatest_bytes, room)
         words = packet.words
         words[0], words[1], words[2] = self._check, self._elements, states[0].step & 0xFFFFFFFF
-
-        def note(lengths: Sequence[int]) -> None:
-            if not self.fixed:
-                words[_HEAD : self._first] = lengths
-            packet.nbytes = 4 * (self._first + sum(lengths))
-
         payloads = words[self._first : self.greatest_bytes // 4]
-        encode(self.parts, self._greatest, inputs, states, payloads, self._told(packet), note, queue)
+        if queue is None:
+            lengths, packet.finite = encode(self.parts, self._greatest, inputs, states, payloads)
+            self._note(packet, lengths)
+        else:
+            note, told = partial(self._note, packet), self._told(packet)
+            encode_there(self.parts, self._greatest, inputs, states, payloads, told, queue, note)
         return packet
+
+    def _note(self, packet: Packet, lengths: Sequence[int]) -> None:
+        """Write the lengths of a message's payloads."""
+        if not self.fixed:
+            packet.words[_HEAD : self._first] = lengths
+        packet.nbytes = 4 * (self._first + sum(lengths))
 
     def report(self, packet: Packet, report: Callable[[str], None]) -> None:
         """Call ``report`` with every part whose gradient, in this message of this process, is not finite."""
-        for number in np.flatnonzero(self._told(packet) == 0).tolist():
-            report(self.parts[number].name)
+        told = self._told(packet).tolist() if packet.finite is None else packet.finite
+        for part, finite in zip(self.parts, told, strict=True):
+            if not finite:
+                report(part.name)
 
     def _told(self, packet: Packet) -> Payload:
-        """Whether each part was finite, in a message of this process."""
+        """Whether each part was finite, in a message that a device has encoded here."""
         return packet.words[self.greatest_bytes // 4 :][: len(self.parts)]
 
     def room(self, room: Scratch) -> Packet:
@@ -117,10 +126,13 @@ class MessageFormat:
         queue: Queue | None = None,
     ) -> None:
         """Decode a message into ``outputs``, or add it to them; in ``queue`` if they are on a device."""
-        lengths = [len(payload) for payload in self.payloads(packet, sender)]
+        payloads = self.payloads(packet, sender)
         self._check_step(packet, states[0].step, sender)
-        payloads = packet.words[self._first : packet.nbytes // 4]
-        decode(self.parts, lengths, payloads, outputs, states, sender, add=add, queue=queue)
+        if queue is None:
+            decode(self.parts, payloads, outputs, states, sender, add=add)
+        else:
+            words = packet.words[self._first : packet.nbytes // 4]
+            decode_there(self.parts, list(map(len, payloads)), words, outputs, states, sender, queue, add=add)
 
     def _check_step(self, packet: Packet, step: int, sender: str) -> None:
         found = int(packet.words[2])
@@ -164,10 +176,11 @@ class Packet:
     ``room`` gets the buffer back; without a room it belongs to the caller.
     """
 
-    __slots__ = ("_room", "buffer", "nbytes")
+    __slots__ = ("_room", "buffer", "finite", "nbytes")
 
     def __init__(self, buffer: Bytes, nbytes: int, room: Scratch | None = None) -> None:
         self.buffer, self.nbytes, self._room = buffer, nbytes, room
+        self.finite: list[bool] | None = None  # of each part, in a message that the processor has encoded here
 
     @property
     def words(self) -> Payload:
@@ -186,73 +199,86 @@ class Packet:
 
 
 def encode(
+    parts: Sequence[Operand], greatest: Sequence[int], inputs: Sequence[Floats], states: Sequence[State], into: Payload
+) -> tuple[list[int], list[bool]]:
+    """Encode ``inputs``, one per part, one after the other. A part takes up to its ``greatest`` words.
+
+    Returns the lengths of the payloads, and whether each input was finite, as ``Encoded`` has it.
+    """
+    at, lengths, finite = 0, [], []
+    for part, most, x, state in zip(parts, greatest, inputs, states, strict=True):
+        made = part.codec.encode(x, into[at : at + most], state, part.start)
+        lengths.append(made.words)
+        finite.append(made.finite)
+        at += made.words
+    return lengths, finite
+
+
+def encode_there(
     parts: Sequence[Operand],
     greatest: Sequence[int],
     inputs: Sequence[Floats],
     states: Sequence[State],
     words: Payload,
     told: Payload,
+    queue: Queue,
     note: Callable[[Sequence[int]], None] = lambda _: None,
-    queue: Queue | None = None,
 ) -> None:
-    """Encode ``inputs``, one per part, one after the other into ``words``. A part takes up to its ``greatest`` words.
+    """``encode`` on a device. The payloads come down to ``words``, and whether each input was finite to ``told``.
 
-    ``note`` gets the lengths of the payloads, and ``told`` whether each input was finite.
+    ``note`` gets the lengths of the payloads.
     """
+    states = [copy.copy(state) for state in states]  # at the present step
 
-    def fill(into: Payload) -> tuple[int, list[bool]]:
-        at, lengths, finite = 0, [], []
-        for part, most, x, state in zip(parts, greatest, inputs, states, strict=True):
-            made = part.codec.encode(x, into[at : at + most], state, part.start)
-            lengths.append(made.words)
-            finite.append(made.finite)
-            at += made.words
-        note(lengths)
-        return at, finite
-
-    def fill_there() -> None:
+    def act() -> None:
         into = room_for(len(words), inputs[0])
-        length, finite = fill(into)
-        bring_down(into[:length], words[:length])
+        lengths, finite = encode(parts, greatest, inputs, states, into)
+        note(lengths)
+        bring_down(into[: sum(lengths)], words[: sum(lengths)])
         bring_down(all_in_one(finite), told)
 
-    if queue is None:
-        _, told[:] = fill(words)
-        return
-    states = [copy.copy(state) for state in states]  # at the present step
-    queue.run(fill_there)
+    queue.run(act)
 
 
 def decode(
+    parts: Sequence[Operand],
+    payloads: Sequence[Payload],
+    outputs: Sequence[Floats],
+    states: Sequence[State],
+    sender: str,
+    *,
+    add: bool,
+) -> None:
+    """Decode the payloads of ``parts`` into ``outputs``, or add them."""
+    for part, payload, out, state in zip(parts, payloads, outputs, states, strict=True):
+        try:
+            part.codec.decode(payload, out, state, add=add, start=part.start)
+        except PayloadError as error:
+            raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
+
+
+def decode_there(
     parts: Sequence[Operand],
     lengths: Sequence[int],
     words: Payload,
     outputs: Sequence[Floats],
     states: Sequence[State],
     sender: str,
+    queue: Queue,
     *,
     add: bool,
-    queue: Queue | None = None,
 ) -> None:
-    """Decode the payloads of ``parts``, which lie one after the other in ``words``, into ``outputs``, or add them.
+    """``decode`` on a device, of payloads that lie one after the other in ``words``.
 
-    With a ``queue``, ``words`` must not change before everything that was queued there is done.
+    ``words`` must not change before everything that was queued is done.
     """
-
-    def empty(payloads: Payload) -> None:
-        at = 0
-        for part, length, out, state in zip(parts, lengths, outputs, states, strict=True):
-            try:
-                part.codec.decode(payloads[at : at + length], out, state, add=add, start=part.start)
-            except PayloadError as error:
-                raise ReduceError(f"{sender}: the payload of {part.name!r} ({part.codec}): {error}") from None
-            at += length
-
-    if queue is None:
-        empty(words)
-        return
     states = [copy.copy(state) for state in states]  # at the present step
-    queue.run(lambda: empty(bring_up(words, outputs[0])))
+    queue.run(lambda: decode(parts, split(bring_up(words, outputs[0]), lengths), outputs, states, sender, add=add))
+
+
+def split(words: Payload, lengths: Sequence[int]) -> list[Payload]:
+    """Payloads that lie one after the other."""
+    return [words[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def landed(queue: Queue | None) -> Reducer:

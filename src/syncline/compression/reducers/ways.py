@@ -38,7 +38,19 @@ from ...errors import UsageError
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
 from ...plans.plan import Plan
 from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Sum, Summed, Traffic, Way, owners
-from .formats import MessageFormat, Packet, decode, encode, free, landed, name_of, spec_of
+from .formats import (
+    MessageFormat,
+    Packet,
+    decode,
+    decode_there,
+    encode,
+    encode_there,
+    free,
+    landed,
+    name_of,
+    spec_of,
+    split,
+)
 from .owners import cut
 
 # Sums by a plan -------------------------------------------------------------------------------------------------------
@@ -76,16 +88,26 @@ def _number_of(codec: Codec) -> str:
 
 def _sum(parts: Sequence[Operand], me: Participant) -> Reducer:
     """Encode all payloads into one buffer, sum it, decode it."""
-    lengths, total = _words(parts), sum(_words(parts))
+    lengths, queue = _words(parts), me.encoding
     arrays, states = [part.array for part in parts], [part.state for part in parts]
-    buffer = me.room.take(4 * (total + len(parts)))
-    words, told = np.split(buffer[: 4 * (total + len(parts))].view(np.uint32), [total])
-    encode(parts, lengths, arrays, states, words, told, queue=me.encoding)
-    yield from landed(me.encoding)
-    for part in (parts[number] for number in np.flatnonzero(told == 0).tolist()):
-        me.report(part.name)
+    total_bytes, told_bytes = 4 * sum(lengths), 0 if queue is None else 4 * len(parts)
+    buffer = me.room.take(total_bytes + told_bytes)
+    words = buffer[:total_bytes].view(np.uint32)
+    if queue is None:
+        _, finite = encode(parts, lengths, arrays, states, words)
+    else:
+        told = buffer[total_bytes : total_bytes + told_bytes].view(np.uint32)
+        encode_there(parts, lengths, arrays, states, words, told, queue)
+        yield from landed(queue)
+        finite = told.tolist()
+    for part, is_finite in zip(parts, finite, strict=True):
+        if not is_finite:
+            me.report(part.name)
     yield Sum(words.view(numpy_dtype(_number_of(parts[0].codec))))
-    decode(parts, lengths, words, arrays, states, "the sum", add=False, queue=me.decoding)
+    if me.decoding is None:
+        decode(parts, split(words, lengths), arrays, states, "the sum", add=False)
+    else:
+        decode_there(parts, lengths, words, arrays, states, "the sum", me.decoding, add=False)
     me.give([buffer])
 
 
