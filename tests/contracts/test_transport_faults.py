@@ -301,6 +301,38 @@ def test_a_body_that_its_sender_has_announced_and_does_not_bring_any_more(kind: 
     assert isinstance(late.error, PeerLost)
 
 
+class Collecting(Scripted):
+    """One whose library has collectives, which end at once."""
+
+    allreduce = Enveloped._allreduce
+    reduce_scatter = Enveloped._reduce_scatter
+    all_gather = Enveloped._all_gather
+
+    def _collect(self, call: Any, handle: Handle) -> None:  # noqa: ARG002
+        self._finish(handle)
+
+
+@pytest.mark.parametrize("first_ends", [False, True])
+def test_an_end_that_overtakes_the_turn_of_its_senders_last_collective(first_ends: bool) -> None:
+    """The collective still runs, unless the first rank ends as well; operations of the sender then fail."""
+    end = Collecting()
+    gathers, waits = end.all_gather(5, [np.zeros(8)] * 3), end.recv(2, 0, np.zeros(8, np.uint8))
+    end.frames = [(2, frame(END, 0, 1, 0))]
+    assert end.poll(0.0) == []
+    end.frames = [(0, frame(END, 0, 0, 0) if first_ends else frame(TURN, 0, 5, 0))]
+    assert set(end.poll(0.0)) == {gathers, waits}
+    assert isinstance(gathers.error, PeerLost) is first_ends
+    assert isinstance(waits.error, PeerLost)
+
+
+def test_a_rank_that_reaches_a_collective_twice_breaks_the_protocol() -> None:
+    end = Collecting()
+    end.rank, end.together = 0, (0, 1, 2)
+    end.frames = [(2, frame(REACHED, 0, 5, 0)), (2, frame(REACHED, 0, 5, 0))]
+    with pytest.raises(ProtocolError, match="rank 2 broke the protocol"):
+        end.poll(0.0)
+
+
 @pytest.mark.parametrize("size", [11, LARGE])
 def test_bytes_that_are_no_whole_elements_of_a_sum(size: int) -> None:
     end = Scripted()

@@ -108,6 +108,11 @@ class Turns:
         return rank not in self._reached.get(key, ()) and len(self._reached) < _MOST_TURNS
 
     @property
+    def known(self) -> int:
+        """The number of collectives that have got their turn."""
+        return self.begun + len(self._order)
+
+    @property
     def full(self) -> bool:
         """Whether the first rank is as far ahead as it may be."""
         return len(self._order) >= _MOST_TURNS
@@ -205,6 +210,7 @@ class Enveloped(ABC):
         self._promised: dict[tuple[int, int], Event] = {}  # (peer, slot) -> receives a requested body
         self._outbox = Outbox(self._peers)
         self._turns = Turns(rank, len(self.together))
+        self._ends: list[tuple[int, int]] = []  # last frames that came before the turn of a collective of their sender
         self._sending = dict.fromkeys(self._peers, 0)  # frames and bodies that the library has not sent yet
         self._sent = dict.fromkeys(self._peers, 0)
         self._received = dict.fromkeys(self._peers, 0)
@@ -434,6 +440,7 @@ class Enveloped(ABC):
         elif kind == _frames.TURN and self._takes_turns_from(peer):
             self._turns.add(tag)
             self._take_turns()
+            self._take_ends()
         elif kind == _frames.REACHED and self._gives_turns_to(peer) and self._turns.may_reach(tag, peer):
             if self._turns.reached(tag, peer):
                 self._give_turn(tag)
@@ -454,10 +461,21 @@ class Enveloped(ABC):
 
     def _ended(self, peer: int, begun: int) -> None:
         """Handle a peer's last frame, after ``begun`` collectives."""
+        first = self.together[0]
+        comes = self._takes_turns_from(first) and first not in (self.rank, peer, *self._operations.gone)
+        if comes and peer in self.together and begun > self._turns.known:
+            self._ends.append((peer, begun))  # the first rank has sent this turn, which is still on its way
+            return
         # First fail the collectives that the peer never joined; then everything else that waits for it.
         for handle in self._turns.left_out(begun) if peer in self.together else ():
             self._finish(handle, self._operations.lost(peer))
         self._lose(peer)
+
+    def _take_ends(self) -> None:
+        """Handle the last frames that have waited for a turn, as far as it has come."""
+        ends, self._ends = self._ends, []
+        for peer, begun in ends:
+            Enveloped._ended(self, peer, begun)
 
     def _pushed(self, handle: Handle) -> None:
         """Record that a body has left."""
@@ -484,6 +502,7 @@ class Enveloped(ABC):
         for handle in self._turns.give_up() if peer in self.together else ():
             self._finish(handle, self._operations.lost(peer))
         self._operations.lose(peer)
+        self._take_ends()
 
     def _pull_pieces(self, body: Body, piece_bytes: int, fetch: Callable[[int, Bytes, Event], None]) -> None:
         """Receive a body in pieces. ``fetch(at, memory, event)`` starts to receive the bytes from ``at`` on.
