@@ -76,7 +76,7 @@ def come(turns: Turns, key: int) -> Any:
 
 
 def test_collectives_run_in_the_order_of_rank_0() -> None:
-    turns = Turns(1)
+    turns = Turns(1, 2)
     handles = {key: come(turns, key) for key in (7, 3)}
     with pytest.raises(UsageError, match="rank 1 has a collective with key 7 under way already"):
         turns.check_new(7)
@@ -96,7 +96,7 @@ def test_collectives_run_in_the_order_of_rank_0() -> None:
 
 
 def test_what_will_never_begin_is_given_up() -> None:
-    turns = Turns(0)
+    turns = Turns(0, 2)
     handle = come(turns, 4)
     assert turns.give_up() == [handle]
     turns.add(4)
