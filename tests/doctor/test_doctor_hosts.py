@@ -52,6 +52,11 @@ def links(
     )
 
 
+def judge(told: list[Seen], links: Links) -> list[Finding]:
+    """Of hosts that have all answered."""
+    return judged(told, links, len(told))
+
+
 def faults(found: list[Finding]) -> list[Finding]:
     wrong = [one for one in found if one.status != "ok"]
     assert all(one.remedy[0].isupper() and one.remedy.endswith(".") for one in wrong)
@@ -60,16 +65,23 @@ def faults(found: list[Finding]) -> list[Finding]:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_sound_hosts_have_no_fault_and_each_check_says_so(count: int) -> None:
-    found = judged(seen(count), links(count, lambda source, _: GBIT * (1 - 0.05 * source)))
+    found = judge(seen(count), links(count, lambda source, _: GBIT * (1 - 0.05 * source)))
     assert not faults(found)
     assert [one.check for one in found] == ["memory", "reach", "bandwidth", "clocks", "mtu"]
     assert found[0].text == f"h0: much; ok too: {', '.join(f'h{host}' for host in range(1, count))}"
 
 
+def test_one_host_is_said_to_be_alone_only_if_it_is() -> None:
+    (memory, reach) = judged(seen(1), Links(), 1)
+    assert (memory.check, reach.check, reach.status) == ("memory", "reach", "ok")
+    assert "all ranks are on this host" in reach.text
+    assert judged(seen(1), Links(), 2) == [memory]
+
+
 def test_a_fault_of_a_host_is_told_with_its_name() -> None:
     told = seen(3)
     told[1].findings = [Finding("shm", "warn", "small", "Enlarge it.")]
-    (one,) = faults(judged(told, links(3)))
+    (one,) = faults(judge(told, links(3)))
     assert one == Finding("shm", "warn", "h1: small", "Enlarge it.")
 
 
@@ -80,7 +92,7 @@ def test_an_interface_that_others_do_not_reach_is_named_with_one_that_they_do() 
         one.unreached = {1: "No route to host"}
     reached = links(3)
     reached.rates = {pair: rate for pair, rate in reached.rates.items() if pair[1] != 1}
-    (one,) = faults(judged(told, reached))  # its MTU is not compared with that of the others
+    (one,) = faults(judge(told, reached))  # its MTU is not compared with that of the others
     assert (one.check, one.status) == ("reach", "fail")
     assert "h0, h2 cannot reach h1 at 10.9.9.9 (vpn0" in one.text
     assert "eth0 (10.0.0.1)" in one.remedy
@@ -89,23 +101,23 @@ def test_an_interface_that_others_do_not_reach_is_named_with_one_that_they_do() 
 def test_a_closed_port_is_no_matter_of_the_interface() -> None:
     told = seen(2)
     told[0].unreached = {1: "timed out"}
-    assert "firewall of h1" in faults(judged(told, links(2)))[0].remedy
+    assert "firewall of h1" in faults(judge(told, links(2)))[0].remedy
 
 
 @given(st.integers(3, 6), st.data())
 def test_slow_hosts_are_named_and_no_others(count: int, data: st.DataObject) -> None:
     slow = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 2))
-    found = faults(judged(seen(count), links(count, lambda *pair: GBIT / 10 if slow & {*pair} else GBIT)))
+    found = faults(judge(seen(count), links(count, lambda *pair: GBIT / 10 if slow & {*pair} else GBIT)))
     assert [one.text.split()[0] for one in found] == [f"h{host}" for host in sorted(slow)]
     assert all("sends at most 100 Mbit/s and receives at most 100 Mbit/s on eth0" in one.text for one in found)
 
 
 def test_a_slow_direction_and_a_slow_pair_are_named() -> None:
-    (one,) = faults(judged(seen(3), links(3, lambda source, _: GBIT / 10 if source == 2 else GBIT)))
+    (one,) = faults(judge(seen(3), links(3, lambda source, _: GBIT / 10 if source == 2 else GBIT)))
     assert one.text.startswith("h2 sends at most 100 Mbit/s on eth0")
-    (one,) = faults(judged(seen(4), links(4, lambda *pair: GBIT / 10 if pair == (1, 2) else GBIT)))
+    (one,) = faults(judge(seen(4), links(4, lambda *pair: GBIT / 10 if pair == (1, 2) else GBIT)))
     assert one.text.startswith("h1 sends 100 Mbit/s to h2")
-    (one,) = faults(judged(seen(2), links(2, lambda *pair: GBIT / 10 if pair == (1, 0) else GBIT)))
+    (one,) = faults(judge(seen(2), links(2, lambda *pair: GBIT / 10 if pair == (1, 0) else GBIT)))
     assert one.text.startswith("h1 sends 100 Mbit/s to h0")
 
 
@@ -118,46 +130,46 @@ def test_a_slow_direction_and_a_slow_pair_are_named() -> None:
     ],
 )
 def test_a_wrong_clock_is_named(clock_s: dict[int, float], says: list[str]) -> None:
-    assert [one.text for one in faults(judged(seen(4), links(4, clock_s=clock_s)))] == says
+    assert [one.text for one in faults(judge(seen(4), links(4, clock_s=clock_s)))] == says
 
 
 def test_of_two_clocks_the_difference_is_told() -> None:
-    (one,) = faults(judged(seen(2), links(2, clock_s={1: 5.0})))
+    (one,) = faults(judge(seen(2), links(2, clock_s={1: 5.0})))
     assert one.text == "the clock of h1 is 5.00 s ahead of that of h0"
 
 
 def test_a_clock_is_not_blamed_for_a_slow_answer() -> None:
     slow = links(3)
     slow.clocks = {pair: Offset(0.2, 0.5) for pair in slow.clocks}
-    assert not faults(judged(seen(3), slow))
+    assert not faults(judge(seen(3), slow))
 
 
 def test_another_mtu_and_a_stream_that_stalls_are_named() -> None:
     told = seen(4)
     told[3].way = way(3, mtu=9000)
-    (one,) = faults(judged(told, links(4)))
+    (one,) = faults(judge(told, links(4)))
     assert one.text == "eth0 of h3 has MTU 9000, other hosts have 1500"
     assert one.remedy == "Run ip link set eth0 mtu 1500 on h3."
-    stalled, *_ = faults(judged(told, links(4, lambda *pair: None if pair == (3, 0) else GBIT)))
+    stalled, *_ = faults(judge(told, links(4, lambda *pair: None if pair == (3, 0) else GBIT)))
     assert (stalled.check, stalled.status) == ("mtu", "fail")
     assert "h0 receives small messages of h3" in stalled.text
     for host in (0, 1):
         told[host].way = way(host, mtu=9000)
-    _, *others = faults(judged(told, links(4, lambda *pair: None if pair == (3, 0) else GBIT)))
+    _, *others = faults(judge(told, links(4, lambda *pair: None if pair == (3, 0) else GBIT)))
     assert [one.remedy for one in others] == [f"Run ip link set eth0 mtu 1500 on h{host}." for host in (0, 1, 3)]
 
 
 def test_versions_that_differ_are_named() -> None:
     told = seen(3)
     told[2].versions = {"Python": "3.12.1"}
-    (one,) = faults(judged(told, links(3)))
+    (one,) = faults(judge(told, links(3)))
     assert one.text == "torch differs: 2.13.0 on h0, h1; missing on h2"
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     told = [replace(one, host="box") for one in seen(2)]
     told[1].way = way(1, mtu=9000)
-    assert "box (rank 1)" in faults(judged(told, links(2)))[0].text
+    assert "box (rank 1)" in faults(judge(told, links(2)))[0].text
 
 
 @given(st.integers(1, 12))

@@ -165,7 +165,8 @@ class _Ranks:
     def check(self) -> list[Finding] | None:
         """Check, and return the findings on rank 0, None on other ranks."""
         notes_s = LIMIT_S + _SPARE_S + len(self._leads) * 10 * _SLICE_S
-        limit_s = 3 * notes_s if self._rank == 0 else 4 * notes_s  # so that rank 0 names late ranks
+        # A host with a bad link stalls with each other host in turn. Rank 0 gives up first, and names late ranks.
+        limit_s = (3 if self._rank == 0 else 4) * notes_s + 2 * _STALL_S * len(self._leads)
         self._client.limit(time.monotonic() + limit_s, limit_s)
         if self._rank:
             if self._rank in self._leads:
@@ -178,7 +179,7 @@ class _Ranks:
             self._client.limit(time.monotonic() + _STALL_S, _STALL_S)
         with suppress(GroupError):  # rank 0 does not wait for ranks that it has named
             self._client.through()
-        return [*judged(self._seen, self._links), *self._faults] if self._rank == 0 else None
+        return [*judged(self._seen, self._links, len(self._leads)), *self._faults] if self._rank == 0 else None
 
     def _take_part(self, notes_s: float) -> None:
         unreached = self._call()
@@ -309,14 +310,16 @@ def partners(rank: int, ranks: Sequence[int]) -> Iterator[int]:
 # The judgement.
 
 
-def judged(seen: Sequence[Seen], links: Links) -> list[Finding]:
-    """The findings on all hosts, and on the links between them."""
+def judged(seen: Sequence[Seen], links: Links, hosts: int) -> list[Finding]:
+    """The findings on those of the job's ``hosts`` that have answered, and on the links between them."""
     names = {one.rank: one.host for one in seen}
     if len({*names.values()}) < len(names):
         names = {rank: f"{host} (rank {rank})" for rank, host in names.items()}
     own = [*_own(seen, names)] if len(seen) > 1 else [one for host in seen for one in host.findings]
-    if len(seen) < 2:
+    if hosts == 1:
         return [*own, Finding("reach", "ok", "all ranks are on this host, so there is no link between hosts to check")]
+    if len(seen) == 1:
+        return own  # the silent hosts are faults of their own
     between = (_reach, _bandwidth, _clocks, _mtu, _same_versions)
     return [*own, *(finding for judge in between for finding in judge(seen, names, links))]
 
