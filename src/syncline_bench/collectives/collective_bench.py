@@ -17,14 +17,12 @@ import numpy as np
 from rich.console import Console
 
 from syncline.errors import SynclineError, UsageError
-from syncline.launch.mpi_library import MpiLibrary
 from syncline.nouns import Rate
 
 from ..display import Display, Task, console_beside
 from ..goals import ONE_LEVEL, TWO_LEVELS, TWO_LEVELS_BYTES, judge
 from ..machine import provenance
 from ..messages import Message
-from ..peers import Settings
 from ..ranks import SILENCE_S, OnThisMachine, Ranks, RanksFailed
 from ..report import bench
 from ..report.bench import BenchResult, Measured
@@ -201,7 +199,7 @@ class _Stage:
 
         In a lab the first setting is taken, which yields cores: the links decide there.
         """
-        settings = self._settings(name)
+        settings = name.settings()
         first = next(iter(settings))
         self._best |= {(name, size): first for size in sizes}
         if len(settings) == 1 or self._request.lab_rate is not None:
@@ -226,16 +224,12 @@ class _Stage:
         except SynclineError:
             return  # if no setting works, the row says why
 
-    def _settings(self, name: Name) -> Settings:
-        found = name.find_library() if name.library else ""
-        return name.settings(found.name if isinstance(found, MpiLibrary) else "")
-
     def _ranks_of(self, name: Name, most: int, setting: str) -> Ranks:
         """The ranks of a contender for sizes up to ``most``, not started. SynclineError if a library is missing."""
         library = name.find_library() if name.library else None
         if isinstance(library, str):
             raise SynclineError(library)
-        place = replace(self._place, library=library, settings=self._settings(name)[setting])
+        place = replace(self._place, library=library, settings=name.settings()[setting])
         work = Work(self._request.collective.name, name.text, most)
         return Ranks(work.to_json(), self._ranks, place, RANK)
 

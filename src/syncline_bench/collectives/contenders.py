@@ -91,21 +91,19 @@ class Name:
         """The setting that a peer's name asks for; empty for the best."""
         return self.text.partition("(")[2].removesuffix(")") if self.peer is not None else ""
 
-    @property
-    def most_settings(self) -> int:
-        """The number of settings of the library that has the most, at least 1."""
-        every = self._declared.get("settings", {}).values() if not self.setting else ()
-        return max((len(found) for found in every), default=1)
-
-    def settings(self, library: str) -> Settings:
+    def settings(self) -> Settings:
         """Settings by name, each the environment that makes it: the one that is asked for, or all to choose from.
 
-        ``library`` is the name of the MPI library that was found, empty for a peer without one. Raises UsageError if
-        the library lacks the setting.
+        ``mpi`` has those of the library that is found. Raises UsageError if the library lacks the setting. If none is
+        found, the setting is not checked: ``request.missing`` names the remedy, and the other contenders run.
         """
+        found = self.find_library() if self.library == "mpi" else self.library
+        library = found.name if isinstance(found, MpiLibrary) else self.library
         every: Settings = self._declared.get("settings", {}).get(library, {})
         if not self.setting:
             return every or {"": {}}
+        if library == "mpi":
+            return {self.setting: {}}
         if self.setting not in every:
             raise UsageError(f"{self.text}: the settings of {library or 'this peer'} are {', '.join(every) or 'none'}")
         return {self.setting: every[self.setting]}
@@ -143,8 +141,7 @@ def read_name(text: str) -> Name:
         if base != text:
             if not text.endswith(")"):
                 raise UsageError(f"{text!r} ends without a bracket: write {text})")
-            found = name.find_library() if name.library == "mpi" else None
-            name.settings(found.name if isinstance(found, MpiLibrary) else name.library)
+            name.settings()
         return name
     try:
         strategy = name.strategy

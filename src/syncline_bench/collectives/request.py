@@ -121,7 +121,8 @@ def request_of(
     if lab_rate is not None:
         _check_reach(names)
     request = Request(chosen, counts, worlds, names, lab_rate, repetitions, per_host=per_host)
-    _check_memory(request)
+    for world in sorted(worlds, reverse=True):
+        _check_memory(request, world)
     return request
 
 
@@ -183,16 +184,18 @@ def _check_reach(names: Sequence[Name]) -> None:
             raise UsageError(f"{name.text} works inside one host, and a lab has several: use tcp or auto")
 
 
-def _check_memory(request: Request) -> None:
-    """Raise UsageError if the request would make the machine swap, or the kernel kill ranks."""
-    size, ranks = max(request.sizes), max(request.ranks)
-    arrays = len(request.contenders) + _EXTRA_ARRAYS
-    # Two settings of a contender are never the best of the same size: the second has an array of the next one.
-    others = sum(name.most_settings - 1 for name in request.contenders) if request.lab_rate is None else 0
-    smaller = sorted(request.sizes)[-2] if len(request.sizes) > 1 and others else 0
-    processes = (len(request.contenders) + others + 1) * _PROCESS_BYTES  # the limits have ranks too
-    processes += sum(name.needs == "torch" for name in request.contenders) * _TORCH_BYTES
-    needed = ranks * (arrays * size + others * smaller + processes)
+def _check_memory(request: Request, ranks: int) -> None:
+    """Raise UsageError if the contenders that can run would make the machine swap, or the kernel kill ranks."""
+    names = [name for name in request.contenders if missing(name, ranks) is None]
+    sizes = sorted(request.sizes, reverse=True)
+    size, arrays = sizes[0], len(names) + _EXTRA_ARRAYS
+    memory = _EXTRA_ARRAYS * size + _PROCESS_BYTES  # the limits have ranks too
+    for name in names:
+        settings = len(name.settings()) if request.lab_rate is None else 1
+        # Every size has one best setting, so each further set of ranks has an array of a smaller size.
+        own = sizes[:settings]
+        memory += sum(own) + len(own) * (_PROCESS_BYTES + (_TORCH_BYTES if name.needs == "torch" else 0))
+    needed = ranks * memory
     available = available_memory_bytes()
     if needed > available:
         raise UsageError(
