@@ -197,7 +197,7 @@ class _Stage:
     def _choose(self, name: Name, sizes: Sequence[int], task: Task) -> None:
         """Choose the setting of each size: the fastest of a few repetitions by ranks of its own.
 
-        In a lab the first setting is taken, which yields cores: the links decide there.
+        In a lab the first setting is taken, which yields cores and leaves the algorithm to the library.
         """
         settings = name.settings()
         first = next(iter(settings))

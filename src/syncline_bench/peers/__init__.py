@@ -11,9 +11,10 @@ training it takes part in. Its ``join()`` makes this process a member of the run
 * ``settings``: per library (an empty name for a package), settings by name, each with its environment variables.
 
 The bench reads these without importing the library: a file of this folder imports its library when an object is made. A
-peer of a bench has processes of its own, which do only what a plain script of its library does. Each peer runs in its
-best documented setting. If different settings are the best at different sizes, the bench tries all of them, measures
-the fastest of each size, and names it in the row; ``NAME(SETTING)`` requests one.
+peer of a bench has processes of its own, which do only what a plain script of its library does. If different settings
+are the best at different sizes, the bench on one machine tries all of them, measures the fastest of each size, and
+names it in the row. In a lab it measures the first one, with the library's own choice of algorithm. ``NAME(SETTING)``
+requests one.
 
 Each MPI library can have an environment of its own, because not all libraries fit into one (``library_of``).
 """
