@@ -67,12 +67,17 @@ distclean: clean ## Also remove .venv, .peers and demo
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	@touch $@
 
-# Made anew, since the package of another library may be in it.
-.peers/%/.installed: .venv/.installed constraints.txt
+# Made anew, since the package of another library may be in it, and in a new folder, so that an environment that works
+# stays until the next one is complete. Texts that name the new folder (pip's first line) then name the last one. Only
+# the interpreter of .venv is used, so its stamp may be newer.
+.peers/%/.installed: constraints.txt | .venv/.installed
+	rm -rf .peers/$*.new
+	$(BIN)/python -m venv .peers/$*.new
+	.peers/$*.new/bin/python -m pip install --disable-pip-version-check -c constraints.txt mpi4py numpy $(PACKAGE_$*)
+	grep -rlIF '/.peers/$*.new' .peers/$*.new | xargs sed -i 's|/\.peers/$*\.new|/.peers/$*|g'
+	touch .peers/$*.new/.installed
 	rm -rf .peers/$*
-	$(BIN)/python -m venv .peers/$*
-	.peers/$*/bin/python -m pip install --disable-pip-version-check -c constraints.txt mpi4py numpy $(PACKAGE_$*)
-	@touch $@
+	mv .peers/$*.new .peers/$*
 
 .venv/.trainers: .venv/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[trainers]"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -54,3 +57,43 @@ def test_the_peers_have_one_group_and_the_thread_level_of_their_script() -> None
         text = path.read_text()
         for word in ("new_group(", ".Dup()", "thread_level =", "set_num_threads("):
             assert word not in text, (path.name, word)
+
+
+STAND_IN = """\
+#!/bin/sh
+# Makes an environment of a copy of itself, and installs what pip is asked for unless a file "offline" is there.
+[ "$2" = venv ] && { mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "#!$PWD/$3/bin/python" >"$3/bin/pip"; exit; }
+[ ! -e offline ] && for last; do :; done && touch "$(dirname "$0")/$last"
+"""
+
+
+def test_environments_of_peers_are_kept_until_the_next_one_is_complete(tmp_path: Path) -> None:
+    """And a change of pyproject.toml, from which only .venv is made, makes none anew."""
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(Path(__file__).resolve().parents[2] / name, tmp_path)
+    interpreter, own = tmp_path / ".venv/bin/python", tmp_path / ".peers/mpich"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(STAND_IN)
+    interpreter.chmod(0o755)
+
+    def made() -> int:
+        command = ["make", ".peers/mpich/.installed"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=20, check=False).returncode
+
+    (stamp := tmp_path / ".venv/.installed").touch()
+    assert made() == 0
+    assert {path.name for path in own.iterdir()} == {"bin", ".installed"}
+    assert {path.name for path in (own / "bin").iterdir()} == {"python", "pip", "mpich"}
+    assert (own / "bin/pip").read_text() == f"#!{own}/bin/python\n"
+    (tmp_path / "offline").touch()
+    later = (own / ".installed").stat().st_mtime + 5
+    os.utime(stamp, (later, later))
+    assert made() == 0  # nothing was to be done
+    os.utime(tmp_path / "constraints.txt", (later, later))
+    assert made() != 0  # no package can be had
+    assert {path.name for path in own.iterdir()} == {"bin", ".installed"}
+    (tmp_path / "offline").unlink()
+    (own / "bin/impi").touch()
+    assert made() == 0
+    assert not (own / "bin/impi").exists()
+    assert [path.name for path in own.parent.iterdir()] == ["mpich"]
