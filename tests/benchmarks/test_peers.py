@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from syncline import registry
 from syncline_bench.collectives.collective_bench import RANK
 from syncline_bench.collectives.request import Work
 from syncline_bench.ranks import Ranks
@@ -48,8 +49,11 @@ def test_a_peer_is_as_fast_as_a_plain_script_of_its_library_and_has_as_many_thre
     assert min(ratios) <= peers.MOST, ratios
 
 
-def test_the_peers_have_one_group_and_the_thread_level_of_their_script() -> None:
-    """Nothing is made beside what a script makes: no group, no communicator, no thread level, no number of threads."""
+def test_the_peers_have_one_group_and_the_threads_of_their_script_or_of_a_setting() -> None:
+    """The code of a peer makes no other group or communicator, and sets no thread level or number of threads.
+
+    Variables of a setting can: Gloo's numbers of threads do, and one way of MPICH that needs a single thread.
+    """
     folder = Path(__file__).resolve().parents[2] / "src/syncline_bench"
     files = [*(folder / "peers").glob("*.py"), *(folder / "collectives").glob("*.py")]
     assert len(files) > 10
@@ -57,6 +61,20 @@ def test_the_peers_have_one_group_and_the_thread_level_of_their_script() -> None
         text = path.read_text()
         for word in ("new_group(", ".Dup()", "thread_level =", "set_num_threads("):
             assert word not in text, (path.name, word)
+    found = {
+        (entry.name, setting): {
+            word: value for word, value in variables.items() if "THREAD" in word and "YIELD" not in word
+        }
+        for entry in registry.entries("peers")
+        for library, settings in entry.capabilities.get("settings", {}).items()
+        if entry.name.partition(":")[0] in (library, "gloo")
+        for setting, variables in settings.items()
+    }
+    assert {name: words for name, words in found.items() if words} == {
+        ("gloo:native", "threads=1"): {"OMP_NUM_THREADS": "1"},
+        ("gloo:native", "threads=2"): {"OMP_NUM_THREADS": "2"},
+        ("mpich:native", "release_gather"): {"MPI4PY_RC_THREAD_LEVEL": "single"},
+    }
 
 
 STAND_IN = """\
