@@ -1,4 +1,4 @@
-"""The stand-in for a device in tests of staging: the CPU, whose memory a thread copies late."""
+"""The stand-in for a device in tests of staging: the CPU, whose memory two threads copy late."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ END_S = 10.0
 
 
 class HostCopier:
-    """Copies tensors of the CPU in a thread of its own, as late as it likes, and encodes and decodes if it ``codes``.
+    """Copies tensors of the CPU as late as it likes, and encodes and decodes if it ``codes``.
 
-    ``before(direction)`` is called in that thread before everything that it does, with ``"down"`` or ``"up"``.
+    Each direction, ``"down"`` and ``"up"``, has a thread, as a device has a stream: work of one direction runs in
+    order, and nothing but what the caller asks for orders the two. ``before(direction)`` is called in the direction's
+    thread before everything that the thread does.
     """
 
     def __init__(self, before: Callable[[str], None] = lambda _: None, codes: bool = False) -> None:
         self.device, self.codes = torch.device("cpu"), codes
-        self._before = before
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._last = _passed()
-        self._fault: Exception | None = None
-        self._ordering = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="syncline-copier", daemon=True)
-        self._thread.start()
+        self._streams = {direction: _Stream(direction, before) for direction in ("down", "up")}
 
     def pin(self, host: torch.Tensor) -> None:
         """Held to what a device asks for: whole pages."""
@@ -41,7 +37,7 @@ class HostCopier:
 
     def to_host(self, pair: Pair) -> _Done:
         """Queue it."""
-        return self._order("down", lambda: pair.host.copy_(pair.device), _passed())
+        return self._streams["down"].order(lambda: pair.host.copy_(pair.device), _passed())
 
     def run(self, direction: str, act: Callable[[], object], behind: _Done | None = None) -> None:
         """Queue it."""
@@ -50,11 +46,11 @@ class HostCopier:
             with _INTERPRETING:
                 act()
 
-        self._order(direction, alone, _passed() if behind is None else behind)
+        self._streams[direction].order(alone, _passed() if behind is None else behind)
 
-    def reached(self, direction: str) -> _Done:  # noqa: ARG002
-        """All that was queued so far: one thread does everything in order."""
-        return self._last
+    def reached(self, direction: str) -> _Done:
+        """The last work that was queued in that direction so far; the other direction may be behind."""
+        return self._streams[direction].last
 
     def mark(self) -> _Done:
         """Passed: what a CPU was told to compute, it has."""
@@ -62,32 +58,52 @@ class HostCopier:
 
     def to_device(self, pair: Pair, behind: _Done) -> None:
         """Queue it."""
-        self._order("up", lambda: pair.device.copy_(pair.host), behind)
+        self._streams["up"].order(lambda: pair.device.copy_(pair.host), behind)
 
     def join(self) -> None:
-        """A CPU has no streams: wait."""
-        self._last.synchronize()
+        """Wait for the copies up alone: a CPU has no training stream that could."""
+        self._streams["up"].last.synchronize()
 
     def synchronize(self) -> None:
-        """Wait."""
-        self._last.synchronize()
+        """Wait for both directions."""
+        for stream in self._streams.values():
+            stream.last.synchronize()
+
+    def close(self) -> None:
+        """End the threads."""
+        for stream in self._streams.values():
+            stream.close()
+
+
+class _Stream:
+    """One direction: a thread and the last work that it was given."""
+
+    def __init__(self, direction: str, before: Callable[[str], None]) -> None:
+        self._direction, self._before = direction, before
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._fault: Exception | None = None
+        self._ordering = threading.Lock()
+        self.last = _passed()
+        self._thread = threading.Thread(target=self._work, name="syncline-copier", daemon=True)
+        self._thread.start()
+
+    def order(self, act: Callable[[], object], behind: _Done) -> _Done:
+        """Queue it, behind what was queued before and ``behind``. Callable in any thread."""
+        done = _Done()
+        with self._ordering:
+            self.last = done
+            self._orders.put((act, behind, done))
+        return done
 
     def close(self) -> None:
         """End the thread."""
         self._orders.put(None)
         self._thread.join(END_S)
 
-    def _order(self, direction: str, act: Callable[[], object], behind: _Done) -> _Done:
-        done = _Done()
-        with self._ordering:  # copies up are ordered by another thread than copies down
-            self._last = done
-            self._orders.put((direction, act, behind, done))
-        return done
-
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
-            direction, act, behind, done = order
-            self._before(direction)
+            act, behind, done = order
+            self._before(self._direction)
             behind.synchronize()
             try:
                 with torch.no_grad():
@@ -114,7 +130,7 @@ class _Done(threading.Event):
         return self.is_set()
 
 
-_Order = tuple[str, Callable[[], object], _Done, _Done]  # direction, what to do, what it is behind, its end
+_Order = tuple[Callable[[], object], _Done, _Done]  # what to do, what it is behind, its end
 
 _INTERPRETING = threading.Lock()
 """Triton's interpreter serves one thread at a time."""

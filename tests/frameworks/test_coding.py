@@ -129,6 +129,7 @@ class Lagging(HostCopier):
 
     def __init__(self) -> None:
         self.ordered: list[Callable[[], None]] = []
+        self.catching_up = threading.Lock()
         super().__init__(codes=True)
 
     def mark(self) -> Any:
@@ -139,8 +140,9 @@ class Lagging(HostCopier):
         self.catch_up()
 
     def catch_up(self) -> None:
-        while self.ordered:
-            self.ordered.pop(0)()
+        with self.catching_up:  # both directions may wait
+            while self.ordered:
+                self.ordered.pop(0)()
 
 
 def test_new_weights_are_decoded_behind_what_still_reads_the_old_ones(group: Any) -> None:
@@ -212,8 +214,9 @@ class Behind(HostCopier):
     def __init__(self) -> None:
         self.lags = False
         self.marks: list[Any] = []
-        self.ran: list[str] = []
-        super().__init__(self.ran.append, codes=True)
+        self.asked = threading.Event()
+        self.behind: Any = None  # what the first work down is behind that is asked for meanwhile
+        super().__init__(codes=True)
 
     def mark(self) -> Any:
         mark = super().mark()
@@ -228,6 +231,9 @@ class Behind(HostCopier):
             act()
 
         super().run(direction, checked, behind)
+        if direction == "down" and self.lags and not self.asked.is_set():
+            self.behind = behind
+            self.asked.set()
 
     def catch_up(self) -> None:
         self.lags = False
@@ -245,6 +251,8 @@ def test_a_gradient_is_encoded_behind_its_computation_while_backward_goes_on(gro
 
         def last(gradient: torch.Tensor) -> torch.Tensor:
             assert copier.marks  # the bucket of a layer behind this one is complete
+            assert copier.asked.wait(LIMIT_S)
+            assert copier.behind is copier.marks[0]
             copier.catch_up()
             return gradient
 

@@ -91,6 +91,7 @@ class Lagging(HostCopier):
 
     def __init__(self) -> None:
         self.ordered: list[Callable[[], None]] = []
+        self.catching_up = threading.Lock()
         super().__init__()
 
     def mark(self) -> Any:
@@ -101,8 +102,9 @@ class Lagging(HostCopier):
         self.catch_up()
 
     def catch_up(self) -> None:
-        while self.ordered:
-            self.ordered.pop(0)()
+        with self.catching_up:  # both directions may wait
+            while self.ordered:
+                self.ordered.pop(0)()
 
 
 @pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, on=workers)"])
