@@ -30,5 +30,5 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleT
         return sys.modules[name]
 
     yield load
-    for name in {"same", "way", "lines", "mutants", "ranks", "combinations", "trainings", "tuning"} - before:
+    for name in {"gpu", "same", "way", "lines", "mutants", "ranks", "combinations", "trainings", "tuning"} - before:
         sys.modules.pop(name, None)
