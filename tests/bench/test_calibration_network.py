@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,15 @@ import pytest
 
 from syncline.errors import SynclineError, UsageError
 from syncline.nouns import Rate
-from syncline_bench.calibration import overlap
+from syncline.session.session import Session
+from syncline_bench.calibration import links, overlap, stepping
 from syncline_bench.calibration.command import Request, request_of
 from syncline_bench.calibration.computing import Computed, measure, ways_of
 from syncline_bench.calibration.fits import Estimate, Samples
 from syncline_bench.calibration.links import SIZES, Timed, cells_of
 from syncline_bench.calibration.network import Hosts, calibration_of
 from syncline_bench.predict.networks import load_network, parse_network, to_json
+from threads import run_group
 
 ORIGIN: dict[str, Any] = {
     "machine": "a processor",
@@ -24,6 +28,7 @@ ORIGIN: dict[str, Any] = {
     "versions": {"python": "3.12", "syncline": "0.1"},
     "started": "2026-01-02T03:04:05+00:00",
 }
+WHY = "torch is not installed on rank 1"
 COMPUTED = Computed({"gamma": Estimate(1e-10, 9e-11, 1.1e-10, 15)}, {})
 
 
@@ -43,7 +48,7 @@ def place(*nodes: int, **more: Any) -> Hosts:
 
 
 def test_what_is_written_is_read_back_with_sources_and_intervals() -> None:
-    found = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "syncline calibrate")
+    found = calibration_of("mine", place(0, 1), timed(), (), WHY, COMPUTED, ORIGIN, "syncline calibrate")
     cluster = parse_network(to_json(found.cluster), "mine.json")
     assert (cluster.name, cluster.cores, cluster.one_machine, cluster.per_host) == ("mine", 2, True, 1)
     assert "a processor, 2 cores; python 3.12" in cluster.source
@@ -72,14 +77,66 @@ def test_what_computing_loses_is_the_median_of_layers_and_sizes_and_nothing_wher
     found = overlap._estimate(rows)
     assert found is not None
     assert (found.value, found.low, found.high) == (pytest.approx(0.7), 0.0, 1.0)
-    assert overlap._estimate(np.array([[-9.0, 0.5, 9.0], [4.0, -3.0, 1.0]])) is None
-    remarks = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "").remarks
-    assert any("slowdown.cpu was not measured" in line for line in remarks)
+    assert "other work on the machine" in str(overlap._estimate(np.array([[-9.0, 0.5, 9.0], [4.0, -3.0, 1.0]])))
+    assert "an allreduce of 64.0 KiB takes longer than 0.2 s" in str(overlap._estimate(np.array([])))
+
+
+def test_a_constant_of_steps_that_is_absent_has_its_own_reason() -> None:
+    found = calibration_of("mine", place(0, 1), timed(), (), WHY, COMPUTED, ORIGIN, "", tensor="it needs wait_free")
+    assert not {"tensor", "slowdown.cpu"} & set(found.cluster.constants)
+    (slowdown,) = (line for line in found.remarks if line.startswith("slowdown.cpu was not measured"))
+    (tensor,) = (line for line in found.remarks if line.startswith("tensor was not measured"))
+    assert WHY in slowdown
+    assert "it needs wait_free" in tensor
+
+
+def test_the_reasons_name_the_ranks_without_torch_and_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(session: Session) -> tuple[Estimate | str, ...]:
+        first = stepping.measure(session, 0.1, lambda *_: None)
+        session.barrier()
+        monkeypatch.setattr(links, "find_spec", lambda _: None)
+        session.barrier()
+        return (
+            first,
+            stepping.measure(session, 0.1, lambda *_: None),
+            overlap.measure(session, (), 0.1, lambda *_: None),
+        )
+
+    for found in run_group("ring schedule=fifo", 2, body):
+        assert "fifo" in str(found[0])
+        assert "needs schedule=wait_free" in str(found[0])
+        assert found[1:] == ("torch is not installed on rank 0, 1",) * 2
+
+
+def test_the_time_of_a_gradient_does_not_grow_with_the_work_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits drives the engine; other constants contain that time."""
+    pytest.importorskip("torch")
+    extra_s, tensors, steps = 0.005, 8, 2
+    monkeypatch.setattr(stepping, "_TENSORS", tensors)
+    monkeypatch.setattr(stepping, "_STEPS", steps)
+
+    def body(session: Session) -> tuple[Estimate | str, float]:
+        engine, drive, thread, spent_s = session.engine, session.engine.drive, threading.get_ident(), [0.0]
+
+        def slow(*given: Any) -> None:
+            drive(*given)
+            if threading.get_ident() == thread:
+                end_s = time.thread_time() + extra_s
+                while time.thread_time() < end_s:
+                    pass
+                spent_s[0] += extra_s
+
+        engine.drive = slow  # type: ignore[method-assign, assignment]
+        return stepping.measure(session, 0.1, lambda *_: None), spent_s[0]
+
+    for found, spent_s in run_group("ring schedule=wait_free", 2, body):
+        assert isinstance(found, Estimate)
+        assert found.value < spent_s / (tensors * steps * 5) / 5  # five rounds
 
 
 def test_what_a_gradient_costs_the_training_thread_is_kept_with_its_source() -> None:
     tensor = Estimate(60e-6, 50e-6, 80e-6, 13)
-    cluster = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "", tensor=tensor).cluster
+    cluster = calibration_of("mine", place(0, 1), timed(), (), WHY, COMPUTED, ORIGIN, "", tensor=tensor).cluster
     assert cluster.tensor_s == 60e-6
     assert cluster.constants["tensor"].range == (50e-6, 80e-6)
     assert "real steps" in cluster.constants["tensor"].source
@@ -87,7 +144,7 @@ def test_what_a_gradient_costs_the_training_thread_is_kept_with_its_source() -> 
 
 def test_pieces_and_links_inside_hosts_have_names_of_their_own() -> None:
     inside = timed(alpha_s=5e-6)
-    found = calibration_of("mine", place(0, 0, 1, 1), timed(later_s=2e-3), inside, None, COMPUTED, ORIGIN, "").cluster
+    found = calibration_of("mine", place(0, 0, 1, 1), timed(later_s=2e-3), inside, WHY, COMPUTED, ORIGIN, "").cluster
     assert found.constants["between.from_131072.alpha"].value == pytest.approx(2.03e-3, rel=0.05)
     assert found.constants["inside.alpha"].value == pytest.approx(5e-6, rel=0.1)
     assert found.per_host == 2
@@ -101,7 +158,7 @@ def test_a_library_inside_a_host_has_constants_of_its_own() -> None:
     where = place(0, 1, 1, 1, transport="torch")
     assert where.native == [1, 2, 3]
     assert place(0, 1).native == []
-    cluster = calibration_of("mine", where, timed(), (), None, COMPUTED, ORIGIN, "", native).cluster
+    cluster = calibration_of("mine", where, timed(), (), WHY, COMPUTED, ORIGIN, "", native).cluster
     again = parse_network(to_json(cluster), "mine.json").native
     assert again is not None
     for nbytes, wanted in seconds.items():
@@ -112,11 +169,11 @@ def test_a_library_inside_a_host_has_constants_of_its_own() -> None:
 def test_times_that_do_not_grow_with_the_size_make_no_network() -> None:
     """It would be one of unlimited bandwidth."""
     with pytest.raises(SynclineError, match=r"between: .* show no bandwidth: measure longer, with --seconds"):
-        calibration_of("mine", place(0, 1), timed(beta_s=0.0), (), None, COMPUTED, ORIGIN, "")
+        calibration_of("mine", place(0, 1), timed(beta_s=0.0), (), WHY, COMPUTED, ORIGIN, "")
 
 
 def test_outliers_are_told_with_the_farthest() -> None:
-    remarks = calibration_of("mine", place(0, 1), timed(), (), None, COMPUTED, ORIGIN, "").remarks
+    remarks = calibration_of("mine", place(0, 1), timed(), (), WHY, COMPUTED, ORIGIN, "").remarks
     (told,) = (line for line in remarks if "outliers" in line)
     cells = len(timed())
     assert told.startswith(f"{cells} of {9 * cells}")
@@ -124,7 +181,7 @@ def test_outliers_are_told_with_the_farthest() -> None:
 
 
 def test_one_rank_has_no_links_and_the_file_says_what_stands_for_them() -> None:
-    found = calibration_of("mine", place(0), (), (), None, COMPUTED, ORIGIN, "")
+    found = calibration_of("mine", place(0), (), (), WHY, COMPUTED, ORIGIN, "")
     assert any("Links were not measured" in line for line in found.remarks)
     cluster = parse_network(to_json(found.cluster), "mine.json")
     alpha = cluster.constants["between.alpha"]
@@ -176,7 +233,7 @@ def test_an_update_without_torch_is_an_assumption(monkeypatch: pytest.MonkeyPatc
     found = measure((), lambda *_: None)
     assert found.per_byte["update"].value == pytest.approx(1.5 * found.per_byte["copy"].value)
     assert "torch is not installed" in found.assumed["update"]
-    cluster = calibration_of("mine", place(0, 1), timed(), (), None, found, ORIGIN, "").cluster
+    cluster = calibration_of("mine", place(0, 1), timed(), (), WHY, found, ORIGIN, "").cluster
     assert not cluster.constants["update"].measured
 
 

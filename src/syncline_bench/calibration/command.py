@@ -41,12 +41,10 @@ from ..report.predictions import render_constants
 from . import computing, links, overlap, stepping
 from .computing import ways_of
 from .fits import Estimate
-from .links import Timed
+from .links import BUDGET_S, Timed
 from .network import Calibration, Hosts, calibration_of
 
 DEFAULT_RANKS = 2
-BUDGET_S = 5.0
-"""The default time for the messages of one kind of link, approximately."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +188,17 @@ def _start(request: Request, console: Console) -> int:
 
 
 class _Found(NamedTuple):
-    """The times that ranks have measured together: between hosts, inside a host, and of a library inside a host."""
+    """The times that ranks have measured together: between hosts, inside a host, and of a library inside a host.
+
+    A text in place of an estimate is the reason why there is none.
+    """
 
     place: Hosts
     between: Sequence[Timed] = ()
     inside: Sequence[Timed] = ()
-    slowdown: Estimate | None = None
+    slowdown: Estimate | str = ""
     native: Sequence[Timed] = ()
-    tensor: Estimate | None = None
+    tensor: Estimate | str = ""
 
 
 def _take_part(request: Request, environment: Environment, console: Console | None) -> None:
@@ -251,8 +252,8 @@ def _joined(request: Request, environment: Environment, console: Console | None)
                     timed = links.measure(session, ranks, request.budget_s, task.at, native=native) if ranks else []
                 found[title] = timed
             with display.task("computing beside messages", 1.0) as task:
-                tensor = stepping.measure(session, task.at)
-                slowdown = overlap.measure(session, place.between, task.at)
+                tensor = stepping.measure(session, request.budget_s, task.at)
+                slowdown = overlap.measure(session, place.between, request.budget_s, task.at)
         between, inside, *_ = found.values()
         return _Found(place, between, inside, slowdown, found.get(_NATIVE, []), tensor)
     finally:

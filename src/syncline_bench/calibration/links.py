@@ -31,6 +31,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +47,12 @@ from ..report import units
 from .fits import Estimate, Fit, Row, Samples, fit, pieces
 
 Pattern = Literal["lone", "turns", "stream", "native"]
+
+BUDGET_S = 5.0
+"""The default time for the messages of one kind of link, approximately."""
+
+_FEWEST = 3
+"""The fewest rounds of a measurement with less time."""
 
 SIZES = (*(1 << power for power in (6, 8, 10, 12, 14, 16, 17, 18, 20, 22, 24)),)
 """The message sizes in bytes: powers of 4, and 128 KiB, near which libraries change their protocol."""
@@ -160,6 +167,18 @@ class Timed:
     cell: Cell
     times_s: Samples
     cpu_s: Samples
+
+
+def without_torch(session: Session) -> str:
+    """Which ranks lack torch, in words; empty if none does. All ranks call it together."""
+    lacking = [rank for rank, able in enumerate(session.gather(b"1" if find_spec("torch") else b"0")) if able == b"0"]
+    return f"torch is not installed on rank {', '.join(map(str, lacking))}" if lacking else ""
+
+
+def rounds_within(session: Session, budget_s: float, most: int) -> int:
+    """The rounds of a measurement that has ``most`` in the default time or a longer one. Rank 0 decides."""
+    mine = max(_FEWEST, min(most, round(most * budget_s / BUDGET_S)))
+    return int(session.tell_all(str(mine).encode()))
 
 
 def measure(

@@ -6,7 +6,7 @@ assumed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,16 +99,17 @@ def calibration_of(
     place: Hosts,
     between: Sequence[Timed],
     inside: Sequence[Timed],
-    slowdown: Estimate | None,
+    slowdown: Estimate | str,
     computed: Computed,
     origin: Mapping[str, Any],
     asked: str,
     native: Sequence[Timed] = (),
-    tensor: Estimate | None = None,
+    tensor: Estimate | str = "",
 ) -> Calibration:
     """Make the network from the measurements. ``origin`` comes from ``machine.provenance``; ``asked`` is the command.
 
-    ``native`` are the times of the message library's collectives inside a host.
+    ``native`` are the times of the message library's collectives inside a host. ``slowdown`` and ``tensor`` may be the
+    reason why they were not measured.
 
     Raises SynclineError if the times of a link do not grow with the size of its messages.
     """
@@ -129,15 +130,7 @@ def calibration_of(
         estimates.native(fit_link(native), native, len(place.native), place.transport)
     if between:
         estimates.processor(between)
-        if tensor is not None:
-            estimates.tensor(tensor)
-        if slowdown is not None:
-            estimates.slowdown(slowdown)
-        else:
-            remarks.append(
-                "slowdown.cpu was not measured: there is no torch, or other work hid what layers lose beside messages;"
-                " predictions assume that they lose nothing."
-            )
+        remarks += [*estimates.steps(tensor, slowdown)]
     else:
         like = load_network(ASSUMED)
         reason = f"assumed: from the network {ASSUMED}, since a single rank has no link to measure"
@@ -194,16 +187,20 @@ class _Estimates:
         for key, estimate in fit_processor(timed).constants.items():
             self._add(key, estimate, of)
 
-    def tensor(self, found: Estimate) -> None:
-        """Add the time of a gradient in the training thread."""
-        self._add(
-            "tensor", found, "processor time of the training thread per tensor in a bucket of its own, real steps"
+    def steps(self, tensor: Estimate | str, slowdown: Estimate | str) -> Iterator[str]:
+        """Add what steps take besides messages; a remark for each that was not measured."""
+        of_tensor = (
+            "processor time of the training thread outside the engine per tensor in a bucket of its own, real steps"
         )
-
-    def slowdown(self, found: Estimate) -> None:
-        """Add the time that computing loses beside messages."""
-        of = "seconds that backward passes lose per processor second of allreduces meanwhile: transformer, wide layers"
-        self._add("slowdown.cpu", found, of)
+        of_slowdown = "seconds that backward passes lose per processor second of allreduces: transformer, wide layers"
+        for key, found, of, otherwise in (
+            ("tensor", tensor, of_tensor, "gradients take no time of the training thread beside their messages"),
+            ("slowdown.cpu", slowdown, of_slowdown, "layers lose no time beside messages"),
+        ):
+            if isinstance(found, Estimate):
+                self._add(key, found, of)
+            else:
+                yield f"{key} was not measured: {found}. Predictions assume that {otherwise}."
 
     def computed(self, computed: Computed) -> None:
         """Add the times of one thread per byte."""

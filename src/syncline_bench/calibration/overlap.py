@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,9 @@ from syncline.plans.messages import compile_program
 from syncline.plans.plan import Plan
 from syncline.session.session import Session
 
+from ..report import units
 from .fits import Estimate
-from .links import Told, without_collector
+from .links import Told, rounds_within, without_collector, without_torch
 
 _SIZES = {64 << 10: 128, 4 << 20: 12}
 """Bytes of an allreduce, and the most of them that are in flight together."""
@@ -45,25 +45,31 @@ _LABEL = "calibration"
 Pass = Callable[[], None]
 
 
-def measure(session: Session, members: Sequence[int], told: Told) -> Estimate | None:
-    """The seconds lost per processor second of the engine; None if a rank has no torch, or other work hides them.
+def measure(session: Session, members: Sequence[int], budget_s: float, told: Told) -> Estimate | str:
+    """The seconds lost per processor second of the engine, or the reason why they are not known.
 
-    All ranks call it together; ``members`` take part.
+    All ranks call it together; ``members`` take part. With less time there are fewer rounds, passes and allreduces.
     """
-    able = [int(found) for found in session.gather(b"1" if find_spec("torch") else b"0")]
-    if not members or not all(able):
-        return None
+    if missing := without_torch(session):
+        return missing
     from ..codecs.compositions import one_thread  # needs torch
 
+    rounds = rounds_within(session, budget_s, _ROUNDS)
     with without_collector(), one_thread():
-        found = _Measuring(session, tuple(members), told).run()
+        found = _Measuring(session, tuple(members), rounds, told).run()
     return _estimate(found)
 
 
-def _estimate(found: NDArray[np.float64]) -> Estimate | None:
-    """The median of the rows' medians, whose range is the interval; None if the rounds tell nothing."""
-    if not found.size or np.subtract(*np.percentile(found, (75, 25))) > _MOST_SPREAD:
-        return None
+def _estimate(found: NDArray[np.float64]) -> Estimate | str:
+    """The median of the rows' medians, whose range is the interval; a reason instead if the rounds tell nothing."""
+    if not found.size:
+        return f"an allreduce of {units.size(min(_SIZES))} takes longer than {_TOGETHER_S:g} s on these links"
+    spread = float(np.subtract(*np.percentile(found, (75, 25))))
+    if spread > _MOST_SPREAD:
+        return (
+            f"other work on the machine hides it: the quartiles of the rounds are {spread:.1f} apart, more than"
+            f" {_MOST_SPREAD:g} (measure again on a machine that does nothing else)"
+        )
     medians = np.maximum(np.median(found, axis=1), 0.0)
     return Estimate(float(np.median(medians)), float(medians.min()), float(medians.max()), samples=found.size)
 
@@ -71,8 +77,8 @@ def _estimate(found: NDArray[np.float64]) -> Estimate | None:
 class _Measuring:
     """The rounds of one measurement; every rank executes them."""
 
-    def __init__(self, session: Session, members: tuple[int, ...], told: Told) -> None:
-        self._session, self._members, self._told = session, members, told
+    def __init__(self, session: Session, members: tuple[int, ...], rounds: int, told: Told) -> None:
+        self._session, self._members, self._rounds, self._told = session, members, rounds, told
         count = len(members)
         parts = [(place, 1) for place in range(count)]
         rows = [reduce_scatter_rows(members, parts, 0), all_gather_rows(members, parts, count - 1)]
@@ -91,7 +97,7 @@ class _Measuring:
                 self._finish(self._start(arrays))
                 step()
                 self._told(len(found) / 4, f"computing beside messages: {kind}")
-                found.append([self._round(arrays, step) for _ in range(_ROUNDS)])
+                found.append([self._round(arrays, step) for _ in range(self._rounds)])
         return np.array(found)
 
     def _arrays(self, nbytes: int, most: int) -> list[NDArray[np.float32]]:
@@ -103,12 +109,13 @@ class _Measuring:
         begun_s = time.perf_counter()
         self._finish(self._start(found[:1]))
         count = min(most, int(_TOGETHER_S / (time.perf_counter() - begun_s)))
+        count = -(-count * self._rounds // _ROUNDS)
         return found[: int(json.loads(self._session.tell_all(json.dumps(count).encode())))]
 
     def _round(self, arrays: Sequence[NDArray[np.float32]], step: Pass) -> float:
         """One round; the mean over the ranks that take part."""
         self._session.barrier()
-        pass_s = _alone_s(step) if self._takes_part else 0.0
+        pass_s = self._alone_s(step) if self._takes_part else 0.0
         self._session.barrier()
         used_s = time.process_time()
         self._finish(self._start(arrays))
@@ -126,6 +133,14 @@ class _Measuring:
         lost, used = every.sum(axis=0)
         return float(lost / used)
 
+    def _alone_s(self, step: Pass) -> float:
+        """The mean time of a pass."""
+        begun_s, passes = time.perf_counter(), 0
+        while time.perf_counter() - begun_s < _ALONE_S * self._rounds / _ROUNDS:
+            step()
+            passes += 1
+        return (time.perf_counter() - begun_s) / passes
+
     def _start(self, arrays: Sequence[NDArray[np.float32]]) -> list[Work]:
         engine, keys = self._session.engine, self._session.keys
         orders = [Order(self._program, array, keys.take(), _LABEL) for array in arrays]
@@ -134,15 +149,6 @@ class _Measuring:
     def _finish(self, works: Sequence[Work]) -> None:
         for work in works:
             self._session.engine.wait(work)
-
-
-def _alone_s(step: Pass) -> float:
-    """The mean time of a pass."""
-    begun_s, passes = time.perf_counter(), 0
-    while time.perf_counter() - begun_s < _ALONE_S:
-        step()
-        passes += 1
-    return (time.perf_counter() - begun_s) / passes
 
 
 def _passes() -> Iterator[tuple[str, Pass]]:

@@ -248,6 +248,11 @@ def _assumed(cluster: Cluster, cases: Cases) -> Iterator[str]:
     if SLOWDOWN + device not in cluster.constants:
         where = f"on {device}" if device else "whose device the trace does not name"
         yield f"{cluster.name} has no slowdown of layers {where}: they are assumed to lose no time beside messages."
+    if "tensor" not in cluster.constants:
+        yield (
+            f"{cluster.name} has no time of a gradient in the training thread (tensor): it is assumed to take none"
+            " beside its messages."
+        )
     assumed = [name for name, one in cluster.constants.items() if not one.measured and one.source != "given"]
     if assumed:
         yield f"{cluster.name}: assumed and not measured: {', '.join(assumed)}."
