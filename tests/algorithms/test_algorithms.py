@@ -35,7 +35,18 @@ def test_all_promised_algorithms_are_there():
 
 
 NUMBERS = (*range(1, 34), 48, 63, 64)
-"""Of workers; the laws take a time that grows with the square of their number."""
+OTHERS = (*range(34, 48), *range(49, 63))
+"""Of workers; the laws take a time that grows with the square of their number, so the others are tried in time."""
+
+
+def test_the_numbers_of_workers_are_1_to_64():
+    assert sorted(NUMBERS + OTHERS) == list(range(1, 65))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_algorithm_is_proved_for_the_other_numbers(text):
+    assert "every plan is proved" in check_algorithm(text, workers=OTHERS)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -48,11 +59,14 @@ def test_every_algorithm_keeps_all_laws(text):
     assert ("halves add up to the whole" in held) == splits
 
 
+@pytest.mark.parametrize(
+    "numbers", [pytest.param(NUMBERS, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("on", ["ranks", "workers"])
-def test_parameter_servers_of_every_number(on):
+def test_parameter_servers_of_every_number(on, numbers):
     """As many as there are workers, half of them, and more where they are processes of their own."""
     update = "server" if on == "ranks" else "worker"
-    for workers in NUMBERS:
+    for workers in numbers:
         for servers in {1, (workers + 1) // 2, workers} if on == "workers" else {workers, workers + 3}:
             check_algorithm(f"ps(servers={servers}, on={on}, update={update})", workers=[workers])
 
