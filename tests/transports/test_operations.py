@@ -9,7 +9,7 @@ import pytest
 
 from syncline.errors import ClosedError, PeerLost, UsageError
 from syncline.transports import Handle
-from syncline.transports._envelope import Turns
+from syncline.transports._envelope import _MOST_TURNS, Turns
 from syncline.transports._operations import Operations, Receive
 
 
@@ -93,6 +93,20 @@ def test_collectives_run_in_the_order_of_rank_0() -> None:
     turns.ended(handles[3])
     assert turns.left_out(1) == [late, handles[7]]
     assert turns.left_out(0) == [late, handles[7]]
+
+
+def test_a_rank_is_at_most_so_many_collectives_ahead_of_the_first() -> None:
+    """It may still reach those that another has reached, each once."""
+    turns = Turns(0, 3)
+    for key in range(_MOST_TURNS):
+        assert turns.may_reach(key, 1)
+        assert not turns.reached(key, 1)
+    assert not turns.may_reach(_MOST_TURNS, 1)
+    assert not turns.may_reach(7, 1)
+    assert turns.may_reach(7, 2)
+    assert not turns.reached(7, 2)
+    assert turns.reached(7, 0)
+    assert turns.may_reach(_MOST_TURNS, 1)
 
 
 def test_what_will_never_begin_is_given_up() -> None:

@@ -105,7 +105,8 @@ class Turns:
 
     def may_reach(self, key: int, rank: int) -> bool:
         """Whether a rank may be the next to reach a collective: it has not before, nor is it too far ahead."""
-        return rank not in self._reached.get(key, ()) and len(self._reached) < _MOST_TURNS
+        ranks = self._reached.get(key)
+        return len(self._reached) < _MOST_TURNS if ranks is None else rank not in ranks
 
     @property
     def known(self) -> int:
