@@ -41,6 +41,14 @@ def test_the_status_is_that_of_failures(plant, found: list[Finding], status: int
         assert one.remedy in result.output
 
 
+def test_names_that_others_choose_cannot_steer_the_terminal(plant) -> None:  # type: ignore[no-untyped-def]
+    plant(Finding("cores", "warn", "process 7 (a\x1b[2J\rb) takes a core", "End process 7 (a\x1b[2J\rb)."))
+    output = call("doctor").output
+    assert "process 7 (a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}b) takes a core" in output
+    assert "\x1b" not in output
+    assert "\r" not in output
+
+
 def test_the_file_has_all_findings(tmp_path: Path) -> None:
     """Of the real checks, as the documentation describes the file."""
     path = tmp_path / "doctor.json"

@@ -23,6 +23,7 @@ from syncline.errors import UsageError
 from syncline.launch.environment import recognise
 from syncline.launch.local import LEFT_S, launch
 from syncline.version import __version__
+from syncline.wire.meeting import printable
 
 from ..display import console_beside
 from ..report.files import replace_text, result_paths
@@ -70,9 +71,9 @@ def show(found: Sequence[Finding], console: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for one in found:
-        text = Text(one.text)
+        text = Text(printable(one.text))  # other users choose the names of processes, other hosts their texts
         if one.remedy:
-            text.append(f"\n{one.remedy}", style="bold")
+            text.append(f"\n{printable(one.remedy)}", style="bold")
         table.add_row(Text(one.status, style=_STYLES[one.status]), one.check, text)
     console.print(table)
 
