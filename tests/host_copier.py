@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -73,6 +75,27 @@ class HostCopier:
         """End the threads."""
         for stream in self._streams.values():
             stream.close()
+
+
+class Lagging(HostCopier):
+    """A device that is behind: its training stream gets on when something waits for it, or else when it is joined."""
+
+    def __init__(self, codes: bool = False) -> None:
+        self.ordered: list[Callable[[], None]] = []
+        self._catching_up = threading.Lock()
+        super().__init__(codes=codes)
+
+    def mark(self) -> Any:
+        return SimpleNamespace(synchronize=self.catch_up)
+
+    def join(self) -> None:
+        super().join()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        with self._catching_up:  # both directions may wait
+            while self.ordered:
+                self.ordered.pop(0)()
 
 
 class _Stream:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from toy import batch, fill, loss_of, weights
 
-from host_copier import HostCopier
+from host_copier import HostCopier, Lagging
 from remade import Remade
 from syncline import registry
 from syncline.codecs._device import SWITCH
@@ -124,30 +122,9 @@ def test_weights_that_a_script_changes_are_the_ones_that_owners_add_to(group: An
         equal(one, other)
 
 
-class Lagging(HostCopier):
-    """A device whose training stream gets on when something waits for it, or else when it is joined."""
-
-    def __init__(self) -> None:
-        self.ordered: list[Callable[[], None]] = []
-        self.catching_up = threading.Lock()
-        super().__init__(codes=True)
-
-    def mark(self) -> Any:
-        return SimpleNamespace(synchronize=self.catch_up)
-
-    def join(self) -> None:
-        super().join()
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        with self.catching_up:  # both directions may wait
-            while self.ordered:
-                self.ordered.pop(0)()
-
-
 def test_new_weights_are_decoded_behind_what_still_reads_the_old_ones(group: Any) -> None:
     def body(session: Session) -> None:
-        model, copier = model_of(), Lagging()
+        model, copier = model_of(), Lagging(codes=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         made = prepare(session, model, optimizer, copier=copier if session.is_worker else None)
         if made is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 from toy import Here, batch, close, fill, gradients, loss_of, mlp, sgd, weights
 
-from host_copier import HostCopier
+from host_copier import HostCopier, Lagging
 from syncline.codecs._device import SWITCH
 from syncline.errors import NotBuiltError, SynclineError, UsageError
 from syncline.frameworks.torch import prepare
@@ -84,27 +83,6 @@ def test_a_bucket_is_exchanged_while_another_is_still_copied(group: Any) -> None
         return copier.downs
 
     assert group("ring schedule=wait_free", 2, body) == [4, 4]
-
-
-class Lagging(HostCopier):
-    """A device that is behind: its training stream gets on when a copy waits for it, or else after all copies."""
-
-    def __init__(self) -> None:
-        self.ordered: list[Callable[[], None]] = []
-        self.catching_up = threading.Lock()
-        super().__init__()
-
-    def mark(self) -> Any:
-        return SimpleNamespace(synchronize=self.catch_up)
-
-    def join(self) -> None:
-        super().join()
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        with self.catching_up:  # both directions may wait
-            while self.ordered:
-                self.ordered.pop(0)()
 
 
 @pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=1, on=workers)"])
