@@ -97,7 +97,7 @@ class OnThisMachine:
 
     @property
     def python(self) -> str:
-        """That of the MPI library's environment, else this one."""
+        """The interpreter of the MPI library's environment, else this one."""
         return sys.executable if self.library is None else self.library.python
 
     def mailbox(self, ranks: int) -> Mailbox:

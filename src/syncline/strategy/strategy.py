@@ -168,7 +168,7 @@ class Strategy(Combination):
         if places == 1 < group.workers and (flat is not None or (self._hosts_push and not pushes)):
             codec = NONE  # nothing is compressed inside a host
         elif flat is None or places >= group.workers:
-            if flat is not None:  # without hosts' collectives, all messages are plans'
+            if flat is not None:  # its messages carry tags, which NCCL lacks
                 transport = replace(self, transport=transport).by_messages().transport
             architecture = Part(carrier) if carrier and self.roles is None else flat or architecture
         schedule = Part("fixed") if self.schedule == AUTO else self.schedule

@@ -34,7 +34,7 @@ _ARRAYS_PER_RUN = 8
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: ways of using codecs, as (text, error feedback), on arrays of ``elements`` float32."""
+    """Measurements asked for: ways of using codecs, as (text, error feedback), on arrays of ``elements`` float32."""
 
     ways: tuple[tuple[str, bool], ...]
     elements: int

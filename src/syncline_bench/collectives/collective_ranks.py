@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench`` runs: ``python -m syncline_bench.collectives.collective_ranks WORK LINES``.
+"""The program of each rank of ``syncline bench``: ``python -m syncline_bench.collectives.collective_ranks WORK LINES``.
 
 A set of ranks runs one contender or measures the limits; its processes import nothing else but numpy. Owns the course
 of a repetition: what is timed and what is checked. The starter decides whose turn it is.

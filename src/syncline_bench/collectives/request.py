@@ -1,4 +1,4 @@
-"""What to measure, checked as a whole before any process starts, and the part of it that the ranks get.
+"""The request of ``syncline bench``, checked as a whole before any process starts, and the part that the ranks get.
 
 Owns the ``Request``, the number of repetitions of each size, every refusal of bad input (sizes, ranks, contenders,
 memory), and ``Work``, the argument of a set of ranks. A peer whose library is missing is not refused: its rows state

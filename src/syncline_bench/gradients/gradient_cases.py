@@ -1,4 +1,4 @@
-"""What ``syncline bench gradients`` measures: forms of an iteration, models, and the request, checked before any start.
+"""The cases of ``syncline bench gradients``: forms of an iteration, models, and the request, checked before any start.
 
 Backward produces gradients one by one, each in memory of its own. The exchange needs one block, and the optimizer
 needs ``parameter.grad``. The moves between them are counted in *passes*: a pass reads or writes all gradients once. A

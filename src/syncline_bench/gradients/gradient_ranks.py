@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench gradients`` runs: ``python -m ...gradients.gradient_ranks WORK LINES``.
+"""The program of each rank of ``syncline bench gradients``: ``python -m ...gradients.gradient_ranks WORK LINES``.
 
 Owns the course of a repetition: the turns of the forms, the timing and the checks. Forms take turns in an order that is
 drawn again for every repetition. Gradients are written again before each form, as backward writes them. The time that a

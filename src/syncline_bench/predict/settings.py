@@ -563,7 +563,7 @@ class Machines:
         return Share(self._new(), "worker", self._together)
 
     def of(self, model: Model, cores: Share, engine: Share) -> dict[str, Used]:
-        """What a worker's training thread uses: its cores, and the device of its layers beside the engine's thread."""
+        """The resources of a worker's training thread: its cores, and its layers' device beside the engine's thread."""
         found: dict[str, Used] = {"cores": cores}
         factor = self._cluster.slowdown(model.device)
         if factor:

@@ -32,7 +32,7 @@ RANK = ("-m", "syncline_bench.steps.step_ranks")
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: ``tensors`` of ``elements`` float32 each; every tensor is a bucket."""
+    """The measurements asked for: ``tensors`` of ``elements`` float32 each; every tensor is a bucket."""
 
     frameworks: tuple[str, ...]
     strategy: str

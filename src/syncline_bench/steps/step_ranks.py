@@ -1,4 +1,4 @@
-"""What each rank of ``syncline bench steps`` runs: ``python -m syncline_bench.steps.step_ranks WORK LINES``.
+"""The program of each rank of ``syncline bench steps``: ``python -m syncline_bench.steps.step_ranks WORK LINES``.
 
 Owns the course of a repetition: the bare step, the exchange and Syncline's step in turn, so that a busy moment of the
 machine hits all alike. The exchange has the same parts as a step's: tickets, and one array per bucket in the
@@ -33,7 +33,7 @@ QUIET = 5
 
 @dataclass(frozen=True)
 class Work:
-    """What to measure. Each tensor is a bucket; an order says how many there are."""
+    """The measurement asked for. Each tensor is a bucket; an order says how many there are."""
 
     framework: str
     strategy: str
