@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -224,3 +225,25 @@ def test_threads_of_our_own_are_known_by_their_names() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("threading.Thread"):
                 names = [ast.unparse(word.value) for word in node.keywords if word.arg == "name"]
                 assert "".join(names).lstrip("f").strip("'").startswith("syncline-"), f"{path}:{node.lineno}"
+
+
+UNPICKLES = re.compile(
+    r"^\s*(?:import|from) (?:_?pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
+    r"|\b(?:torch|np|numpy)\.load\(|\ballow_pickle=True|\bread_pickle\("
+    r"|\b(?:broadcast|gather|scatter|send|recv)_object(?:_list)?\("  # torch.distributed's, which pickle
+    r"|\bcomm\w*\.(?:bcast|allgather|gather|scatter|alltoall|send|recv|isend|irecv)\(",  # mpi4py's, which pickle
+    re.MULTILINE,
+)
+
+
+def test_nothing_is_unpickled() -> None:
+    """Neither what comes over the network nor files, as SECURITY.md says."""
+    assert {path: found for path in files() if (found := UNPICKLES.findall(path.read_text()))} == {}
+    for line in (
+        "import pickle\n",
+        "    from marshal import loads",
+        "x = np.load(f)",
+        "comm.bcast(1)",
+        "d.recv_object(",
+    ):
+        assert UNPICKLES.search(line), line
