@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check bench bench-peers gpu clean distclean
+.PHONY: help install demo test test-all check types docs bench bench-peers gpu clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -27,10 +27,16 @@ test: install ## Run all tests but those that take long
 test-all: .venv/.trainers bench-peers ## Install the packages of trainers and the MPI libraries too, and run the tests that make test leaves out
 	$(PYTEST) -m slow
 
-check: install ## Run ruff and mypy
+check: install ## Run ruff and mypy, and build the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(MAKE) --jobs=2 types docs
+
+types: install
 	$(BIN)/mypy
+
+docs: install ## Build the documentation site, docs/_build/index.html; a warning or a link that leads nowhere is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs --doctree-dir docs/_build/.doctrees . docs/_build
 
 bench: install ## Measure collectives beside Gloo and MPI, print the table of goals; rows and page in results/
 	@mkdir -p results
@@ -47,7 +53,7 @@ gpu: ## Run all that needs a GPU, on a machine that has one, and print a table; 
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu
 
 clean: ## Remove caches and what builds leave behind
-	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove .venv, .peers and demo

@@ -29,7 +29,8 @@ from syncline_bench.report.predictions import Predicted
 from syncline_bench.report.tuning import Tried, Tuned
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(page for folder in (".", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md"))
+SITE = {page.stem: page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts}
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *SITE.values()])
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 
@@ -57,17 +58,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "head", "rows", "others"),
     [
-        ("accuracy.md", "field", AccuracyRow, None),
-        ("bench.md", "field", GradientRow, None),
-        ("codecs.md", "field", CodecRow, None),
-        ("prediction.md", "field of a row", Predicted, None),
-        ("tuning.md", "field", Tried, Tuned),
+        ("accuracy", "field", AccuracyRow, None),
+        ("bench", "field", GradientRow, None),
+        ("codecs", "field", CodecRow, None),
+        ("prediction", "field of a row", Predicted, None),
+        ("tuning", "field", Tried, Tuned),
     ],
 )
 def test_lists_of_fields_are_those_of_the_result_files(page: str, head: str, rows: type, others: type | None) -> None:
     """Each field of a row is listed, ``a`` to ``b`` for all between; of ``others`` those that need an explanation."""
     names, more = ([name for name, _ in fields_of(kind)] if kind else [] for kind in (rows, others))
-    table = (ROOT / "docs" / page).read_text().partition(f"| {head} | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
+    table = SITE[page].read_text().partition(f"| {head} | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
     said = set(re.findall(r"`(\w+)`", table))
     for first, last in re.findall(r"`(\w+)` to `(\w+)`", table):
         said |= set(names[names.index(first) : names.index(last) + 1])
@@ -79,7 +80,7 @@ def test_lists_of_fields_are_those_of_the_result_files(page: str, head: str, row
 
 def test_the_page_for_newcomers_names_files_and_laws_that_exist() -> None:
     """Rooms of its drawing are folders, their first words files in these."""
-    page = (ROOT / "docs" / "find-your-way.md").read_text()
+    page = SITE["find-your-way"].read_text()
     places = [ROOT, ROOT / "src", ROOT / "src" / "syncline"]
     for name in re.findall(r"`([\w/]+(?:/|\.py))`", page):
         assert any((place / name).exists() for place in places), name
@@ -98,7 +99,7 @@ def test_the_page_for_newcomers_names_files_and_laws_that_exist() -> None:
 
 
 def test_every_path_in_the_design_exists() -> None:
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = SITE["design"].read_text()
     places = [ROOT, ROOT / "src", ROOT / "src" / "syncline"]
     named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+)(?:\.py)?`", page))
     assert len(named) > 30
@@ -139,7 +140,7 @@ def test_commands_parse(page: str, line: str) -> None:  # noqa: ARG001 - names t
 
 def test_the_table_of_copies_has_every_transport_and_every_peer_of_the_bench() -> None:
     """Each registered one has a row with its copies at either end, and its bottleneck."""
-    section = (ROOT / "docs" / "bench.md").read_text().partition("## Copies of each library\n")[2]
+    section = SITE["bench"].read_text().partition("## Copies of each library\n")[2]
     rows = re.findall(r"^\| (`[^|]*) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section.partition("\n## ")[0], re.MULTILINE)
     told = {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
     libraries = {
@@ -197,7 +198,7 @@ def test_the_default_of_every_word_comes_first_in_the_readme() -> None:
 
 
 def row_of_codec(text: str) -> str:
-    """What the registry says of a codec, as a row of docs/codecs.md."""
+    """What the registry says of a codec, as a row of docs/concepts/codecs.md."""
     spec = Spec("weight", (1024, 1024))
     codec: Codec = build("codecs", read_part(text))
     bits = 8 * codec.wire_bytes(spec)[0] / spec.elements
@@ -207,7 +208,7 @@ def row_of_codec(text: str) -> str:
 
 def test_the_table_of_codecs_is_what_the_registry_says() -> None:
     """Syncline's own codecs all have a row; one of another package needs none, ``syncline strategies`` lists all."""
-    page = (ROOT / "docs" / "codecs.md").read_text()
+    page = SITE["codecs"].read_text()
     found = re.findall(r"^(\| `([^`]+)` \| [\d.]+ \| \w+ \| \w+ \|)$", page, re.MULTILINE)
     own = [text for text in every_codec() if registry.get("codecs", text.partition("(")[0]).own]
     assert set(own) <= {text for _, text in found}

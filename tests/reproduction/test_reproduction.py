@@ -31,7 +31,7 @@ from syncline_bench.reproduction.page import page
 from syncline_bench.reproduction.systems import stages
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reproduction.md"
+PAGE = ROOT / "docs" / "results" / "reproduction.md"
 DATA = Path(os.environ.get("SYNCLINE_PUBLISHED", ROOT.parent / "shared" / "data"))
 
 published = pytest.mark.skipif(

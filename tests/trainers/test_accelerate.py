@@ -45,7 +45,7 @@ def test_a_backend_that_it_does_not_know_is_not_just_left_out(tmp_path: Path) ->
 
 
 def test_a_group_that_is_made_after_it_is_refused_by_torch(tmp_path: Path) -> None:
-    """As docs/trainers.md says first: it has one over Gloo by then."""
+    """As docs/how-to/trainers.md says first: it has one over Gloo by then."""
     printed = scripts.run_forked("accelerate", SCRIPT, "late", tmp_path, status=1)
     assert "it has made a group over gloo" in printed
     assert "trying to initialize the default process group twice" in printed

@@ -42,8 +42,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a Trainer of one process; nothing of this process' own environment counts."""
     for name in ("SYNCLINE_STRATEGY", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    # Lightning loads an MPI library to find out whether mpirun has started it. Its UCX would stay in this process, where
-    # no other one can be loaded for the tests that come later.
+    # Lightning loads an MPI library to find out whether mpirun has started it. Its UCX would stay in this process,
+    # where no other one can be loaded for the tests that come later.
     monkeypatch.setattr("lightning.fabric.plugins.environments.mpi._MPI4PY_AVAILABLE", False)
     from lightning.pytorch import Trainer
 

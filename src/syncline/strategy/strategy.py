@@ -158,7 +158,7 @@ class Strategy(Combination):
         architecture = self.architecture
         if architecture == AUTO:
             # Owners read and write their peers' memory on shm. Two levels reduce the traffic between hosts with several
-            # ranks, also with a codec (docs/codecs.md). Elsewhere a ring keeps every link evenly busy.
+            # ranks, also with a codec (docs/concepts/codecs.md). Elsewhere a ring keeps every link evenly busy.
             architecture = Part({"shm": "direct", "auto": "hierarchical"}.get(transport.name, "ring"))
         codec = NONE if self.codec == AUTO else self.codec
         carrier = way_of(replace(self, codec=codec).codec_object()).carrier

@@ -17,8 +17,8 @@ password that the listener has published in the rendezvous store (PLAIN), or wit
 public key, published there too. Both ends then authenticate as on every connection (``wire.handshake``) in the first
 messages. During startup the waiting thread answers libzmq's authentication requests (ZAP); afterwards nothing answers
 them, so later connections are refused. (libzmq cannot close a listener without its connections.) CURVE (curvezmq.org)
-encrypts and authenticates all data, at three to five times the processor time (docs/bench.md has the figures). Without
-it data are as open as over ``tcp``.
+encrypts and authenticates all data, at three to five times the processor time (figures: docs/reference/bench.md).
+Without it data are as open as over ``tcp``.
 
 **The end.** libzmq would reconnect by itself, to whatever listens at that address by then; its reconnect interval is
 therefore longer than any run. The socket's monitor reports the end of a connection. The last messages may take

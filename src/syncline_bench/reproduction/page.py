@@ -20,8 +20,8 @@ from .systems import stages, systems
 
 _HEAD = f"""# Published figures, and what the models give
 
-`syncline reproduce --data FOLDER -o docs/reproduction.md` writes this page. It recomputes all our figures from the
-networks and layers named next to them. The simulator runs the schedules and state machines of real trainings.
+`syncline reproduce --data FOLDER -o docs/results/reproduction.md` writes this page. It recomputes all our figures
+from the networks and layers named next to them. The simulator runs the schedules and state machines of real trainings.
 A figure *{FOLLOWS}* if no constant was chosen for it and ours deviates by at most {100 * CLOSE:.0f} %. A published
 maximum also follows if ours is up to {100 * REACHED:.0f} % larger. A figure is *{FIT}* if a constant was chosen to
 match it, *{UNEXPLAINED}* if the model gives another value, and *{LEFT_OUT}* if data for a simulation are missing."""

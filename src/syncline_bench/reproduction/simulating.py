@@ -40,7 +40,7 @@ _PIPELINES = {
     "googlenet": "loading=25ms, h2d=4ms",
     "resnet50": "loading=13ms, h2d=2ms",
 }
-"""Loading at 2,500 images/s and copies at some 11 GB/s, as docs/frameworks.md has them."""
+"""Loading at 2,500 images/s and copies at some 11 GB/s, as docs/results/frameworks.md has them."""
 
 P100_IMAGES_PER_S = {"resnet50": 219.0, "vgg16": 154.0}
 """The throughput of one P100 with 64 images (TensorFlow's performance guide, 2017: NVIDIA DGX-1, synthetic data)."""

@@ -243,9 +243,10 @@ def stages() -> Chapter:
     return Chapter(
         "Four frameworks by stage",
         (
-            "Shi and Chu: Caffe-MPI, CNTK, MXNet and TensorFlow, here as their [presets](strategies.md#presets), on one"
-            " host of up to four GPUs and on four such hosts. Loading, copies and prefetch are those of"
-            " [frameworks.md](frameworks.md), which has measurements. The network is `pcie` inside hosts, and"
+            "Shi and Chu: Caffe-MPI, CNTK, MXNet and TensorFlow, here as their"
+            " [presets](../reference/strategies.md#presets), on one host of up to four GPUs and on four such hosts."
+            " Loading, copies and prefetch are those of [frameworks.md](frameworks.md), which has measurements. The"
+            " network is `pcie` inside hosts, and"
             f" `10gbe_k80` or `ib100` between them. Additions on GPUs are assumed to be free, and an update to take"
             f" {_UPDATE_S_PER_BYTE * 1e12:.0f} ps per byte of weights. MXNet and TensorFlow have the same strategy:"
             " one server, on a host of its own. The efficiency is relative to the same workers without any exchange.",
