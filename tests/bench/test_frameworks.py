@@ -61,15 +61,12 @@ def test_gradients_by_hand_are_those_of_differences() -> None:
 def test_workers_learn_what_one_does_in_rows_of_several_frameworks_side_by_side(tmp_path: Path) -> None:
     """No process imports another framework than its own, and their starter none."""
     torch = pytest.importorskip("torch")
-    strategies = ["ring", "ps(servers=1)", "ddp"]
-    data, modules, starter, page = compared(tmp_path, ["numpy", "torch"], strategies, 2, epochs=5)
+    data, modules, starter, page = compared(tmp_path, ["numpy", "torch"], ["ring", "ddp"], 2, epochs=5)
     assert [(row["framework"], row["strategy"], row["workers"]) for row in data["rows"]] == [
         ("numpy", "single", 1),
         ("numpy", "ring", 2),
-        ("numpy", "ps(servers=1)", 2),
         ("torch", "single", 1),
         ("torch", "ring", 2),
-        ("torch", "ps(servers=1)", 2),
         ("torch", "ddp", 2),
     ]
     versions = {"numpy": np.__version__, "torch": torch.__version__}
@@ -79,12 +76,12 @@ def test_workers_learn_what_one_does_in_rows_of_several_frameworks_side_by_side(
         assert rows[0]["scaling_efficiency"] == 1.0
         assert all(row["step_s"] is None and row["forward_s"] > 0 for row in rows)
     losses = [row["loss"] for row in data["rows"]]
-    assert losses == pytest.approx([losses[0]] * 7, abs=1e-3)
+    assert losses == pytest.approx([losses[0]] * 5, abs=1e-3)
     for title in ("numpy single", "numpy ring", "torch ring", "torch ddp", "torch single", f"numpy {np.__version__}"):
         assert title in page
     of_torch = [names for names in modules if "torch" in names]
     of_numpy = [names for names in modules if "torch" not in names]
-    assert (len(of_numpy), len(of_torch)) == (1 + 2 + 3, 1 + 2 + 3 + 2)
+    assert (len(of_numpy), len(of_torch)) == (1 + 2, 1 + 2 + 2)
     assert not foreign(of_numpy, "numpy")
     assert not foreign(of_torch, "torch")
     assert not starter & FRAMEWORKS

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 def test_a_contender_trains(contender: str, program: Callable[[str], ModuleType]) -> None:
     lines = program("lines")
     assert contender in lines.CONTENDERS
-    assert 0.1 < lines.measured("linear", contender, False, lines.TREE) < 1000
+    assert 0.1 < lines.measured("linear", contender, False, lines.TREE, 0.1) < 1000
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_a_contender_that_fails_is_named_with_its_error(program: Callable[[str],
     (tmp_path / "src" / "syncline").mkdir(parents=True)
     (tmp_path / "src" / "syncline" / "__init__.py").write_text("raise ImportError('this tree is broken')")
     with pytest.raises(SystemExit, match=r"(?s)^lines could not train linear:.*this tree is broken"):
-        program("lines").measured("linear", "lines", False, tmp_path)
+        program("lines").measured("linear", "lines", False, tmp_path, 0.1)
 
 
 @pytest.mark.parametrize(("name", "parameters", "tensors"), [("resnet18", 11_181_642, 62), ("cnn", 1_199_882, 8)])
