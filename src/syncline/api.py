@@ -11,7 +11,7 @@ import numpy as np
 from . import checkpoint
 from .errors import NotBuiltError, UsageError
 from .process import process
-from .sampling import SampleOrder, Sampler, sampler_of
+from .sampling import GlobalBatches, SampleOrder, Sampler, global_batches_of, sampler_of
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
 from .session.session import Session, Stats
@@ -359,6 +359,7 @@ def barrier(timeout: float | None = None, *, group: Group | None = None) -> None
     process.within(group).barrier(timeout)
 
 
+@overload
 def sampler(
     dataset: Sized | int,
     *,
@@ -366,8 +367,37 @@ def sampler(
     seed: int = 0,
     shuffle: bool = True,
     group: Group | None = None,
-) -> Sampler:
+) -> Sampler: ...
+
+
+@overload
+def sampler(
+    dataset: Sized | int,
+    *,
+    global_batch: int,
+    drop_last: bool = False,
+    seed: int = 0,
+    shuffle: bool = True,
+    group: Group | None = None,
+) -> GlobalBatches: ...
+
+
+def sampler(
+    dataset: Sized | int,
+    *,
+    batch_size: int | None = None,
+    global_batch: int | None = None,
+    drop_last: bool = False,
+    seed: int = 0,
+    shuffle: bool = True,
+    group: Group | None = None,
+) -> Sampler | GlobalBatches:
     """The samples of ``dataset`` (or a number of samples) that this worker trains on. Collective.
+
+    With ``global_batch`` a step of all workers together trains on that many samples: the same ones in every step for
+    any number of workers. It yields this worker's part of each batch, for ``DataLoader(dataset, batch_sampler=)``.
+    Call ``commit()`` after every ``optimizer.step()``; ``state_dict()`` has the position, and a run with another number
+    of workers continues exactly there. ``drop_last`` leaves out the last, smaller batch of an epoch.
 
     With ``batch_size`` it yields lists, for ``DataLoader(dataset, batch_sampler=)``, else indices, for
     ``DataLoader(dataset, batch_size=, sampler=)``. If the strategy's workers exchange in lockstep, an epoch is split
@@ -378,7 +408,9 @@ def sampler(
     share the samples and call it.
     """
     samples = dataset if isinstance(dataset, int) else len(dataset)
-    return sampler_of(process.within(group), SampleOrder(samples, batch_size, seed, shuffle))
+    order = SampleOrder(samples, batch_size, seed, shuffle, global_batch, drop_last)
+    here = process.within(group)
+    return sampler_of(here, order) if global_batch is None else global_batches_of(here, order)
 
 
 def stats(*, group: Group | None = None) -> Stats:

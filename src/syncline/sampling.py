@@ -1,9 +1,14 @@
-"""Selects the samples that a worker trains on: a fixed share, or batches from a common pool in asynchronous runs.
+"""Selects the samples that a worker trains on: shares of global batches, fixed shares, or batches from a common pool.
 
 The order of a data set's samples in an epoch follows from the seed and the epoch and is the same on every worker, so
-only positions in it are exchanged. Workers that exchange in lockstep have fixed shares of equal size, as in PyTorch's
-DistributedSampler. Workers at their own pace get their shares from a pool. No framework is needed: PyTorch's
-``DataLoader`` accepts any iterable of indices, or of lists of them.
+only positions in it are exchanged. Workers that exchange in lockstep split global batches (``GlobalBatches``), or have
+fixed shares of equal size, as in PyTorch's DistributedSampler. Workers at their own pace get their shares from a pool.
+No framework is needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of lists of them.
+
+With global batches of B samples, step k of an epoch trains on the samples at positions k B to (k + 1) B of its order,
+whatever the number of workers. Each worker takes a contiguous part of them. A run may therefore continue with another
+number of workers at any step: every sample is used once per epoch, and steps use the same samples in the same order.
+The position is that of the last committed step. A loader that fetches ahead does not move it.
 
 ``Pool`` is a pure state machine. Every position of an epoch is handed out once, to whichever worker asks. A slow worker
 thus does fewer batches and delays no one, and an epoch ends for all workers when nothing of it is left. Positions that
@@ -20,7 +25,8 @@ ends the run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -45,16 +51,22 @@ MOST_OPEN = 1 << 12
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The samples of a data set, in batches of ``batch_size`` or single. Raises UsageError for invalid values."""
+    """The samples of a data set, in batches of ``batch_size``, in global batches, or single.
+
+    ``drop_last`` leaves out the last global batch of an epoch if it is smaller. Raises UsageError for invalid values.
+    """
 
     samples: int
     batch_size: int | None = None
     seed: int = 0
     shuffle: bool = True
+    global_batch: int | None = None
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
             ("batch_size", self.batch_size, 1, MOST_SAMPLES),
+            ("global_batch", self.global_batch, 1, MOST_SAMPLES),
             ("seed", self.seed, 0, MOST_SEED),
             ("the data set's length", self.samples, 1, MOST_SAMPLES),
         ):
@@ -64,6 +76,24 @@ class SampleOrder:
                 raise UsageError(f"sampler(): {name} must be a whole number, got {value!r}")
             if not least <= value <= most:
                 raise UsageError(f"sampler(): {name} must be a number from {least} to {most}, got {value}")
+        if self.global_batch is not None and self.batch_size is not None:
+            raise UsageError(
+                "sampler(): global_batch= is the number of samples of all workers in a step, and batch_size= that of"
+                " one worker: give one of the two"
+            )
+        if self.drop_last and self.global_batch is None:
+            raise UsageError("sampler(): drop_last= is for global batches: give global_batch= too, or leave it out")
+        if self.drop_last and not self.steps:
+            raise UsageError(
+                f"sampler(): with drop_last= no batch is left: the data set has {self.samples} samples, and a global"
+                f" batch {self.global_batch}; leave drop_last= out, or give a smaller global_batch="
+            )
+
+    @property
+    def steps(self) -> int:
+        """The number of global batches in an epoch."""
+        assert self.global_batch is not None
+        return self.samples // self.global_batch if self.drop_last else -(-self.samples // self.global_batch)
 
     def indices(self, epoch: int) -> NDArray[np.int64]:
         """All sample indices in the order of that epoch."""
@@ -92,6 +122,146 @@ class SampleOrder:
                 )
                 session.fail(error)
                 raise error
+
+
+def share(batch: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
+    """A worker's part of a global batch: the parts are contiguous, and their sizes differ by one at most.
+
+    If there are fewer samples than workers, every worker takes the whole batch. The mean over the workers is then the
+    mean over the batch too, and no worker is left without a gradient.
+    """
+    size = len(batch)
+    return batch if size < world else batch[size * rank // world : size * (rank + 1) // world]
+
+
+class GlobalBatches:
+    """A worker's parts of global batches, for ``DataLoader(dataset, batch_sampler=)``, and the position in them.
+
+    An iteration begins at the position and ends with the epoch. ``commit`` moves the position on: call it after every
+    ``optimizer.step()``. What an iteration has yielded and no ``commit`` has counted is yielded again by the next
+    iteration, so a failed step is repeated. ``state_dict`` has the position. It can be loaded by any number of workers.
+
+    ``check`` is called before an iteration if workers get parts of different sizes. ``committed`` is told the samples
+    of each committed step, with its epoch and its number.
+    """
+
+    pooled = False
+    """As in ``Sampler``."""
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        rank: int,
+        world: int,
+        check: Callable[[], None] = lambda: None,
+        committed: Callable[[int, int, NDArray[np.int64]], None] | None = None,
+    ) -> None:
+        self._order, self._rank, self._world = order, rank, world
+        self._check, self._committed = check, committed
+        self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
+        self._place(0, 0)
+
+    def _place(self, epoch: int, step: int) -> None:
+        self.epoch, self.step = epoch, step
+        self._yielded, self._exhausted = step, False  # of the present epoch
+
+    def __len__(self) -> int:
+        return self._order.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._exhausted:
+            raise UsageError(
+                f"sampler(): {self._order.steps - self.step} of the {self._order.steps} batches of epoch {self.epoch}"
+                " were used, but no commit() counts them: call sampler.commit() after every optimizer.step(); to use"
+                " them again, call sampler.load_state_dict(sampler.state_dict())"
+            )
+        if self._uneven():
+            self._check()
+        return self._walk(self.epoch, self.step)
+
+    def _walk(self, epoch: int, first: int) -> Iterator[list[int]]:
+        for step in range(first, self._order.steps):
+            batch = self._batch(epoch, step)
+            if epoch == self.epoch:
+                self._yielded = max(self._yielded, step + 1)
+            yield share(batch, self._rank, self._world).tolist()
+        self._exhausted = epoch == self.epoch and self.step < self._order.steps
+
+    def _uneven(self) -> bool:
+        """Whether workers have parts of different sizes in any step of an epoch."""
+        order, batch = self._order, self._order.global_batch
+        assert batch is not None
+        sizes = {min(batch, order.samples), *([] if order.drop_last else [order.samples % batch])}
+        return any(size >= self._world and size % self._world for size in sizes)
+
+    def _batch(self, epoch: int, step: int) -> NDArray[np.int64]:
+        """All samples of a step."""
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = epoch, self._order.indices(epoch)
+        batch = self._order.global_batch
+        assert batch is not None
+        return self._kept[1][step * batch : (step + 1) * batch]
+
+    def commit(self, steps: int = 1) -> None:
+        """Count the next step as done: the weights contain it. With gradient accumulation, count several at once.
+
+        Raises UsageError for steps that no iteration has yielded.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise UsageError(f"commit() takes a number of steps from 1, got {steps!r}")
+        if self.step + steps > self._yielded:
+            raise UsageError(
+                f"commit() of {steps} after step {self.step} of epoch {self.epoch}, but only"
+                f" {self._yielded - self.step} of its batches were used since: call it once after each"
+                " optimizer.step(), with commit(k) for a step of k batches, and at the latest at the end of an epoch"
+            )
+        if self._committed is not None:
+            for step in range(self.step, self.step + steps):
+                self._committed(self.epoch, step, self._batch(self.epoch, step))
+        self.step += steps
+        if self.step == self._order.steps:
+            self._place(self.epoch + 1, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the beginning of that epoch, counted from 0. In the present epoch the position stays."""
+        _check_epoch(epoch)
+        if epoch != self.epoch:
+            self._place(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last committed step, for a checkpoint; equal on all workers."""
+        return {**asdict(self._order), "epoch": self.epoch, "step": self.step, "digest": self._digest(self.epoch)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position of ``state_dict``, with any number of workers.
+
+        Raises UsageError for the state of another data set or other arguments, and for anything else.
+        """
+        expected = {**asdict(self._order), "epoch": int, "step": int, "digest": int}
+        for name, value in expected.items():
+            if name not in state:
+                raise UsageError(f"this state is not that of a sampler with global batches: it has no {name}")
+            if value is int:
+                if isinstance(state[name], bool) or not isinstance(state[name], int) or state[name] < 0:
+                    raise UsageError(f"this state is not that of a sampler: {name} is {state[name]!r}")
+            elif state[name] != value:
+                raise UsageError(
+                    f"this state belongs to a sampler whose {name} is {state[name]!r}, but this one has {value!r}: give"
+                    " the same data set and the same arguments as before"
+                )
+        _check_epoch(state["epoch"])
+        if state["step"] >= self._order.steps:
+            raise UsageError(f"this state is at step {state['step']}, but an epoch has {self._order.steps} steps")
+        if state["digest"] != self._digest(state["epoch"]):
+            raise UsageError(
+                "this state comes from another version of NumPy, which shuffles in another order: use that"
+            )
+        self._place(state["epoch"], state["step"])
+
+    def _digest(self, epoch: int) -> int:
+        self._batch(epoch, 0)
+        assert self._kept is not None
+        return zlib.crc32(self._kept[1].tobytes())
 
 
 class Shares(Protocol):
@@ -138,8 +308,7 @@ class Sampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that epoch, counted from 0."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
-            raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
+        _check_epoch(epoch)
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -165,6 +334,11 @@ class Sampler:
                 yield found.tolist()
 
 
+def _check_epoch(epoch: object) -> None:
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
+        raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
+
+
 def sampler_of(session: Session, order: SampleOrder) -> Sampler:
     """This worker's sampler. Collective: all workers call it with the same order at the same point of their scripts.
 
@@ -179,6 +353,29 @@ def sampler_of(session: Session, order: SampleOrder) -> Sampler:
             session.pools = Pools(session)
         shares = session.pools.enter(order)
     return Sampler(order, shares)
+
+
+def global_batches_of(session: Session, order: SampleOrder) -> GlobalBatches:
+    """``sampler_of`` for global batches. Raises UsageError if workers do not exchange in lockstep."""
+    if not session.strategy.sync_mode().merges:
+        raise UsageError(
+            f"sampler(global_batch=): under sync={session.strategy.sync.name} each worker goes at its own pace, so a"
+            " step has no global batch; give batch_size=, or use sync=bsp"
+        )
+    if session.is_worker:
+        order.check_alike(session)
+
+    def check() -> None:
+        if session.weighs_alike:
+            raise UsageError(
+                f"a global batch of {order.global_batch} of {order.samples} samples gives {session.world_size} workers"
+                " parts of different sizes, but the model counts all workers alike: call syncline.prepare() with"
+                " weight='batch' for a loss that is a mean over the batch, with a function for another, or give a"
+                " global_batch= that the number of workers divides, and drop_last=True; models of other frameworks"
+                " than PyTorch have no weight="
+            )
+
+    return GlobalBatches(order, session.rank, session.world_size, check)
 
 
 class Pool:

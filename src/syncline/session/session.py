@@ -127,6 +127,8 @@ class Session(Communicator):
         self._models: list[weakref.ref[Any] | None] = []  # by number; None for a number that is unused here
         self._left: set[int] = set()  # the numbers of released models, which other models may get
         self.prepared: dict[int, Any] = {}  # the frameworks' prepared models, by first keys
+        self.weighed: set[int] = set()
+        """The first keys of the models whose workers have the weights of their batches in the mean."""
         self.family: list[Session] = [self]
         """The session of all workers, and the sessions of this process's groups."""
         self._unfit = ""
@@ -428,6 +430,7 @@ class Session(Communicator):
             )
         self._left.add(first_key // MODEL_KEYS)
         self.prepared.pop(first_key, None)
+        self.weighed.discard(first_key)
         del self.consolidates[first_key]
 
     @property
@@ -435,6 +438,12 @@ class Session(Communicator):
         """The models that were entered and still exist, including those of groups."""
         known = [one for session in self.family for one in session._entered()]
         return [model for one in known if (model := one()) is not None]
+
+    @property
+    def weighs_alike(self) -> bool:
+        """Whether some model of these workers counts them alike, however large their batches are."""
+        numbers = [i for i, one in enumerate(self._models) if one is not None and i not in self._left]
+        return any(number * MODEL_KEYS not in self.weighed for number in numbers)
 
     def _entered(self) -> list[weakref.ref[Any]]:
         """References to the models that are not released."""

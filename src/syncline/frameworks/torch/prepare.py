@@ -118,6 +118,7 @@ def prepare(
     if made.replica.averaging is not None and optimizer is not None:
         made.replica.averaging.attach(optimizer)  # after the hooks that report steps, so that these run first
     session.prepared[first_key] = made
+    (session.weighed.discard if options.fixed else session.weighed.add)(first_key)
     session.consolidates[first_key] = made.consolidate
     return made
 

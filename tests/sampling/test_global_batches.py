@@ -1,0 +1,306 @@
+"""Global batches: every sample of an epoch is used once and in one order, whatever workers come, go and fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import syncline
+from syncline.errors import MismatchError, UsageError
+from syncline.sampling import GlobalBatches, SampleOrder, global_batches_of, share
+from syncline.session.session import Session
+
+
+def workers(order: SampleOrder, world: int, state: Mapping[str, Any] | None = None) -> list[GlobalBatches]:
+    """The samplers of a group, at a position that was saved."""
+    found = [GlobalBatches(order, rank, world) for rank in range(world)]
+    for sampler in found:
+        if state is not None:
+            sampler.load_state_dict(json.loads(json.dumps(state)))
+    return found
+
+
+def united(parts: list[list[int]]) -> list[int]:
+    """The batch of which these are the workers' parts."""
+    whole = parts[0] == parts[-1] and len(parts) > len(parts[0])
+    if whole:
+        assert all(part == parts[0] for part in parts)
+    else:
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) > 0
+    return parts[0] if whole else [index for part in parts for index in part]
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(0, 2)), max_size=8),
+)
+def test_losses_joins_and_repeated_steps_leave_the_order_of_samples_as_it_is(
+    samples: int, batch: int, drop_last: bool, course: list[tuple[int, int, int]]
+) -> None:
+    """A course has numbers of workers; how many steps each makes; and how many further ones it begins and loses."""
+    drop_last = drop_last and samples >= batch
+    order = SampleOrder(samples, seed=3, global_batch=batch, drop_last=drop_last)
+    used: list[int] = []
+    state: dict[str, Any] | None = None
+    for world, steps, lost in [*course, (2, 2 * order.steps, 0)]:
+        group, left = workers(order, world, state), steps
+        while left:
+            iterators = [iter(sampler) for sampler in group]
+            for parts in islice(zip(*iterators, strict=True), left):
+                used += united([list(part) for part in parts])
+                for sampler in group:
+                    sampler.commit()
+                left -= 1
+        for parts in islice(zip(*map(iter, group), strict=True), lost):
+            united([list(part) for part in parts])
+        states = [sampler.state_dict() for sampler in group]
+        assert all(one == states[0] for one in states)
+        state = states[0]
+    size = order.steps * batch if drop_last else samples
+    for epoch in range(len(used) // size + 1):
+        expected = order.indices(epoch)[:size].tolist()
+        assert used[epoch * size : (epoch + 1) * size] == expected[: max(0, len(used) - epoch * size)]
+    assert len(used) >= size
+
+
+@given(st.integers(1, 50), st.integers(1, 60))
+def test_the_mean_over_workers_is_the_mean_over_the_batch(size: int, world: int) -> None:
+    batch = np.arange(size) ** 2
+    parts = [share(batch, rank, world) for rank in range(world)]
+    weights = [len(part) for part in parts]
+    mean = sum(weight * part.mean() for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+    np.testing.assert_allclose(mean, batch.mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "drop_last", "sizes"),
+    [
+        (1, 4, False, [1]),
+        (3, 4, False, [3]),
+        (4, 4, False, [4]),
+        (4, 4, True, [4]),
+        (5, 4, False, [4, 1]),
+        (5, 4, True, [4]),
+        (8, 4, False, [4, 4]),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 3, 5])
+def test_sizes_at_the_ends(samples: int, batch: int, drop_last: bool, sizes: list[int], world: int) -> None:
+    group = workers(SampleOrder(samples, global_batch=batch, drop_last=drop_last), world)
+    assert [len(sampler) for sampler in group] == [len(sizes)] * world
+    found = [len(united([list(part) for part in parts])) for parts in zip(*map(iter, group), strict=True)]
+    assert found == sizes
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"samples": 0}, "the data set's length must be a number from 1"),
+        ({"global_batch": 0}, "global_batch must be a number from 1"),
+        ({"global_batch": 2.0}, "global_batch must be a whole number"),
+        ({"batch_size": 2}, "give one of the two"),
+        ({"samples": 3, "drop_last": True}, "no batch is left: the data set has 3 samples, and a global batch 4"),
+        ({"global_batch": None, "drop_last": True}, "drop_last= is for global batches"),
+    ],
+)
+def test_wrong_values_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SampleOrder(**{"samples": 10, "global_batch": 4, **values})
+
+
+def sampler_of_three_steps() -> GlobalBatches:
+    return GlobalBatches(SampleOrder(10, global_batch=4), 0, 2)
+
+
+def test_commits_that_are_forgotten_or_too_many_are_refused() -> None:
+    sampler = sampler_of_three_steps()
+    with pytest.raises(UsageError, match=r"only 0 of its batches were used"):
+        sampler.commit()
+    first = list(sampler)
+    sampler.commit(2)
+    with pytest.raises(UsageError, match=r"1 of the 3 batches of epoch 0 were used, but no commit\(\) counts them"):
+        iter(sampler)
+    with pytest.raises(UsageError, match="commit\\(\\) of 2 after step 2"):
+        sampler.commit(2)
+    sampler.load_state_dict(sampler.state_dict())
+    assert list(sampler) == first[2:]
+    sampler.commit()
+    assert (sampler.epoch, sampler.step) == (1, 0)
+    assert list(sampler) != first
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.0, True])
+def test_commits_count_whole_steps(steps: Any) -> None:
+    with pytest.raises(UsageError, match=r"commit\(\) takes a number of steps from 1"):
+        sampler_of_three_steps().commit(steps)
+
+
+def test_who_sets_the_present_epoch_keeps_the_position() -> None:
+    """As trainers do at the beginning of each epoch, and of a resumed one."""
+    sampler = sampler_of_three_steps()
+    batches = iter(sampler)
+    next(batches)
+    sampler.commit()
+    sampler.set_epoch(0)
+    assert sampler.step == 1
+    sampler.set_epoch(4)
+    assert (sampler.epoch, sampler.step) == (4, 0)
+    with pytest.raises(UsageError, match=r"set_epoch\(\) takes"):
+        sampler.set_epoch(-1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"samples": 11}, "samples is 11, but this one has 10"),
+        ({"seed": 1}, "seed is 1, but this one has 0"),
+        ({"global_batch": 2}, "global_batch is 2, but this one has 4"),
+        ({"step": 3}, "at step 3, but an epoch has 3 steps"),
+        ({"step": -1}, "step is -1"),
+        ({"epoch": True}, "epoch is True"),
+        ({"epoch": 1 << 32}, "takes a whole number"),
+        ({"digest": 5}, "another version of NumPy"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: dict[str, Any], words: str) -> None:
+    sampler = sampler_of_three_steps()
+    state = sampler.state_dict()
+    with pytest.raises(UsageError, match=words):
+        sampler.load_state_dict(state | change)
+    with pytest.raises(UsageError, match="it has no step"):
+        sampler.load_state_dict({name: value for name, value in state.items() if name != "step"})
+    assert sampler.state_dict() == state
+
+
+def test_what_a_loader_fetches_ahead_does_not_move_the_position() -> None:
+    from torch.utils.data import DataLoader
+
+    sampler = GlobalBatches(SampleOrder(24, global_batch=4, seed=5), 1, 2)
+    loader: Any = DataLoader(range(100, 124), batch_sampler=sampler, num_workers=2)  # type: ignore[arg-type]
+    batches, seen = iter(loader), []
+    for _ in range(2):
+        seen.append(next(batches).tolist())
+        sampler.commit()
+    next(batches)
+    assert sampler._yielded > 3  # the loader is ahead
+    state = sampler.state_dict()
+    assert (state["epoch"], state["step"]) == (0, 2)
+    del batches
+    resumed = GlobalBatches(SampleOrder(24, global_batch=4, seed=5), 1, 2)
+    resumed.load_state_dict(state)
+    seen += [[100 + index for index in part] for part in resumed]
+    whole = GlobalBatches(SampleOrder(24, global_batch=4, seed=5), 1, 2)
+    assert seen == [[100 + index for index in part] for part in whole]
+
+
+# In a run.
+
+
+def test_parts_of_different_sizes_need_weights(group: Any) -> None:
+    import torch
+
+    from syncline.frameworks.torch import release
+    from syncline.frameworks.torch.options import Options
+    from syncline.frameworks.torch.prepare import prepare
+
+    def body(session: Session) -> None:
+        sampler = global_batches_of(session, SampleOrder(10, global_batch=4))
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepare(session, model, optimizer, Options(weight="batch"))
+        assert len(list(sampler)) == 3
+        sampler.commit(3)
+        release(session, model)
+        assert not session.weighed
+        prepare(session, model, optimizer, Options(weight=1))
+        with pytest.raises(UsageError, match=r"parts of different sizes.*weight='batch'"):
+            iter(sampler)
+        assert len(list(global_batches_of(session, SampleOrder(10, global_batch=6, drop_last=True)))) == 1
+        assert len(list(global_batches_of(session, SampleOrder(4, global_batch=2)))) == 2
+        release(session, model)
+
+    group("ring", 3, body)
+
+
+@pytest.mark.parametrize("world", [1, 3, 6])
+def test_steps_are_those_of_one_worker(group: Any, world: int) -> None:
+    """With parts of different sizes, and with batches that have fewer samples than there are workers."""
+    import torch
+
+    from syncline.frameworks.torch.options import Options
+    from syncline.frameworks.torch.prepare import prepare
+
+    order = SampleOrder(11, seed=2, global_batch=4)
+    numbers = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(11, size, generator=numbers, dtype=torch.float64) for size in (3, 1))
+
+    def steps(batches: Iterator[list[int]], session: Session | None = None) -> Iterator[torch.Tensor]:
+        model = torch.nn.Linear(3, 1, dtype=torch.float64)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if session is not None and not session.alone:
+            prepare(session, model, optimizer, Options(weight="batch"))
+        for batch in batches:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            yield model.weight.detach().clone()
+
+    def body(session: Session) -> list[torch.Tensor]:
+        sampler = global_batches_of(session, order)
+
+        def batches() -> Iterator[list[int]]:
+            while sampler.epoch < 2:
+                for batch in sampler:
+                    yield batch
+                    sampler.commit()
+
+        return list(steps(batches(), session))
+
+    whole = [order.indices(epoch)[start : start + 4].tolist() for epoch in range(2) for start in (0, 4, 8)]
+    expected = list(steps(iter(whole)))
+    for found in group("ring", world, body):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_workers_at_their_own_pace_have_no_global_batch(group: Any) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(UsageError, match="under sync=asp each worker goes at its own pace"):
+            global_batches_of(session, SampleOrder(10, global_batch=4))
+        session.barrier()
+
+    group("ps(servers=1, on=workers) sync=asp", 2, body)
+
+
+def test_workers_with_different_data_are_named(group: Any) -> None:
+    with pytest.raises(MismatchError, match=r"global_batch is .* on rank"):
+        group("ring", 2, lambda session: global_batches_of(session, SampleOrder(10, global_batch=4 + session.rank)))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
+        monkeypatch.delenv(name, raising=False)
+    syncline.init()
+    yield
+    syncline.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_worker_has_whole_batches() -> None:
+    sampler = syncline.sampler(5, global_batch=2, shuffle=False)
+    assert not sampler.pooled
+    assert list(sampler) == [[0, 1], [2, 3], [4]]
