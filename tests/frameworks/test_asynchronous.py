@@ -209,10 +209,10 @@ def test_pushes_of_all_move_weights_as_far_as_one_step_of_all(group: Any, place:
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("momentum", ["own", "dana"])
+@pytest.mark.parametrize("momentum", ["own", "dana", "auto"])
 @pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=priority"])
 def test_momenta_of_workers_that_wait_for_each_other_are_that_of_one(group: Any, strategy: str, momentum: str) -> None:
-    """In the weights, and in the state that an optimizer without workers goes on from."""
+    """In the weights, and in the state that an optimizer without workers goes on from. SGD's is ``dana`` by default."""
 
     def body(here: Here) -> Any:
         train_together(here, range(4))
@@ -223,7 +223,7 @@ def test_momenta_of_workers_that_wait_for_each_other_are_that_of_one(group: Any,
         return weights(here.model), here.optimizer.state_dict()
 
     plain = Here(*sgd())
-    plain.optimizer.param_groups[0]["nesterov"] = momentum == "dana"
+    plain.optimizer.param_groups[0]["nesterov"] = momentum != "own"
     wanted, state = body(plain)
     text = f"{strategy} sync=ssp(staleness=0, momentum={momentum})"
     for found, saved in on_group(group, text, WORKERS, sgd, body, weight=1):
@@ -245,6 +245,19 @@ def test_momenta_that_an_optimizer_does_not_have_are_refused_by_its_name(group: 
         on_group(group, "ps sync=ssp(staleness=1, momentum=own)", WORKERS, making("sgd"), lambda here: train(here, 1))
     with pytest.raises(UsageError, match=r"looks ahead by Nesterov's momentum.* use asp\(momentum=own\)"):
         on_group(group, "ps sync=asp(momentum=dana)", WORKERS, adam, lambda here: train(here, 1))
+
+
+@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=1, on=workers)"])
+def test_the_momentum_that_the_optimizer_decides_is_told_and_the_same_everywhere(group: Any, place: str) -> None:
+    def reason(here: Here) -> str:
+        assert here.session is not None
+        return here.session.stats().reason
+
+    plain = making("sgd")  # without momentum
+    for make, wanted in ((sgd, "momentum=dana: "), (adam, "momentum=shared: "), (plain, "momentum=shared: ")):
+        assert all(wanted in one for one in on_group(group, f"{place} sync=asp", WORKERS, make, reason, weight=1))
+    with pytest.raises(MismatchError, match=r"sync=asp has momentum=(dana|shared), and rank 0 .*=(dana|shared): give"):
+        on_group(group, f"{place} sync=asp", WORKERS, lambda index: (adam if index else sgd)(index), reason, weight=1)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,10 @@ from syncline.serving.merged import Updating
 from syncline.serving.owner import Shares, check_kept, looking_ahead, shared_rate
 from syncline.serving.protocol import ALL
 from syncline.serving.single import rooms
+from syncline.sync import momentum_with
+from syncline.sync.asp import Asp
+from syncline.sync.bsp import Bsp
+from syncline.sync.ssp import Ssp
 
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False}
 
@@ -58,6 +63,16 @@ def test_who_has_no_nesterov_cannot_look_ahead(change: dict[str, Any]) -> None:
     ):
         looking_ahead(groups, "asp")
     assert looking_ahead([SGD], "asp") == [SGD | {"nesterov": True}]
+
+
+@pytest.mark.parametrize("mode", [Asp(), Ssp(3)])
+def test_only_sgd_with_momentum_looks_ahead_by_default(mode: Asp | Ssp) -> None:
+    assert momentum_with(mode, [SGD, SGD | {"nesterov": True}]) == "dana"
+    muon = {key: value for key, value in SGD.items() if key != "dampening"}  # orthogonal steps add up otherwise
+    for other in ({"lr": 0.1}, SGD | {"momentum": 0}, SGD | {"dampening": 0.1}, muon):
+        assert momentum_with(mode, [SGD, other]) == "shared"
+    assert momentum_with(mode, []) == momentum_with(Bsp(), [SGD]) == "shared"
+    assert momentum_with(replace(mode, momentum="own"), [SGD]) == "own"
 
 
 def test_an_optimizer_that_keeps_nothing_has_nothing_for_each_worker() -> None:

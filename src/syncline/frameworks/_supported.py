@@ -13,7 +13,7 @@ from ..serving.owner import PushGroups, check_kept
 from ..serving.shard import Groups
 from ..session.session import Session
 from ..strategy.strategy import Strategy
-from ..sync import Agrees, Averages, momentum_of
+from ..sync import Agrees, Averages, momentum_with
 
 log = logging.getLogger("syncline")
 
@@ -67,8 +67,15 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
 def check_mode(strategy: Strategy, values: Groups, optimizer: str, keeps: bool) -> None:
     """Raise UsageError for a sync mode that does not fit an optimizer with these values; ``keeps``: it has a state."""
     mode, sync = strategy.sync_mode(), strategy.sync.name
-    check_kept(momentum_of(mode), sync, optimizer, keeps)
-    PushGroups(mode, 1, sync)(values)
+    momentum = momentum_with(mode, values)
+    check_kept(momentum, sync, optimizer, keeps)
+    PushGroups(mode, 1, sync, momentum)(values)
+
+
+def decide_mode(session: Session, values: Groups, optimizer: str, keeps: bool) -> None:
+    """As ``check_mode``, for the model that the session prepares."""
+    check_mode(session.strategy, values, optimizer, keeps)
+    session.decide_momentum(values)
 
 
 def check_average(session: Session, otherwise: str) -> None:

@@ -29,7 +29,7 @@ from . import Handed
 from ._checkpoint import load, load_alone, save, save_alone
 from ._flat import Array, FlatModel, OnHoldings, fits, flat_models, serve_flat, unfit
 from ._memory import check_writable, floating_array, host_array, overlapping
-from ._supported import check_mode, check_options, check_schedule, warn_of_plain_steps
+from ._supported import check_options, check_schedule, decide_mode, warn_of_plain_steps
 
 __all__ = ["Function", "Trainer", "Update", "adapt"]
 
@@ -412,7 +412,7 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
         warn_of_plain_steps(session)
         return Handed((arrays, Alone(session, weights)))
     check_schedule(session.strategy, "NumPy")
-    check_mode(session.strategy, values, name_of(rule), keeps)
+    decide_mode(session, values, name_of(rule), keeps)
     if session.is_worker:
         _let_go(session, weights)
         made = Trainer(session, weights)

@@ -32,7 +32,7 @@ from ..errors import ProtocolError, SynclineError, UsageError
 from ..kernels.cpu import BLOCK_BYTES
 from ..session.layout import REPLACING
 from ..session.session import Session
-from ..sync import Momentum, SyncMode, alone, application_of, backup_of, momentum_of
+from ..sync import Kept, SyncMode, alone, application_of, backup_of, no_look_ahead
 from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
 from .records import Array, Record, pack, unpack
 from .shard import Build, Groups, Holding, Pushes, Shard
@@ -69,7 +69,7 @@ class Owner:
         mode = session.strategy.sync_mode()
         self.ledger = Ledger(session.group.workers, mode, buckets, session.called)
         self._adds, self._shares = backup_of(mode) > 0, Shares(session.group.workers)
-        self._applied = PushGroups(mode, session.group.workers, session.strategy.sync.name)
+        self._applied = PushGroups(mode, session.group.workers, session.strategy.sync.name, session.momentum)
         self.version = 0
         self.lags = [0] * session.group.workers
         factor = application_of(mode).compensate
@@ -165,7 +165,7 @@ def shard_of(
     session: Session, holdings: Sequence[Holding], build: Build, learnt: Sequence[Record], *, apart: bool
 ) -> Shard:
     """The shard of this process, updated as the strategy says."""
-    workers = 1 if momentum_of(session.strategy.sync_mode()) == "shared" else session.group.workers
+    workers = 1 if session.momentum == "shared" else session.group.workers
     return Shard(holdings, build, learnt, apart=apart and _by_bucket(session), workers=workers)
 
 
@@ -195,10 +195,10 @@ class Shares:
 class PushGroups:
     """Adapts the values of the optimizer's groups to a sync mode in which each worker's push is an update."""
 
-    def __init__(self, mode: SyncMode, workers: int, sync: str) -> None:
+    def __init__(self, mode: SyncMode, workers: int, sync: str, momentum: Kept) -> None:
         self._workers, self._sync = workers, sync
         self._shares = alone(mode) and application_of(mode).rate == "shared"
-        self._looks_ahead = momentum_of(mode) == "dana"
+        self._looks_ahead = momentum == "dana"
 
     def __call__(self, groups: Groups) -> Groups:
         """The adapted groups; raises UsageError for groups that the mode cannot use."""
@@ -228,7 +228,7 @@ def shared_rate(groups: Groups, workers: int, sync: str) -> Groups:
 def looking_ahead(groups: Groups, sync: str) -> Groups:
     """The groups with Nesterov's momentum; raises UsageError for a group without momentum."""
     for number, group in enumerate(groups):
-        if "nesterov" not in group or not group.get("momentum") or group.get("dampening"):
+        if no_look_ahead(group):
             raise UsageError(
                 f"sync={sync}(momentum=dana) looks ahead by Nesterov's momentum, so the optimizer's group {number}"
                 " needs 'nesterov', 'momentum' above 0 and no 'dampening', as in torch.optim.SGD: use"
@@ -237,7 +237,7 @@ def looking_ahead(groups: Groups, sync: str) -> Groups:
     return [{**group, "nesterov": True} for group in groups]
 
 
-def check_kept(momentum: Momentum, sync: str, optimizer: str, keeps: bool) -> None:
+def check_kept(momentum: Kept, sync: str, optimizer: str, keeps: bool) -> None:
     """Raise UsageError if the mode keeps momentum for each worker and the optimizer has none.
 
     ``keeps`` says whether the optimizer has any state from one step to the next; ``optimizer`` is its name.

@@ -7,6 +7,7 @@ run, ``Session.within`` that of a group. ``Stats`` has totals, choices, and the 
 
 from __future__ import annotations
 
+import logging
 import weakref
 import zlib
 from collections import Counter, defaultdict
@@ -28,15 +29,24 @@ from ..plans.plan import Plan
 from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
+from ..sync import Kept, momentum_of, momentum_with
 from .communicator import Array, Communicator, Everyone, compiled, phases_of, planned
 from .member import AnyError, Membership
 from .tickets import BUCKET_KEYS, TABLE
+
+log = logging.getLogger("syncline")
 
 MODEL_KEYS = 1 << 16
 """The number of bucket keys of one model. Several models may be in flight at once."""
 _MESSAGE_TAGS = 1 << 63
 _TOPIC_BITS = 32
 """The bits of a message's tag below the topic. They contain the sender."""
+
+_MOMENTA: Mapping[Kept, str] = {
+    "dana": "momentum=dana: each worker has its own momentum and looks ahead, as the optimizer is SGD with momentum",
+    "shared": "momentum=shared: all pushes share the optimizer's state, as it is not SGD with momentum",
+}
+"""What ``momentum=auto`` has decided, and why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,8 @@ class Stats:
     are per peer process, counted at the transport with all headers. ``transport`` names the transports of this
     process's messages (``shm+tcp`` with peers on this host and others). If ``architecture=auto`` was measured,
     ``algorithms`` maps sizes in bytes to the algorithms used from that size on. ``exchange`` says how gradients become
-    one average; ``reason`` explains the choices of ``codec=auto`` and ``schedule=auto``, or the absence of compression.
+    one average; ``reason`` explains the choices of ``codec=auto``, ``schedule=auto`` and ``momentum=auto``, or the
+    absence of compression.
 
     ``staleness`` counts this worker's steps by its lead over the slowest worker at their start. ``version_lag`` counts
     its pushes by the number of updates that owners had made since they sent the push's weights. ``waited_s`` is the
@@ -111,6 +122,9 @@ class Session(Communicator):
         self.everyone = Everyone(member, member.group)
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
+        self.decided: Kept | None = None
+        """What ``momentum=auto`` is with the optimizer of the model that owners hold; every process decides it alike.
+        """
         self.left_open = left_open
         """Whether the run was started with ``architecture=auto``, which each group resolves for itself."""
         self.chooses_schedule = False
@@ -188,6 +202,21 @@ class Session(Communicator):
         """Raise UsageError if models in this group of workers cannot use the run's strategy."""
         if self._unfit:
             raise UsageError(self._unfit)
+
+    @property
+    def momentum(self) -> Kept:
+        """Which pushes the optimizer's state belongs to; under ``auto`` before any optimizer is known, all."""
+        return self.decided or momentum_with(self.strategy.sync_mode(), [])
+
+    def decide_momentum(self, groups: Sequence[Mapping[str, Any]]) -> Kept:
+        """Fix ``momentum`` for an optimizer with these groups of values, and return it.
+
+        ``check_same_model`` compares it among all processes.
+        """
+        if momentum_of(self.strategy.sync_mode()) == "auto":
+            self.decided = momentum_with(self.strategy.sync_mode(), groups)
+            log.info("%s: sync=%s: %s", self.name(self.index), self.strategy.sync.name, _MOMENTA[self.decided])
+        return self.momentum
 
     # This process.
 
@@ -480,8 +509,9 @@ class Session(Communicator):
 
     def _running(self) -> tuple[Strategy, str]:
         """The strategy, with the schedule that was chosen for the first model, and the reason."""
+        told = "" if self.decided is None else _MOMENTA[self.decided]
         if not self.schedules:
-            return self.strategy, self.reason
+            return self.strategy, "; ".join(filter(None, (self.reason, told)))
         chosen = sorted(self.schedules.items())
         reasons = [f"model {key // MODEL_KEYS}: {reason}" if key else reason for key, (_, reason) in chosen]
-        return chosen[0][1][0], "; ".join(filter(None, (self.reason, *reasons)))
+        return chosen[0][1][0], "; ".join(filter(None, (self.reason, told, *reasons)))

@@ -10,6 +10,7 @@ weights of some others (``Mixes``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -19,8 +20,12 @@ from ..plans.plan import Plan
 Rate = Literal["shared", "own"]
 """The learning rate of a single push: the optimizer's divided by the number of workers, or all of it."""
 
-Momentum = Literal["shared", "own", "dana"]
-"""The optimizer's state: one for all pushes, one per worker, or one per worker with look-ahead."""
+Momentum = Literal["auto", "shared", "own", "dana"]
+"""The optimizer's state: one for all pushes, one per worker, or one per worker with look-ahead. With ``auto`` the
+optimizer decides (``momentum_with``)."""
+
+Kept = Literal["shared", "own", "dana"]
+"""A momentum that the optimizer has decided."""
 
 Elements = Any
 """A flat array of floating-point numbers, of NumPy or a framework, for computing in place."""
@@ -96,6 +101,24 @@ def momentum_of(mode: SyncMode) -> Momentum:
     return momentum
 
 
+def no_look_ahead(group: Mapping[str, Any]) -> bool:
+    """Whether a group of an optimizer's values has no Nesterov's momentum to look ahead with."""
+    return "nesterov" not in group or not group.get("momentum") or bool(group.get("dampening"))
+
+
+def momentum_with(mode: SyncMode, groups: Sequence[Mapping[str, Any]]) -> Kept:
+    """The mode's momentum with an optimizer that has these groups.
+
+    ``auto`` is ``dana`` if all groups have the values of SGD with momentum, else ``shared``: only for that optimizer
+    was ``dana`` measured, and ``own`` was not better than ``shared`` for others.
+    """
+    momentum = momentum_of(mode)
+    if momentum != "auto":
+        return momentum
+    sgd = groups and all("dampening" in group and not no_look_ahead(group) for group in groups)
+    return "dana" if sgd else "shared"
+
+
 def wrong_application(mode: SyncMode) -> str:
     """The fault in a mode's rules for applying pushes, if any."""
     if backup_of(mode) and isinstance(mode, Applies):
@@ -119,6 +142,15 @@ class Averages(Protocol):
 
     def averages(self, step: int) -> bool:
         """Whether weights are exchanged after that step's update."""
+        ...
+
+
+@runtime_checkable
+class Advises(Protocol):
+    """A mode that needs a run of some length."""
+
+    def advice(self, steps: int) -> str:
+        """What to change, if a run was too short with so many steps; empty if it was not."""
         ...
 
 

@@ -10,13 +10,15 @@ workers have an implicit momentum of about 1 - 1/N (Mitliagkas et al., "Asynchro
 addition to the optimizer's own. The latter counts updates, not steps, so the same factor forgets N times as fast, in 1
 / (N (1 - factor)) steps of every worker. If both together are too much, lower the factor.
 
-``momentum`` selects the pushes that the optimizer's state accumulates. With ``shared`` the optimizer has one state for
-all pushes in order of arrival. With ``own`` it has one state per worker: momentum, moments and counts are then those of
-the worker's own steps and forget as fast as in a synchronous run. If all wait for the slowest, the sum of N pushes acts
-like momentum on one worker. ``dana`` adds Nesterov's look-ahead: a worker gets the weights that the momenta of all
-workers will lead to, roughly where they will be when its push arrives (Hakimi, Barkai, Gabel and Schuster, "Taming
-momentum in a distributed asynchronous environment", arXiv 1907.11612). This is ``own`` with ``nesterov=True`` in the
-optimizer (the paper's DANA-Slim), so messages are no larger. Owners keep the state of each worker.
+``momentum`` selects the pushes that the optimizer's state accumulates. ``auto`` is ``dana`` for SGD with momentum, by
+the measurements of docs/coordination.md, and ``shared`` for other optimizers. With ``shared`` the optimizer has one
+state for all pushes in order of arrival. With ``own`` it has one state per worker: momentum, moments and counts are
+then those of the worker's own steps and forget as fast as in a synchronous run. If all wait for the slowest, the sum of
+N pushes acts like momentum on one worker. ``dana`` adds Nesterov's look-ahead: a worker gets the weights that the
+momenta of all workers will lead to, roughly where they will be when its push arrives (Hakimi, Barkai, Gabel and
+Schuster, "Taming momentum in a distributed asynchronous environment", arXiv 1907.11612). This is ``own`` with
+``nesterov=True`` in the optimizer (the paper's DANA-Slim), so messages are no larger. Owners keep the state of each
+worker.
 
 ``compensate`` is the lambda of delay compensation (Zheng et al., "Asynchronous stochastic gradient descent with delay
 compensation", ICML 2017). A gradient g computed on the weights w becomes g + lambda g g (w' - w) on the current weights

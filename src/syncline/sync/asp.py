@@ -20,7 +20,7 @@ class Asp(Apart):
 
     rate: Rate = "shared"
     compensate: float = 0.0
-    momentum: Momentum = "shared"
+    momentum: Momentum = "auto"
 
     def may_proceed(self, clock: int, slowest: int) -> bool:  # noqa: ARG002
         return True

@@ -28,7 +28,7 @@ class Ssp(Apart):
     staleness: int
     rate: Rate = "shared"
     compensate: float = 0.0
-    momentum: Momentum = "shared"
+    momentum: Momentum = "auto"
 
     def __post_init__(self) -> None:
         """Raise UsageError for an invalid staleness."""

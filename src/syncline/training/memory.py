@@ -127,6 +127,9 @@ def check_same_model(session: Session, key: int, tensors: Sequence[str], *said: 
     """
     remedy = "prepare the same models everywhere in the same order, and models that were prepared before everywhere or"
     said = (f"prepares its model {key // MODEL_KEYS}", f"{remedy} nowhere"), *said
+    if session.decided is not None:  # owners and workers apply a push alike
+        kept = f"has an optimizer with which sync={session.strategy.sync.name} has momentum={session.decided}"
+        said = *said, (kept, "give all processes the same optimizer, with the same values")
     mine = [what for what, _ in said], tensors
     theirs = json.loads(session.everyone.tell(json.dumps(mine).encode(), "comparing models"))
     me, first = session.name(session.index), session.called(0)

@@ -68,7 +68,7 @@ class OwnedModel:
         self._unsaid = 0  # sum of the numbers of changes that owners have but workers have not compared yet
         self.met = ""
         """The call at which all workers met last; empty if workers train in lockstep."""
-        self._applied = None if self.together else PushGroups(mode, 1, session.strategy.sync.name)
+        self._applied = None if self.together else PushGroups(mode, 1, session.strategy.sync.name, session.momentum)
         self._pushes: dict[int, Work] = {}
         self._pushed: dict[int, Work] = {}  # the work that precedes the pull of each bucket in this step
         self.taken: Callable[[], None] = nothing

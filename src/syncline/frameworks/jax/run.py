@@ -27,7 +27,7 @@ from ...sync import Averages
 from .._checkpoint import load, load_alone, save, save_alone
 from .._computations import KINDS, tensors_of_calls
 from .._flat import Array, FlatModel, serve_flat
-from .._supported import check_average, check_mode, check_schedule, warn_of_plain_steps
+from .._supported import check_average, check_schedule, decide_mode, warn_of_plain_steps
 from .calls import PUT, TAKE, TOKEN, Buckets, Call, calls, invoke, invoke_code, shared, unseen, wait_for_steps
 from .trees import (
     OptaxSlices,
@@ -142,7 +142,7 @@ class Run:
         session, device = self._session, None
         if not session.alone:
             keeps = probe(self._optimizer, params) if self._held else True
-            check_mode(session.strategy, self._weights.values(), "the optimizer", keeps)
+            decide_mode(session, self._weights.values(), "the optimizer", keeps)
             if self._held and not (session.is_worker and session.group.servers):
                 device = device_of_owners(beside=session.is_worker)  # all see whether there is one
         return partial(OptaxSlices, self._optimizer, device)

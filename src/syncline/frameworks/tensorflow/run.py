@@ -29,7 +29,7 @@ from ...session.session import Session
 from ...sync import Averages, exchanges_gradients
 from .._computations import KINDS, keep_state, tensors_of_calls
 from .._flat import Array, FlatModel, serve_flat
-from .._supported import check_mode, check_schedule
+from .._supported import check_schedule, decide_mode
 from .variables import VariableWeights, resource
 
 Unused = Literal["error", "zeros"]
@@ -178,7 +178,7 @@ class Run:
 
         ``keeps``: the optimizer has elementwise state. ``owner`` is the argument of ``Session.enter_model``.
         """
-        check_mode(self.session.strategy, self.weights.values(), self._optimizer, keeps)
+        decide_mode(self.session, self.weights.values(), self._optimizer, keeps)
         if not self.session.is_worker:
             serve_flat(self.session, self.specs, self.weights, build, owner)
             return False

@@ -27,7 +27,7 @@ from ...serving.records import pack, unpack
 from ...session.layout import decide_layout
 from ...session.session import Session
 from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
-from ...sync import Averages, momentum_of
+from ...sync import Averages
 from ...training.memory import check_same_model
 from ...training.owners import OwnedModel, add_up, serve_model
 from .averaging import Averaging
@@ -140,7 +140,8 @@ def _checked_together(
         said.append((f"has an optimizer whose step() may change {_names(probed.own)}", remedy))
     if optimizer is not None:
         name = type(optimizer).__name__
-        check_kept(momentum_of(strategy.sync_mode()), strategy.sync.name, name, probed.keeps_state)
+        momentum = session.decide_momentum(optimizer.param_groups)
+        check_kept(momentum, strategy.sync.name, name, probed.keeps_state)
     tensors = [_described(name, tensor) for name, tensor in selection.tensors()]
     check_same_model(session, first_key, tensors, *said)
     if optimizer is not None and strategy.server_holds_weights:

@@ -25,7 +25,7 @@ from ...serving.shard import Groups
 from ...session.session import Session
 from ...strategy.strategy import Strategy
 from ...strategy.words import NONE, write
-from ...sync import Averages, Mixes
+from ...sync import Averages, Mixes, momentum_with
 from .buffers import unsynchronised
 from .options import Named, Options, Selection
 from .own_values import group_values
@@ -237,8 +237,8 @@ def _check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) -
 
     Also refuses values of the optimizer's groups with which a single push cannot be applied.
     """
-    sync = strategy.sync.name
-    PushGroups(strategy.sync_mode(), 1, sync)(groups)
+    mode, sync = strategy.sync_mode(), strategy.sync.name
+    PushGroups(mode, 1, sync, momentum_with(mode, groups))(groups)
     if selection.buffers():
         raise UsageError(
             f"under sync={sync} there is no joint step in which rank 0's buffers (batch statistics) could be copied:"
