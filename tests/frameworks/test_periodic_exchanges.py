@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -111,6 +113,26 @@ def test_joined_ranks_end_equal_and_go_on(group: Any, sync: str, counts: list[in
         return weights(here.model)
 
     equal(on_group(group, f"ring sync={sync}", 2, adam, body, weight=1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "says"),
+    [
+        ("diloco(steps=2)", 7, r"3 outer steps in 7 steps, .* first 20: .*diloco\(steps=2, momentum=0.33\)"),
+        ("diloco(steps=50)", 3, r"0 outer steps in 3 steps, .* first 20: .*diloco\(steps=50, momentum=0\)"),
+        ("diloco(steps=2, momentum=0.5)", 8, ""),
+        ("diloco(steps=50, momentum=0.0)", 3, ""),
+        ("local(steps=2)", 2, ""),
+    ],
+)
+def test_who_ends_after_few_outer_steps_is_told(
+    group: Any, mode: str, steps: int, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "syncline"):
+        on_group(group, f"ring sync={mode}", 2, sgd, lambda here: shares(here, range(steps)), weight=1)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(says)
+    assert all(re.search(says, one) for one in said), said
 
 
 def test_a_joined_rank_counts_with_the_steps_that_it_has_made(group: Any) -> None:

@@ -11,7 +11,9 @@ from ..nouns import Bucket, Layer, Size, Slice, Spec, item_bytes
 from . import Application, Cost, Phases, Release
 
 DEFAULT_SLICE = Size(4 * 1024 * 1024)
-"""A few megabytes were best for P3 and ByteScheduler: quickly overtaken, yet large compared to the latency."""
+"""A few megabytes were best for P3 and ByteScheduler: quickly overtaken, yet large compared to the latency. In rings of
+4 hosts at 1 Gbit/s, slices of 1 MiB took 1.03 times as long, and of 16 MiB 1.26 times; with one server, whose pushes
+and pulls share a port, 1 MiB took 0.8 times as long (benchmarks/performance.md)."""
 
 _IN_FLIGHT = 4
 """Enough to hide one bucket's latency behind other buckets' transfers; more only shares the same bandwidth."""

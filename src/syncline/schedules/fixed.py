@@ -19,7 +19,7 @@ from . import Cost, Release
 from ._slices import InOrder, check_size, greedy
 
 DEFAULT_BUCKET = Size(25 * 1024 * 1024)
-"""The default of PyTorch's DDP, for comparisons with equal buckets."""
+"""The default of PyTorch's DDP, for comparisons with equal buckets. ``auto`` leaves it by measured times."""
 
 
 @register("schedules", "fixed")

@@ -12,8 +12,10 @@ moves them.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from ..plans.check import check_mixing
@@ -21,8 +23,10 @@ from ..plans.messages import Program
 from ..session.communicator import Array, compiled
 from ..session.session import Session
 from ..session.tickets import CALLS, CONSOLIDATE, JOINED, Meeting, step_argument
-from ..sync import Agrees, Averages, Elements, Mixes, mixes_of
+from ..sync import Advises, Agrees, Averages, Elements, Mixes, mixes_of
 from ..sync._periodic import agree_in_blocks
+
+log = logging.getLogger("syncline")
 
 
 class Values(NamedTuple):
@@ -111,6 +115,15 @@ class WeightExchange:
         """Whether an update that is equal on all workers has changed the weights since they were agreed."""
         self.since = 0
         """The steps that this worker has made alone since the last exchange of weights."""
+        self._agreed_at: int | None = 0  # the run's steps up to the last exchange; None: unknown since a resumption
+        if isinstance(mode, Advises) and session.rank == 0 and not session.alone:
+            session.process.before_end.append(partial(self._advise, mode))
+
+    def _advise(self, mode: Advises) -> None:
+        """At the end of the run, tell of a mode that it was too short for."""
+        steps = 0 if self._agreed_at is None else self._agreed_at + self.since
+        if steps and (advice := mode.advice(steps)):
+            log.warning("%s: %s", self._session.name(self._session.rank), advice)
 
     def mix(self, step: int) -> Mix | None:
         """This rank's part in the mode's own plan after that step; None if all workers are averaged."""
@@ -178,11 +191,11 @@ class WeightExchange:
         """Take the result of the exchange after that step. GradientError if workers started from different weights."""
         self._check_alike(meeting)
         self.take_sum(step)
-        self.since = 0
+        self.since, self._agreed_at = 0, step + 1
 
     def forget(self) -> None:
         """Begin again from the present weights, after a state without agreed weights was loaded."""
-        self.since, self.follows = 0, False
+        self.since, self.follows, self._agreed_at = 0, False, None
 
     def consolidate(self, step: int, counted: Callable[[], float], met: Callable[[Meeting], None]) -> None:
         """Give all workers the final weights without changing the further course of the run.
@@ -302,7 +315,7 @@ class AgreedWeights(WeightExchange):
         self._memory.load(self.agreed, saved["agreed"])
         if self._mode.remembers:
             self._memory.load(self._remembered, saved["memory"])
-        self._mark = None
+        self._mark = self._agreed_at = None
 
 
 def weight_exchange(session: Session, key: int, mode: Averages, memory: WeightMemory) -> WeightExchange:
