@@ -18,7 +18,8 @@ def of(session: Session) -> SynclineGroup:
 
 def options(kind: Any, wait: bool = True, **given: Any) -> Any:
     made = kind()
-    made.asyncOp = not wait
+    if hasattr(made, "asyncOp"):  # an older PyTorch waits by itself
+        made.asyncOp = not wait
     for name, value in given.items():
         setattr(made, name, value)
     return made
