@@ -1,11 +1,13 @@
-"""The wheel has all files of the sources, and works from any folder without them."""
+"""The wheel, built from the sdist, has all files of the sources, and works from any folder without them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,16 +18,52 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, since a build leaves files beside the sources."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    build = [*PIP, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", "dist"]
-    subprocess.run(build, cwd=folder, check=True, timeout=120)
+    folder = tmp_path_factory.mktemp("sdist")
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
+    for name in ("src", "docs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True, timeout=120)
     (found,) = (folder / "dist").iterdir()
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist alone, as pip does for those who install from it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [*PIP, "wheel", str(sdist), "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run(build, check=True, timeout=120)
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_every_extra_is_explained() -> None:
+    """In the table for those who install."""
+    extras = re.search(
+        r"^\[project.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    table = (
+        (ROOT / "docs/how-to/running.md").read_text().partition("| extra | for |\n|---|---|\n")[2].partition("\n\n")[0]
+    )
+    assert extras
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row)]
+    assert set(re.findall(r"^(\w+) = ", extras[1], re.M)) <= set(named)
+
+
+@pytest.mark.slow
+def test_the_sdist_has_what_readme_leads_to(sdist: Path) -> None:
+    """Pages, examples and licence, and no test alone without the others."""
+    with tarfile.open(sdist) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    links = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", (ROOT / "README.md").read_text())
+    assert {"LICENSE", "SECURITY.md", "docs/index.md", "benchmarks/performance.md"} <= set(links)
+    assert {*links, "examples/train.py", "src/syncline/py.typed"} <= found
+    assert not [name for name in found if name.startswith("tests") or name.endswith(".pyc")]
 
 
 @pytest.mark.slow
