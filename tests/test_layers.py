@@ -19,7 +19,7 @@ ROOTS = {found.__name__: Path(next(iter(found.__path__))) for found in (syncline
 # extended, or a new one put in between, with the package that is added. The library knows nothing of the laboratory.
 ROWS = (
     ("errors", "version"),
-    ("nouns", "kernels"),
+    ("nouns", "kernels", "membership"),
     ("registry", "wire", "plans"),
     ("algorithms", "collectives", "codecs", "schedules", "sync", "transports"),
     ("compression",),

@@ -1,0 +1,515 @@
+"""Agreement on the members of an elastic run, as a state machine: events in, actions out.
+
+A *view* is the list of the run's members, with the number of finished steps from which they go on. Views are numbered,
+and every view decides its successor. Each member keeps a ``ViewKeeper``, which knows no sockets, threads or clocks: its
+caller reports finished steps, suspected members, received messages and timeouts, and carries out the returned actions.
+
+    coordinator                          another member
+    -----------                          --------------
+    suspects a member, or
+      somebody asks to join
+    Halt: the step under way ends
+    Prepare(view, ballot)  ------------>  Halt
+                           <------------  Promise(finished steps, accepted proposal)
+    Accept(next view)      ------------>  keeps the proposal
+                           <------------  Accepted
+    a quorum has accepted:
+    Commit(next view)      ------------>
+    Train                                 Train
+
+Each change of views is one decision of Paxos among the members of the present view: a proposal that a quorum may have
+accepted is proposed again by every later coordinator. The coordinator is the member with the lowest number that is not
+suspected. If it is silent, a timeout makes another one propose with a higher ballot; two coordinators at once are safe.
+
+Rules
+* A quorum is a majority of the present view. Half of it is a quorum if the launcher has favoured that half. The
+  launcher favours at most one half of a view. A member without a quorum stops.
+* The members of the next view are a quorum of the present one, without the suspected, and those who join.
+* A member that has promised trains no more in the present view. So the finished steps of a promise stay true, and the
+  next view begins with the most that were finished: ``View.source`` has these weights, and gives them to the others.
+* Numbers of members are never used twice. A member that the others have excluded learns that, and stops. Its process
+  may join anew, and gets another number.
+* Whoever asks to join states terms (version, model, strategy). Other terms are refused, and nothing changes for the
+  run. The caller has authenticated every sender before: here a message's sender is who it says.
+
+Members that fail stop: a process that has forgotten its promises must not come back under its number.
+
+Theory: Lamport, "Paxos made simple", 2001; Oki and Liskov, "Viewstamped Replication", PODC 1988.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+Ballot = tuple[int, int]
+"""A number that grows, and the number of the member that proposes."""
+
+_NO_BALLOT = (0, -1)
+JOINING = -1
+"""The number of a process that is not a member yet."""
+
+
+@dataclass(frozen=True, order=True)
+class Peer:
+    """A process. ``number`` is its own for the whole run; ``name`` says how to reach it."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True)
+class View:
+    """The members from a step on, by ascending numbers. Their ranks are their places in this order.
+
+    ``fresh`` is the first number that no process has had. ``step`` is the number of finished steps, and ``source`` the
+    number of a member that has the weights after them.
+    """
+
+    number: int
+    members: tuple[Peer, ...]
+    fresh: int
+    step: int = 0
+    source: int = 0
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The numbers of the members."""
+        return frozenset(peer.number for peer in self.members)
+
+    def peer(self, number: int) -> Peer:
+        """The member with that number."""
+        return next(peer for peer in self.members if peer.number == number)
+
+    def named(self, name: str) -> Peer | None:
+        """The member with that name, if there is one."""
+        return next((peer for peer in self.members if peer.name == name), None)
+
+
+# Messages.
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Promise to accept no proposal with a lower ballot for the successor of ``base``."""
+
+    base: View
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The answer: the sender's finished steps, and the proposal with the highest ballot that it has accepted."""
+
+    base: int
+    ballot: Ballot
+    finished: int
+    accepted: tuple[Ballot, View] | None
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Accept ``view`` as the successor of ``base``."""
+
+    base: View
+    ballot: Ballot
+    view: View
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The answer to ``Accept``."""
+
+    base: int
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Outbid:
+    """The answer to a ``Prepare`` or ``Accept`` with a lower ballot than this, which the sender has promised."""
+
+    base: int
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Commit:
+    """This view is decided. It also answers messages about earlier views."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Report:
+    """The sender suspects these members of that view."""
+
+    base: int
+    suspects: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Join:
+    """A process asks to become a member. ``number`` is ``JOINING``."""
+
+    name: str
+    terms: tuple[tuple[str, str], ...]
+    number: int = JOINING
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The answer to ``Join`` if the process cannot become a member."""
+
+    reason: str
+
+
+Message = Prepare | Promise | Accept | Accepted | Outbid | Commit | Report | Join | Refused
+
+
+# Actions.
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a process."""
+
+    to: Peer
+    message: Message
+
+
+@dataclass(frozen=True)
+class Halt:
+    """End the step under way without a result, and begin no other one before ``Train``."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train under this view, from its step on, with the weights of its source."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class AskLauncher:
+    """Ask the launcher to favour this half of that view, if it sees no other member of it."""
+
+    view: int
+    half: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """This process leaves the run, for that reason."""
+
+    reason: str
+
+
+Action = Send | Halt | Train | AskLauncher | Stop
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A coordinator's proposal under way: the promises, and then the view and who has accepted it."""
+
+    ballot: Ballot
+    promises: Mapping[int, Promise]
+    view: View | None = None
+    accepted: frozenset[int] = frozenset()
+    resent: int = 0
+    asked: bool = False  # whether the launcher was asked
+
+    @property
+    def answered(self) -> frozenset[int]:
+        """The members that have answered the last message."""
+        return frozenset(self.promises) if self.view is None else self.accepted
+
+
+class ViewKeeper:
+    """One process's knowledge of the views.
+
+    A founder gets the first view, and trains. A process that joins gets an empty view whose members are those to ask
+    (``joining``), and trains once ``Train`` comes. ``terms`` must be those of the other members. A view has ``least``
+    to ``most`` members. Messages without an answer are sent again at ``patience`` timeouts before the silent members
+    are suspected.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        view: View,
+        terms: Mapping[str, str],
+        *,
+        least: int = 1,
+        most: int = 1 << 16,
+        patience: int = 1,
+    ) -> None:
+        self.me, self.view = me, view
+        self.halted = me.number == JOINING
+        """Whether no step may be begun or finished."""
+        self.stopped = ""
+        """Why this process has left the run; empty for a member."""
+        self.finished = view.step
+        """The number of this process's finished steps."""
+        self.suspected: frozenset[int] = frozenset()
+        self._terms, self._least, self._most, self._patience = tuple(sorted(terms.items())), least, most, patience
+        self._promised: Ballot = _NO_BALLOT
+        self._accepted: tuple[Ballot, View] | None = None
+        self._highest = 0  # the highest number of a ballot that this process has seen
+        self._favoured: frozenset[int] = frozenset()
+        self._joining: tuple[str, ...] = ()
+        self._requests = 0  # of this process to join
+        self._round: _Round | None = None
+
+    @classmethod
+    def joining(cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str]) -> ViewKeeper:
+        """A process that asks ``contacts`` to let it join. Its first timeout sends the first request."""
+        return cls(Peer(JOINING, name), View(0, tuple(contacts), 0), terms)
+
+    @property
+    def coordinator(self) -> int:
+        """The number of the member that should propose."""
+        return min(self.view.numbers - self.suspected)
+
+    # Events.
+
+    def finish(self) -> None:
+        """A step is finished: the weights contain it. ValueError if it must not be."""
+        if self.halted or self.stopped:
+            raise ValueError("a step was finished after Halt")
+        self.finished += 1
+
+    def suspect(self, numbers: Iterable[int]) -> list[Action]:
+        """These members seem to be dead."""
+        new = frozenset(numbers) & self.view.numbers - self.suspected - {self.me.number}
+        if self.stopped or self.me.number == JOINING or not new:
+            return []
+        self.suspected |= new
+        return [*self._halt(), *self._react()]
+
+    def favoured(self, view: int, half: Iterable[int]) -> list[Action]:
+        """The launcher favours this half of that view."""
+        if self.stopped or view != self.view.number:
+            return []
+        self._favoured = frozenset(half)
+        return self._advance()
+
+    def timeout(self) -> list[Action]:
+        """An answer or a decision has taken too long. Has no effect on a process that waits for neither."""
+        if self.stopped or not self.halted:
+            return []
+        if self.me.number == JOINING:
+            if self._requests > self._patience:
+                return self._stop("no member of the run has answered the request to join")
+            self._requests += 1
+            join = Join(self.me.name, self._terms)
+            return [Send(peer, join) for peer in self.view.members]
+        if self._round is None:
+            return self._propose()
+        silent = self.view.numbers - self.suspected - self._round.answered
+        if self._round.resent < self._patience:
+            self._round = replace(self._round, resent=self._round.resent + 1, asked=False)
+            return [*self._send(silent), *self._advance()]
+        self.suspected |= silent
+        if self._round.view is not None:
+            return self._propose()
+        if silent:
+            self._round = replace(self._round, asked=False, resent=0)
+            return self._advance()
+        return self._stop(self._without_quorum())
+
+    def hear(self, sender: Peer, message: Message) -> list[Action]:
+        """A message has arrived."""
+        if self.stopped:
+            return []
+        if isinstance(message, Join):
+            return self._join(message)
+        if isinstance(message, Commit):
+            return self._adopt(message.view) if message.view.number > self.view.number else []
+        if isinstance(message, Refused):
+            return self._stop(message.reason) if self.me.number == JOINING else []
+        base = message.base if isinstance(message.base, int) else message.base.number
+        learnt: list[Action] = []
+        if not isinstance(message.base, int) and base > self.view.number:
+            learnt = self._adopt(message.base)  # it was decided, although its Commit has not come
+        if base < self.view.number:
+            return [Send(sender, Commit(self.view))]
+        if self.stopped or base > self.view.number or sender.number not in self.view.numbers:
+            return learnt
+        return [*learnt, *self._obey(sender, message)]
+
+    def _obey(self, sender: Peer, message: Message) -> list[Action]:
+        """Handle a member's message about the successor of the present view."""
+        match message:
+            case Report():
+                return self.suspect(message.suspects)
+            case Prepare() | Accept():
+                return self._answer(sender, message)
+            case Outbid():
+                self._highest = max(self._highest, message.ballot[0])
+                if self._round is not None and self._round.ballot < message.ballot:
+                    self._round = None  # a timeout begins the next one, unless the other coordinator is done by then
+                return []
+            case Promise() | Accepted():
+                return self._count(sender.number, message)
+        raise TypeError(f"{message!r} is no message about a view")
+
+    # As a member.
+
+    def _halt(self) -> list[Action]:
+        if self.halted:
+            return []
+        self.halted = True
+        return [Halt()]
+
+    def _answer(self, sender: Peer, message: Prepare | Accept) -> list[Action]:
+        self._highest = max(self._highest, message.ballot[0])
+        if message.ballot < self._promised:
+            return [Send(sender, Outbid(self.view.number, self._promised))]
+        halt = self._halt()
+        self._promised = message.ballot
+        if self._round is not None and self._round.ballot < message.ballot:
+            self._round = None
+        if isinstance(message, Prepare):
+            return [*halt, Send(sender, self._promise())]
+        self._accepted = message.ballot, message.view
+        return [*halt, Send(sender, Accepted(self.view.number, message.ballot))]
+
+    def _promise(self) -> Promise:
+        return Promise(self.view.number, self._promised, self.finished, self._accepted)
+
+    def _adopt(self, view: View) -> list[Action]:
+        """Go on under a view that was decided."""
+        found = view.named(self.me.name) if self.me.number == JOINING else self.me
+        if found is None:
+            return []  # a joining process has heard of a view, but is not in it yet
+        if found not in view.members:
+            return self._stop(f"the others go on without this process since step {view.step} (view {view.number})")
+        self.me, self.view, self.finished = found, view, view.step
+        self.halted = False
+        self.suspected &= view.numbers
+        self._promised, self._accepted, self._highest = _NO_BALLOT, None, 0
+        self._favoured, self._round = frozenset(), None
+        self._joining = tuple(name for name in self._joining if view.named(name) is None)
+        train: list[Action] = [Train(view)]
+        if self.suspected or (self._joining and self.coordinator == self.me.number):
+            return [*train, *self._halt(), *self._react()]
+        return train
+
+    def _stop(self, reason: str) -> list[Action]:
+        self.stopped, self._round = reason, None
+        return [*self._halt(), Stop(reason)]
+
+    def _join(self, message: Join) -> list[Action]:
+        """Let a process join, or refuse it."""
+        if self.me.number == JOINING:
+            return []
+        asker = Peer(message.number, message.name)
+        member = self.view.named(message.name)
+        if message.number != JOINING:
+            reason = f"number {message.number} belongs to a member that the others have excluded: join without a number"
+            return [Send(asker, Refused(reason))]
+        if member is not None:
+            return [Send(asker, Commit(self.view))]  # it has not heard that it has joined
+        if message.terms != self._terms:
+            return [Send(asker, Refused(self._difference(dict(message.terms))))]
+        if self.coordinator != self.me.number:
+            return [Send(self.view.peer(self.coordinator), message)]
+        if message.name in self._joining:
+            return []
+        if len(self.view.numbers - self.suspected) + len(self._joining) >= self._most:
+            return [Send(asker, Refused(f"the run has {self._most} members already"))]
+        self._joining += (message.name,)
+        return [*self._halt(), *self._react()]
+
+    def _difference(self, theirs: Mapping[str, str]) -> str:
+        mine = dict(self._terms)
+        name = next(name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name))
+        return f"this run has {name} {mine.get(name)!r}, but the process that joins has {theirs.get(name)!r}"
+
+    # As coordinator.
+
+    def _react(self) -> list[Action]:
+        """Propose, or tell the coordinator who is suspected."""
+        if self.coordinator != self.me.number:
+            return [Send(self.view.peer(self.coordinator), Report(self.view.number, self.suspected))]
+        if self._round is None:
+            return self._propose()
+        return self._advance()
+
+    def _propose(self) -> list[Action]:
+        """Begin a round with a new ballot."""
+        self._highest = max(self._highest, self._promised[0]) + 1
+        self._promised = self._highest, self.me.number
+        self._round = _Round(self._promised, {self.me.number: self._promise()})
+        return [*self._send(self.view.numbers - self.suspected - {self.me.number}), *self._advance()]
+
+    def _send(self, numbers: Iterable[int]) -> list[Action]:
+        """Send the message of the present round."""
+        assert self._round is not None
+        ballot, view = self._round.ballot, self._round.view
+        message = Prepare(self.view, ballot) if view is None else Accept(self.view, ballot, view)
+        return [Send(self.view.peer(number), message) for number in sorted(numbers)]
+
+    def _count(self, number: int, message: Promise | Accepted) -> list[Action]:
+        """Count an answer to the present round."""
+        made = self._round
+        if made is None or made.ballot != message.ballot or number in self.suspected:
+            return []
+        if isinstance(message, Promise) and made.view is None:
+            self._round = replace(made, promises={**made.promises, number: message})
+        elif isinstance(message, Accepted) and made.view is not None:
+            self._round = replace(made, accepted=made.accepted | {number})
+        return self._advance()
+
+    def _advance(self) -> list[Action]:
+        """Take the next step of the present round, if its answers suffice."""
+        made = self._round
+        if made is None:
+            return []
+        if made.view is not None:
+            return self._commit(made.view) if self._is_quorum(made.accepted) else []
+        if self.view.numbers - self.suspected - made.answered:
+            return []
+        answered = made.answered - self.suspected
+        if self._is_quorum(answered):
+            return self._decide(made, answered)
+        if 2 * len(answered) != len(self.view.members) or (self._favoured and self._favoured != answered):
+            return self._stop(self._without_quorum())
+        if made.asked:
+            return []
+        self._round = replace(made, asked=True)
+        return [AskLauncher(self.view.number, answered)]
+
+    def _is_quorum(self, numbers: frozenset[int]) -> bool:
+        """Whether no other quorum of the present view can exist without any of these members."""
+        twice = 2 * len(numbers)
+        return twice > len(self.view.members) or (twice == len(self.view.members) and numbers == self._favoured)
+
+    def _without_quorum(self) -> str:
+        assert self._round is not None
+        here = ", ".join(map(str, sorted(self._round.answered - self.suspected)))
+        return (
+            f"only members {here} of {len(self.view.members)} are left, and the others may go on elsewhere: a majority"
+            " is needed, or the half that the launcher sees"
+        )
+
+    def _decide(self, made: _Round, answered: frozenset[int]) -> list[Action]:
+        """Propose the next view: one that may have been accepted already, or else the members that have answered."""
+        before = [promise.accepted for promise in made.promises.values() if promise.accepted is not None]
+        view = max(before, key=lambda one: one[0])[1] if before else self._next(made, answered)
+        if len(view.members) < self._least:
+            return self._stop(f"{len(view.members)} members are left, and this run needs {self._least}")
+        self._accepted = made.ballot, view
+        self._round = replace(made, view=view, accepted=frozenset({self.me.number}), resent=0)
+        return [*self._send(self.view.numbers - self.suspected - {self.me.number}), *self._advance()]
+
+    def _next(self, made: _Round, answered: frozenset[int]) -> View:
+        step, source = max((made.promises[number].finished, -number) for number in answered)
+        fresh = self.view.fresh
+        stay = tuple(peer for peer in self.view.members if peer.number in answered)
+        come = tuple(Peer(fresh + i, name) for i, name in enumerate(self._joining[: self._most - len(stay)]))
+        return View(self.view.number + 1, stay + come, fresh + len(come), step, -source)
+
+    def _commit(self, view: View) -> list[Action]:
+        everyone = {*self.view.members, *view.members} - {self.me}
+        return [*(Send(peer, Commit(view)) for peer in sorted(everyone)), *self._adopt(view)]

@@ -1,0 +1,298 @@
+"""One view for all at every step: in all interleavings of small runs, in random ones of larger runs, and by example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from explorer import TERMS, Explorer, founders, joiner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncline.membership import (
+    Action,
+    AskLauncher,
+    Commit,
+    Halt,
+    Join,
+    Peer,
+    Prepare,
+    Promise,
+    Refused,
+    Send,
+    Stop,
+    Train,
+    View,
+    ViewKeeper,
+)
+
+
+def explored(explorer: Explorer, most: int = 1_000_000) -> set[Any]:
+    """All states of a run: none breaks a rule, and from each the run comes to an end by itself."""
+    return explorer.search(most)
+
+
+CRASHES, ALL = "c", "cfld"
+
+
+@pytest.mark.parametrize(
+    ("members", "faults", "kinds", "timeouts", "steps"),
+    [
+        (2, 2, ALL, 2, 1),
+        (3, 2, CRASHES, 1, 1),
+        (3, 2, ALL, 0, 0),
+        (4, 1, CRASHES, 0, 1),
+        (4, 2, CRASHES, 0, 0),
+        pytest.param(3, 1, ALL, 1, 0, marks=pytest.mark.slow),
+        pytest.param(4, 1, CRASHES, 1, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_no_interleaving_breaks_a_rule(members: int, faults: int, kinds: str, timeouts: int, steps: int) -> None:
+    explorer = Explorer(founders(members), faults=faults, timeouts=timeouts, kinds=kinds, steps=steps)
+    found = explored(explorer)
+    assert max(len(world.committed) for world in found) > min(faults, members - 1)  # each lost member costs a view
+
+
+@pytest.mark.parametrize(
+    ("members", "faults", "kinds", "steps"),
+    [(1, 2, ALL, 1), (2, 1, CRASHES, 0)],
+)
+def test_no_interleaving_of_a_join_breaks_a_rule(members: int, faults: int, kinds: str, steps: int) -> None:
+    group = founders(members)
+    group.append(joiner("new", [keeper.me for keeper in group]))
+    explorer = Explorer(group, faults=faults, timeouts=0, kinds=kinds, steps=steps)
+    found = explored(explorer)
+    assert any(explorer.keeper(world, members).me == Peer(members, "new") for world in found)
+
+
+class Halves(ViewKeeper):
+    def _is_quorum(self, numbers: frozenset[int]) -> bool:
+        return 2 * len(numbers) >= len(self.view.members)
+
+
+class Forgetful(ViewKeeper):
+    def _promise(self) -> Promise:
+        return Promise(self.view.number, self._promised, self.finished, None)
+
+
+class Faithless(ViewKeeper):
+    def _answer(self, sender: Peer, message: Any) -> list[Action]:
+        self._promised = (0, -1)
+        return super()._answer(sender, message)
+
+
+class Restless(ViewKeeper):
+    def _halt(self) -> list[Action]:
+        return []
+
+
+class Selfish(ViewKeeper):
+    def _next(self, made: Any, answered: frozenset[int]) -> View:
+        view = super()._next(made, answered)
+        return View(view.number, view.members, view.fresh, self.finished, self.me.number)
+
+
+class Reused(ViewKeeper):
+    def _next(self, made: Any, answered: frozenset[int]) -> View:
+        view = super()._next(made, answered)
+        return View(view.number, view.members, self.view.fresh - 1, view.step, view.source)
+
+
+class Patient(ViewKeeper):
+    def timeout(self) -> list[Action]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Halves, "was decided after|has no quorum"),
+        (Forgetful, "was decided after"),
+        (Faithless, "was decided after"),
+        (Restless, "trains under view|finished a step"),
+        (Selfish, "finished a step"),
+        (Reused, "has a number that"),
+        (Patient, "no end"),
+    ],
+)
+def test_the_search_finds_broken_rules(kind: type[ViewKeeper], words: str) -> None:
+    group = founders({Halves: 2, Reused: 1}.get(kind, 3), kind)
+    if kind is Reused:
+        group.append(joiner("new", [Peer(0, "p0")]))
+    explorer = Explorer(group, faults=2, timeouts=1, steps=int(kind in (Restless, Selfish)), kinds="cfl")
+    with pytest.raises(AssertionError, match=words):
+        explored(explorer, 100_000)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(2, 6), st.integers(0, 2), st.integers(0, 4))
+def test_random_courses_of_larger_runs(data: st.DataObject, members: int, joining: int, faults: int) -> None:
+    group = founders(members)
+    group += [joiner(f"new{number}", [keeper.me for keeper in group[:members]]) for number in range(joining)]
+    explorer = Explorer(group, faults=faults, timeouts=6, steps=2)
+    world = explorer.first
+    for choice in data.draw(st.lists(st.integers(0, 999), max_size=60)):
+        found = [after for _, after in explorer.successors(world)]
+        if not found:
+            break
+        world = found[choice % len(found)]
+        explorer.check(world)
+    explorer.settle(world)
+
+
+# By example.
+
+
+class Run:
+    """Keepers whose messages arrive at once, unless their receiver is gone."""
+
+    def __init__(self, count: int, **limits: Any) -> None:
+        self.keepers = {keeper.me.name: keeper for keeper in founders(count, **limits)}
+        self.gone: set[str] = set()
+        self.favours = True
+        self.said: list[tuple[str, Action]] = []
+
+    def carry_out(self, name: str, actions: list[Action]) -> None:
+        """Carry out a process's actions, and those that follow."""
+        keeper = self.keepers[name]
+        for action in actions:
+            self.said.append((name, action))
+            if isinstance(action, Send) and action.to.name not in self.gone and action.to.name in self.keepers:
+                me = keeper.me
+                self.carry_out(action.to.name, self.keepers[action.to.name].hear(me, action.message))
+            if isinstance(action, AskLauncher) and self.favours:
+                self.carry_out(name, keeper.favoured(action.view, action.half))
+
+    def lose(self, *names: str) -> None:
+        """Kill these members; all others notice."""
+        self.gone.update(names)
+        for name, keeper in self.keepers.items():
+            if name not in self.gone:
+                numbers = [peer.number for peer in keeper.view.members if peer.name in names]
+                self.carry_out(name, keeper.suspect(numbers))
+
+    def views(self) -> set[View]:
+        """The views of the members that are left."""
+        return {keeper.view for name, keeper in self.keepers.items() if name not in self.gone}
+
+    def ask(self, name: str, **terms: str) -> ViewKeeper:
+        """Let a process ask all members to join."""
+        peers = [keeper.me for other, keeper in self.keepers.items() if other not in self.gone]
+        self.keepers[name] = ViewKeeper.joining(name, peers, TERMS | terms)
+        self.gone.discard(name)
+        self.carry_out(name, self.keepers[name].timeout())
+        return self.keepers[name]
+
+
+def test_three_then_two_then_one() -> None:
+    run = Run(3)
+    for name in ("p0", "p1"):
+        run.keepers[name].finish()  # p2 has not finished the step
+    run.lose("p1")
+    (view,) = run.views()
+    assert [peer.name for peer in view.members] == ["p0", "p2"]
+    assert (view.number, view.step, view.source) == (2, 1, 0)
+    assert ("p2", Train(view)) in run.said
+    run.keepers["p2"].finish()
+    run.lose("p0")
+    (view,) = run.views()
+    assert [peer.name for peer in view.members] == ["p2"]
+    assert (view.number, view.step, view.source) == (3, 2, 2)
+    run.keepers["p2"].finish()
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_half_of_a_view_goes_on_only_if_the_launcher_favours_it(members: int) -> None:
+    run = Run(members)
+    run.favours = False
+    run.lose(*(f"p{number}" for number in range(members // 2)))
+    first = run.keepers[f"p{members // 2}"]
+    while not first.stopped:
+        assert first.halted
+        run.carry_out(first.me.name, first.timeout())
+    assert f"of {members} are left" in first.stopped
+    assert ("p" + str(members // 2), Stop(first.stopped)) in run.said
+
+
+def test_less_than_half_stops_at_once() -> None:
+    run = Run(3)
+    run.lose("p0", "p1")
+    assert "only members 2 of 3 are left" in run.keepers["p2"].stopped
+    with pytest.raises(ValueError, match="after Halt"):
+        run.keepers["p2"].finish()
+    assert run.keepers["p2"].timeout() == run.keepers["p2"].suspect([0]) == []
+
+
+def test_a_run_stops_below_its_least_number_of_members() -> None:
+    run = Run(3, least=3)
+    run.lose("p1")
+    assert "2 members are left, and this run needs 3" in run.keepers["p0"].stopped
+
+
+def test_who_joins_begins_with_the_weights_of_the_others() -> None:
+    run = Run(2)
+    for name in ("p0", "p1"):
+        run.keepers[name].finish()
+    keeper = run.ask("new")
+    (view,) = run.views()
+    assert keeper.me == view.members[2] == Peer(2, "new")
+    assert (view.number, view.step, view.source) == (2, 1, 0)
+    assert keeper.finished == 1
+    assert not keeper.halted
+    assert ("p1", Halt()) in run.said
+
+
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ({"version": "2"}, "this run has version '1', but the process that joins has '2'"),
+        ({"strategy": "tree"}, "this run has strategy 'ring', but the process that joins has 'tree'"),
+        ({"model": "5"}, "this run has model None, but the process that joins has '5'"),
+    ],
+)
+def test_who_has_other_terms_is_refused_and_the_run_goes_on(terms: dict[str, str], words: str) -> None:
+    run = Run(2)
+    keeper = run.ask("new", **terms)
+    assert keeper.stopped == words
+    assert not any(isinstance(action, Halt) for name, action in run.said if name != "new")
+    run.keepers["p0"].finish()
+
+
+def test_a_full_run_refuses() -> None:
+    assert Run(2, most=2).ask("new").stopped == "the run has 2 members already"
+    assert not Run(2, most=3).ask("new").stopped
+
+
+def test_who_was_excluded_stops_and_joins_anew_under_another_number() -> None:
+    run = Run(3)
+    run.lose("p1")  # which lives, but the others believe it dead
+    before = run.keepers["p1"]
+    assert not before.halted
+    run.gone.clear()
+    run.carry_out("p1", before.suspect([0]))
+    assert "the others go on without this process since step 0 (view 2)" in before.stopped
+    claim = Join("p1", tuple(sorted(TERMS.items())), 1)
+    (answer,) = run.keepers["p0"].hear(before.me, claim)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Refused)
+    assert "number 1 belongs to a member that the others have excluded" in answer.message.reason
+    assert run.ask("p1").me == Peer(3, "p1")
+    assert len({keeper.view for keeper in run.keepers.values()}) == 1
+
+
+def test_nobody_who_joins_waits_for_ever() -> None:
+    keeper = ViewKeeper.joining("new", [Peer(0, "p0")], TERMS)
+    for _ in range(3):
+        assert not keeper.stopped
+        keeper.timeout()
+    assert "no member of the run has answered" in keeper.stopped
+
+
+def test_a_late_message_is_answered_with_the_view() -> None:
+    run = Run(3)
+    (first,) = run.views()
+    run.lose("p1")
+    (view,) = run.views()
+    late = Prepare(first, (9, 1))
+    assert run.keepers["p0"].hear(first.peer(1), late) == [Send(first.peer(1), Commit(view))]
+    assert run.keepers["p0"].view == view
