@@ -62,7 +62,7 @@ FIRST = (
 )
 
 
-LIBRARY = re.compile(r"\[.*\b(grpc|ucx|mpi|openmpi|mpich)\b")
+LIBRARY = re.compile(r"\[.*\b(grpc|ucx|mpi|openmpi|mpich|tls)\b")
 KERNELS = ("sparse", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear")
 
 

@@ -41,6 +41,7 @@ def init(
     timeout: float = 120.0,
     liveness: float = LIVENESS_S,
     progress: float = 30 * 60.0,
+    tls: str | None = None,
 ) -> None:
     """Join this run's processes.
 
@@ -51,6 +52,9 @@ def init(
     interface, or address, to listen on; by default the one that reaches rank 0. ``secret`` keeps strangers out; it
     defaults to ``SYNCLINE_SECRET``. If the launcher counts servers in ``WORLD_SIZE`` (torchrun, ``env://``), this call
     changes it and ``RANK``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` to the workers' values.
+
+    ``tls="on"`` encrypts all TCP connections with certificates made from the secret; a folder with ``ca.pem``,
+    ``cert.pem`` and ``key.pem`` gives certificates instead. It defaults to ``SYNCLINE_TLS`` and then to ``"off"``.
 
     Time limits in seconds: ``timeout`` for all processes to join, ``liveness`` for a peer without heartbeats,
     ``progress`` for a stalled operation.
@@ -65,6 +69,7 @@ def init(
         timeout=timeout,
         liveness=liveness,
         progress=progress,
+        tls=tls,
     )
 
 

@@ -96,6 +96,7 @@ class Process:
         timeout: float,
         liveness: float,
         progress: float,
+        tls: str | None,
     ) -> None:
         """Join the run's processes, as ``syncline.init`` documents."""
         if self.joined is not None:
@@ -120,6 +121,7 @@ class Process:
                     timeout=timeout,
                     liveness_s=liveness,
                     limit_s=progress,
+                    tls=tls,
                     recording=recording,
                 )
                 self._variables.count_workers(environment, chosen.servers)

@@ -16,6 +16,7 @@ from syncline.transports import MemoryStore, Place, Transport
 from syncline.transports._auto import Auto
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
+from syncline.wire.tls import Credentials
 
 MESSAGE_KINDS = ("grpc", "ucx", "zmq", "zmq-near")
 """Libraries without an allreduce."""
@@ -24,7 +25,7 @@ TEXTS = {kind: kind for kind in ("inproc", "shm", "tcp", "torch", "grpc", "ucx",
 }
 ONESIDED = "-onesided"
 MPI_KINDS = (*LIBRARIES, *(library + ONESIDED for library in LIBRARIES))
-KINDS = [*TEXTS, "zmq-near", "auto-near", "auto-far", *MPI_KINDS]
+KINDS = [*TEXTS, "tls", "zmq-near", "auto-near", "auto-far", *MPI_KINDS]
 
 worlds: dict[tuple[str, int], World] = {}
 """Ranks under mpirun, by library and number; started when first asked for."""
@@ -41,6 +42,21 @@ def make_auto(kind: str, rank: int, socks: dict[int, socket.socket]) -> Transpor
     return Auto(rank, {Shm(rank, near): near, Tcp(rank, far): far})
 
 
+def sealed(socks: Sequence[dict[int, socket.socket]]) -> list[dict[int, socket.socket]]:
+    """The same connections over TLS."""
+    ranks = [Credentials("on", b"a secret of tests", b"a run of tests", rank) for rank in range(len(socks))]
+
+    def seal(call: tuple[int, int]) -> socket.socket:
+        rank, peer = call
+        made = ranks[rank].wrap(socks[rank][peer], listening=rank < peer)
+        made.do_handshake()
+        return made
+
+    calls = [(rank, peer) for rank, mine in enumerate(socks) for peer in mine]
+    found = dict(zip(calls, together(calls, seal), strict=True))
+    return [{peer: found[rank, peer] for peer in mine} for rank, mine in enumerate(socks)]
+
+
 @contextmanager
 def made(kind: str, world: int) -> Iterator[Sequence[Transport]]:
     """The ends of a kind that no text names."""
@@ -48,6 +64,8 @@ def made(kind: str, world: int) -> Iterator[Sequence[Transport]]:
         if (kind, world) not in worlds:
             worlds[kind, world] = World(kind.removesuffix(ONESIDED), world)
         ends: Sequence[Transport] = [*worlds[kind, world].ends("on" if kind.endswith(ONESIDED) else "off")]
+    elif kind == "tls":
+        ends = [Tcp(rank, mine) for rank, mine in enumerate(sealed(connected(world, lambda *_: False)))]
     elif kind == "zmq-near":
         store, all_ranks = MemoryStore(), frozenset(range(world))
         places = [Place(rank, world, store, timeout_s=LIMIT_S, near=all_ranks - {rank}) for rank in range(world)]

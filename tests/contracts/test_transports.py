@@ -24,8 +24,8 @@ ADDED = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", 
 """What the allreduce of a library has to add."""
 LIBRARY_KINDS = ["torch", *MPI_KINDS]
 """Libraries with an allreduce."""
-ADDING = ("tcp", "shaped", "auto-far", "grpc", "ucx", "zmq", "zmq-near")
-PACKAGES = {"torch": "torch", "grpc": "grpc", "ucx": "libucx", "zmq": "zmq", "zmq-near": "zmq"}
+ADDING = ("tcp", "shaped", "tls", "auto-far", "grpc", "ucx", "zmq", "zmq-near")
+PACKAGES = {"tls": "cryptography", "torch": "torch", "grpc": "grpc", "ucx": "libucx", "zmq": "zmq", "zmq-near": "zmq"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -164,3 +164,18 @@ def test_torch_multiprocessing() -> None:
     status, text = whole([sys.executable, str(EXAMPLES / "spawn.py")])
     assert status == 0, text
     assert "the sum over 2 workers is [3.0, 3.0, 3.0, 3.0, 3.0]" in text
+
+
+def test_over_tls_a_run_ends_well_and_its_faults_are_named() -> None:
+    """Under the secret that the launcher makes."""
+    pytest.importorskip("cryptography")
+    over = ["-n", "3", "--tls", "on", "--strategy"]
+    done = whole([*RUN, *over, "ring transport=tcp", str(EXAMPLES / "numpy_loop.py")])
+    assert done[0] == 0, done[1]
+    status, text = whole(script("kill", *over, "ring transport=tcp"))
+    assert status == 128 + signal.SIGKILL
+    assert text.count("rank 1 (") >= 2, text
+    assert "died: its connections closed without a goodbye" in text
+    status, text = whole(script("none", *over, "ring transport=grpc"))
+    assert status == 1
+    assert "tls= is set, but transport=grpc makes connections of its own and does not encrypt them: use tcp" in text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
@@ -96,19 +97,22 @@ def connect_session(
     timeout: float = 120.0,
     liveness_s: float = LIVENESS_S,
     limit_s: float = LIMIT_S,
+    tls: str | None = None,
     recording: SessionSpans | None = None,
 ) -> Session:
     """Join the processes that meet at ``point`` under the name ``run``: workers, then the strategy's servers.
 
-    ``secret``, ``interface`` and ``timeout`` are as in ``syncline.init``. If the strategy leaves the architecture open,
-    the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until the session ends.
+    ``secret``, ``interface``, ``timeout`` and ``tls`` are as in ``syncline.init``. If the strategy leaves the
+    architecture open, the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until
+    the session ends.
     """
     check_asked(strategy)
+    tls = tls or os.environ.get("SYNCLINE_TLS")  # here, so that it holds for every session, whoever begins it
     if point.asked.world == 1:
         _count_workers(strategy, 1)  # raises for a strategy with servers, before a search for the rendezvous
     observer, traced = (None, "off") if recording is None else (recording.file, "on")
     with ExitStack() as undo:
-        with point.join(run, secret, interface, timeout) as joined:
+        with point.join(run, secret, interface, timeout, tls) as joined:
             environment, client = joined.environment, joined.client
             workers = _count_workers(strategy, environment.world)
             make_room(environment.world)
@@ -118,7 +122,7 @@ def connect_session(
             address = listen_address(environment, interface)
             terms = {"strategy": str(strategy), "version": __version__, folder.VARIABLE: traced}
             terms[algorithm_choice.VARIABLE] = algorithm_choice.mode()
-            doors = Listener(address, run_id(run), joined.secret, environment.rank, environment.world)
+            doors = Listener(address, run_id(run), joined.secret, environment.rank, environment.world, tls=joined.tls)
             with closing(doors):
                 roll = client.call_roll(doors.describe(terms), run, joined.secret)
                 # All processes are present now: connecting gets its full time, however late the last one came.
@@ -215,6 +219,12 @@ def _transport(
     for name, kind in kinds.items():
         if kind is None:
             raise UsageError(f"transport={name} does not reach other processes: use shm, tcp or auto")
+        encrypted = arguments.get(parts[name].capabilities.get("encrypts", "")) == "on"
+        if kind == "own" and doors.tls is not None and not encrypted:
+            raise UsageError(
+                f"tls= is set, but transport={name} makes connections of its own and does not encrypt"
+                " them: use tcp, shm, auto or zmq(curve=on)"
+            )
         if kind == "own":
             left = max(0.0, deadline - time.monotonic())
             world, check = len(roll.members), client.check

@@ -33,6 +33,7 @@ from ..wire.listener import dial, open_door
 from ..wire.meeting import Meeting
 from ..wire.meeting_sockets import PURPOSE, MeetingClient, MeetingServer
 from ..wire.reports import FAILED, blame
+from ..wire.tls import Credentials, credentials
 from .address import addresses_here, find_address, interface_address
 from .environment import Environment
 
@@ -69,6 +70,7 @@ class Joined:
     client: MeetingClient
     secret: bytes
     environment: Environment
+    tls: Credentials | None = None
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,13 @@ class Rendezvous:
             self._kept.close()
 
     @contextmanager
-    def join(self, run: str, secret: str | bytes | None, interface: str | None, timeout: float) -> Iterator[Joined]:
+    def join(
+        self, run: str, secret: str | bytes | None, interface: str | None, timeout: float, tls: str | None = None
+    ) -> Iterator[Joined]:
         """Join the meeting of ``run``. An error inside the block ends the start on every rank, with its text.
 
-        ``secret`` and ``interface`` are those of ``syncline.init``. Raises GroupError if rank 0 cannot be reached
-        within ``timeout`` seconds, UsageError if there is no way to meet.
+        ``secret``, ``interface`` and ``tls`` are those of ``syncline.init``. Raises GroupError if rank 0 cannot be
+        reached within ``timeout`` seconds, UsageError if there is no way to meet.
         """
         deadline = time.monotonic() + timeout
         if self._environment is None:
@@ -111,13 +115,14 @@ class Rendezvous:
         self._end_last()
         client: MeetingClient | None = None
         try:
+            sealing = credentials(tls, given, run_id(run), environment.rank)
             if environment.rank == 0:
-                client = self._serve(environment, run, given, interface, deadline)
+                client = self._serve(environment, run, given, interface, deadline, sealing)
             else:
-                client = _call(environment, run, given, deadline)
+                client = _call(environment, run, given, deadline, sealing)
             client.limit(deadline, timeout)
             key = client.enter()
-            yield Joined(client, given or key, environment)
+            yield Joined(client, given or key, environment, sealing)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
             if not interrupted and (isinstance(error, SecretError) or not isinstance(error, GroupError | PeerError)):
@@ -136,7 +141,13 @@ class Rendezvous:
         self._end_last()
 
     def _serve(
-        self, environment: Environment, run: str, secret: bytes, interface: str | None, deadline: float
+        self,
+        environment: Environment,
+        run: str,
+        secret: bytes,
+        interface: str | None,
+        deadline: float,
+        tls: Credentials | None,
     ) -> MeetingClient:
         """Rank 0: open the doors, publish their address, and enter."""
         limit_s = max(0.0, deadline - time.monotonic())
@@ -152,7 +163,7 @@ class Rendezvous:
             key = secrets.token_bytes(32)
         proof = secret or (key if environment.agent_store else b"")  # all processes find the key in the store
         meeting = Meeting(environment.world, key, environment.where)
-        server = self._server = MeetingServer(doors, run_id(run), proof, meeting, limit_s + 2 * CONNECT_S)
+        server = self._server = MeetingServer(doors, run_id(run), proof, meeting, limit_s + 2 * CONNECT_S, tls)
         try:
             where = f"{address}:{port}"
             client = MeetingClient(server.adopt(0, f"serving at {where}"), where, environment.world)
@@ -215,7 +226,7 @@ def secret_bytes(secret: str | bytes | None) -> bytes:
     return os.fsencode(secret) if isinstance(secret, str) else secret
 
 
-def _call(environment: Environment, run: str, secret: bytes, deadline: float) -> MeetingClient:
+def _call(environment: Environment, run: str, secret: bytes, deadline: float, tls: Credentials | None) -> MeetingClient:
     """The other ranks: find the meeting's address, and connect as soon as rank 0 serves it."""
     limit_s = max(0.0, deadline - time.monotonic())
     at = MeetingAddress(environment.address, environment.port)
@@ -229,7 +240,7 @@ def _call(environment: Environment, run: str, secret: bytes, deadline: float) ->
         left, where = deadline - time.monotonic(), f"{at.address}:{at.port}"
         try:
             proof, within_s = secret or at.key, max(0.1, min(_KNOCK_S, left))
-            sock = dial((at.address, at.port), run_id(run), proof, rank, 0, PURPOSE, within_s)
+            sock = dial((at.address, at.port), run_id(run), proof, rank, 0, PURPOSE, within_s, tls=tls)
             return MeetingClient(sock, where, environment.world)
         except (HandshakeError, OSError) as error:
             if not isinstance(failure, SecretError):

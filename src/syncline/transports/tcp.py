@@ -74,7 +74,7 @@ class Tcp(LoopTransport):
         delay: Seconds = NO_DELAY,
     ) -> None:
         shape = Shape(rate, delay)
-        ends = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
+        ends: Mapping[int, Any] = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
         super().__init__(rank, {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()})
         links = self._links.values()
         self._loop = Loop(links, self._lost) if shape.plain else ShapedLoop(links, self._lost, shape)

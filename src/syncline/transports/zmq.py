@@ -170,7 +170,7 @@ class _Line:
         self.socket.close(round(linger_s * 1e3))
 
 
-@register("transports", "zmq", connection="own", one_host=False, package="zmq")
+@register("transports", "zmq", connection="own", encrypts="curve", one_host=False, package="zmq")
 class Zmq(Enveloped):
     """Messages over ZeroMQ: UNIX sockets inside a host, TCP between hosts; ``curve`` encrypts them."""
 

@@ -3,11 +3,12 @@
     dialler  -> listener   hello      magic, run, from, to, purpose, nonce             (72 bytes)
     listener -> dialler    answer     nonce, HMAC(secret, "listener", hello, nonce)    (56 bytes)
     dialler  -> listener   proof      HMAC(secret, "dialler", hello, nonce)            (32 bytes)
+    (over TLS, if the run asks for it: its handshake)
     listener -> dialler    welcome    one byte
 
-Each end proves that it knows the secret, for this run, these two ranks and this purpose. Both nonces enter both proofs,
-so a recorded exchange proves nothing later. Each message has a fixed size, so no end relies on a length that a stranger
-has sent. HMAC is SHA-256 (RFC 2104).
+Each end proves that it knows the secret, for this run, these two ranks and this purpose, and whether TLS follows. Both
+nonces enter both proofs, so a recorded exchange proves nothing later. Each message has a fixed size, so no end relies
+on a length that a stranger has sent. HMAC is SHA-256 (RFC 2104).
 """
 
 from __future__ import annotations
@@ -68,25 +69,32 @@ def read_hello(raw: bytes) -> Hello:
         raise HandshakeError("it does not speak this protocol") from None
 
 
-def answer(secret: bytes, said: Hello) -> bytes:
+def answer(secret: bytes, said: Hello, tls: bool = False) -> bytes:
     """The listener's nonce and proof."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    return nonce + _mac(secret, b"listener", said, nonce)
+    return nonce + _mac(secret, b"listener", said, nonce, tls)
 
 
-def check_answer(secret: bytes, said: Hello, reply: bytes) -> bytes:
-    """Check the listener's answer and return the dialler's proof. Raises SecretError."""
+def check_answer(secret: bytes, said: Hello, reply: bytes, tls: bool = False) -> bytes:
+    """Check the listener's answer and return the dialler's proof. Raises SecretError, or HandshakeError for TLS."""
     nonce, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _mac(secret, b"listener", said, nonce)):
-        raise SecretError("it does not know this run's secret")
-    return _mac(secret, b"dialler", said, nonce)
+    _check(secret, b"listener", said, nonce, tls, proof)
+    return _mac(secret, b"dialler", said, nonce, tls)
 
 
-def check_proof(secret: bytes, said: Hello, reply: bytes, proof: bytes) -> None:
-    """Check the dialler's proof. Raises SecretError."""
-    if not hmac.compare_digest(proof, _mac(secret, b"dialler", said, reply[:NONCE_BYTES])):
-        raise SecretError("it does not know this run's secret")
+def check_proof(secret: bytes, said: Hello, reply: bytes, proof: bytes, tls: bool = False) -> None:
+    """Check the dialler's proof. Raises SecretError, or HandshakeError for TLS."""
+    _check(secret, b"dialler", said, reply[:NONCE_BYTES], tls, proof)
 
 
-def _mac(secret: bytes, side: bytes, said: Hello, nonce: bytes) -> bytes:
-    return hmac.new(secret, side + said.raw + nonce, hashlib.sha256).digest()
+def _check(secret: bytes, side: bytes, said: Hello, nonce: bytes, tls: bool, proof: bytes) -> None:
+    if hmac.compare_digest(proof, _mac(secret, side, said, nonce, tls)):
+        return
+    if hmac.compare_digest(proof, _mac(secret, side, said, nonce, not tls)):
+        its, own = ("without TLS", "with TLS") if tls else ("with TLS", "without TLS")
+        raise HandshakeError(f"it runs {its}, but this process {own}: give all ranks the same tls= or SYNCLINE_TLS")
+    raise SecretError("it does not know this run's secret")
+
+
+def _mac(secret: bytes, side: bytes, said: Hello, nonce: bytes, tls: bool) -> bytes:
+    return hmac.new(secret, side + (b" tls" if tls else b"") + said.raw + nonce, hashlib.sha256).digest()

@@ -100,6 +100,7 @@ class Link:
         self.row[rows.FD] = sock.fileno()
         self.compiled = type(sock) is socket.socket and not self.is_unix
         """Whether compiled code may read and write the socket."""
+        self._pending: Callable[[], int] | None = getattr(sock, "pending", None)  # bytes that TLS has already read
         self.waiting: dict[int, Link] = {}
         """By peer: the links with new frames. The driver of several links gives all of them the same dictionary."""
         self._bounded = False
@@ -243,7 +244,7 @@ class Link:
     def fill(self) -> bool:
         """Read arrived bytes, up to a budget. False if the peer has closed. Raises OSError and ProtocolError."""
         left = _READ_BUDGET_BYTES
-        while left > 0:
+        while left > 0 or (self._pending is not None and self._pending()):
             if self._reading:
                 before = int(self.row[rows.RECEIVED])
                 came = self._fill_by_row()

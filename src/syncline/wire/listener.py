@@ -18,6 +18,7 @@ import os
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -30,6 +31,7 @@ from ..errors import GroupError, HandshakeError, SecretError, UsageError
 from . import handshake
 from .bell import DescriptorBell
 from .meeting import Member, Roll
+from .tls import Credentials, Sealed, refusal
 
 log = logging.getLogger("syncline.wire")
 
@@ -147,10 +149,14 @@ class _Caller:
     got: bytes = b""
     said: handshake.Hello | None = None
     reply: bytes = b""
+    sealed: Sealed | None = None
+    """The TLS connection over ``sock``, from its handshake on."""
 
     @property
     def progress(self) -> str:
         """For messages."""
+        if self.sealed is not None:
+            return "in that of TLS"
         return f"after {len(self.got)} of {self.wanted} bytes"
 
 
@@ -169,10 +175,12 @@ class Doors:
         refused: Refused = lambda *_: None,
         world: int = 1,
         handshake_s: float = HANDSHAKE_S,
+        tls: Credentials | None = None,
     ) -> None:
         self._doors = tuple(doors)
         self._run, self._secret, self._index = run, secret, index
         self._admit, self._check, self._refused = admit, check, refused
+        self._tls = tls
         self._most, self._handshake_s = CALLERS + 2 * world, handshake_s
         self._callers: dict[int, _Caller] = {}  # by descriptor, oldest first
         self._refusals = Refusals(log)
@@ -235,6 +243,9 @@ class Doors:
     def _hear(self, caller: _Caller) -> None:
         """Read a part of a caller's message, and answer a complete one."""
         try:
+            if caller.sealed is not None:
+                self._seal(caller, caller.sealed)
+                return
             part = caller.sock.recv(caller.wanted - len(caller.got))
             if not part:
                 raise HandshakeError(f"it closed the connection during the handshake, {caller.progress}")
@@ -244,26 +255,44 @@ class Doors:
         except BlockingIOError:
             return
         except (HandshakeError, OSError) as error:
-            self._refuse(caller, str(error))
+            self._refuse(caller, refusal(error))
 
     def _answer(self, caller: _Caller) -> None:
         raw, caller.got = caller.got, b""
+        tls = None if caller.sock.family == socket.AF_UNIX else self._tls
         if caller.said is None:
             said = handshake.read_hello(raw)
             if said.run != self._run:
                 raise HandshakeError("it belongs to another run")
             if said.target != self._index:
                 raise HandshakeError(f"it looks for rank {said.target}, but this is rank {self._index}")
-            caller.said, caller.reply = said, handshake.answer(self._secret, said)
+            caller.said, caller.reply = said, handshake.answer(self._secret, said, tls is not None)
             caller.wanted = handshake.MAC_BYTES
             caller.sock.sendall(caller.reply)  # fits the empty buffer of any socket
             return
-        handshake.check_proof(self._secret, caller.said, caller.reply, raw)
-        self._check(caller.said)
+        handshake.check_proof(self._secret, caller.said, caller.reply, raw, tls is not None)
+        if tls is None:
+            self._welcome(caller, caller.said)
+        else:
+            caller.sock = caller.sealed = tls.wrap(caller.sock, listening=True)
+
+    def _seal(self, caller: _Caller, sealed: Sealed) -> None:
+        """Go on with the handshake of TLS. What this end sends fits the empty buffer of any socket."""
+        assert self._tls is not None
+        assert caller.said is not None
+        try:
+            sealed.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        self._tls.check(sealed, caller.said.source)
+        self._welcome(caller, caller.said)
+
+    def _welcome(self, caller: _Caller, said: handshake.Hello) -> None:
+        self._check(said)
         caller.sock.sendall(handshake.WELCOME)
         self._forget(caller)
         caller.sock.setblocking(True)
-        self._admit(caller.said, caller.sock, caller.origin)
+        self._admit(said, caller.sock, caller.origin)
 
     def _refuse(self, caller: _Caller, why: str) -> None:
         claim = "" if caller.said is None else f", which says that it is rank {caller.said.source}"
@@ -289,9 +318,12 @@ class Listener:
         index: int,
         world: int,
         handshake_s: float = HANDSHAKE_S,
+        tls: Credentials | None = None,
     ) -> None:
         """Open the doors. Raises UsageError unless ``address`` belongs to this machine."""
         self._index, self._world = index, world
+        self.tls = tls
+        """What TCP connections are encrypted with; they are plain for None."""
         self._came = threading.Condition()
         self._ready: dict[tuple[int, str], socket.socket] = {}
         self.address: str = address
@@ -306,8 +338,9 @@ class Listener:
             unix = _bound(socket.AF_UNIX, f"\0{self.unix}", False, world)
             undo.callback(unix.close)
             self._doors = Doors(
-                (tcp, unix), run, secret, index, self._admit, check=self._check, world=world, handshake_s=handshake_s
-            )
+                (tcp, unix), run, secret, index, self._admit,
+                check=self._check, world=world, handshake_s=handshake_s, tls=tls,
+            )  # fmt: skip
             undo.pop_all()
 
     def describe(self, terms: dict[str, str]) -> Member:
@@ -368,12 +401,13 @@ def dial(
     purpose: str,
     timeout: float,
     check: Callable[[], None] = lambda: None,
+    tls: Credentials | None = None,
 ) -> socket.socket:
     """Connect to a listener and authenticate. ``check`` is called meanwhile and may raise.
 
-    ``where`` is an address and port, or the name of an abstract UNIX socket. All addresses of a name are tried. Raises
-    OSError if nothing listens, HandshakeError if the listener closes the connection, SecretError if it has another
-    secret or none.
+    ``where`` is an address and port, or the name of an abstract UNIX socket, which ``tls`` does not concern. All
+    addresses of a name are tried. Raises OSError if nothing listens, HandshakeError if the listener closes the
+    connection, SecretError if it has another secret or none.
     """
     deadline = time.monotonic() + timeout
     hello = partial(handshake.hello, run, source, target, purpose)
@@ -386,7 +420,7 @@ def dial(
         now = time.monotonic()
         limit = now + max(_TRY_S, deadline - now) / (len(ends) - number)
         try:
-            return _dial_end(family, end, hello, secret, limit, check)
+            return _dial_end(family, end, hello, secret, limit, check, tls)
         except (OSError, HandshakeError) as error:
             failures.append(error)
     # An answer tells more than a missing one.
@@ -400,6 +434,7 @@ def _dial_end(
     secret: bytes,
     deadline: float,
     check: Callable[[], None],
+    tls: Credentials | None = None,
 ) -> socket.socket:
     """Connect to one address of any family."""
     sock = socket.socket(family)
@@ -414,17 +449,36 @@ def _dial_end(
         sock.sendall(said.raw)
         reply = read_exactly(sock, handshake.ANSWER_BYTES, deadline, check)
         try:
-            proof = handshake.check_answer(secret, said, reply)
-        except SecretError:
+            proof = handshake.check_answer(secret, said, reply, tls is not None)
+        except HandshakeError:
             with contextlib.suppress(OSError):
                 sock.sendall(bytes(handshake.MAC_BYTES))  # an invalid proof, so that the listener reports the refusal
             raise
         sock.sendall(proof)
+        if tls is not None:
+            sock = _sealed(tls, sock, said.target, deadline)
+            undo.callback(sock.close)
         if read_exactly(sock, 1, deadline, check) != handshake.WELCOME:
             raise HandshakeError("it refused this connection")
         sock.settimeout(None)
         undo.pop_all()
     return sock
+
+
+def _sealed(tls: Credentials, sock: socket.socket, target: int, deadline: float) -> Sealed:
+    """The TLS connection to process ``target``. HandshakeError, with the reason."""
+    sealed = tls.wrap(sock, listening=False)
+    try:
+        sealed.settimeout(max(_TRY_S, deadline - time.monotonic()))
+        sealed.do_handshake()
+        tls.check(sealed, target)
+    except ssl.SSLError as error:
+        sealed.close()
+        raise HandshakeError(refusal(error)) from error
+    except BaseException:
+        sealed.close()
+        raise
+    return sealed
 
 
 def read_exactly(sock: socket.socket, nbytes: int, deadline: float, check: Callable[[], None] = lambda: None) -> bytes:
@@ -458,7 +512,7 @@ def connect(
     found: dict[int, socket.socket] = {}
     try:
         for peer in range(roll.index):
-            found[peer] = _dial(roll, peer, purpose, peer in near, deadline, check)
+            found[peer] = _dial(roll, peer, purpose, peer in near, deadline, check, listener.tls)
         waiting = set(range(roll.index + 1, len(roll.members)))
         while waiting:
             found |= listener.take(waiting, purpose, _LOOK_S)
@@ -475,7 +529,13 @@ def connect(
 
 
 def _dial(
-    roll: Roll, peer: int, purpose: str, use_unix: bool, deadline: float, check: Callable[[], None]
+    roll: Roll,
+    peer: int,
+    purpose: str,
+    use_unix: bool,
+    deadline: float,
+    check: Callable[[], None],
+    tls: Credentials | None,
 ) -> socket.socket:
     member = roll.members[peer]
     where: tuple[str, int] | str = member.unix if use_unix else (member.address, member.port)
@@ -484,7 +544,7 @@ def _dial(
         while True:
             try:
                 left = max(0.1, min(_DIAL_S, deadline - time.monotonic()))
-                return dial(where, handshake.run_id(roll.run), roll.secret, roll.index, peer, purpose, left, check)
+                return dial(where, handshake.run_id(roll.run), roll.secret, roll.index, peer, purpose, left, check, tls)
             except _CROWDED as error:
                 if isinstance(error, SecretError) or time.monotonic() >= deadline:
                     raise

@@ -37,6 +37,7 @@ from .meeting import (
     read_roll,
     told,
 )
+from .tls import Credentials
 
 PURPOSE = "meeting"
 
@@ -69,7 +70,13 @@ class MeetingServer:
     """Serves ``meeting`` at listening sockets, in a thread of its own, for at most ``limit_s``."""
 
     def __init__(
-        self, doors: Sequence[socket.socket], run: bytes, secret: bytes, meeting: Meeting, limit_s: float
+        self,
+        doors: Sequence[socket.socket],
+        run: bytes,
+        secret: bytes,
+        meeting: Meeting,
+        limit_s: float,
+        tls: Credentials | None = None,
     ) -> None:
         self._meeting = meeting
         self._lines: dict[int, _Line] = {}
@@ -89,6 +96,7 @@ class MeetingServer:
             check=self._check,
             refused=self._note_refusal,
             world=meeting.world,
+            tls=tls,
         )
         # Not a daemon: the interpreter waits for its end, so that late processes read the fault.
         self._thread = threading.Thread(target=self._serve, name="syncline-meeting", daemon=False)

@@ -166,12 +166,15 @@ class DelayLine:
         return taken
 
 
-class Line(socket.socket):
-    """A connected socket that writes only granted bytes and reads from a delay line."""
+class Line:
+    """A connection, with the calls that links make. It writes only granted bytes and reads from a delay line."""
 
     def __init__(self, sock: socket.socket, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take the connection over: ``sock`` is detached."""
-        super().__init__(fileno=sock.detach())
+        """Take the connection over."""
+        self._sock = sock
+        self.family: int = sock.family
+        self.fileno, self.setblocking, self.setsockopt = sock.fileno, sock.setblocking, sock.setsockopt
+        self.recv_into, self.close = sock.recv_into, sock.close
         self.granted = 0
         self.read_turn = self.write_turn = 0  # when it was last this line's turn
         self.readable = self.writable = True
@@ -181,7 +184,7 @@ class Line(socket.socket):
     def pull(self, nbytes: int) -> int:
         """Move up to ``nbytes`` bytes from the kernel into the delay line."""
         try:
-            data = super().recv(nbytes)
+            data = self._sock.recv(nbytes)
         except BlockingIOError:
             self.readable = False
             return 0
@@ -204,7 +207,7 @@ class Line(socket.socket):
         if not views:
             raise BlockingIOError
         try:
-            sent = super().sendmsg(views)
+            sent = self._sock.sendmsg(views)
         except BlockingIOError:
             self.writable = False
             raise
@@ -237,8 +240,9 @@ class ShapedLoop(Loop):
         self._epoll.register(self._timer.fd, select.EPOLLIN)
         self._lines: dict[int, Line] = {}
         for fd, link in self._links.items():
-            assert isinstance(link.sock, Line)
-            self._lines[fd] = link.sock
+            line: Any = link.sock
+            assert isinstance(line, Line)
+            self._lines[fd] = line
             # Edge-triggered: a socket with more bytes than may pass now must not end every wait.
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
 

@@ -10,10 +10,10 @@
 * A process in a stall asks the others for their waits (``culprit``). The watcher answers, whatever the script does.
 
 Compiled code sends the heartbeats without the interpreter lock: otherwise a call that holds the lock for longer than
-the limit would look like a death. The kernel's keepalive probes are no alternative, since it answers them for a stopped
-process too. A connection has one writer at a time, so a message ends the heartbeats first. After a goodbye or an abort
-no peer expects them. After a question or an answer the watcher sends them itself until its message is out, and then
-starts new ones.
+the limit would look like a death. It cannot encrypt: over TLS the watcher sends them, and such a call is one. The
+kernel's keepalive probes are no alternative, since it answers them for a stopped process too. A connection has one
+writer at a time, so a message ends the heartbeats first. After a goodbye or an abort no peer expects them. After a
+question or an answer the watcher sends them itself until its message is out, and then starts new ones.
 
 The error is printed at once. If the user's thread has not returned to Syncline within ``GRACE_S``, for instance from a
 data loader that waits for a dead process, the process ends.
@@ -41,6 +41,7 @@ from .bell import DescriptorBell
 from .culprit import ANSWER_BYTES, Answer, pack, unpack
 from .meeting import Member, Roll, printable
 from .reports import FAILED, blame, first_time, in_bytes, say
+from .tls import Sealed
 
 _POLLFD = struct.Struct("=ihh")
 
@@ -181,8 +182,9 @@ class Watcher:
         self._tick_s = min(1.0, liveness_s / 4)
         far = {peer: sock for peer, sock in socks.items() if peer not in self._local}
         self._far = far
-        self._beats_here = False  # this thread sends the heartbeats instead of compiled code
-        self._beats = self._new_beats() if far else None
+        self._sealed = any(isinstance(sock, Sealed) for sock in far.values())
+        self._beats_here = self._sealed  # this thread sends the heartbeats instead of compiled code
+        self._beats = self._new_beats() if far and not self._sealed else None
         for peer, sock in self._socks.items():
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
@@ -295,7 +297,8 @@ class Watcher:
         with self._lock:
             for peer, sock in self._far.items():
                 self._push(peer, sock)
-            if not self._beats_here or self._told or any(self._unsent.get(peer) for peer in self._far):
+            unsent = any(self._unsent.get(peer) for peer in self._far)
+            if self._sealed or unsent or self._told or not self._beats_here:
                 return False
             self._beats_here = False
             if self._far:

@@ -31,6 +31,7 @@ def _check_script(script: str, module: bool) -> None:
 @click.option(
     "--check", is_flag=True, help="First check this machine as syncline doctor does, and end if a check fails."
 )
+@click.option("--tls", help="Encrypt the connections: on, or a folder with ca.pem, cert.pem and key.pem.")
 @TRACE
 @MODULE
 @click.argument("script")
@@ -40,6 +41,7 @@ def run(
     servers: int | None,
     strategy: str | None,
     check: bool,
+    tls: str | None,
     timeline_path: Path | None,
     module: bool,
     script: str,
@@ -52,7 +54,7 @@ def run(
     from syncline.errors import UsageError
     from syncline.launch.local import launch
 
-    env = {}
+    env = {} if tls is None else {"SYNCLINE_TLS": tls}
     if strategy is not None:
         from syncline.nouns import Group
         from syncline.strategy.strategy import Strategy
