@@ -33,6 +33,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Choosing by measuring takes a second per start: only its own tests do it. Processes of tests inherit it.
 os.environ["SYNCLINE_TUNING"] = "off"
 
+# A run that fails would write its flight record into the current folder: the record's own tests name a file.
+os.environ["SYNCLINE_FLIGHT"] = "off"
+
 
 # The longest files first, so that all workers end at about the same time; before the others, those that wait for
 # processes rather than compute, which leave the cores to those that compute.

@@ -24,6 +24,7 @@ from .session.groups import WorkerGroup, found_group
 from .session.printing import end_failed, end_quickly, watch_exceptions
 from .session.session import Session
 from .strategy.strategy import Strategy
+from .timeline.flight_memory import FlightPlace
 from .timeline.recording import SessionSpans, begin_recording
 from .wire import reports
 
@@ -106,7 +107,7 @@ class Process:
         environment = self._variables.recognise(rank=rank, world_size=world_size, address=address)
         interface = interface or os.environ.get("SYNCLINE_INTERFACE")
         chosen = _choose(strategy, environment)
-        with self._recorded(environment.rank) as recording:
+        with self._recorded(environment.rank) as recording, self._kept(environment) as flight:
             if environment.world == 1 and chosen.servers == 0:
                 self.joined = alone(chosen, recording)
             else:
@@ -123,6 +124,7 @@ class Process:
                     limit_s=progress,
                     tls=tls,
                     recording=recording,
+                    flight=flight,
                 )
                 self._variables.count_workers(environment, chosen.servers)
         self._watch_the_end(environment)  # registered last, so that it runs first at exit
@@ -138,6 +140,17 @@ class Process:
                 recording.remove()
             raise
         self._recording, self._recordings = recording, self._recordings + 1
+
+    @contextlib.contextmanager
+    def _kept(self, environment: Environment) -> Iterator[FlightPlace | None]:
+        """The memory for the flight record of the session that begins inside, which leaves nothing if it fails to."""
+        place = FlightPlace(environment.rank, self._inits) if environment.world > 1 else None
+        try:
+            yield place
+        except BaseException:
+            if place is not None:
+                place.remove()
+            raise
 
     def _rendezvous_at(self, environment: Environment) -> Rendezvous:
         """The rendezvous with the other processes. It is created once, because later sessions use the same one."""

@@ -26,6 +26,7 @@ from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
 from ..wire.scratch import Scratch
 from .exchange import SPINS, Exchange
+from .flight import Flight
 from .order import Lane, Monitor, Work
 from .reducing import Reducing
 from .trace import Observer, begin
@@ -81,7 +82,8 @@ class Driver(ABC):
     """Drives an exchange over a transport. ``error`` is its first fault.
 
     ``explain`` turns a fault into the exception for the user. ``on_raise`` is called just before a user's thread gets
-    it. ``find_culprit`` finds the rank at fault in a stall. The progress thread starts in the constructor.
+    it. ``find_culprit`` finds the rank at fault in a stall. ``flight`` keeps the last operations and waits.
+    The progress thread starts in the constructor.
     """
 
     def __init__(
@@ -92,10 +94,11 @@ class Driver(ABC):
         on_raise: Callable[[], None],
         find_culprit: Callable[[Waits], Found],
         observer: Observer | None,
+        flight: Flight | None,
     ) -> None:
         self.transport: Transport = exchange.transport
         self.blocked = Blocked()
-        self._observer = observer
+        self._observer, self.flight = observer, flight
         self._exchange = exchange
         self._reducing: dict[int, Reducing] = {}  # by key
         self._on_raise, self._explain = on_raise, explain
@@ -151,6 +154,8 @@ class Driver(ABC):
         blocked = None
         if self._observer is not None:
             blocked = begin(self._observer, "wait", _first_of([work.label for work in works if not work.done]))
+        if self.flight is not None:
+            self.flight.blocked(begun)
         deadline = None if timeout is None else begun + timeout
         try:
             self._drive_here(works, deadline)
@@ -163,6 +168,8 @@ class Driver(ABC):
             raise
         finally:
             self.blocked.count(begun)
+            if self.flight is not None:
+                self.flight.blocked(0.0)
             if blocked is not None:
                 blocked.end()
         if monitor.error is not None:
@@ -286,6 +293,8 @@ class Driver(ABC):
         """Call ``after``, then mark a work as done. Only in the driving thread."""
         if after is not None:
             after()
+        if work.row and self.flight is not None:
+            self.flight.end(work.row)
         if work.span is not None:
             work.span.end()
         self.monitor.finish(work)

@@ -31,6 +31,7 @@ from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Found, Waits, find_culprit
 from .driver import LIMIT_S, SPINS_HERE, Blocked, Driver
 from .exchange import Exchange
+from .flight import Flight
 from .order import NOW, UNANNOUNCED, Array, CodedOrder, Lane, Order, Run, Sign, When, Work
 from .reducing import Reducing
 from .scope import Scope
@@ -154,7 +155,8 @@ class PreparedRun:
     def __init__(self, driver: Driver, exchange: Exchange, scripted: ScriptedRun) -> None:
         self.program, self.scripted = scripted.of.program, scripted
         self._driver, self._exchange = driver, exchange
-        self._monitor, self._watchdog = driver.monitor, driver.watchdog
+        self._monitor, self._watchdog, self._flight = driver.monitor, driver.watchdog, driver.flight
+        self._nbytes = scripted.of.array.nbytes
 
     def run(self, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
         """Run over the array at ``address`` and return when done. Returns False if the run could not start.
@@ -167,6 +169,8 @@ class PreparedRun:
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, SPINS_HERE)
             work.done = code == 0  # no lock: no other thread knows the work yet
+            if self._flight is not None and code is not None:
+                work.row = self._flight.begin(key, label, self._nbytes, done=work.done)
             if code:
                 self._take_up(work, key, sign, None)
                 deadline = begun + timeout
@@ -199,6 +203,8 @@ class PreparedRun:
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, LOOK_ONLY)
             work.done = code == 0  # no lock: no other thread knows the work yet
+            if self._flight is not None and code is not None:
+                work.row = self._flight.begin(key, label, self._nbytes, done=work.done)
             if code:
                 self._take_up(work, key, sign, memory)
             self._watchdog.moved()
@@ -222,8 +228,8 @@ class PreparedRun:
 class Engine(Driver):
     """Submits work over one transport. ``explain`` turns a fault into the exception for the user.
 
-    ``find_culprit`` finds the rank at fault in a stall. ``observer`` receives a span for everything. Peers and keys
-    belong to the run, or to the ``scope`` given to ``within``.
+    ``find_culprit`` finds the rank at fault in a stall. ``observer`` receives a span for everything, and ``flight``
+    keeps the last exchanges. Peers and keys belong to the run, or to the ``scope`` given to ``within``.
     """
 
     scope: Scope | None = None
@@ -238,13 +244,14 @@ class Engine(Driver):
         on_raise: Callable[[], None] = lambda: None,
         find_culprit: Callable[[Waits], Found] = lambda waits: find_culprit(-1, waits, lambda _: None),
         observer: Observer | None = None,
+        flight: Flight | None = None,
     ) -> None:
         # The progress thread starts in ``super().__init__``, so its fields must exist before.
         self._has_left = has_left
         self._expecting: dict[Scope | None, Callable[[], Waits]] = {}
         self._mail = Mail(transport, has_left, observer, self.finish)
         exchange = Exchange(transport, has_left=has_left, observer=observer, handed_over=self._handed_over)
-        super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer)
+        super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer, flight)
 
     def within(self, scope: Scope) -> Engine:
         """This engine as a group of processes uses it; time and bytes are also counted for the group alone."""
@@ -270,6 +277,9 @@ class Engine(Driver):
             order = self.scope.coded_order(order) if isinstance(order, CodedOrder) else self.scope.order(order)
         work = Work(order.label, order.tolerant, when.priority)
         work.key = order.key
+        if self.flight is not None:
+            nbytes = -1 if isinstance(order, CodedOrder) else order.array.nbytes
+            work.row = self.flight.begin(order.key, order.label, nbytes, order.tolerant)
         if self._observer is not None:
             work.span = begin(self._observer, "work", order.label, key=order.key, priority=when.priority)
         task = partial(self._begin, order, work, when)
@@ -334,10 +344,14 @@ class Engine(Driver):
         blocked = None if self._observer is None else begin(self._observer, "wait", here.label)
 
         def start() -> None:
+            if self.flight is not None:
+                work.row = self.flight.begin(here.key, here.label, here.array.nbytes)
             if self._observer is not None:
                 work.span = begin(self._observer, "work", here.label, key=here.key)
             self._begin(here, work, NOW)
 
+        if self.flight is not None:
+            self.flight.blocked(begun)
         deadline = None if timeout is None else begun + timeout
         try:
             if not self._drive_here((work,), deadline, start):
@@ -350,6 +364,8 @@ class Engine(Driver):
             raise
         finally:
             self.blocked.count(begun)
+            if self.flight is not None:
+                self.flight.blocked(0.0)
             if blocked is not None:
                 blocked.end()
         if self.monitor.error is not None or not work.done:

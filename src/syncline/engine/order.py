@@ -76,17 +76,18 @@ class Work:
     """The handle of something submitted; ``result`` is valid once ``done``. A ``tolerant`` work survives when peers
     leave.
 
-    The smallest ``priority`` goes first. ``key`` is the key of an exchange, else -1. ``span`` is the observer's span;
-    ``callbacks`` are called when the work is done.
+    The smallest ``priority`` goes first. ``key`` is the key of an exchange, else -1. ``row`` is its number in the
+    flight record, or 0; ``span`` is the observer's span. ``callbacks`` are called when the work is done.
     """
 
-    __slots__ = ("callbacks", "done", "key", "label", "priority", "result", "span", "tolerant")
+    __slots__ = ("callbacks", "done", "key", "label", "priority", "result", "row", "span", "tolerant")
 
     def __init__(self, label: str, tolerant: bool = False, priority: float = 0.0) -> None:
         self.label = label
         self.tolerant = tolerant
         self.priority = priority
         self.key = -1
+        self.row = 0
         self.done = False
         self.result: Any = None
         self.span: Span | None = None

@@ -44,7 +44,7 @@ class Scope:
         self.ranks, self.index = tuple(ranks), index
         self.title = f"group of {ranks_text(self.ranks)}"
         """Its name in messages and timelines."""
-        self._first_key, self._tag = number << BLOCK_BITS, number << _NUMBER_BIT
+        self.first_key, self._tag = number << BLOCK_BITS, number << _NUMBER_BIT
         self._positions = {process: position for position, process in enumerate(self.ranks)}
         self._sent, self._received = Counter[int](), Counter[int]()
         self._counting = threading.Lock()
@@ -83,7 +83,7 @@ class Scope:
     def _key(self, key: int) -> int:
         if not 0 <= key < 1 << BLOCK_BITS:
             raise UsageError(f"{self.title}: key {key} is out of range")
-        return self._first_key + key
+        return self.first_key + key
 
     def _program(self, program: Program | Collective) -> Program:
         if isinstance(program, Collective):

@@ -6,6 +6,7 @@ transport. A world of one worker needs none of this.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from .. import registry
 from ..engine.driver import LIMIT_S
+from ..engine.flight import Flight
 from ..engine.trace import Observer
 from ..errors import UsageError
 from ..nouns import Group
@@ -24,6 +26,7 @@ from ..session.session import Session
 from ..strategy.strategy import Strategy, check_asked
 from ..strategy.words import AUTO, NONE
 from ..timeline import folder
+from ..timeline.flight_memory import FlightPlace
 from ..timeline.recording import SessionSpans
 from ..transports import Place, Transport
 from ..transports._auto import Auto
@@ -99,12 +102,13 @@ def connect_session(
     limit_s: float = LIMIT_S,
     tls: str | None = None,
     recording: SessionSpans | None = None,
+    flight: FlightPlace | None = None,
 ) -> Session:
     """Join the processes that meet at ``point`` under the name ``run``: workers, then the strategy's servers.
 
     ``secret``, ``interface``, ``timeout`` and ``tls`` are as in ``syncline.init``. If the strategy leaves the
     architecture open, the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until
-    the session ends.
+    the session ends. ``flight`` is the memory for this process's flight record.
     """
     check_asked(strategy)
     tls = tls or os.environ.get("SYNCLINE_TLS")  # here, so that it holds for every session, whoever begins it
@@ -148,6 +152,7 @@ def connect_session(
             local_rank=environment.local_rank,
             limit_s=limit_s,
             observer=observer,
+            flight=None if flight is None else _begun(flight, roll, workers),
         )
         session = Session(chosen, Membership(process), left_open=strategy.architecture == AUTO)
         with _ending(session):
@@ -159,6 +164,14 @@ def connect_session(
         if recording is not None:
             recording.attach(session)
     return session
+
+
+def _begun(place: FlightPlace, roll: Roll, workers: int) -> Flight | None:
+    """Begin the flight record of this process. The process numbers of all tell this run from others."""
+    everyone = repr([roll.name(index) for index in range(len(roll.members))])
+    run = hashlib.sha256(everyone.encode(errors="backslashreplace")).hexdigest()[:16]
+    name = f"{'server ' * (roll.index >= workers)}{roll.name(roll.index)}"
+    return place.begin(roll.index, name=name, processes=len(roll.members), workers=workers, run=run)
 
 
 def _count_workers(strategy: Strategy, processes: int) -> int:

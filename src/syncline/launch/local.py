@@ -54,7 +54,7 @@ _REASON_CHARS = 400
 _READ_BYTES = 1 << 16
 _STALE = (
     *("TORCHELASTIC_", "SYNCLINE_MEETING_", "SYNCLINE_PROCESS", "SYNCLINE_RUN_ID", "SYNCLINE_TRACE_PARTS"),
-    *(reports.VARIABLE, "GROUP_RANK", "ROLE_"),
+    *("SYNCLINE_FLIGHT_MEMORY", reports.VARIABLE, "GROUP_RANK", "ROLE_"),
 )
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 
@@ -398,6 +398,7 @@ def launch(
     *,
     servers: int = 0,
     env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
     on_output: Output | None = None,
     stop_s: float = STOP_S,
     place: Placing = here,
@@ -409,7 +410,15 @@ def launch(
     In the main thread SIGINT, SIGTERM and SIGHUP end the run instead of the caller.
     """
     started = LocalRun(
-        command, processes, servers=servers, env=env, on_output=on_output, stop_s=stop_s, place=place, ranked=ranked
+        command,
+        processes,
+        servers=servers,
+        env=env,
+        pass_fds=pass_fds,
+        on_output=on_output,
+        stop_s=stop_s,
+        place=place,
+        ranked=ranked,
     )
     with started as run, _forwarding(run):
         return run.wait(timeout_s)

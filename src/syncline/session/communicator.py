@@ -31,7 +31,7 @@ from ..plans.messages import Program, compile_program
 from ..plans.plan import Plan
 from . import tickets
 from .member import Membership
-from .tickets import BUCKET_KEYS, CALLS, Callers, CallKeys, Meeting, Ticket
+from .tickets import BUCKET_KEYS, CALLS, CALLS_IN_FLIGHT, Callers, CallKeys, Meeting, Ticket
 
 Array = NDArray[Any]
 NOTHING: Array = np.empty(0, np.uint8)
@@ -106,6 +106,10 @@ class Communicator:
         self.keys = CallKeys(number, self._wait)
         """The keys of calls. All workers take the same number of keys for each call."""
         self._programs: dict[str, Program] = {}  # by name of an algorithm without arguments
+        if self.process.flight is not None and self.world_size > 1:
+            scope = None if member.unchecked is None else member.unchecked.scope
+            first = self.keys.first + (0 if scope is None else scope.first_key)
+            self.process.flight.group(first, CALLS_IN_FLIGHT, [member.number(process) for process in self.ranks])
 
     @property
     def engine(self) -> Engine:

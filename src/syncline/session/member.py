@@ -10,6 +10,7 @@ Processes that are threads of one process have no watcher: they say goodbye to e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -19,9 +20,10 @@ from typing import TypeVar
 
 from ..engine.driver import LIMIT_S
 from ..engine.engine import Engine
-from ..engine.scope import Scope
+from ..engine.flight import Flight
+from ..engine.scope import BLOCK_BITS, Scope
 from ..engine.trace import Observer
-from ..errors import ClosedError, PeerError, PeerLeft, ProtocolError, SynclineError
+from ..errors import ClosedError, MismatchError, PeerError, PeerLeft, ProtocolError, SynclineError
 from ..nouns import Group
 from ..transports import Transport
 from ..wire.culprit import Answer, find_culprit
@@ -39,7 +41,8 @@ OWN_THREADS = "syncline-"
 
 
 class Process:
-    """Process ``index`` of ``group``, which counts workers, then servers. ``observer`` receives all spans.
+    """Process ``index`` of ``group``, which counts workers, then servers. ``observer`` receives all spans, and
+    ``flight`` keeps the last operations.
 
     ``watcher`` and ``neighbours`` are set once the group has formed.
     """
@@ -54,8 +57,9 @@ class Process:
         local_rank: int = 0,
         limit_s: float = LIMIT_S,
         observer: Observer | None = None,
+        flight: Flight | None = None,
     ) -> None:
-        self.group, self.index, self.observer = group, index, observer
+        self.group, self.index, self.observer, self.flight = group, index, observer, flight
         self.roll, self.local_rank = roll, local_rank
         self.watcher: Watcher | None = None
         self.neighbours: Sequence[Process] = ()
@@ -91,6 +95,7 @@ class Process:
                 on_raise=self.came_back,
                 find_culprit=lambda waits: find_culprit(index, waits, self._ask),
                 observer=observer,
+                flight=flight,
             )
 
     @property
@@ -168,6 +173,11 @@ class Process:
     def explain(self, error: Exception) -> Exception:
         """The error that the user sees for a fault in the progress thread. It names another process if that failed
         first."""
+        explained = self._explained(error)
+        self._keep(explained)
+        return explained
+
+    def _explained(self, error: Exception) -> Exception:
         here = self.name(self.index)
         if self.watcher is None:
             return error
@@ -196,6 +206,7 @@ class Process:
         """Fail all waits of this process with the watcher's verdict on the first culprit, and with what they were
         waiting for."""
         engine = self.unchecked
+        self._keep(verdict)
         if engine is not None:
             doing = f"{self.name(self.index)}: during {engine.doing}: {verdict}"
             engine.fail(type(verdict)(doing, rank=verdict.rank, host=verdict.host))
@@ -205,6 +216,7 @@ class Process:
     def fail(self, error: AnyError) -> AnyError:
         """Fail for all processes: tell them and end the engine. Does nothing in a forked child. Returns the error."""
         if not self.forked:
+            self._keep(error)
             if self.unchecked is not None:
                 self.unchecked.fail(error)
             self._tell(error)
@@ -215,6 +227,14 @@ class Process:
         """Fail because an exception from a signal handler has ended a call between two of its exchanges."""
         if self.unchecked is not None and self.unchecked.error is None and not isinstance(error, SynclineError):
             self.unchecked.interrupted(error)
+
+    def _keep(self, error: Exception) -> None:
+        """Keep the first fault in the flight record, with whom this process waits for."""
+        if self.flight is not None and self.unchecked is not None:
+            with contextlib.suppress(Exception):  # a fault of the record must not hide the run's own
+                own = -1 if isinstance(error, ClosedError | MismatchError) else self.index
+                culprit = error.rank if isinstance(error, PeerError) else own
+                self.flight.fault(error, culprit, self.unchecked.waits())
 
     def _tell(self, error: Exception) -> None:
         """Report to all processes that this one ends with an error, and which process is at fault."""
@@ -267,6 +287,8 @@ class Process:
                     fault = self.unchecked.close(before_end=self._part)
             finally:
                 self._closed = True
+                if self.flight is not None:
+                    self.flight.close()
                 if self.watcher is not None:
                     self.watcher.came_back()
                     self.watcher.close()
@@ -322,6 +344,8 @@ class Membership:
             self.group = Group(len(ranks), nodes=tuple(nodes[rank] for rank in ranks) if nodes else ())
             self.title = scope.title
             self.unchecked = process.engine.within(scope) if len(ranks) > 1 else None
+            if process.flight is not None:
+                process.flight.group(scope.first_key, 1 << BLOCK_BITS, self.ranks)
         self.alone = self.unchecked is None
         """Whether there is no other process to exchange with."""
         self.roll = process.roll

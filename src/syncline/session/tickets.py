@@ -46,14 +46,14 @@ class CallKeys:
 
     def __init__(self, number: int, wait: Callable[[Work], None]) -> None:
         self._wait = wait
-        self._first, self._in_flight = CALL_KEYS + number * CALLS_IN_FLIGHT, CALLS_IN_FLIGHT
+        self.first, self._in_flight = CALL_KEYS + number * CALLS_IN_FLIGHT, CALLS_IN_FLIGHT
         self._next = 0
         self._holders: dict[int, Work] = {}
 
     def take(self) -> int:
         """The next key, once no work holds it any more."""
         self._next = (self._next + 1) % self._in_flight
-        key = self._first + self._next
+        key = self.first + self._next
         holder = self._holders.pop(key, None)
         if holder is not None and not holder.done:
             self._wait(holder)

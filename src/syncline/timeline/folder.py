@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -29,19 +29,22 @@ from .spans import SUFFIXES, ProcessSpans, SpanFile, read
 VARIABLE = "SYNCLINE_TRACE"
 PARTS = "SYNCLINE_TRACE_PARTS"
 
-_NAMES = ".json", ".json.gz"
+_NAMES = ".json.gz", ".json"
 
 
-def checked_target(path: str | Path) -> Path:
-    """The absolute path of a timeline. Raises UsageError if no such file can be made."""
+def checked_target(
+    path: str | Path, what: str = "timeline", stem: str = "trace", names: Sequence[str] = _NAMES
+) -> Path:
+    """The absolute path of a timeline, or of ``what`` else. Raises UsageError if no such file can be made."""
     found = Path(path).absolute()
-    if not found.name.endswith(_NAMES) or found.name in _NAMES:
-        raise UsageError(f"a timeline is a file such as trace.json.gz or trace.json, not {str(path)!r}")
+    if not found.name.endswith(tuple(names)) or found.name in names:
+        such = " or ".join(f"{stem}{name}" for name in names)
+        raise UsageError(f"a {what} is a file such as {such}, not {str(path)!r}")
     if found.is_dir():
         raise UsageError(f"{found} is a folder: name a file in it")
     if not found.parent.is_dir():
         raise UsageError(
-            f"there is no folder {found.parent} on {socket.gethostname()} for the timeline {found.name}: make it, on"
+            f"there is no folder {found.parent} on {socket.gethostname()} for the {what} {found.name}: make it, on"
             " all hosts, or choose another path"
         )
     return found
@@ -62,7 +65,7 @@ def make_folder(folder: Path) -> None:
             os.close(new_file(probe))
             probe.unlink(missing_ok=True)
     except NotPrivateError as error:
-        raise UsageError(f"{error}, or choose another path for the timeline") from None
+        raise UsageError(f"{error}, or choose another path") from None
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose another path") from None
 

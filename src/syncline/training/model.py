@@ -216,6 +216,7 @@ class TrainedModel:
     def _agree(self, step: int) -> None:
         framework, weights = self._framework, self.weights
         framework.check()
+        self._note_step(step)
         argument = step_argument(self._exchange.key, step)
         if weights is not None and self._exchange.of_weights(step):
             kind, weight, flags = AVERAGE, weights.weight(framework.weight), weights.fingerprint
@@ -225,6 +226,12 @@ class TrainedModel:
         meeting = self._session.meet(kind, argument, weight=weight, flags=flags)
         self.begun = True
         self._met(kind, meeting, step)
+
+    def _note_step(self, step: int) -> None:
+        """Exchanges from now on belong to that step in the flight record."""
+        flight = self._session.process.flight
+        if flight is not None:
+            flight.step = step
 
     def _met(self, kind: int, meeting: Meeting, step: int) -> None:
         """Note a meeting, in that step or after it."""
@@ -246,6 +253,7 @@ class TrainedModel:
         """Start the exchange of a complete bucket."""
         if self.meeting is None and not self.begun:  # pushes that are not merged have no meeting
             self._framework.check()
+            self._note_step(submit.operation.step)
             self.weight = self._framework.weight()
             self._framework.begin()
         self.begun = True

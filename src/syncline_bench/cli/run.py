@@ -6,11 +6,17 @@ import io
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import JSON, TRACE
+from ._options import FILE, JSON, TRACE
+
+if TYPE_CHECKING:
+    from syncline.launch.local import Outcome
+    from syncline.timeline.flight_memory import FlightMemory
+
+_FLIGHT = "syncline-flight.json"
 
 MODULE = click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 _VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -33,6 +39,16 @@ def _check_script(script: str, module: bool) -> None:
 )
 @click.option("--tls", help="Encrypt the connections: on, or a folder with ca.pem, cert.pem and key.pem.")
 @TRACE
+@click.option(
+    "--flight",
+    "flight_path",
+    type=FILE,
+    metavar="FILE.json",
+    envvar="SYNCLINE_FLIGHT",
+    default=_FLIGHT,
+    show_default=True,
+    help="Write who waited for whom to this file if the run ends badly; off: keep no record.",
+)
 @MODULE
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -43,6 +59,7 @@ def run(
     check: bool,
     tls: str | None,
     timeline_path: Path | None,
+    flight_path: Path,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -78,12 +95,45 @@ def run(
         assembly = Assembly(timeline_path)
         env |= assembly.environ()
     command = [sys.executable, *(["-m"] if module else []), script, *args]
-    outcome = launch(command, workers + servers, servers=servers, env=env)
+    flight = _flight_memory(flight_path, workers + servers)
+    env |= flight.environ()
+    outcome = launch(command, workers + servers, servers=servers, env=env, pass_fds=flight.fds)
     if assembly is not None:
         click.echo(f"syncline: {assembly.finish()}", err=True)
     if outcome.status:
         click.echo(f"syncline: {outcome.text}", err=True)
+    if outcome.status:
+        _keep_flight(flight, flight_path, outcome)
     sys.exit(outcome.status)
+
+
+def _flight_memory(path: Path, processes: int) -> FlightMemory:
+    """The memory for the flight records of a run. It is empty if the user wants none, or for a single process."""
+    from syncline.timeline.flight_memory import OFF, FlightMemory, flight_target
+
+    if str(path) == OFF or processes == 1:
+        return FlightMemory(0)
+    flight_target(path)  # raises UsageError
+    return FlightMemory(processes)
+
+
+def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome) -> None:
+    """Write the flight record of a failed run. Prints the file and the verdict, or why there is no file."""
+    from syncline.errors import UsageError
+    from syncline.timeline.flight import dump
+
+    from ..report.files import replace_text
+
+    ended = {ending.rank: ending.how for ending in outcome.endings if ending.status and not ending.told}
+    record = memory.record(-1 if outcome.culprit is None else outcome.culprit[0], ended)
+    if record is None:
+        return
+    try:
+        replace_text(path, dump(record))
+        where = f"flight record: {path}"
+    except UsageError as error:
+        where = f"no flight record: {error}"
+    click.echo(f"syncline: {where}\nsyncline: {record.verdict}", err=True)
 
 
 def _check_machine(processes: int) -> None:

@@ -1,0 +1,168 @@
+"""Owns the memory of flight records (``engine.flight``), which outlives the processes that write to it.
+
+A local launcher makes anonymous memory for all its processes, which inherit the descriptor (``FlightMemory``). Nothing
+is in any file system until a run has ended badly. Otherwise ``SYNCLINE_FLIGHT=flight.json`` makes each process map a
+file in the folder ``flight.json.parts``, which belongs to this user alone (``folder``). A process removes its file at
+an end without a failure; ``syncline flight`` merges the files that are left.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ..engine.flight import BYTES, Flight
+from ..errors import UsageError
+from ..kernels.private import NotPrivateError, new_file, private_folder, read_file
+from .flight import FlightRecord, ProcessFlight, merge, parse
+from .folder import checked_target, folder_of, make_folder
+
+VARIABLE = "SYNCLINE_FLIGHT"
+"""The environment variable with the file of the record, or ``OFF``."""
+
+MEMORY = "SYNCLINE_FLIGHT_MEMORY"
+"""The environment variable with the descriptor of a launcher's memory."""
+
+OFF = "off"
+
+_NAME = "syncline-flight"
+_SUFFIX = ".flight"
+
+
+def flight_target(path: str | Path) -> Path:
+    """The absolute path of a flight record's file. Raises UsageError if no such file can be made."""
+    return checked_target(path, "flight record", "flight", (".json",))
+
+
+class FlightMemory:
+    """A launcher's memory for the records of this number of processes, which must inherit ``fds``.
+
+    There is none for 0.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self.fds: tuple[int, ...] = ()
+        if processes:
+            self.fds = (os.memfd_create(_NAME, os.MFD_CLOEXEC),)
+            os.ftruncate(self.fds[0], processes * BYTES)
+
+    def environ(self) -> dict[str, str]:
+        """The variables for the environment of the processes."""
+        return {MEMORY: "".join(map(str, self.fds)), VARIABLE: ""}
+
+    def record(self, culprit: int = -1, ended: Mapping[int, str] | None = None) -> FlightRecord | None:
+        """The record of a run that has ended; None if no process was in the middle of it."""
+        parts, wrong, known = list[ProcessFlight](), list[str](), ended or {}
+        for process in range(self._processes):
+            try:
+                part = parse(os.pread(self.fds[0], BYTES, process * BYTES), known.get(process, ""))
+            except ValueError as error:
+                wrong.append(f"the record of process {process} cannot be read: {error}")
+            else:
+                parts += [] if part is None else [part]
+        return merge(parts, wrong, culprit, known)
+
+    def close(self) -> None:
+        """Close the descriptor. The memory is freed when the last process has ended."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+class FlightPlace:
+    """The memory for this process's record of its session ``number``, counted from 0, if there is any.
+
+    Raises UsageError if the folder cannot be used.
+    """
+
+    def __init__(self, process: int, number: int) -> None:
+        self._process, self._path = process, _path_of(process, number)
+        self._memory = _inherited(process) if self._path is None else _mapped(self._path)
+
+    def begin(self, process: int, **notes: object) -> Flight | None:
+        """Begin the record; ``notes`` describe the process."""
+        return None if self._memory is None else Flight(self._memory, process, notes, self.remove)
+
+    def remove(self) -> None:
+        """Remove the file, and the folder if it is the last one."""
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+                self._path.parent.rmdir()
+
+
+def _path_of(process: int, number: int) -> Path | None:
+    """The file of a process in the folder that the user's variable names."""
+    chosen = os.environ.get(VARIABLE, "")
+    if os.environ.get(MEMORY) or chosen in ("", OFF):
+        return None
+    return folder_of(flight_target(chosen)) / f"process-{process}-{number}{_SUFFIX}"
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """A new file, mapped. Its space is reserved, because a full disk would kill the process later."""
+    make_folder(path.parent)
+    try:
+        path.unlink(missing_ok=True)
+        fd = new_file(path)
+        try:
+            os.posix_fallocate(fd, 0, BYTES)
+            return mmap.mmap(fd, BYTES)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the flight record {path}: {error.strerror or error}; choose another file for {VARIABLE}, or"
+            f" {VARIABLE}={OFF}"
+        ) from None
+
+
+def _inherited(process: int) -> mmap.mmap | None:
+    """This process's part of a launcher's memory. None without a valid descriptor."""
+    number = os.environ.get(MEMORY, "")
+    if not number.isdecimal():
+        return None
+    try:
+        found = str(Path(f"/proc/self/fd/{int(number)}").readlink())
+        if found != f"/memfd:{_NAME} (deleted)" or os.fstat(int(number)).st_size < (process + 1) * BYTES:
+            return None
+        return mmap.mmap(int(number), BYTES, offset=process * BYTES)
+    except (OSError, ValueError):  # ValueError: Python limits the digits of a number
+        return None
+
+
+def record_in(folder: Path) -> FlightRecord | None:
+    """The record of the last run whose processes left files in a folder; None if there are none.
+
+    Files that other users could have written are refused with UsageError.
+    """
+    parts, wrong = list[tuple[int, ProcessFlight]](), list[str]()
+    try:
+        with private_folder(folder) as fd:
+            names = os.listdir(fd)  # noqa: PTH208 - a descriptor
+            for name in sorted(name for name in names if name.endswith(_SUFFIX)):
+                try:
+                    found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    if found.st_size != BYTES:  # before it is read: it may be large
+                        raise ValueError(f"it has {found.st_size} bytes")
+                    part = parse(read_file(fd, name, folder / name))
+                except ValueError as error:
+                    wrong.append(f"{folder / name} is not a part of a flight record: {error}")
+                else:
+                    parts += [] if part is None else [(found.st_mtime_ns, part)]
+    except NotPrivateError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"cannot read {folder}: {error.strerror or error}") from None
+    last = max((one[0], one[1].run) for one in parts)[1] if parts else ""
+    kept = [part for _, part in parts if part.run == last]
+    if len(kept) < len(parts):
+        count = len(parts) - len(kept)
+        wrong.append(f"{count} part{'s' * (count > 1)} of earlier runs {'are' if count > 1 else 'is'} left out")
+    return merge(kept, wrong)
