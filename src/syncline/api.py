@@ -14,7 +14,8 @@ from .process import process
 from .sampling import GlobalBatches, SampleOrder, Sampler, global_batches_of, sampler_of
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
-from .session.session import Session, Stats
+from .session.session import Session
+from .session.stats import Stats
 from .wire.watch import LIVENESS_S
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def init(
     liveness: float = LIVENESS_S,
     progress: float = 30 * 60.0,
     tls: str | None = None,
+    check_replicas: int | None = None,
+    check_finite: bool | Literal["warn"] | None = None,
 ) -> None:
     """Join this run's processes.
 
@@ -58,6 +61,11 @@ def init(
 
     Time limits in seconds: ``timeout`` for all processes to join, ``liveness`` for a peer without heartbeats,
     ``progress`` for a stalled operation.
+
+    Checks, all off by default (``docs/how-to/monitoring.md``): with ``check_replicas=n`` ranks compare their weights
+    bit for bit before every n-th step, and with ``check_finite=True`` each looks at its gradients before they are sent.
+    A fault ends the run with an error that names rank, parameter and step. ``check_finite="warn"`` only warns, as a
+    GradScaler needs. The defaults are ``SYNCLINE_CHECK_REPLICAS`` and ``SYNCLINE_CHECK_FINITE``.
     """
     process.begin(
         strategy,
@@ -70,6 +78,8 @@ def init(
         liveness=liveness,
         progress=progress,
         tls=tls,
+        check_replicas=check_replicas,
+        check_finite=check_finite,
     )
 
 

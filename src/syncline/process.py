@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
 from .launch.environment import Environment, Variables
 from .launch.rendezvous import Rendezvous, secret_bytes
+from .session.checks import Finite, asked_for
 from .session.groups import WorkerGroup, found_group
 from .session.printing import end_failed, end_quickly, watch_exceptions
 from .session.session import Session
@@ -30,6 +32,9 @@ from .wire import reports
 
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared
+    from .metrics import Metrics, Serving
+
+log = logging.getLogger("syncline")
 
 
 class Process:
@@ -46,6 +51,7 @@ class Process:
         self._inits = 0
         self._recording: SessionSpans | None = None
         self._recordings = 0
+        self._metrics: Metrics | None = None
         self._watching = False
         self._hooked = False
         self._failed = False
@@ -98,6 +104,8 @@ class Process:
         liveness: float,
         progress: float,
         tls: str | None,
+        check_replicas: int | None = None,
+        check_finite: Finite | None = None,
     ) -> None:
         """Join the run's processes, as ``syncline.init`` documents."""
         if self.joined is not None:
@@ -106,10 +114,14 @@ class Process:
         secret_bytes(secret)
         environment = self._variables.recognise(rank=rank, world_size=world_size, address=address)
         interface = interface or os.environ.get("SYNCLINE_INTERFACE")
-        chosen = _choose(strategy, environment)
+        chosen, checks = _choose(strategy, environment), asked_for(check_replicas, check_finite)
+        checks.check_fit(chosen)
+        metrics = _asked_metrics()
         with self._recorded(environment.rank) as recording, self._kept(environment) as flight:
             if environment.world == 1 and chosen.servers == 0:
                 self.joined = alone(chosen, recording)
+                if checks.asked:
+                    log.warning("%s is without effect: a run of one worker exchanges nothing", checks.asked)
             else:
                 run = f"{environment.run_id}/{environment.restart}/{self._inits}"
                 self._inits += 1  # even if this one fails, so that late processes do not join the next run
@@ -125,9 +137,24 @@ class Process:
                     tls=tls,
                     recording=recording,
                     flight=flight,
+                    checks=checks,
                 )
                 self._variables.count_workers(environment, chosen.servers)
+        if metrics is not None:
+            self._serve(metrics)
         self._watch_the_end(environment)  # registered last, so that it runs first at exit
+
+    def _serve(self, metrics: Serving) -> None:
+        """Serve metrics until the session ends. If that fails, the run ends before its training begins."""
+        assert self.joined is not None
+        session = self.joined
+        try:
+            self._metrics = metrics.begin(session)
+        except SynclineError as error:
+            self.joined = None
+            session.fail(error)
+            session.shutdown()
+            raise
 
     @contextlib.contextmanager
     def _recorded(self, number: int) -> Iterator[SessionSpans | None]:
@@ -177,6 +204,9 @@ class Process:
             self.prepared.clear()
             self._of_torch.clear()
             self.joined = None
+            if self._metrics is not None:
+                self._metrics.close()
+                self._metrics = None
             failure = _close(ending, sys.exc_info()[1])
             self._failed |= ending.process.failed
         if failure is not None and passing is None:
@@ -218,6 +248,17 @@ class Process:
             self.joined.process.forget_in_child()
         if self._recording is not None:
             self._recording.file.forget()
+        if self._metrics is not None:
+            self._metrics.forget()
+
+
+def _asked_metrics() -> Serving | None:
+    """The metrics to serve; None without SYNCLINE_METRICS. A run without them loads no server."""
+    if not os.environ.get("SYNCLINE_METRICS"):
+        return None
+    from .metrics import serving_of
+
+    return serving_of(os.environ)
 
 
 def _choose(strategy: str | None, environment: Environment) -> Strategy:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,50 @@ def test_run_starts_the_script_and_takes_over_its_status(tmp_path: Path, capfd: 
 def test_run_takes_a_module(capfd: pytest.CaptureFixture[str]) -> None:
     assert call("run", "-n", "1", "-m", "calendar", "2020", "2").exit_code == 0
     assert "February 2020" in capfd.readouterr().out
+
+
+def test_checks_reach_the_ranks_as_variables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\nprint(*(os.environ.get(f'SYNCLINE_{name}') for name in ('CHECK_REPLICAS', 'CHECK_FINITE')))"
+    )
+    assert call("run", "-n", "1", "--check-replicas", "5", "--check-finite", "warn", str(script)).exit_code == 0
+    assert call("run", "-n", "1", str(script)).exit_code == 0
+    assert capfd.readouterr().out == "5 warn\nNone None\n"
+
+
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("prometheus_client") is None, reason="prometheus-client is not installed"
+)
+
+
+@needs_library
+@pytest.mark.slow
+def test_metrics_of_a_run_are_shown_by_top_and_a_taken_port_ends_it_before_its_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks; the port that is taken is the second one's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import subprocess, sys, numpy as np, syncline\n"
+        "class Rule:\n    def update(self, weights, gradient, state): weights -= gradient\n"
+        "syncline.init()\n"
+        "_, optimizer = syncline.prepare({'w': np.zeros(9, np.float32)}, Rule())\n"
+        "for _ in range(5): optimizer.step({'w': np.ones(9, np.float32)})\n"
+        "if syncline.rank() == 0: subprocess.run([sys.executable, '-m', 'syncline', 'top'], check=True)\n"
+        "syncline.barrier()\nprint('trained')\n"
+    )
+    assert call("run", "-n", "2", "--metrics", "0", str(script)).exit_code == 0
+    shown = capfd.readouterr()
+    assert len(re.findall(r"metrics at http://127\.0\.0\.1:\d+/metrics$", shown.err, re.MULTILINE)) == 2
+    assert re.search(r"2 workers, .*\nrank step .*\n0 +5 .*\n1 +5 ", shown.out)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = call("run", "-n", "2", "--metrics", str(port - 1), str(script))
+    assert ended.exit_code == 1
+    shown = capfd.readouterr()
+    assert re.search(
+        rf"rank 1 \(.*\) cannot serve metrics at 127\.0\.0\.1:{port} \(Address already in use\)", shown.err
+    )
+    assert "trained" not in shown.out

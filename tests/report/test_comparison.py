@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from syncline.errors import DataError
-from syncline.session.session import Stats
+from syncline.session.stats import Stats
 from syncline_bench.report import comparison
 from syncline_bench.report.columns import broken
 from syncline_bench.report.comparison import Point, Result, Row

@@ -101,6 +101,17 @@ def train(place: Place, cases: list[tuple[str, str]], steps: int) -> list[Any]:
     return found
 
 
+def not_finite(place: Place, steps: int) -> Any:
+    """Rank 1's gradients of the step with the number 2 are NaN."""
+    with joined(place, "ring"):
+        params, made, state = begin("sgd")
+        step = step_of(made)
+        for number in range(steps):
+            x, y = batch(number, syncline.rank(), syncline.world_size())
+            params, state = step(params, state, x, y * np.nan if (syncline.rank(), number) == (1, 2) else y)
+        return plain(params)
+
+
 def unwaited(place: Place, steps: int) -> Any:
     """Steps that are under way when the run ends, and others, whose results nobody has, when the process does."""
 

@@ -25,6 +25,13 @@ def test_a_step_that_fails_and_that_nobody_reads_is_told_at_the_end(tmp_path: Pa
     assert "rank 1" in made.printed[0]
 
 
+def test_gradients_that_are_not_finite_are_named_and_weights_are_not_compared(tmp_path: Path) -> None:
+    made = ranks(tmp_path, "jax_bodies.not_finite", WORKERS, 4, SYNCLINE_CHECK_FINITE="on")
+    made.all_named("in step 2 the gradient of * on rank 1 (* is not finite before the exchange")
+    made = ranks(tmp_path, "jax_bodies.not_finite", WORKERS, 1, SYNCLINE_CHECK_REPLICAS="5")
+    made.all_named("check_replicas compares weights, which Syncline does not see with JAX")
+
+
 def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
     assert all(ranks(tmp_path, "jax_bodies.forked", 2, 2).found())
 

@@ -12,6 +12,8 @@ from syncline.engine.order import Work
 from syncline.engine.step import Action, Agree, Apply, Average, BucketPhase, Steps, Submit, Wait
 from syncline.nouns import Layer, Spec
 from syncline.schedules import Schedule
+from syncline.session.checks import Checks
+from syncline.session.stats import Pace
 from syncline.session.tickets import AVERAGE, STEP, Meeting, Ticket, step_of
 from syncline.sync import Averages, SyncMode
 from syncline.sync.post_local import PostLocal
@@ -31,6 +33,9 @@ class Rank:
         self.layout = Laid(buckets, [schedule.priority(bucket) for bucket in buckets])
         self.schedule, self.mode, self.key, self.flags = schedule, mode, KEY, 0b10
         self.staging, self.world_size = SimpleNamespace(device=None), 1
+        self.paces: dict[int, Pace] = {}
+        self.process = SimpleNamespace(flight=None)
+        self.checks, self.error_every, self.measure_error = Checks(), 0, lambda *_: None
         self.engine, self.strategy = self, SimpleNamespace(server_holds_weights=False)
         self.heard: list[tuple[Any, ...]] = []
         self.operations: dict[int, BucketPhase] = {}  # by the identity of their works

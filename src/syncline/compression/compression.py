@@ -98,6 +98,10 @@ class Compression:
         self.participant = replace(me, report=self._not_finite.append, device=device, room=room)
         self._served, self._held, self._alone, self._name = served, held, alone, name
         self._clock = [0] * len(buckets)
+        self._error_every = 0
+        self._gradients: dict[int, float] = {}  # squared norms of buckets whose error is being measured
+        self.errors: dict[int, tuple[float, float]] = {}
+        """The squared norms of each bucket's gradients and residuals in the last measured step."""
         self._converted: dict[int, Floats] = {}
         self._pieces: dict[int, Divided] = {}  # made with the first exchange
         self._codecs = [codec_of(codec, spec) for spec in self._specs]
@@ -171,7 +175,18 @@ class Compression:
             part.state.step = step
         if not self._held:
             self.set_answered_step(number, parts)
+        if self._error_every and step % self._error_every == 0:
+            self._gradients[number] = squared(working)
         return made
+
+    def measure_errors(self, every: int) -> None:
+        """From now on measure ``errors`` every ``every`` steps, by a pass over gradients and residuals; 0: never.
+
+        Only where this process encodes whole gradients on the host with error feedback.
+        """
+        feeds_back = any(state.residual is not None for state in self._states)
+        whole = not self.participant.hosts and self.participant.device is None
+        self._error_every = every if feeds_back and whole else 0
 
     def _divided(self, parts: list[Operand], array: Floats, warming: int) -> Divided:
         me = self.participant
@@ -205,6 +220,10 @@ class Compression:
     def finish(self, number: int) -> None:
         """Record that the reducers of a bucket have finished."""
         self._clock[number] += 1
+        if number in self._gradients:
+            kept = ((part, self._states[part.tensor].residual) for part in self._buckets[number].slices)
+            residual = sum(squared(one[part.start : part.stop]) for part, one in kept if one is not None)
+            self.errors[number] = self._gradients.pop(number), residual
         array, working = self._arrays[number], self._working(number)
         if working is not array and (self.participant.owner >= 0 or not self._held):
             _convert(working, array, self.participant.decoding)
@@ -429,6 +448,11 @@ class Compression:
                     f"{codec} compresses {what}, but this schedule cuts {spec.name!r} at element {part.start}: use"
                     " schedule=fixed"
                 )
+
+
+def squared(values: Floats) -> float:
+    """The squared norm of an array."""
+    return float(np.dot(values, values))
 
 
 def computes_on_device(codec: Codec, layers: Sequence[Layer]) -> bool:

@@ -14,7 +14,7 @@ arrivals; ``training`` has the buckets, the steps and the owners.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -293,7 +293,8 @@ class FlatModel:
         storages, said = [self.gradients] * storages_of(session.strategy), None if held_or_agreed else rule
         self.exchange = BucketExchange(session, self.key, layout, storages, Staging(session.engine), rule=said)
         self._mode = self.exchange.mode
-        self.trained = TrainedModel(session, self.exchange, len(self.specs), Framework(apply=self._apply))
+        framework = Framework(apply=self._apply, weights=self._now)
+        self.trained = TrainedModel(session, self.exchange, len(self.specs), framework)
         self.held: Blocks | None = None  # the weights in the transport's memory, if they are exchanged or held there
         self.owned: OwnedModel | None = None
         if held_or_agreed:
@@ -402,7 +403,7 @@ class FlatModel:
         due = self.trained.machine.due
         with self.trained.others_waiting():
             if not self._alone:
-                self.trained.do(self.trained.machine.backward_ended())
+                self.trained.end_backward()
             observer = self.session.observer
             optimizing = None if observer is None else begin(observer, "optimizer", "optimizer step")
             try:
@@ -465,6 +466,12 @@ class FlatModel:
         """Update all weights: an engine that waits at the end of backward applies all buckets of a step together."""
         if self.owned is None:  # owners have updated the weights already
             self.weights.update(self.gradients.tensors)
+
+    def _now(self) -> Iterator[tuple[str, Array]]:
+        """The weights, for a comparison of the replicas. The buckets hold gradients meanwhile."""
+        held = [np.empty_like(array) for array in self.gradients.tensors]
+        self.weights.read(held)
+        return zip((spec.name for spec in self.specs), (array.view(np.uint8) for array in held), strict=True)
 
     # Between steps.
 

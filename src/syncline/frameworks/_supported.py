@@ -64,6 +64,15 @@ def check_schedule(strategy: Strategy, framework: str) -> None:
         )
 
 
+def check_no_replicas(session: Session, framework: str) -> None:
+    """Raise UsageError if replicas are to be compared, because the calls of this framework do not get the weights."""
+    if session.checks.replicas and not session.alone:
+        raise UsageError(
+            f"check_replicas compares weights, which Syncline does not see with {framework}: leave it out, or compare"
+            " them in the script, for example by the digests from syncline.gather()"
+        )
+
+
 def check_mode(strategy: Strategy, values: Groups, optimizer: str, keeps: bool) -> None:
     """Raise UsageError for a sync mode that does not fit an optimizer with these values; ``keeps``: it has a state."""
     mode, sync = strategy.sync_mode(), strategy.sync.name

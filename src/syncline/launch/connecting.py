@@ -21,6 +21,7 @@ from ..engine.flight import Flight
 from ..engine.trace import Observer
 from ..errors import UsageError
 from ..nouns import Group
+from ..session.checks import Checks
 from ..session.member import Membership, Process
 from ..session.session import Session
 from ..strategy.strategy import Strategy, check_asked
@@ -103,12 +104,14 @@ def connect_session(
     tls: str | None = None,
     recording: SessionSpans | None = None,
     flight: FlightPlace | None = None,
+    checks: Checks = Checks(),  # noqa: B008 - a frozen value
 ) -> Session:
     """Join the processes that meet at ``point`` under the name ``run``: workers, then the strategy's servers.
 
     ``secret``, ``interface``, ``timeout`` and ``tls`` are as in ``syncline.init``. If the strategy leaves the
     architecture open, the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until
-    the session ends. ``flight`` is the memory for this process's flight record.
+    the session ends. ``flight`` is the memory for this process's flight record. All processes must ask for the same
+    ``checks``.
     """
     check_asked(strategy)
     tls = tls or os.environ.get("SYNCLINE_TLS")  # here, so that it holds for every session, whoever begins it
@@ -126,6 +129,7 @@ def connect_session(
             address = listen_address(environment, interface)
             terms = {"strategy": str(strategy), "version": __version__, folder.VARIABLE: traced}
             terms[algorithm_choice.VARIABLE] = algorithm_choice.mode()
+            terms["checks"] = checks.asked
             doors = Listener(address, run_id(run), joined.secret, environment.rank, environment.world, tls=joined.tls)
             with closing(doors):
                 roll = client.call_roll(doors.describe(terms), run, joined.secret)
@@ -155,6 +159,7 @@ def connect_session(
             flight=None if flight is None else _begun(flight, roll, workers),
         )
         session = Session(chosen, Membership(process), left_open=strategy.architecture == AUTO)
+        session.checks = checks
         with _ending(session):
             process.watcher = Watcher(roll, control, process.on_peer_failure, process.left, liveness_s, process.answer)
             process.watcher.start()

@@ -2,17 +2,17 @@
 
 A session is the communicator of all workers of a run, with its strategy and models; there may also be servers. A group
 of workers with its own models is a session too, over the same process. ``launch.connecting`` makes the session of the
-run, ``Session.within`` that of a group. ``Stats`` has totals, choices, and the timing of this worker's steps.
+run, ``Session.within`` that of a group.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 import zlib
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -30,8 +30,10 @@ from ..strategy.choice import Choice
 from ..strategy.strategy import Strategy
 from ..strategy.words import AUTO, NONE
 from ..sync import Kept, momentum_of, momentum_with
+from .checks import Checks
 from .communicator import Array, Communicator, Everyone, compiled, phases_of, planned
 from .member import AnyError, Membership
+from .stats import Coordination, Pace, Stats, error_of
 from .tickets import BUCKET_KEYS, TABLE
 
 log = logging.getLogger("syncline")
@@ -47,61 +49,6 @@ _MOMENTA: Mapping[Kept, str] = {
     "shared": "momentum=shared: all pushes share the optimizer's state, as it is not SGD with momentum",
 }
 """What ``momentum=auto`` has decided, and why."""
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Totals since the start of the session.
-
-    ``strategy`` is the resolved strategy. ``blocked_s`` is the time the training thread was blocked in Syncline. Bytes
-    are per peer process, counted at the transport with all headers. ``transport`` names the transports of this
-    process's messages (``shm+tcp`` with peers on this host and others). If ``architecture=auto`` was measured,
-    ``algorithms`` maps sizes in bytes to the algorithms used from that size on. ``exchange`` says how gradients become
-    one average; ``reason`` explains the choices of ``codec=auto``, ``schedule=auto`` and ``momentum=auto``, or the
-    absence of compression.
-
-    ``staleness`` counts this worker's steps by its lead over the slowest worker at their start. ``version_lag`` counts
-    its pushes by the number of updates that owners had made since they sent the push's weights. ``waited_s`` is the
-    time that it waited before steps, by the rank that it waited for.
-    """
-
-    strategy: str
-    blocked_s: float = 0.0
-    bytes_sent: Mapping[int, int] = field(default_factory=dict)
-    bytes_received: Mapping[int, int] = field(default_factory=dict)
-    transport: str = ""
-    algorithms: Mapping[int, str] = field(default_factory=dict)
-    exchange: str = ""
-    reason: str = ""
-    staleness: Mapping[int, int] = field(default_factory=dict)
-    version_lag: Mapping[int, int] = field(default_factory=dict)
-    waited_s: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def chosen(self) -> str:
-        """The strategy and the measured choices, for result rows."""
-        by_size = f", by size: {Choice(tuple(self.algorithms.items()))}" if self.algorithms else ""
-        why = f" ({self.reason})" if self.reason else ""
-        return f"{self.strategy}{by_size}{why}"
-
-
-class Coordination:
-    """The counts of one worker that ``Stats`` describes. For the training thread."""
-
-    def __init__(self) -> None:
-        self.staleness: Counter[int] = Counter()
-        self.version_lag: Counter[int] = Counter()
-        self.waited_s: defaultdict[int, float] = defaultdict(float)
-
-    def begun(self, ahead: int = 0) -> None:
-        """Count a step that began with this lead over the slowest worker."""
-        self.staleness[ahead] += 1
-
-    def pushed(self, lag: int, waited_s: float, held_by: int) -> None:
-        """Count a push with its version lag, and the time that a rank then made the worker wait."""
-        self.version_lag[lag] += 1
-        if waited_s > 0:
-            self.waited_s[held_by] += waited_s
 
 
 class Session(Communicator):
@@ -135,6 +82,12 @@ class Session(Communicator):
         """The pool that distributes batches, once a sampler uses one."""
         self.coordination = Coordination()
         """The timing of this worker's steps relative to the others."""
+        self.paces: dict[int, Pace] = {}
+        """The steps of each model by its first key."""
+        self.checks = Checks()
+        """The checks that were asked for, the same on all workers."""
+        self.error_every = 0
+        """The number of steps between measures of a codec's error; 0 for none."""
         self.consolidates: dict[int, Callable[[], None]] = {}
         """By a model's first key: a call that gives the model the newest weights, on every worker that makes the call.
         """
@@ -156,6 +109,7 @@ class Session(Communicator):
         made = Session(self.strategy, member, number, left_open=self.left_open)
         made.choice, made.chose_codec, made.reason = self.choice, self.chose_codec, self.reason
         made.chooses_schedule = self.chooses_schedule and len(ranks) > 1
+        made.checks, made.error_every = self.checks, self.error_every
         made.family = self.family
         made.family.append(made)
         made._fit_in()
@@ -496,16 +450,39 @@ class Session(Communicator):
     # Measures and the end.
 
     def stats(self) -> Stats:
-        """Totals since the start."""
-        went = self.coordination
-        beside = dict(went.staleness), dict(went.version_lag), dict(went.waited_s)
+        """Totals since the start. Callable from any thread."""
+        went, here = self.coordination, list(self.family) if self is self.family[0] else [self]
+        paces = [pace for one in here for pace in list(one.paces.values())]
+        pace = max(paces, key=lambda one: one.steps, default=Pace())
+        timed_steps, timed_s, step_s = pace.timed
+        made = Stats(
+            str(self.strategy),
+            staleness=dict(went.staleness),
+            version_lag=dict(went.version_lag),
+            waited_s=dict(went.waited_s),
+            at_s=time.perf_counter(),
+            steps=pace.steps,
+            step_s=step_s,
+            timed_steps=timed_steps,
+            timed_s=timed_s,
+            samples=pace.samples(),
+            compression_error=error_of(paces),
+        )
         if self.member.alone:
-            return Stats(str(self.strategy), 0.0, {}, {}, "", {}, "", "", *beside)
+            return made
         sent, received = self.engine.traffic()
-        algorithms = {} if self.choice is None else dict(self.choice.table)
-        exchange, blocked_s, carrier = self.strategy.exchange, self.engine.blocked_s, self.engine.transport.name
         strategy, reason = self._running()
-        return Stats(str(strategy), blocked_s, sent, received, carrier, algorithms, exchange, reason, *beside)
+        return replace(
+            made,
+            strategy=str(strategy),
+            blocked_s=self.engine.blocked_s,
+            bytes_sent=sent,
+            bytes_received=received,
+            transport=self.engine.transport.name,
+            algorithms={} if self.choice is None else dict(self.choice.table),
+            exchange=self.strategy.exchange,
+            reason=reason,
+        )
 
     def _running(self) -> tuple[Strategy, str]:
         """The strategy, with the schedule that was chosen for the first model, and the reason."""

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -24,6 +24,7 @@ from ..errors import SynclineError, UsageError
 from ..launch.connecting import alone, connect_session
 from ..launch.environment import of_store
 from ..launch.rendezvous import Rendezvous
+from ..session.checks import asked_for
 from ..session.communicator import Communicator
 from ..session.printing import end_failed, watch_exceptions
 from ..session.session import Session
@@ -31,8 +32,12 @@ from ..strategy.strategy import Strategy
 from ..strategy.words import NONE
 from .group import SynclineGroup
 
+if TYPE_CHECKING:
+    from ..metrics import Metrics
+
 _live: list[Session] = []
 _watching = False
+_metrics: tuple[Session, Metrics] | None = None
 
 
 def create(options: Any, strategy: Any = None) -> SynclineGroup:
@@ -89,7 +94,24 @@ def _begin(store: Any, rank: int, size: int, limit_s: float, name: str, strategy
         finally:
             point.close()
     _live.append(session)
+    _serve(session)
     return session
+
+
+def _serve(session: Session) -> None:
+    """Serve the metrics of the first session, if they are asked for."""
+    global _metrics
+    if _metrics is None and os.environ.get("SYNCLINE_METRICS"):
+        from ..metrics import serving_of
+
+        serving = serving_of(os.environ)
+        try:
+            _metrics = None if serving is None else (session, serving.begin(session))
+        except SynclineError as error:
+            _live.remove(session)
+            session.fail(error)
+            session.shutdown()
+            raise
 
 
 def chosen(text: str | None) -> Strategy:
@@ -104,6 +126,11 @@ def chosen(text: str | None) -> Strategy:
         raise UsageError(f"{found}: the collectives of a process group are synchronous; {remedy}")
     if found.budget_s:
         raise UsageError(f"{found}: a process group has no schedule, so it cannot try schedules; {remedy}")
+    if checks := asked_for().asked:
+        raise UsageError(
+            f"{checks}: a process group does not know the steps of a model; leave SYNCLINE_CHECK_REPLICAS and"
+            " SYNCLINE_CHECK_FINITE out, or use syncline.prepare()"
+        )
     if found.codec != NONE:
         codec = replace(Strategy.parse(""), codec=found.codec)
         raise UsageError(
@@ -116,8 +143,12 @@ def chosen(text: str | None) -> Strategy:
 
 def _end(session: Session) -> None:
     """End a session. Raises a failure of the run that no call has raised yet."""
+    global _metrics
     if session in _live:
         _live.remove(session)
+        if _metrics is not None and _metrics[0] is session:
+            _metrics[1].close()
+            _metrics = None
         failure = session.shutdown()
         if failure is not None:
             raise failure
@@ -149,3 +180,5 @@ def _forget() -> None:
     for session in _live:
         session.process.forget_in_child()
     _live.clear()
+    if _metrics is not None:
+        _metrics[1].forget()

@@ -45,6 +45,7 @@ from ..session.layout import (
     push_nothing,
 )
 from ..session.session import Session
+from ..session.stats import Pace
 from ..session.tickets import JOINED, STEP, Meeting, Ticket, step_of
 from ..strategy.strategy import Strategy
 from ..sync import Averages, exchanges_gradients
@@ -191,6 +192,7 @@ class BucketExchange:
         self._orders: dict[tuple[int, int, Phase], Order | CodedOrder] = {}  # by storage, bucket and phase
         self._planned, self._chosen = session.strategy, session.choice  # of the orders
         self._checked: Meeting | None = None  # the last meeting at which all ranks had the same rule
+        self._pace, self._error_every = Pace(), 0  # of the codec's measured error
         self.compress()
         self._exchanges = 0  # in this layout
         self._shown: Meeting | None = None  # of the last step, if rank 0's announcement in it counts
@@ -255,6 +257,21 @@ class BucketExchange:
         else:
             self._compressions = [compression, *(compression.beside(self.in_place(other)) for other in others)]
         self._reduced, self._orders = {}, {}
+        self.measure_error(self._pace, self._error_every)
+
+    def measure_error(self, pace: Pace, every: int) -> None:
+        """From now on measure the error of the codec of gradients every ``every`` steps, for ``pace``; 0: never."""
+        self._pace, self._error_every = pace, every
+        for one in self._compressions:
+            one.measure_errors(every)
+        if self._compressions:
+            pace.errors = self._compressions[0].errors
+
+    def bucket(self, operation: BucketPhase) -> tuple[Bucket, Array]:
+        """A bucket and its elements where the training thread has put them."""
+        storage, number = self.storages[self.place(operation.step)], operation.bucket
+        on_device = self.staging.device is not None
+        return self.layout.buckets[number], storage.pair(number).device if on_device else storage.arrays[number]
 
     def close(self) -> None:
         """End all exchanges. Tensors keep their values."""

@@ -12,15 +12,18 @@ An adapter tells ``machine`` when a gradient is complete and when the optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..compression.saved import Saved
 from ..engine.order import Work
 from ..engine.step import Action, Agree, Apply, BucketPhase, Steps, Submit, Wait
+from ..session.checks import ModelChecks
+from ..session.communicator import Array
 from ..session.layout import Layout
 from ..session.session import Session
+from ..session.stats import Pace
 from ..session.tickets import AVERAGE, CONSOLIDATE, STEP, Meeting, step_argument
 from ..sync import alone
 from .exchange import BucketExchange
@@ -55,6 +58,8 @@ class Framework:
     """Update the weights of these buckets."""
     averaged: Callable[[int], None] = nothing
     """Averaged weights have arrived, in an exchange of that kind: wait for the buffers."""
+    weights: Callable[[], Iterable[tuple[str, Array]]] = tuple
+    """The name and the bytes of each tensor of weights, for a comparison of the replicas."""
 
 
 class TrainedModel:
@@ -73,6 +78,12 @@ class TrainedModel:
         self.share = 1.0 if alone(exchange.mode) else 1.0 / session.world_size
         """The factor of a gradient in its bucket: 1/N in a mean of N, 1 if each push is an update by itself."""
         self._works: dict[BucketPhase, Work] = {}
+        self.pace = session.paces[exchange.key] = Pace()
+        """Counts the steps."""
+        exchange.measure_error(self.pace, session.error_every)
+        self._checks: ModelChecks | None = None
+        if session.checks.asked:
+            self._checks = ModelChecks(session, session.checks, [layer.spec.name for layer in exchange.layout.layers])
         self.steps = 0
         """The number of finished steps."""
         self.machine = self._machine(0)
@@ -137,17 +148,31 @@ class TrainedModel:
         if self.weights is not None:
             self.weights.made_alone()
         self.machine.made_alone()
-        self.steps += 1
+        self._count_step()
 
     def made_step(self, due: bool) -> None:
         """Note a step. If it was ``due``, its gradients have been exchanged or are in flight."""
-        self.steps += 1
+        self._count_step()
         if due:
             self._exchange.exchanged(self.meeting)
             if self._exchange.mode.merges or self._session.alone:
                 self._session.coordination.begun()
         if self.weights is not None:
             self.weights.follows = True
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        self.pace.stepped(self.steps)
+
+    def end_backward(self) -> None:
+        """Carry out the end of a backward pass. Raises GradientError for gradients that a check refuses."""
+        step = self.machine.begun - 1
+        self.do(self.machine.backward_ended())
+        self._conclude(step)
+
+    def _conclude(self, step: int) -> None:
+        if self._checks is not None:
+            self._checks.conclude(step, self._exchange.mode.merges)
 
     def settle(self) -> None:
         """Carry out an exchange of weights that is due before the next step."""
@@ -192,7 +217,11 @@ class TrainedModel:
             for tensor in range(self._tensors):
                 actions += machine.produced(tensor)
             actions += [*machine.backward_ended(), *machine.flush()]
+        if kind == STEP and self._checks is not None:
+            self._checks.compare(step, None)
         self.do([action for action in actions if not isinstance(action, Agree)])
+        if kind == STEP:
+            self._conclude(step)
 
     def forget(self) -> None:
         """Forget the current step: it is over, or was abandoned before any other rank knew of it."""
@@ -226,6 +255,8 @@ class TrainedModel:
         meeting = self._session.meet(kind, argument, weight=weight, flags=flags)
         self.begun = True
         self._met(kind, meeting, step)
+        if kind == STEP and self._checks is not None:
+            self._checks.compare(step, framework.weights)
 
     def _note_step(self, step: int) -> None:
         """Exchanges from now on belong to that step in the flight record."""
@@ -257,6 +288,8 @@ class TrainedModel:
             self.weight = self._framework.weight()
             self._framework.begin()
         self.begun = True
+        if self._checks is not None and self._checks.finite and submit.after is None:
+            self._checks.look(*self._exchange.bucket(submit.operation))
         after = None if submit.after is None else self._works.pop(submit.after)
         started = self._exchange.start(submit.operation, self.meeting, submit.priority, after)
         self._works[submit.operation] = started

@@ -38,6 +38,16 @@ def _check_script(script: str, module: bool) -> None:
     "--check", is_flag=True, help="First check this machine as syncline doctor does, and end if a check fails."
 )
 @click.option("--tls", help="Encrypt the connections: on, or a folder with ca.pem, cert.pem and key.pem.")
+@click.option(
+    "--metrics",
+    metavar="[HOST:]PORT[,error=N]",
+    envvar="SYNCLINE_METRICS",
+    help="Serve Prometheus metrics, of rank 0 at PORT and of the others at the next ports; syncline top shows them.",
+)
+@click.option("--check-replicas", type=click.IntRange(min=0), metavar="N", help="Compare the weights every N steps.")
+@click.option(
+    "--check-finite", type=click.Choice(["on", "warn"]), help="End, or warn, at NaN or infinity in gradients."
+)
 @TRACE
 @click.option(
     "--flight",
@@ -58,6 +68,9 @@ def run(
     strategy: str | None,
     check: bool,
     tls: str | None,
+    metrics: str | None,
+    check_replicas: int | None,
+    check_finite: str | None,
     timeline_path: Path | None,
     flight_path: Path,
     module: bool,
@@ -85,6 +98,15 @@ def run(
         parsed.resolve(Group(workers, servers))  # some strategies are impossible for some numbers of workers
         env["SYNCLINE_STRATEGY"] = str(parsed)
     _check_script(script, module)
+    if metrics:
+        from syncline.metrics import VARIABLE, read_serving
+
+        read_serving(metrics, "--metrics")
+        env[VARIABLE] = metrics
+    if check_replicas is not None:
+        env["SYNCLINE_CHECK_REPLICAS"] = str(check_replicas)
+    if check_finite is not None:
+        env["SYNCLINE_CHECK_FINITE"] = check_finite
     servers = servers or 0
     if check:
         _check_machine(workers + servers)

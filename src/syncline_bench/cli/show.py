@@ -1,4 +1,4 @@
-"""The commands that show something: ``syncline show``, ``strategies`` and ``timeline``."""
+"""The commands that show something: ``syncline show``, ``strategies``, ``timeline`` and ``top``."""
 
 from __future__ import annotations
 
@@ -116,3 +116,16 @@ def timeline(folder: Path, output: Path | None) -> None:
     if written is None:
         raise UsageError(f"there are no parts of a timeline in {folder}")
     click.echo(f"timeline: {target} ({written.text})")
+
+
+@click.command()
+@click.argument("addresses", nargs=-1, metavar="[HOST:PORT]...")
+def top(addresses: tuple[str, ...]) -> None:
+    """Show the ranks of runs that were started with --metrics in a live table: step times, communication, traffic.
+
+    Without an address, those of your runs on this machine. HOST:PORT of a run's first process stands for all of its
+    host. Ctrl-C ends it, and so does the end of the run.
+    """
+    from .. import top as watching
+
+    watching.run(addresses)

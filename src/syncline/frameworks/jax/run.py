@@ -27,7 +27,7 @@ from ...sync import Averages
 from .._checkpoint import load, load_alone, save, save_alone
 from .._computations import KINDS, tensors_of_calls
 from .._flat import Array, FlatModel, serve_flat
-from .._supported import check_average, check_schedule, decide_mode, warn_of_plain_steps
+from .._supported import check_average, check_no_replicas, check_schedule, decide_mode, warn_of_plain_steps
 from .calls import PUT, TAKE, TOKEN, Buckets, Call, calls, invoke, invoke_code, shared, unseen, wait_for_steps
 from .trees import (
     OptaxSlices,
@@ -93,6 +93,7 @@ class Run:
         if optimizer is None:
             check_average(session, "syncline.jax.distributed(optimizer)")
         check_schedule(session.strategy, "JAX")
+        check_no_replicas(session, "JAX")
 
     # The start.
 

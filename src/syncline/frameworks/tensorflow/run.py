@@ -29,7 +29,7 @@ from ...session.session import Session
 from ...sync import Averages, exchanges_gradients
 from .._computations import KINDS, keep_state, tensors_of_calls
 from .._flat import Array, FlatModel, serve_flat
-from .._supported import check_schedule, decide_mode
+from .._supported import check_no_replicas, check_schedule, decide_mode
 from .variables import VariableWeights, resource
 
 Unused = Literal["error", "zeros"]
@@ -172,6 +172,7 @@ class Run:
         """The exception of a call. TensorFlow passes on only its text."""
         self.model: FlatModel
         check_schedule(session.strategy, "TensorFlow")
+        check_no_replicas(session, "TensorFlow")
 
     def begin(self, build: Build, owner: object, *, keeps: bool) -> bool:
         """Meet all processes and copy rank 0's values. Returns False on a server after its work.

@@ -71,6 +71,8 @@ class Samples:
         self._forward = 0.0
         self._new: list[_Pass] = []  # forward passes that the present backward pass is the first to reach
         self._again: list[_Pass] = []  # forward passes that an earlier backward pass has reached too
+        self.total = 0.0
+        """The weights of all exchanges so far."""
         self._kept: list[float] = []  # weights of earlier backward passes since the last exchange
 
     def before_forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
@@ -113,6 +115,7 @@ class Samples:
 
     def reset(self) -> None:
         """Start again from 0: the gradients were exchanged."""
+        self.total += self.weight or 0.0
         self._kept, self._new, self._again = [], [], []
 
     def resume(self, weight: float) -> None:

@@ -264,6 +264,7 @@ class TrainedReplica(Replica):
             met=self._met,
             apply=self._apply,
             averaged=self._averaged,
+            weights=self.weights,
         )
         super().__init__(session, model, options, framework, first_key=first_key, copier=copier)
         self._fills_missing = options.unused == "zeros"
@@ -274,7 +275,8 @@ class TrainedReplica(Replica):
             self.counting = Fixed(weight)
             self.hooks = Hooks(session, model, self.named, *events)
         else:
-            self.counting = self._samples = Samples(weight, self.came_through_output)
+            self.counting = self._samples = samples = Samples(weight, self.came_through_output)
+            self.trained.pace.samples = lambda: samples.total
             self.hooks = Hooks(session, model, self.named, *events, self.after_forward)
         self._synchronising = True  # False inside no_sync()
         self._synchronises = self._alone = False  # the backward pass is exchanged, or is a step of this rank alone
@@ -536,7 +538,7 @@ class TrainedReplica(Replica):
                 self._produced.fill(index, self._local)
             self._untold += missing
             self._tell()
-        self.trained.do(self.trained.machine.backward_ended())
+        self.trained.end_backward()
         self.buffers.finish()
 
     # Steps.

@@ -11,7 +11,7 @@ Each such change is refused with the parameter's name and a remedy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from .buffers import unsynchronised
 from .hooks import Hooks, Listeners
 from .options import Counting, Named, Options, Selection
 from .staging import CudaCopier, device_of, staging_for
-from .storage import Storage, layers_of
+from .storage import Array, Storage, as_bytes, layers_of, memory
 from .supported import check_only_ours
 from .timing import LayerTimes, clock_of
 
@@ -102,6 +102,12 @@ class Replica:
                 " (was another method called?). Give syncline.prepare() a number as weight="
             )
         return weight
+
+    def weights(self) -> Iterator[tuple[str, Array]]:
+        """The name and the bytes of each parameter that all ranks have alike."""
+        for name, parameter in self.model.named_parameters():
+            if not self.selection.ignores(parameter):
+                yield name, memory(as_bytes(parameter.contiguous()).cpu())
 
     def check_start(self) -> None:
         """Check the model at the start of a step that is exchanged."""
