@@ -17,7 +17,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "numpy_loop.py"
 def test_run_records_all_processes_and_numpy_scripts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path / "by variable.json"))  # what an option says counts
     path = tmp_path / "t.json.gz"
-    result = call("run", "-n", "2", "--servers", "1", "--trace", str(path), str(EXAMPLE), "ps(servers=1)")
+    files = ("--trace", str(path), "--flight", str(tmp_path / "f.json"))  # the second only if it ends badly
+    result = call("run", "-n", "2", "--servers", "1", *files, str(EXAMPLE), "ps(servers=1)")
     assert result.exit_code == 0, result.output
     assert f"syncline: timeline: {path} (" in result.output
     assert [found.name for found in tmp_path.iterdir()] == ["t.json.gz"]

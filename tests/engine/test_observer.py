@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -15,9 +16,11 @@ from recorded import Recorder
 from syncline.compression.reducers import Message, Reducer, Round, Sum
 from syncline.engine import trace
 from syncline.engine.engine import Engine
+from syncline.engine.flight import BYTES, Flight
 from syncline.engine.order import CodedOrder, Lane, Order, When, Work
 from syncline.engine.trace import Span
-from syncline.errors import PeerTimeout
+from syncline.errors import ClosedError, PeerTimeout
+from syncline.timeline.flight import parse
 from syncline.transports.inproc import Hub
 
 
@@ -122,6 +125,29 @@ def test_a_work_is_told_with_what_it_is_for() -> None:
     assert sorted(span.step for span in one.spans("compute")) == [0, 0, 0, 1, 1]
     messages = {(span.kind, span.peer, span.nbytes) for span in one.spans("send") if span.label == "a message"}
     assert messages == {("send", 1, 5)}
+
+
+def test_exchanges_and_waits_reach_the_flight_record_and_other_works_do_not() -> None:
+    memory, hub = mmap.mmap(-1, BYTES), Hub(2)
+    flight = Flight(memory, 0, {"name": "rank 0", "processes": 2, "workers": 2, "run": ""})
+    made = [Engine(hub.transport(0), flight=flight), Engine(hub.transport(1))]
+    try:
+        exchange_all(made)
+        made[1].start(Order(ring(1), np.ones(6), 1, "bucket 1"))
+        made[0].run(Order(ring(0), np.ones(6), 1, "bucket 1"), LIMIT_S)
+        hung = made[0].start(Order(ring(0), np.ones(6), 3, "bucket 3"))
+        with pytest.raises(PeerTimeout):
+            made[0].wait(hung, timeout=0.01)
+        found = parse(memory[:])
+        assert found is not None
+        told = [(one.label, one.key, one.nbytes, one.turn, one.is_open) for one in found.operations]
+        again, last = ("bucket 1", 1, 48, 2, False), ("bucket 3", 3, 48, 1, True)
+        assert told == [("bucket 1", 1, 48, 1, False), ("bucket 2", 2, -1, 1, False), again, last]
+        assert found.blocked_s == 0.0
+    finally:
+        for engine in made:
+            engine.fail(ClosedError("the test is over"))
+            engine.close()
 
 
 def test_a_work_that_waits_for_its_gate_has_not_begun_to_run() -> None:

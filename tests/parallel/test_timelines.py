@@ -11,6 +11,7 @@ import timeline_bodies as bodies
 from click.testing import CliRunner
 
 from pool import Pool
+from syncline.timeline.flight_memory import record_in
 from syncline_bench.cli.show import timeline
 from timelines import load
 
@@ -60,11 +61,11 @@ def test_rank_0_collects_what_all_have_recorded(
     pool: Pool, address: str, tmp_path: Path, strategy: str, world: int, clocks: bool
 ) -> None:
     path = tmp_path / "t.json.gz"
-    environ = {"SYNCLINE_TRACE": str(path)}
+    environ = {"SYNCLINE_TRACE": str(path), "SYNCLINE_FLIGHT": str(tmp_path / "f.json")}
     with pool.start(bodies.trains, everyone(world, address, strategy, clocks), environ) as group:
         times = [ends for ends in group.results() if ends is not None]  # a server ends in prepare
         assert "syncline: timeline: " in group.ranks[0].printed(), group.ranks[0]
-    assert [found.name for found in tmp_path.iterdir()] == ["t.json.gz"]
+    assert [found.name for found in tmp_path.iterdir()] == ["t.json.gz"]  # and nothing of the flight record
     found = load(path)
     events, error_us = found["traceEvents"], found["otherData"]["clock error (us)"]
     servers = strategy.count("servers")
@@ -88,8 +89,10 @@ def test_rank_0_collects_what_all_have_recorded(
 
 @pytest.mark.parametrize("how", ["raised", "killed"])
 def test_what_a_failed_run_has_left_can_be_put_together(pool: Pool, address: str, tmp_path: Path, how: str) -> None:
-    folder = tmp_path / "t.json.parts"
-    with pool.start(bodies.fails, everyone(3, address, how), {"SYNCLINE_TRACE": str(tmp_path / "t.json")}) as group:
+    """And its flight record, in a folder where no launcher collects it."""
+    folder, flights = tmp_path / "t.json.parts", tmp_path / "f.json.parts"
+    environ = {"SYNCLINE_TRACE": str(tmp_path / "t.json"), "SYNCLINE_FLIGHT": str(tmp_path / "f.json")}
+    with pool.start(bodies.fails, everyone(3, address, how), environ) as group:
         group.hear(1, among=[0, 2])
         group.ranks[1].line.send("end")
         group.end()
@@ -102,6 +105,13 @@ def test_what_a_failed_run_has_left_can_be_put_together(pool: Pool, address: str
     stuck = {event["pid"] for event in of(events, "run") if event["args"].get("unfinished")}
     assert 1 in stuck
     assert 2 not in stuck
+    assert told.count(f"syncline flight {flights}") >= 1
+    record = record_in(flights)
+    assert record is not None
+    assert record.culprits == (1,)
+    assert [len(part.operations) - len(record.parts[1].operations) for part in record.parts] == [1, 0, 1]
+    said = "failed with ValueError: the data of this rank are spoilt and " if how == "raised" else ""
+    assert record.verdict.startswith(f"rank 1 {said}did not enter allreduce; ranks 0, 2 waited for it")
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

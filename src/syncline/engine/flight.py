@@ -58,14 +58,18 @@ _HERE = f"{Path(__file__).parents[1]}{os.sep}"
 class Flight:
     """The record of this process, written to ``memory`` of ``BYTES``. Thread-safe. ``step`` is the training step.
 
-    ``remove`` is called at an end without a fault.
+    ``on_end`` is called with True at the first fault, or with False at an end without one.
     """
 
     def __init__(
-        self, memory: mmap.mmap, process: int, notes: Mapping[str, object], remove: Callable[[], None] = lambda: None
+        self,
+        memory: mmap.mmap,
+        process: int,
+        notes: Mapping[str, object],
+        on_end: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.step = -1
-        self._remove = remove
+        self._on_end = on_end
         self.faulted = False
         self._memory = memory
         self._whole = memoryview(memory)
@@ -140,12 +144,13 @@ class Flight:
         }
         self.note({"fault": told}, NOTES_BYTES)
         struct.pack_into("<I", self._memory, _STATE_AT, FAILED)
+        self._on_end(True)
 
     def close(self) -> None:
         """End the record. It stays if there was a fault."""
         if not self.faulted:
             struct.pack_into("<I", self._memory, _STATE_AT, UNUSED)
-            self._remove()
+            self._on_end(False)
 
 
 def _frames(error: BaseException) -> list[str]:
@@ -161,9 +166,12 @@ def _frames(error: BaseException) -> list[str]:
 def _described(frame: FrameType | None, line: int) -> list[str]:
     """A stack as texts, the innermost call outside Syncline first. ``line`` replaces that of the first frame."""
     found: list[str] = []
+    inside = False
     while frame is not None and len(found) < _MOST_FRAMES:
         code = frame.f_code
         if not code.co_filename.startswith(_HERE):
             found.append(f"{code.co_filename}:{frame.f_lineno if line < 0 else line} ({code.co_name})"[-300:])
+        elif not inside:  # what Syncline itself has called does not count
+            found, inside = [], True
         frame, line = frame.f_back, -1
     return found

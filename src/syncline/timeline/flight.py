@@ -53,6 +53,7 @@ MOST_BYTES = 1 << 29
 
 _MOST_PROCESSES = 1 << 20
 _SHOWN_S = 0.1
+_LIBRARIES = "/site-packages/", "/dist-packages/", "/lib/python3", "<frozen "
 _TEXT_CHARACTERS = 2000
 
 
@@ -94,6 +95,12 @@ class Fault:
     culprit: int = -1
     waits: Mapping[int, str] = field(default_factory=dict)
     frames: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The innermost call of the script, or else of a library; empty if it is unknown."""
+        own = [frame for frame in self.frames if not any(part in frame for part in _LIBRARIES)]
+        return next(iter(own or self.frames), "")
 
 
 @dataclass(frozen=True)
@@ -428,8 +435,8 @@ def _sentence(
         text += f" for {waited_s:.1f} s" if waited_s >= _SHOWN_S else ""
     places = [(one, known[one].fault) for one in guilty if one in known]
     for one, fault in places:
-        if fault is not None and fault.frames:
-            text += f"; {_called([one], workers)} was at {fault.frames[0]}"
+        if fault is not None and fault.place:
+            text += f"; {_called([one], workers)} was at {fault.place}"
     return text
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..engine.flight import BYTES, Flight
 from ..errors import UsageError
 from ..kernels.private import NotPrivateError, new_file, private_folder, read_file
+from ..wire.reports import first_time, say
 from .flight import FlightRecord, ProcessFlight, merge, parse
 from .folder import checked_target, folder_of, make_folder
 
@@ -84,7 +85,16 @@ class FlightPlace:
 
     def begin(self, process: int, **notes: object) -> Flight | None:
         """Begin the record; ``notes`` describe the process."""
-        return None if self._memory is None else Flight(self._memory, process, notes, self.remove)
+        return None if self._memory is None else Flight(self._memory, process, notes, self._end)
+
+    def _end(self, failed: bool) -> None:
+        if not failed:
+            self.remove()
+        elif self._path is not None:
+            folder = self._path.parent
+            text = f"each process left its part of the flight record in {folder}"
+            if first_time(text):
+                say(f"syncline: {text}; `syncline flight {folder}` tells who waited for whom\n")
 
     def remove(self) -> None:
         """Remove the file, and the folder if it is the last one."""

@@ -54,7 +54,7 @@ for verb in (
     *(trainings.compare, trainings.accuracy, trainings.tune),
     *(bench.bench, bench.calibrate),
     *(predict.predict, predict.reproduce),
-    *(show.show, show.strategies, show.timeline, show.top),
+    *(show.show, show.strategies, show.timeline, show.flight, show.top),
 ):
     cli.add_command(verb)
 

@@ -1,13 +1,15 @@
-"""The commands that show something: ``syncline show``, ``strategies``, ``timeline`` and ``top``."""
+"""The commands that show something: ``syncline show``, ``strategies``, ``timeline``, ``flight`` and ``top``."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ._options import FILE, MOST_RANKS, node_sizes
+from ._options import FILE, MOST_RANKS, REPORT, node_sizes
 
 if TYPE_CHECKING:
     from syncline.nouns import Group
@@ -129,3 +131,56 @@ def top(addresses: tuple[str, ...]) -> None:
     from .. import top as watching
 
     watching.run(addresses)
+
+
+@click.command()
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.option("-o", "--output", type=FILE, help="The file to write; default: FOLDER without .parts.")
+@REPORT
+@click.option(
+    "--torch", "dumps", type=click.Path(file_okay=False, path_type=Path),
+    help="Write a new folder for torchfrtrace, PyTorch's analyzer of flight records.",
+)  # fmt: skip
+def flight(path: Path, output: Path | None, report_path: Path | None, dumps: Path | None) -> None:
+    """Show a flight record: who waited for whom in which operation when a run ended badly.
+
+    PATH is the file that syncline run has written, or the folder of parts that processes of other launchers have left,
+    such as flight.json.parts. The parts are merged into one file; copy those of other hosts into the folder first.
+    """
+    from syncline.errors import UsageError
+    from syncline.timeline.flight import dump, load
+    from syncline.timeline.flight_memory import flight_target, record_in
+
+    from ..report.files import replace_text, result_paths
+    from ..report.flight import lines, torch_dumps
+
+    target = None if output is None else flight_target(output)
+    if path.is_dir() and target is None:
+        target = flight_target(path.resolve().with_suffix(""))
+    result_paths({"-o": target, "--report": report_path})
+    record = record_in(path) if path.is_dir() else load(path)
+    if record is None:
+        raise UsageError(f"there are no parts of a flight record in {path}")
+    if target is not None:
+        replace_text(target, dump(record))
+        click.echo(f"flight record: {target}")
+    if report_path is not None:
+        from ..report.page import flight_page
+
+        replace_text(report_path, flight_page(record))
+    if dumps is not None:
+        _write_dumps(dumps, torch_dumps(record))
+    for line in lines(record):
+        click.echo(line)
+
+
+def _write_dumps(folder: Path, dumps: Mapping[int, object]) -> None:
+    """Write pickles as PyTorch's flight recorder does, into a new folder."""
+    from syncline.errors import UsageError
+
+    try:
+        folder.mkdir()
+        for rank, said in dumps.items():
+            (folder / f"rank_{rank}").write_bytes(pickle.dumps(said))
+    except OSError as error:
+        raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose a new folder") from None

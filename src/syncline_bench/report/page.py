@@ -15,8 +15,9 @@ import jinja2
 from markupsafe import Markup
 
 from syncline.timeline.chrome import Iteration
+from syncline.timeline.flight import FlightRecord
 
-from . import accuracy, bench, charts, comparison, predictions, units
+from . import accuracy, bench, charts, comparison, flight, predictions, units
 from .accuracy import AccuracyResult, AccuracyRow
 from .bench import BARE, BenchResult, GradientResult, GradientRow, Measured, Verdict
 from .columns import Column, Table, legend
@@ -134,6 +135,23 @@ def prediction_page(result: Prediction) -> str:
         reading=" ".join((_reading(tables), *predictions.findings(result))),
         details=[*rows, *constants],
         charts=charts.prediction_charts(result),
+    )
+
+
+def flight_page(record: FlightRecord) -> str:
+    """The page of a flight record: the verdict, its processes and a chart."""
+    shown = flight.table(record)
+    facts = tuple((part.name, text) for part, text in zip(record.parts, map(flight.fate, record.parts), strict=True))
+    return _filled(
+        title="Syncline: flight record",
+        heading="Who waited for whom",
+        summary=record.verdict,
+        tables=[_section("Processes", shown, [Key(part.name, "") for part in record.parts])],
+        reading=_reading([shown]),
+        remarks=[*(f"{name} left no record." for name in flight.absent(record)), *record.unread],
+        charts=(flight.flight_chart(record),),
+        origin="What they said",
+        facts=facts,
     )
 
 
