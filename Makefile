@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check types docs bench bench-peers gpu clean distclean
+.PHONY: help install demo test test-all check types versions docs bench bench-peers gpu clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ check: install ## Run ruff and mypy, and build the documentation
 
 types: install
 	$(BIN)/mypy
+
+versions: install ## Check the types for every other Python that is supported, without running it
+	for version in 3.10 3.11 3.13 3.14; do $(BIN)/mypy --python-version $$version || exit 1; done
 
 docs: install ## Build the documentation site, docs/_build/index.html; a warning or a link that leads nowhere is an error
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs --doctree-dir docs/_build/.doctrees . docs/_build

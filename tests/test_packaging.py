@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from syncline import torch_backend
+from syncline.frameworks import torch as of_torch
+
 ROOT = Path(__file__).resolve().parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
@@ -53,6 +56,12 @@ def test_every_extra_is_explained() -> None:
     assert extras
     named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row)]
     assert set(re.findall(r"^(\w+) = ", extras[1], re.M)) <= set(named)
+
+
+def test_there_is_one_oldest_pytorch() -> None:
+    """In the requirements, and in both checks."""
+    required = re.findall(r"\btorch>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert {*required} == {".".join(map(str, oldest)) for oldest in (of_torch.OLDEST, torch_backend.OLDEST)}
 
 
 @pytest.mark.slow

@@ -130,8 +130,8 @@ def test_a_run_loads_no_other_framework(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        ("raise ImportError('no jax')", "syncline.jax needs jax, which cannot be imported .no jax.: pip install"),
-        ("__version__ = '0.4.35'", "syncline.jax needs jax 0.10 or newer, but 0.4.35 is installed: pip install"),
+        ("raise ImportError('no jax')", "Syncline needs jax, which cannot be imported .no jax.: pip install"),
+        ("__version__ = '0.4.35'", "Syncline needs jax 0.10 or newer, but 0.4.35 is installed: pip install"),
     ],
 )
 def test_a_jax_that_is_missing_or_too_old_is_named(tmp_path: Path, module: str, says: str) -> None:

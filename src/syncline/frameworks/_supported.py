@@ -24,7 +24,7 @@ SILENT = {"unused": "error", "weight": 1, "ignore": (), "broadcast_buffers": Tru
 def check_packages(framework: str, oldest: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UsageError, with the install command, if a package that ``framework`` needs is missing or too old."""
     for name, version in oldest.items():
-        wanted, needs = ".".join(map(str, version)), f"syncline.{framework} needs {name}"
+        wanted, needs = ".".join(map(str, version)), f"Syncline needs {name}"
         remedy = f"pip install 'syncline[{framework}]', which installs {name} {wanted} or newer"
         try:
             found = str(importlib.import_module(name).__version__)

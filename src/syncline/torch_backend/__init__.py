@@ -11,7 +11,7 @@ from typing import Any
 
 NAME = "syncline"
 OLDEST = (2, 6)
-"""The oldest supported version of torch."""
+"""The oldest supported version of torch, as in ``frameworks.torch``, which is not loaded here."""
 
 
 def register() -> None:

@@ -16,9 +16,13 @@ import torch
 from ...errors import UsageError
 from ...session.session import Session
 from .. import Handed
-from .._supported import warn_of_plain_steps
-from .options import Options
-from .prepare import Prepared, let_go, prepare, release
+from .._supported import check_packages, warn_of_plain_steps
+
+OLDEST = (2, 6)
+check_packages("torch", {"torch": OLDEST})  # before the other files, which use what an older version does not have
+
+from .options import Options  # noqa: E402
+from .prepare import Prepared, let_go, prepare, release  # noqa: E402
 
 __all__ = ["Options", "Prepared", "adapt", "prepare", "release"]
 
