@@ -379,10 +379,24 @@ def tells_its_ports(line: Connection, place: Place) -> None:
 # Scripts of users.
 
 
-def runs_script(line: Connection, place: Place, script: str, *arguments: str) -> None:  # noqa: ARG001
+def runs_command(line: Connection, place: Place, folder: str, strategy: str, program: str, *arguments: str) -> None:
+    """A command of a tutorial in its folder: ``syncline``, or ``python`` with a script that ``strategy`` is for."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    if program == "python":
+        runs_script(line, place, *arguments, strategy=strategy)
+    else:
+        os.environ.pop("SYNCLINE_TUNING", None)  # what a prediction chooses, it chooses as for a reader
+        sys.argv = [program, *arguments]
+        runpy.run_module("syncline", run_name="__main__")
+
+
+def runs_script(line: Connection, place: Place, script: str, *arguments: str, strategy: str = "") -> None:  # noqa: ARG001
     """A script in an environment as launchers make it, or alone where there is one process."""
     index, processes, address = place
     os.environ.pop("SYNCLINE_STRATEGY", None)  # its own strategy counts
+    if strategy:
+        os.environ["SYNCLINE_STRATEGY"] = strategy
     if processes > 1:
         host, _, port = address.rpartition(":")
         world = str(processes)

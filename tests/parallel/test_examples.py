@@ -1,11 +1,18 @@
-"""Every example runs as its head says and ends well; ``spawn.py`` does so among the tests of launchers."""
+"""Every example runs as its head says and ends well; ``spawn.py`` does so among the tests of launchers.
+
+So does every lesson of the tutorials: its scripts are saved, its changes made, its commands called, and they print what
+the page shows.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +22,8 @@ from pool import Pool
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 120.0
+LESSONS = EXAMPLES.parent / "docs" / "tutorials"
+FIRST = LESSONS / "first-run.md"
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +142,142 @@ def test_numpy_loop_without_torch(tmp_path: Path, options: list[str], strategy: 
     ran, _, loss = done.stdout.strip().partition(": loss ")
     assert "codec=feedback" in ran
     assert float(loss) < 0.4
+
+
+# The tutorials. Blocks of Markdown: ``python`` and ``diff`` begin with the name of the script to save or to change,
+# ``console`` has commands after a dollar sign, each with what it prints; a line with three dots stands for any lines.
+
+BLOCK = re.compile(r"^```(python|diff|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LONG = re.compile(r"syncline (accuracy|bench|calibrate|compare|doctor|tune)\b|\. ")
+"""Commands that measure, which the tests of the command line call, and the one that enters an environment."""
+VARYING = re.compile(r"(?P<chosen>^.*schedule=.+)|(?P<number>\d[\d,.]*)|(?P<space> +)")
+ALIKE = {"chosen": r".*schedule=.+", "number": r"[\d,.]+", "space": r"\s+"}
+"""What differs between runs or machines, and what takes its place: the strategy that a run chooses, and figures."""
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(page.read_text())
+
+
+def save(kind: str, text: str, folder: Path) -> None:
+    """A script, or all changes of a diff, each of which fits into one place of it."""
+    head, _, body = text.partition("\n")
+    script = folder / head.split()[-1]
+    if kind == "python":
+        script.write_text(text)
+        return
+    old = script.read_text()
+    for change in body.split("@@\n"):
+        lines = change.splitlines()
+        before, after = ("".join(f"{line[1:]}\n" for line in lines if not line.startswith(sign)) for sign in "+-")
+        assert old.count(before) == 1, f"not one place in {script.name}:\n{before}"
+        old = old.replace(before, after)
+    script.write_text(old)
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Each with the text that the page shows after it."""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("$ ")]
+    for start, end in pairwise([*starts, len(lines)]):
+        yield lines[start][2:], "\n".join(lines[start + 1 : end])
+
+
+def alike(line: str) -> str:
+    """A pattern for a line of a page."""
+    if line == "...":
+        return r"(?:.*\n)*?"
+    found, end = "", 0
+    for match in VARYING.finditer(line.rstrip()):
+        found += re.escape(line[end : match.start()]) + ALIKE[str(match.lastgroup)]
+        end = match.end()
+    return rf"{found}{re.escape(line[end:].rstrip())}\s*\n"
+
+
+def check_printed(command: str, printed: str, shown: str) -> None:
+    pattern = "".join(map(alike, shown.splitlines()))
+    assert re.fullmatch(pattern, f"{printed.rstrip()}\n"), f"{command}\nprinted\n{printed}\nthe page shows\n{shown}"
+
+
+def call(pool: Pool, address: str, command: str, folder: Path, *, fails: bool) -> str:
+    """What a command prints whose processes are ranks of the pool."""
+    words = shlex.split(command)
+    environ = dict(words.pop(0).split("=") for word in words[:1] if "=" in word)
+    program = words.pop(0)
+    options = {"-n": "1", "--servers": "0", "--strategy": ""}
+    if words[0] == "run":
+        program, words = "python", words[1:]
+        while words[0] in options:
+            options[words[0]] = words[1]
+            words = words[2:]
+    processes = int(options["-n"]) + int(options["--servers"])
+    strategy = options["--strategy"] or ("ps" if processes > int(options["-n"]) else "")
+    case = [[[index, processes, address], str(folder), strategy, program, *words] for index in range(processes)]
+    with pool.start(bodies.runs_command, case, environ) as group:
+        if fails:
+            assert group.end(LIMIT_S) != [0]
+        else:
+            group.results(LIMIT_S)
+        return group.ranks[0].printed()
+
+
+def shorter(text: str) -> str:
+    """A script, or a change of it, that trains for 30 steps."""
+    return text.replace("1440", "320")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem == "predict" else [])
+        for page in sorted(LESSONS.glob("*.md"))
+    ],
+)
+def test_lesson(pool: Pool, addresses: Callable[[], str], tmp_path: Path, page: Path) -> None:
+    """With few steps; the first lesson's script is there for the others. Runs that fail are of the next test."""
+    for kind, text in blocks(FIRST)[: 0 if page == FIRST else None]:
+        if kind != "console" and "ValueError" not in text:
+            save(kind, shorter(text), tmp_path)
+    ran = 0
+    for kind, text in blocks(page):
+        if kind != "console":
+            save(kind, shorter(text), tmp_path)
+            continue
+        for command, shown in commands(text):
+            fails = "Traceback" in shown
+            if not LONG.match(command) and not (fails and command.startswith("syncline run")):
+                check_printed(command, call(pool, addresses(), command, tmp_path, fails=fails), shown)
+                ran += 1
+    assert ran > 1
+
+
+@pytest.mark.slow
+def test_the_first_lesson_literally(tmp_path: Path) -> None:
+    """In a shell, with the launcher and all epochs."""
+    for program, module in (("python", ""), ("syncline", "-m syncline ")):
+        (tmp_path / program).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
+        (tmp_path / program).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": path}
+    for kind, text in blocks(FIRST):
+        if kind != "console":
+            save(kind, text, tmp_path)
+            continue
+        for command, shown in commands(text):
+            if not LONG.match(command):
+                done = subprocess.run(
+                    ["bash", "-c", command],
+                    cwd=tmp_path,
+                    env=environ,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    text=True,
+                    timeout=LIMIT_S,
+                    check=False,
+                )
+                assert (done.returncode == 0) == ("Traceback" not in shown), done.stdout
+                check_printed(command, done.stdout, shown)
 
 
 def test_no_example_is_forgotten() -> None:
