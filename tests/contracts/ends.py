@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from remote import World
 
@@ -13,7 +14,7 @@ from mpi_launch import LIBRARIES
 from syncline import registry
 from syncline.testing.network import LIMIT_S, Ends, Network, connected, network_of, together
 from syncline.transports import MemoryStore, Place, Transport
-from syncline.transports._auto import Auto
+from syncline.transports._auto import Auto, AutoWithLibrary
 from syncline.transports.shm import Shm
 from syncline.transports.tcp import Tcp
 from syncline.wire.tls import Credentials
@@ -57,6 +58,11 @@ def sealed(socks: Sequence[dict[int, socket.socket]]) -> list[dict[int, socket.s
     return [{peer: found[rank, peer] for peer in mine} for rank, mine in enumerate(socks)]
 
 
+def make_summing(library: Any, socks: dict[int, socket.socket], place: Place) -> Transport:
+    """An end whose messages travel over shared memory, while a library sums among all ranks."""
+    return AutoWithLibrary(place.rank, {Shm(place.rank, socks): socks}, library(place))
+
+
 @contextmanager
 def made(kind: str, world: int) -> Iterator[Sequence[Transport]]:
     """The ends of a kind that no text names."""
@@ -70,6 +76,12 @@ def made(kind: str, world: int) -> Iterator[Sequence[Transport]]:
         store, all_ranks = MemoryStore(), frozenset(range(world))
         places = [Place(rank, world, store, timeout_s=LIMIT_S, near=all_ranks - {rank}) for rank in range(world)]
         ends = together(places, registry.get("transports", "zmq").target)
+    elif kind == "torch-near":
+        store, every = MemoryStore(), tuple(range(world))
+        places = [Place(rank, world, store, timeout_s=LIMIT_S, together=every) for rank in every]
+        library = registry.get("transports", "torch").target
+        near = zip(connected(world, lambda *_: True), places, strict=True)
+        ends = together([*near], lambda one: make_summing(library, *one))
     else:
         socks = connected(world, lambda low, high: node(kind, low) == node(kind, high))
         ends = [make_auto(kind, rank, mine) for rank, mine in enumerate(socks)]

@@ -14,6 +14,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 from .. import registry
 from ..engine.driver import LIMIT_S
@@ -30,7 +31,7 @@ from ..timeline import folder
 from ..timeline.flight_memory import FlightPlace
 from ..timeline.recording import SessionSpans
 from ..transports import Place, Transport
-from ..transports._auto import Auto
+from ..transports._auto import Auto, AutoWithLibrary
 from ..transports.inproc import Hub
 from ..tuning import algorithm_choice, codec_choice, schedule_choice
 from ..version import __version__
@@ -75,6 +76,7 @@ def in_process(
         for index, end in enumerate(ends)
     ]
     for session in sessions:
+        session.leave_out(asked)
         session.chooses_schedule = workers > 1 and schedule_choice.is_wanted(asked, workers)
         session.process.neighbours = [other.process for other in sessions if other is not session]
     return sessions
@@ -123,7 +125,7 @@ def connect_session(
             environment, client = joined.environment, joined.client
             workers = _count_workers(strategy, environment.world)
             make_room(environment.world)
-            if strategy.transport == AUTO or strategy.transport.name == "tcp":
+            if strategy.native_inside or strategy.transport == AUTO or strategy.transport.name == "tcp":
                 # Compiled now if necessary, before others wait for this process.
                 importlib.import_module("syncline.kernels.streams")
             address = listen_address(environment, interface)
@@ -225,15 +227,27 @@ def _ending(session: Session) -> Iterator[None]:
 def _transport(
     strategy: Strategy, roll: Roll, doors: Listener, client: MeetingClient, address: str, deadline: float
 ) -> Transport:
-    """The strategy's transport, over connections of its own or over authenticated ones. ``auto`` may combine two."""
+    """The strategy's transport, over connections of its own or over authenticated ones.
+
+    ``auto`` may combine two, and carries the messages of a library that only sums inside hosts.
+    """
     others = frozenset(range(len(roll.members))) - {roll.index}
-    carried = {strategy.transport.name: others}
-    if strategy.transport == AUTO:
+    asked, arguments = strategy.transport.name, strategy.transport.arguments
+    sums_inside = strategy.native_inside and registry.get("transports", asked).capabilities.get("inside") == "auto"
+    carried = {asked: others}
+    if strategy.transport == AUTO or sums_inside:
         near = {"shm": roll.near, "tcp": others - roll.near}
         carried = {name: peers for name, peers in near.items() if peers}
     parts = {name: registry.get("transports", name) for name in carried}
     kinds = {name: part.capabilities.get("connection") for name, part in parts.items()}
-    arguments = strategy.transport.arguments
+
+    def own() -> Any:
+        left = max(0.0, deadline - time.monotonic())
+        world, check = len(roll.members), client.check
+        together = tuple(sorted(roll.near | {roll.index})) if strategy.native_inside else ()
+        place = Place(roll.index, world, client, asked, address, left, check, roll.secret, roll.near, together)
+        return registry.get("transports", asked).target(place, **arguments)
+
     for name, kind in kinds.items():
         if kind is None:
             raise UsageError(f"transport={name} does not reach other processes: use shm, tcp or auto")
@@ -244,19 +258,18 @@ def _transport(
                 " them: use tcp, shm, auto or zmq(curve=on)"
             )
         if kind == "own":
-            left = max(0.0, deadline - time.monotonic())
-            world, check = len(roll.members), client.check
-            together = tuple(sorted(roll.near | {roll.index})) if strategy.native_inside else ()
-            place = Place(roll.index, world, client, name, address, left, check, roll.secret, roll.near, together)
-            own: Transport = parts[name].target(place, **arguments)
-            return own
+            made: Transport = own()
+            return made
     unix = {peer for name, peers in carried.items() if kinds[name] == "unix" for peer in peers}
     socks = connect(roll, doors, "data", unix, deadline, client.check)
-    made = {
-        parts[name].target(roll.index, {peer: socks[peer] for peer in peers}, **arguments): peers
+    given = {} if sums_inside else arguments  # which are then the library's
+    members = {
+        parts[name].target(roll.index, {peer: socks[peer] for peer in peers}, **given): peers
         for name, peers in carried.items()
     }
-    return Auto(roll.index, made) if len(made) > 1 else next(iter(made))
+    if sums_inside and roll.near:
+        return AutoWithLibrary(roll.index, members, own())
+    return Auto(roll.index, members) if len(members) > 1 else next(iter(members))
 
 
 def descriptors(world: int) -> int:

@@ -23,6 +23,7 @@ registration may declare, for this file, ``words``, ``rules`` and ``parts``:
                             built for that, but building a transport needs connections
     allreduce=True          (transports) the library has an allreduce of its own
     collectives=True        (transports) the library also has a reduce-scatter and an all-gather (``HasCollectives``)
+    inside="auto"           (transports) if the library only sums inside hosts, messages travel over ``transport=auto``
     inside=native           (an argument of algorithms) the library's collectives are a part of the plan
 """
 

@@ -197,8 +197,18 @@ def has_allreduce(case: Case) -> bool:
 
 
 def run(net: Ends, start: Callable[[Transport], list[Handle]]) -> None:
-    """Run each end's operations in a thread of its own, as ranks do."""
-    together(net.ends, lambda end: Ends([end]).wait(*start(end)))
+    """Run each end's operations in a thread of its own, as ranks do, which drives the end until all are done."""
+    ended: set[int] = set()
+
+    def drive(end: Transport) -> None:
+        alone = Ends([end])
+        try:
+            alone.wait(*start(end))
+        finally:
+            ended.add(end.rank)
+        alone.until(lambda: len(ended) == len(net.ends), lambda: f"only ranks {sorted(ended)} have ended")
+
+    together(net.ends, drive)
 
 
 def summed(end: Transport, key: int, array: NDArray[np.generic]) -> Handle:

@@ -234,7 +234,8 @@ class Place:
     start with ``key``. Connecting may take ``timeout_s`` seconds; call ``check`` while waiting: it raises if another
     rank has failed. ``secret`` is known to all ranks of the run and to no one else. It authenticates connections and is
     never sent. ``near`` are the ranks that share this one's kernel and network namespace. ``together`` are the ranks of
-    the library's collectives, this one included; if empty, all ranks.
+    the library's collectives, this one included; if empty, all ranks. A transport that declares ``inside="auto"`` then
+    needs to reach these ranks only.
     """
 
     rank: int

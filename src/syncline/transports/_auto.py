@@ -5,34 +5,45 @@ them. All messages with one peer go through one member transport, so the members
 members: the last member's, which also watches the other members' descriptors.
 
 Members only have to satisfy ``Combinable``.
+
+``AutoWithLibrary`` also has the collectives of a message library among the ranks of this host. The library's end joins
+the common wait, and its own messages serve its collectives only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ClosedError, UsageError
-from . import Adds, Bytes, Handle, Transport
+from . import Adds, Bytes, Handle, HasCollectives, Transport
 
 
-class Combinable(Transport, Protocol):
-    """A transport whose wait can be combined with the waits of others."""
+class Watchable(Protocol):
+    """A transport for which another one can wait."""
 
     def fileno(self) -> int:
         """A descriptor that is readable whenever ``poll`` has something to do, ``wake`` included."""
         ...
 
+    def settle(self) -> bool:
+        """Prepare for a wait by writing queued data. Returns whether ``poll`` can return something at once."""
+        ...
+
+
+class Combinable(Transport, Watchable, Protocol):
+    """A transport whose wait can be combined with the waits of others."""
+
     def watch(self, fd: int) -> None:
         """Let the given descriptor of another member end a wait from now on."""
         ...
 
-    def settle(self) -> bool:
-        """Prepare for a wait by writing queued data. Returns whether ``poll`` can return something at once."""
-        ...
+
+class Library(HasCollectives, Transport, Watchable, Protocol):
+    """The end of a message library among the ranks of this host."""
 
 
 class Auto:
@@ -45,12 +56,13 @@ class Auto:
     def __init__(self, rank: int, members: Mapping[Combinable, Collection[int]]) -> None:
         self.rank = rank
         self.name = "+".join(member.name for member in members)
-        self._members = tuple(members)
+        self._members: tuple[Transport, ...] = tuple(members)
         self._to = {peer: member for member, peers in members.items() for peer in peers}
         self.world = len(self._to) + 1
         self._closed = False
-        *self._others, self._waiter = self._members
-        for member in self._others:
+        *others, self._waiter = members
+        self._others: list[Combinable | Library] = [*others]
+        for member in others:
             self._waiter.watch(member.fileno())
 
     def lends_from(self, src: int) -> bool:
@@ -102,9 +114,9 @@ class Auto:
         sent: dict[int, int] = {}
         received: dict[int, int] = {}
         for member in self._members:
-            out, come = member.traffic()
-            sent.update(out)
-            received.update(come)
+            for counts, more in zip((sent, received), member.traffic(), strict=True):
+                for peer, nbytes in more.items():
+                    counts[peer] = counts.get(peer, 0) + nbytes
         return dict(sorted(sent.items())), dict(sorted(received.items()))
 
     @property
@@ -122,3 +134,28 @@ class Auto:
         if member is None:
             raise UsageError(f"rank {self.rank} cannot exchange messages with {peer} in a world of {self.world}")
         return member
+
+
+class AutoWithLibrary(Auto):
+    """An ``Auto`` whose ranks of one host also have the collectives of a message library among them.
+
+    A rank that is alone on its host needs none and gets a plain ``Auto``.
+    """
+
+    def __init__(self, rank: int, members: Mapping[Combinable, Collection[int]], library: Library) -> None:
+        super().__init__(rank, members)
+        self.name = f"{library.name}+{self.name}"
+        self.together = library.together
+        self._library = library
+        self._members = (*self._members, library)
+        self._others.append(library)
+        self._waiter.watch(library.fileno())
+
+    def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
+        return self._library.allreduce(key, array, owner)
+
+    def reduce_scatter(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
+        return self._library.reduce_scatter(key, parts, owner)
+
+    def all_gather(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
+        return self._library.all_gather(key, parts, owner)

@@ -195,15 +195,17 @@ class Enveloped(ABC):
     piece_bytes: ClassVar[int] = 1 << 62
     """The size of the messages in which ``_send`` and ``_receive`` move a body."""
 
-    def __init__(self, rank: int, world: int, bell: Bell | None = None, together: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, rank: int, world: int, bell: Bell | None = None, together: tuple[int, ...] = (), *, apart: bool = False
+    ) -> None:
         self.rank = rank
         self.world = world
         self.together = together or tuple(range(world))
-        """The ranks of the library's collectives."""
+        """The ranks of the library's collectives. If ``apart``, messages reach no others."""
         self.scratch = Scratch()
         self.bell = bell or Bell()
         self._events: deque[Event] = deque()  # reported by other threads
-        self._peers = [peer for peer in range(world) if peer != rank]
+        self._peers = [peer for peer in (self.together if apart else range(world)) if peer != rank]
         self._operations = Operations(rank, self._peers, "rank {} has ended its part", self._deliver)
         self._slots = dict.fromkeys(self._peers, 0)
         self._bodies: set[tuple[int, int]] = set()  # (peer, slot) of bodies that have not left yet

@@ -9,9 +9,10 @@ and, once needed, one for bodies. They report to the progress thread, which slee
 request. A requested body, or an offered one whose turn has come, leaves without further conditions, so waiting in order
 delays nothing.
 
-**Collectives** are those of all ranks, or of the ranks of this host (``Place.together``), which then have a group of
-their own. A reduce-scatter is a reduce to the owner of each part, an all-gather a broadcast from each: Gloo has no
-reduce-scatter of unequal parts, and these parts need not lie side by side. Equal parts are staged side by side.
+**Collectives** are those of all ranks, or of the ranks of this host (``Place.together``). Messages then reach no other
+rank either, and ``_auto.AutoWithLibrary`` carries the messages of the run. A reduce-scatter is a reduce to the owner of
+each part, an all-gather a broadcast from each: Gloo has no reduce-scatter of unequal parts, and these parts need not
+lie side by side. Equal parts are staged side by side.
 
 **NCCL** has only collectives: with ``backend=nccl`` messages still use Gloo, and the architecture must use collectives
 (``native``, or ``inside=native``). Arrays are in host memory here, so they are staged through device memory, on a
@@ -41,6 +42,7 @@ from numpy.typing import NDArray
 
 from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
+from ..wire.bell import DescriptorBell
 from . import Bytes, Handle, Place
 from ._envelope import Call, Enveloped, immortal
 from ._frames import FRAME_BYTES, SLOTS, Event, is_last
@@ -70,7 +72,7 @@ _AHEAD = 4
 _POLL_S = 0.005
 
 
-@register("transports", "torch", connection="own", one_host=False, allreduce=True, collectives=True)
+@register("transports", "torch", connection="own", one_host=False, allreduce=True, collectives=True, inside="auto")
 class Torch(Enveloped):
     """Messages over torch.distributed (Gloo); Gloo's or NCCL's own collectives as native."""
 
@@ -82,11 +84,13 @@ class Torch(Enveloped):
     all_gather = Enveloped._all_gather
 
     def __init__(self, place: Place, *, backend: Literal["gloo", "nccl"] = "gloo") -> None:
-        super().__init__(place.rank, place.world, together=place.together)
+        together = place.together
+        super().__init__(
+            place.rank, place.world, DescriptorBell() if together else None, together, apart=bool(together)
+        )
         self._group = _gloo(place)
-        apart = backend == "gloo" and 1 < len(self.together) < self.world
-        self._collectives = _gloo(place, self.together) if apart else self._group
-        self._start: Any = _nccl(place).start if backend == "nccl" else partial(_start, self._collectives)
+        self._number = {rank: number for number, rank in enumerate(self.together)}  # in the group
+        self._start: Any = _nccl(place).start if backend == "nccl" else partial(_start, self._group)
         self._waiters: dict[int, _Waiter] = {}
         self._leaving: set[int] = set()  # peers that have sent their last frame
         self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
@@ -99,7 +103,7 @@ class Torch(Enveloped):
 
     def _receive(self, peer: int, slot: int, into: Bytes, done: Event) -> None:
         with self._reported(peer):
-            self._wait(peer, self._group.recv([_tensor(into)], peer, slot), done)
+            self._wait(peer, self._group.recv([_tensor(into)], self._number[peer], slot), done)
 
     def _collect(self, call: Call, handle: Handle) -> None:
         try:
@@ -126,12 +130,20 @@ class Torch(Enveloped):
             waiter.end()
         threads = [*self._readers.values(), *(waiter.thread for waiter in self._waiters.values())]
         if not _all_ended(threads, _END_S):
-            _break_connections(self._group, self._peers)
-            if self._collectives is not self._group:
-                others = [number for number, rank in enumerate(self.together) if rank != self.rank]
-                _break_connections(self._collectives, others)
+            _break_connections(self._group, [self._number[peer] for peer in self._peers])
             _all_ended(threads, _BREAK_S)
-        self._group = self._collectives = self._start = None  # this closes the connections
+        self._group = self._start = None  # this closes the connections
+        if isinstance(self.bell, DescriptorBell):
+            self.bell.close()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when ``poll`` has something to do. Only among ranks of one host."""
+        assert isinstance(self.bell, DescriptorBell)
+        return self.bell.fileno()
+
+    def settle(self) -> bool:
+        self.bell.rang()
+        return bool(self._events or self._operations.completed)
 
     def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
         def sent(_data: Bytes = data) -> None:  # the default argument keeps the memory alive while Gloo reads it
@@ -141,7 +153,7 @@ class Torch(Enveloped):
         # Gloo may not report the failure of a send that coincides with the peer closing the connection.
         within = _END if slot == _FRAMES and is_last(data) else _FOREVER
         with self._reported(peer):
-            work = self._group.send([_tensor(data)], peer, slot)
+            work = self._group.send([_tensor(data)], self._number[peer], slot)
             self._sending[peer] += 1
             self._wait(peer, work, sent, within)
 
@@ -171,10 +183,10 @@ class Torch(Enveloped):
 
     def _read(self, peer: int) -> None:
         """The thread that receives a peer's frames, until the peer ends or this transport is closed."""
-        group, spare = self._group, self._spare[peer]
+        group, number, spare = self._group, self._number[peer], self._spare[peer]
         while (frame := spare.get()) is not None:
             try:
-                group.recv([_tensor(frame)], peer, _FRAMES).wait(_FOREVER)
+                group.recv([_tensor(frame)], number, _FRAMES).wait(_FOREVER)
             except RuntimeError:
                 self._tell_progress(lambda: self._lose(peer))
                 return
@@ -341,8 +353,8 @@ def _break_connections(group: Any, peers: Iterable[int]) -> None:
             group.recv([_tensor(np.zeros(1, np.uint8))], peer, _BREAK).wait(datetime.timedelta(milliseconds=1))
 
 
-def _gloo(place: Place, together: tuple[int, ...] = ()) -> Any:
-    """A Gloo group of all ranks, or of those ``together``, connected over the address of ``place``."""
+def _gloo(place: Place) -> Any:
+    """A Gloo group of the ranks of the collectives, connected over the address of ``place``."""
     try:
         from torch.distributed import ProcessGroupGloo
     except ImportError:
@@ -351,10 +363,10 @@ def _gloo(place: Place, together: tuple[int, ...] = ()) -> Any:
     options._devices = [ProcessGroupGloo.create_device(hostname=place.address)]
     options._timeout = datetime.timedelta(seconds=place.timeout_s)
     options._threads = 1
+    together = place.together or tuple(range(place.world))
     try:
-        store = _notebook(place, f"gloo-{together[0]}" if together else "gloo")
-        rank, world = (together.index(place.rank), len(together)) if together else (place.rank, place.world)
-        return ProcessGroupGloo(store, rank, world, options)
+        store = _notebook(place, f"gloo-{together[0]}")
+        return ProcessGroupGloo(store, together.index(place.rank), len(together), options)
     except RuntimeError as error:
         raise GroupError(
             f"Gloo cannot connect all ranks within {place.timeout_s:.0f} s: {str(error).splitlines()[0]}"
