@@ -60,7 +60,7 @@ def _place(session: Session, models: Sequence[Prepared], prepared: Sequence[Prep
 def _saved(session: Session, prepared: Sequence[Prepared]) -> dict[str, Any]:
     """The state of models that share that session."""
     found: dict[str, Any] = {
-        "strategy": str(session.strategy),
+        "strategy": session.recorded,
         "algorithms": [] if session.choice is None else [list(row) for row in session.choice.table],
         "world_size": session.world_size,
         "steps": [made.replica.steps for made in prepared],
@@ -185,6 +185,7 @@ def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, An
         if client is not None and (compression is not None or client.owned.keeps):
             client.resume(step, owned or {})
         if compression is None:
+            session.warn_of_residuals(saved is not None, 4)
             continue
         lost = (saved is None and compression.keeps) or (owned is None and client is not None and client.owned.keeps)
         compression.warn_of_loss(str(session.strategy), lost, 4)

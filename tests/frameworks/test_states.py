@@ -130,6 +130,34 @@ def test_what_carries_a_run_is_no_part_of_its_state(group: Any) -> None:
     group("ring", 2, body)
 
 
+def test_a_codec_that_one_host_leaves_out_is_resumed_on_several_and_back(group: Any) -> None:
+    """It follows from the hosts. Residuals that are lost, and those that a state lacks, are told."""
+
+    def run(nodes: tuple[int, ...], state: Any = None) -> Any:
+        def body(session: Session) -> Any:
+            made = prepare(session, *sgd(), Options(weight=1))
+            assert made is not None
+            if state is not None:
+                checkpoint.load(session, [made], state)
+            loss_of(made.model(batch(session.rank))).backward()
+            return checkpoint.save(session, [made])
+
+        return group("hierarchical codec=int8", 4, body, nodes)[0]
+
+    several, one = (0, 0, 1, 1), (0, 0, 0, 0)
+    there = run(several)
+    with pytest.warns(
+        UserWarning, match="residuals of codec=feedback, which this run leaves out .*all ranks are on one"
+    ):
+        here = run(one, there)
+    with pytest.warns(UserWarning, match="this state lacks the residuals of the codec"):
+        back = run(several, here)
+    assert "codec" in there
+    assert "codec" not in here
+    assert [state["strategy"] for state in (here, back)] == [there["strategy"]] * 2
+    assert back["steps"] == [3]
+
+
 # Of workers that train by themselves.
 
 

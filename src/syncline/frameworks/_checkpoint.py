@@ -85,6 +85,8 @@ def load(model: FlatModel, state: Mapping[str, Any]) -> None:
         if compression is not None:
             lost = state.get("codec") is None and compression.keeps
             compression.warn_of_loss(str(session.strategy), lost, 3)
+        else:
+            session.warn_of_residuals(state.get("codec") is not None, 3)
         model.take_weights(arrays)
         if owned is None:
             model.weights.keep(states)
@@ -152,7 +154,7 @@ def _of_every_run(
     session: Session, specs: Sequence[Spec], weights: Sequence[Array], kept: Sequence[State], steps: int
 ) -> dict[str, Any]:
     return _basic(specs, weights, kept) | {
-        "strategy": str(session.strategy),
+        "strategy": session.recorded,
         "algorithms": [],
         "world_size": session.world_size,
         "steps": steps,

@@ -196,10 +196,9 @@ def _count_workers(strategy: Strategy, processes: int) -> int:
 def _tune(session: Session, asked: Strategy) -> None:
     """Make the choices that the strategy leaves open, by measuring."""
     workers = session.group.workers
-    if asked.codec not in (NONE, AUTO) and session.strategy.codec == NONE:
-        session.reason = f"codec={asked.codec.name} compresses between hosts only, and all ranks are on one"
-        if session.index == 0:
-            log.warning("%s: %s", session.name(0), session.reason)
+    session.leave_out(asked)
+    if session.left_out != NONE and session.index == 0:
+        log.warning("%s: %s", session.name(0), session.reason)
     session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
     if workers == 1:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,8 @@ class Session(Communicator):
         self.decided: Kept | None = None
         """What ``momentum=auto`` is with the optimizer of the model that owners hold; every process decides it alike.
         """
+        self.left_out = NONE
+        """A codec that compresses between hosts only, while all workers are on one."""
         self.left_open = left_open
         """Whether the run was started with ``architecture=auto``, which each group resolves for itself."""
         self.chooses_schedule = False
@@ -108,6 +111,7 @@ class Session(Communicator):
         member = Membership(self.process, ranks, number)
         made = Session(self.strategy, member, number, left_open=self.left_open)
         made.choice, made.chose_codec, made.reason = self.choice, self.chose_codec, self.reason
+        made.left_out = self.left_out
         made.chooses_schedule = self.chooses_schedule and len(ranks) > 1
         made.checks, made.error_every = self.checks, self.error_every
         made.family = self.family
@@ -133,24 +137,43 @@ class Session(Communicator):
         if self.choice is not None:
             found = replace(found, architecture=asked.architecture)
         self.strategy = replace(found, transport=asked.transport)
-        if found.codec != asked.codec:
-            self.reason = (
-                f"codec={asked.codec.name} compresses between hosts only, and all ranks of the group are on one"
-            )
+        self.leave_out(asked, "all ranks of the group")
+
+    def leave_out(self, asked: Strategy, who: str = "all ranks") -> None:
+        """Note a codec that was asked for and left out, because ``who`` are on one host."""
+        if asked.codec not in (NONE, AUTO) and self.strategy.codec == NONE:
+            self.left_out = asked.codec
+            self.reason = f"codec={asked.codec.name} compresses between hosts only, and {who} are on one"
+
+    @property
+    def recorded(self) -> str:
+        """The strategy as states name it: with a codec that is left out here, because other hosts may use it."""
+        return str(self.strategy if self.left_out == NONE else replace(self.strategy, codec=self.left_out))
 
     def as_here(self, strategy: str) -> str:
         """The strategy of an earlier run with this run's transport, and its architecture if that was left open.
 
-        Neither changes the results: both follow from the processes and their hosts. If the earlier strategy cannot use
-        this run's transport, it is returned unchanged.
+        A codec that is left out here is left out of it. None of these is a choice of the user: they follow from the
+        processes and their hosts. If the earlier strategy cannot use this run's transport, it is returned unchanged.
         """
         before = Strategy.parse(strategy)
+        if before.codec == self.left_out:
+            before = replace(before, codec=NONE)
         left_open = self.left_open and not before.server_holds_weights
         architecture = self.strategy.architecture if left_open else before.architecture
         try:
             return str(replace(before, transport=self.strategy.transport, architecture=architecture))
         except StrategyError:
             return strategy
+
+    def warn_of_residuals(self, has_them: bool, stacklevel: int) -> None:
+        """Warn if a state ``has_them`` for a codec that is left out. ``stacklevel`` counts from the caller."""
+        if has_them:
+            warnings.warn(
+                f"this state has residuals of codec={self.left_out.name}, which this run leaves out ({self.reason}):"
+                " they are lost, and training does not continue bit for bit",
+                stacklevel=stacklevel + 1,
+            )
 
     def check_fit(self) -> None:
         """Raise UsageError if models in this group of workers cannot use the run's strategy."""
