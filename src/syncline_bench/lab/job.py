@@ -1,17 +1,11 @@
 """Runs ``syncline lab``: creates a lab, runs a command on every host and removes the lab.
 
-Owns the output and the reaction to signals. ``lab`` makes the hosts, and ``launch.local`` starts and ends the
-processes.
+Owns the output. ``lab`` makes the hosts and reacts to signals, and ``launch.local`` starts and ends the processes.
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 
 import click
 
@@ -23,8 +17,6 @@ from syncline.strategy.grammar import write_value
 from .lab import Lab
 from .namespaces import check_able, end_marked
 from .records import Record, Registry
-
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(
@@ -49,24 +41,20 @@ def run(
         raise UsageError(f"{servers} servers among {ranks} processes leave no worker: make more hosts")
     if mpi is not None and servers:
         raise UsageError("an MPI job has no server processes: leave --mpi out, or use ps(on=workers)")
-    with _ended_by_signals() as ignore_signals, Lab(hosts, rate, name) as lab:
-        try:
-            if mpi is None:
-                show = _Printer([_label(lab, rank, per_host) for rank in range(ranks)])
-                outcome = launch(
-                    command,
-                    ranks,
-                    servers=servers,
-                    env=env,
-                    on_output=show,
-                    place=lambda rank: lab.placement(rank, per_host),
-                    timeout_s=timeout_s,
-                )
-            else:
-                argv, settings = lab.mpi_command(ranks, command, mpi, per_host)
-                outcome = launch(argv, 1, env={**(env or {}), **settings}, ranked=False, timeout_s=timeout_s)
-        finally:
-            ignore_signals()
+    with Lab(hosts, rate, name) as lab:
+        if mpi is None:
+            outcome = launch(
+                command,
+                ranks,
+                servers=servers,
+                env=env,
+                on_output=_Printer([_label(lab, rank, per_host) for rank in range(ranks)]),
+                place=lambda rank: lab.placement(rank, per_host),
+                timeout_s=timeout_s,
+            )
+        else:
+            argv, settings = lab.mpi_command(ranks, command, mpi, per_host)
+            outcome = launch(argv, 1, env={**(env or {}), **settings}, ranked=False, timeout_s=timeout_s)
     _report(outcome, mpi)
     return outcome.status
 
@@ -111,30 +99,3 @@ def _report(outcome: Outcome, mpi: str | None) -> None:
     if outcome.status:
         text = outcome.text if mpi is None else f"the MPI job ended with status {outcome.status}"
         click.echo(f"syncline: {text}", err=True)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[Callable[[], None]]:
-    """Let SIGTERM and SIGHUP raise an exception in the context, as Ctrl-C does, so that the lab is removed.
-
-    Yields a function that ignores these signals from then on, so that they cannot interrupt the removal.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        sys.exit(128 + number)
-
-    def ignore() -> None:
-        for number in _ENDING:
-            signal.signal(number, signal.SIG_IGN)
-
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
-    try:
-        yield ignore
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

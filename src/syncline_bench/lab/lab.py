@@ -4,9 +4,9 @@ Owns the order of a lab's creation and removal, the measurement of its goodput, 
 ``namespaces`` makes hosts, ``links`` the network, and ``records`` stores the owner of each lab and has names and
 addresses. The machine's own namespaces stay unchanged.
 
-The end of the context removes the lab and ends everything in it. If the owner is killed, the kernel closes the pipes
-that hold the hosts, and commands that ``launch`` started end too. The next lab that starts removes any remaining
-processes and the record.
+The end of the context removes the lab and ends everything in it, and SIGTERM and SIGHUP end the context. If the owner
+is killed, the kernel closes the pipes that hold the hosts, and commands that ``launch`` started end too. The next lab
+that starts removes any remaining processes and the record.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import termios
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launch.local import Placement
@@ -43,6 +44,7 @@ _AGENT = ("-m", "syncline_bench.lab.agent")
 _SKIP_S = 1.0
 _MARGIN_S = 20.0
 _BLOCK_BYTES = 1 << 18
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Lab:
@@ -63,11 +65,14 @@ class Lab:
         self._record: Record | None = None
         self._hosts: list[Host] = []
         self._switch: Host | None = None
+        self._signals = contextlib.ExitStack()
+        self._ignore_signals: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Lab:
         check_able()
-        self._record = self._registry.claim(self._asked, self._count, self.rate, end_marked)
+        self._ignore_signals = self._signals.enter_context(_ended_by_signals())
         try:
+            self._record = self._registry.claim(self._asked, self._count, self.rate, end_marked)
             self._make(self._record)
         except BaseException:
             self.close()
@@ -175,6 +180,12 @@ class Lab:
 
     def close(self) -> None:
         """Remove the lab and end everything in it. A second call does nothing."""
+        with self._signals:
+            self._ignore_signals()
+            self._remove()
+            self._ignore_signals = lambda: None
+
+    def _remove(self) -> None:
         record, self._record = self._record, None
         if record is None:
             return
@@ -216,6 +227,33 @@ class Lab:
         if self._record is None:
             raise UsageError("a lab exists only while its context is entered: write with Lab(...) as lab")
         return self._record
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """Let SIGTERM and SIGHUP raise an exception in the context, as Ctrl-C does, so that the lab is removed.
+
+    Yields a function that ignores these signals from then on, so that they cannot interrupt the removal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        sys.exit(128 + number)
+
+    def ignore() -> None:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    try:
+        yield ignore
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _configure(host: Host, tool: str, lines: Sequence[str]) -> None:
