@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,8 @@ def sealed(socks: Sequence[dict[int, socket.socket]]) -> list[dict[int, socket.s
 
 def make_summing(library: Any, socks: dict[int, socket.socket], place: Place) -> Transport:
     """An end whose messages travel over shared memory, while a library sums among all ranks."""
-    return AutoWithLibrary(place.rank, {Shm(place.rank, socks): socks}, library(place))
+    shm = Shm(place.rank, socks)
+    return AutoWithLibrary(place.rank, {shm: socks}, library(replace(place, carrier=shm)))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from ..strategy.words import AUTO, NONE
 from ..timeline import folder
 from ..timeline.flight_memory import FlightPlace
 from ..timeline.recording import SessionSpans
-from ..transports import Place, Transport
+from ..transports import Carrier, Place, Transport
 from ..transports._auto import Auto, AutoWithLibrary
 from ..transports.inproc import Hub
 from ..tuning import algorithm_choice, codec_choice, schedule_choice
@@ -240,11 +240,11 @@ def _transport(
     parts = {name: registry.get("transports", name) for name in carried}
     kinds = {name: part.capabilities.get("connection") for name, part in parts.items()}
 
-    def own() -> Any:
+    def own(carrier: Carrier | None = None) -> Any:
         left = max(0.0, deadline - time.monotonic())
         world, check = len(roll.members), client.check
         together = tuple(sorted(roll.near | {roll.index})) if strategy.native_inside else ()
-        place = Place(roll.index, world, client, asked, address, left, check, roll.secret, roll.near, together)
+        place = Place(roll.index, world, client, asked, address, left, check, roll.secret, roll.near, together, carrier)
         return registry.get("transports", asked).target(place, **arguments)
 
     for name, kind in kinds.items():
@@ -267,7 +267,7 @@ def _transport(
         for name, peers in carried.items()
     }
     if sums_inside and roll.near:
-        return AutoWithLibrary(roll.index, members, own())
+        return AutoWithLibrary(roll.index, members, own(next(iter(members))))
     return Auto(roll.index, members) if len(members) > 1 else next(iter(members))
 
 

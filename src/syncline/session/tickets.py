@@ -321,7 +321,8 @@ FOUNDING = struct.Struct("<IIQ")
 """The least unused number here, and a number to reuse with the calls made in its group, or zeros."""
 
 FOUNDING_TAGS = 7 << 61
-"""The tag bits of messages by which some processes make a group. No other tags have all of the highest three bits."""
+"""The tag bits of messages by which some processes make a group. Except ``LIBRARY`` no other tags have all of the
+highest three bits."""
 
 
 def check_number(number: int) -> None:

@@ -33,6 +33,10 @@ Words = NDArray[np.int64]
 INLINE_BYTES = 64 * 1024
 """Messages up to this size are sent without waiting for a receive."""
 
+LIBRARY = 15 << 60
+"""The tag of a message library's frames that another transport carries. No other tag has all of the highest four
+bits."""
+
 _POLL_S = 0.005
 
 
@@ -226,6 +230,14 @@ class MemoryStore:
             return self._counters[key]
 
 
+class Carrier(Transport, Protocol):
+    """A transport that carries the frames of a message library."""
+
+    def settle(self) -> bool:
+        """Write queued data, as before a wait. Returns whether ``poll`` can return something at once."""
+        ...
+
+
 @dataclass(frozen=True)
 class Place:
     """The rendezvous of a transport that makes its own connections (capability ``connection="own"``).
@@ -235,7 +247,7 @@ class Place:
     rank has failed. ``secret`` is known to all ranks of the run and to no one else. It authenticates connections and is
     never sent. ``near`` are the ranks that share this one's kernel and network namespace. ``together`` are the ranks of
     the library's collectives, this one included; if empty, all ranks. A transport that declares ``inside="auto"`` then
-    needs to reach these ranks only.
+    needs to reach these ranks only, and ``carrier`` carries its frames, with the tag ``LIBRARY``.
     """
 
     rank: int
@@ -248,6 +260,7 @@ class Place:
     secret: bytes = field(default=b"", repr=False)
     near: frozenset[int] = frozenset()
     together: tuple[int, ...] = ()
+    carrier: Carrier | None = None
 
     def read(self, key: str, deadline: float, late: str) -> bytes:
         """A value of the store, once it is there. Raises GroupError ``late`` after ``deadline`` (time.monotonic)."""

@@ -7,7 +7,7 @@ members: the last member's, which also watches the other members' descriptors.
 Members only have to satisfy ``Combinable``.
 
 ``AutoWithLibrary`` also has the collectives of a message library among the ranks of this host. The library's end joins
-the common wait, and its own messages serve its collectives only.
+the common wait, and the first member carries the frames by which it orders its collectives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class Combinable(Transport, Watchable, Protocol):
 
 
 class Library(HasCollectives, Transport, Watchable, Protocol):
-    """The end of a message library among the ranks of this host."""
+    """The end of a message library among the ranks of this host. The first member carries its frames."""
+
+    def carried(self, handle: Handle) -> None:
+        """Handle the end of an operation of the carrier whose owner is this end."""
+        ...
 
 
 class Auto:
@@ -61,8 +65,8 @@ class Auto:
         self.world = len(self._to) + 1
         self._closed = False
         *others, self._waiter = members
-        self._others: list[Combinable | Library] = [*others]
-        for member in others:
+        self._others = tuple(others)
+        for member in self._others:
             self._waiter.watch(member.fileno())
 
     def lends_from(self, src: int) -> bool:
@@ -148,11 +152,24 @@ class AutoWithLibrary(Auto):
         self.together = library.together
         self._library = library
         self._members = (*self._members, library)
-        self._others.append(library)
         self._waiter.watch(library.fileno())
 
     def allreduce(self, key: int, array: NDArray[Any], owner: Any = None) -> Handle:
         return self._library.allreduce(key, array, owner)
+
+    def poll(self, timeout: float) -> list[Handle]:
+        library = self._library
+        found = super().poll(0.0 if not self._closed and library.settle() else timeout)
+        for handle in [handle for handle in found if handle.owner is library]:
+            found.remove(handle)
+            library.carried(handle)
+        return found + library.poll(0.0)
+
+    def close(self) -> None:
+        """The library first, whose last frames the first member carries."""
+        if not self._closed:
+            self._library.close()
+        super().close()
 
     def reduce_scatter(self, key: int, parts: Sequence[NDArray[Any]], owner: Any = None) -> Handle:
         return self._library.reduce_scatter(key, parts, owner)

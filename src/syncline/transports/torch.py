@@ -10,7 +10,8 @@ request. A requested body, or an offered one whose turn has come, leaves without
 delays nothing.
 
 **Collectives** are those of all ranks, or of the ranks of this host (``Place.together``). Messages then reach no other
-rank either, and ``_auto.AutoWithLibrary`` carries the messages of the run. A reduce-scatter is a reduce to the owner of
+rank either: ``_auto.AutoWithLibrary`` has the messages of the run, and carries the frames that order collectives, in
+less time than a thread takes to wake for Gloo. A reduce-scatter is a reduce to the owner of
 each part, an all-gather a broadcast from each: Gloo has no reduce-scatter of unequal parts, and these parts need not
 lie side by side. Equal parts are staged side by side.
 
@@ -43,9 +44,10 @@ from numpy.typing import NDArray
 from ..errors import GroupError, PeerLost, UsageError
 from ..registry import register
 from ..wire.bell import DescriptorBell
-from . import Bytes, Handle, Place
+from ..wire.links import CONTROL
+from . import LIBRARY, Bytes, Handle, Place
 from ._envelope import Call, Enveloped, immortal
-from ._frames import FRAME_BYTES, SLOTS, Event, is_last
+from ._frames import FRAME_BYTES, HEADER_BYTES, SLOTS, Event, is_last
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,8 @@ class Torch(Enveloped):
         super().__init__(
             place.rank, place.world, DescriptorBell() if together else None, together, apart=bool(together)
         )
+        self._carrier = place.carrier
+        self._unexplained: list[Event] = []  # failures that the carrier's next frames may explain
         self._group = _gloo(place)
         self._number = {rank: number for number, rank in enumerate(self.together)}  # in the group
         self._start: Any = _nccl(place).start if backend == "nccl" else partial(_start, self._group)
@@ -96,6 +100,9 @@ class Torch(Enveloped):
         self._spare: dict[int, SimpleQueue[Bytes | None]] = {peer: SimpleQueue() for peer in self._peers}
         self._readers: dict[int, threading.Thread] = {}
         for peer in self._peers:
+            if self._carrier is not None:
+                self._await_carried(peer)
+                continue
             for _ in range(_AHEAD):
                 self._await_frame(peer)
             self._readers[peer] = threading.Thread(target=self._read, args=(peer,), name="syncline-reader", daemon=True)
@@ -112,8 +119,11 @@ class Torch(Enveloped):
             self._finish(handle, error)
             return
 
-        def failed(error: Exception) -> None:
+        def failed(error: Exception, again: bool = False) -> None:
             left = (self._operations.gone | self._leaving).intersection(self.together)
+            if self._carrier is not None and not left and not again:
+                self._unexplained.append(partial(failed, error, True))
+                return
             self._finish(handle, _broken(min(left, default=-1), handle.kind, error))
 
         self._waiter(-1).add(wait, lambda: self._finish(handle), failed)
@@ -124,6 +134,8 @@ class Torch(Enveloped):
             immortal(self._group)  # its destructor would wait for threads that only the parent has
             immortal(self._start)
             return
+        if self._carrier is not None:
+            self._carrier.settle()  # the last frames leave before the carrier closes
         for spare in self._spare.values():
             spare.put(None)
         for waiter in self._waiters.values():
@@ -136,6 +148,29 @@ class Torch(Enveloped):
         if isinstance(self.bell, DescriptorBell):
             self.bell.close()
 
+    def _put(self, peer: int, frame: Bytes, done: Event) -> None:
+        if self._carrier is None:
+            super()._put(peer, frame, done)
+            return
+        self._carrier.send(peer, LIBRARY, frame, CONTROL, self)
+        done()  # the carrier keeps the frame
+
+    def _await_carried(self, peer: int) -> None:
+        assert self._carrier is not None
+        frame = self.scratch.take(HEADER_BYTES)
+        self._carrier.recv(peer, LIBRARY, frame[:HEADER_BYTES], self).note = frame
+
+    def carried(self, handle: Handle) -> None:
+        """Handle the end of an operation of the carrier whose owner is this transport."""
+        if handle.kind == "send" or self._operations.closed:
+            return
+        peer, frame = handle.peer, handle.note
+        if handle.error is not None:
+            self._lose(peer)
+            return
+        self._await_carried(peer)
+        self._came(peer, frame, handle.nbytes)
+
     def fileno(self) -> int:
         """A descriptor that is readable when ``poll`` has something to do. Only among ranks of one host."""
         assert isinstance(self.bell, DescriptorBell)
@@ -143,7 +178,13 @@ class Torch(Enveloped):
 
     def settle(self) -> bool:
         self.bell.rang()
-        return bool(self._events or self._operations.completed)
+        return bool(self._events or self._unexplained or self._operations.completed)
+
+    def poll(self, timeout: float) -> list[Handle]:
+        late, self._unexplained = self._unexplained, []
+        for failed in late:
+            failed()
+        return super().poll(timeout)
 
     def _send(self, peer: int, slot: int, data: Bytes, done: Event) -> None:
         def sent(_data: Bytes = data) -> None:  # the default argument keeps the memory alive while Gloo reads it
