@@ -237,7 +237,7 @@ def _transport(
     if strategy.transport == AUTO or sums_inside:
         near = {"shm": roll.near, "tcp": others - roll.near}
         carried = {name: peers for name, peers in near.items() if peers}
-    parts = {name: registry.get("transports", name) for name in carried}
+    parts = {name: registry.get("transports", name) for name in [*carried, *[asked] * sums_inside]}
     kinds = {name: part.capabilities.get("connection") for name, part in parts.items()}
 
     def own(carrier: Carrier | None = None) -> Any:
@@ -245,7 +245,7 @@ def _transport(
         world, check = len(roll.members), client.check
         together = tuple(sorted(roll.near | {roll.index})) if strategy.native_inside else ()
         place = Place(roll.index, world, client, asked, address, left, check, roll.secret, roll.near, together, carrier)
-        return registry.get("transports", asked).target(place, **arguments)
+        return parts[asked].target(place, **arguments)
 
     for name, kind in kinds.items():
         if kind is None:
@@ -256,9 +256,9 @@ def _transport(
                 f"tls= is set, but transport={name} makes connections of its own and does not encrypt"
                 " them: use tcp, shm, auto or zmq(curve=on)"
             )
-        if kind == "own":
-            made: Transport = own()
-            return made
+    if kinds.get(asked) == "own" and not sums_inside:
+        made: Transport = own()
+        return made
     unix = {peer for name, peers in carried.items() if kinds[name] == "unix" for peer in peers}
     socks = connect(roll, doors, "data", unix, deadline, client.check)
     given = {} if sums_inside else arguments  # which are then the library's
