@@ -134,8 +134,6 @@ class Torch(Enveloped):
             immortal(self._group)  # its destructor would wait for threads that only the parent has
             immortal(self._start)
             return
-        if self._carrier is not None:
-            self._carrier.settle()  # the last frames leave before the carrier closes
         for spare in self._spare.values():
             spare.put(None)
         for waiter in self._waiters.values():
@@ -153,6 +151,7 @@ class Torch(Enveloped):
             super()._put(peer, frame, done)
             return
         self._carrier.send(peer, LIBRARY, frame, CONTROL, self)
+        self._carrier.settle()  # it leaves now, not after the start of the collective whose turn it is
         done()  # the carrier keeps the frame
 
     def _await_carried(self, peer: int) -> None:
