@@ -39,7 +39,10 @@ from ..errors import UsageError
 from ..kernels.private import new_file
 from .spans import LIMIT, TRAINING, ProcessSpans, TimedSpan, offset_of
 
-_PER_RUN, _PER_PROCESS = 1000, 10_000
+FORMAT = 1
+"""The version of the file, which ``syncline explain`` reads back."""
+
+PER_RUN, _PER_PROCESS = 1000, 10_000
 """Ranges of process and line numbers. Viewers take line numbers for thread ids, which must be unique."""
 
 _LEVEL = 4
@@ -95,7 +98,7 @@ def write(path: Path, runs: Iterable[RecordedRun]) -> Written:
             file.write('{"displayTimeUnit":"ms","traceEvents":[')
             before = "\n"
             for number, run in enumerate(runs):
-                for event in _events(run, number * _PER_RUN, written, about):
+                for event in _events(run, number * PER_RUN, written, about):
                     file.write(before + json.dumps(event, separators=(",", ":")))
                     before = ",\n"
             file.write(f'\n],"otherData":{json.dumps(_about(written, about))}}}\n')
@@ -127,6 +130,7 @@ def _text(file: BinaryIO, *, compressed: bool) -> IO[str]:
 def _about(written: Written, about: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "made by": "syncline",
+        "format": FORMAT,
         "clock": "CLOCK_MONOTONIC of rank 0, from the first event of each run",
         "clock error (us)": round(written.error_s * 1e6, 3),
         "limit": f"{LIMIT} spans of each process",
@@ -173,6 +177,7 @@ def _events(run: RecordedRun, first: int, written: Written, about: dict[str, Any
         said = about[f"{name}, session {session + 1}" if session else name] = {}
         said |= {"clock error (us)": round(error_s * 1e6, 3), "spans": len(process.spans)}
         said |= {"left out": process.left_out} if process.left_out else {}
+        said |= {name: process.notes[name] for name in ("workers", "strategy") if name in process.notes}
         written.spans += len(process.spans)
         written.left_out += process.left_out
         written.error_s = max(written.error_s, error_s)
@@ -201,7 +206,7 @@ def _events_of(
     for new in sorted(set(filter(None, lines)) - tids.keys()):
         tid = tids[new] = pid * _PER_PROCESS + len(tids) + 1
         yield _named("thread_name", pid, tid, name=new.title)
-        yield _named("thread_sort_index", pid, tid, sort_index=_PER_RUN * new.order + new.number)
+        yield _named("thread_sort_index", pid, tid, sort_index=PER_RUN * new.order + new.number)
     for place, (span, line) in enumerate(zip(spans, lines, strict=True)):
         if line is None:
             continue

@@ -100,6 +100,7 @@ class SessionSpans:
         role, number = ("rank", session.index) if session.index < workers else ("server", session.index - workers)
         host = "" if session.roll is None else f" ({session.roll.members[session.index].host})"
         self.file.note(name=f"{role} {number}{host}", process=session.index, workers=workers)
+        self.file.note(strategy=str(session.strategy))
         session.process.at_end = self.end
         if session.alone:
             return

@@ -1,0 +1,174 @@
+"""The result of ``syncline explain``: causes, changes and the critical path, their file and their lines.
+
+Owns the words for causes. A word is never renamed, because programs read it. The rules of ``files`` apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from . import units
+from .files import ResultFile, known, reader
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+CAUSES: Mapping[str, str] = {
+    "slow_rank": "one rank computes longer than the others, which wait for it",
+    "late_loader": "one rank begins its forward pass later than the others, which wait for it",
+    "slow_loading": "all ranks spend time before their forward passes",
+    "jitter": "another rank is late in each iteration",
+    "slow_link": "one link, or all links of one process, is slower than the others",
+    "shared_server": "workers wait for servers that are fewer than the workers",
+    "small_buckets": "many small exchanges, whose cost hardly depends on their bytes",
+    "no_overlap": "the exchange begins only after the backward pass",
+    "codec": "workers wait for encoding and decoding",
+    "network": "the exchange takes longer than the computation beside it",
+    "fixed_cost": "of a collective in a bench: the time hardly depends on the bytes",
+    "strategy": "another strategy was measured to be faster on the same work",
+    "failure": "the run ended badly: the process that failed first, or that others waited for",
+}
+"""The words for causes, with their meanings."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause. ``seconds`` is what an iteration could be shorter without it, at most."""
+
+    cause: Annotated[str, "a word of the list below"]
+    seconds: Annotated[float, "what an iteration could be shorter without it, at most"]
+    rank: Annotated[int | None, "the process at fault; servers are numbered after the workers"] = None
+    link: Annotated[tuple[int, int] | None, "sender and receiver"] = None
+    said: Annotated[str, "the cause as a sentence"] = ""
+    remedy: Annotated[str | None, "what to do"] = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a change would bring."""
+
+    change: Annotated[str, "the change: words of a strategy, or a repair"]
+    iteration_s: Annotated[float, "the iteration after it"]
+    low_s: Annotated[float | None, "the low end of its interval; `null` if it has none"] = None
+    high_s: Annotated[float | None, "the high end"] = None
+    measured: Annotated[bool, "measured in the same file, else predicted"] = False
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of the critical path, summed over the iteration."""
+
+    what: Annotated[str, "a stage, `message` or `exchange`"]
+    seconds: Annotated[float, "in this iteration"]
+    rank: Annotated[int | None, "the process"] = None
+    thread: Annotated[str | None, "`training thread`, or `progress` for exchanges"] = None
+    link: Annotated[tuple[int, int] | None, "sender and receiver of messages"] = None
+
+    @property
+    def text(self) -> str:
+        """The leg in words."""
+        if self.link is not None:
+            return f"messages {self.link[0]} to {self.link[1]}"
+        return f"{self.what} on {'' if self.rank is None else f'rank {self.rank}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation(ResultFile):
+    """A whole explanation. ``kind`` is ``timeline``, ``flight record``, or the command of the result file.
+
+    ``causes`` has the main cause first and is empty for a ``healthy`` run. ``iteration_s`` is the median iteration,
+    ``stages_s`` its stages on the median worker, ``model_s`` the prediction of the run as it is.
+    """
+
+    verb: ClassVar = "explain"
+    lists: ClassVar = {
+        "causes": lambda data: _linked(Cause, data),
+        "changes": reader(Change),
+        "path": lambda data: _linked(Leg, data),
+    }
+
+    file: str = ""
+    kind: str = ""
+    name: str = ""
+    healthy: bool = False
+    iteration_s: float | None = None
+    iterations: int = 0
+    workers: int = 0
+    stages_s: Mapping[str, float] | None = None
+    causes: tuple[Cause, ...] = ()
+    changes: tuple[Change, ...] = ()
+    path: tuple[Leg, ...] = ()
+    model_s: float | None = None
+    remarks: tuple[str, ...] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Three to ten lines, before they are broken at the terminal's width."""
+        from rich.text import Text
+
+        yield from map(Text, self.lines())
+
+    def lines(self) -> list[str]:
+        """The lines for a terminal: the cause, its remedy, and what changes would bring."""
+        found = [self._first()]
+        if not self.causes:
+            found.append(self._sound() if self.healthy else "No cause is known.")
+        for number, cause in enumerate(self.causes[:3]):
+            head = "Cause" if number == 0 else "Also"
+            found.append(f"{head}: {cause.cause}{self._share(cause)}: {cause.said}.")
+            if number == 0 and cause.remedy:
+                found.append(f"Remedy: {cause.remedy}.")
+        if self.path and len(found) < 7:
+            found.append(f"Critical path: {', '.join(self._legs())}.")
+        room = 9 - len(found) - bool(self.remarks)
+        for change in self.changes[: max(1, min(3, room))]:
+            found.append(self._change(change))
+        if self.remarks:
+            found.append(" ".join(self.remarks))
+        return found
+
+    def _first(self) -> str:
+        who = f"{self.name}: " if self.name else ""
+        workers = f", {self.workers} workers" if self.workers else ""
+        if self.iteration_s is None:
+            return f"{who}{self.kind}{workers}."
+        over = f", median of {self.iterations}" if self.iterations else ""
+        return f"{who}an iteration takes {units.seconds(self.iteration_s)}{over}{workers}."
+
+    def _sound(self) -> str:
+        stages = self.stages_s or {}
+        parts = [
+            f"{name} {units.percent(seconds / self.iteration_s)}"
+            for name, seconds in stages.items()
+            if self.iteration_s and seconds >= 0.01 * self.iteration_s
+        ]
+        return "Healthy: nothing keeps the ranks from computing" + (f" ({', '.join(parts)})" if parts else "") + "."
+
+    def _share(self, cause: Cause) -> str:
+        if not self.iteration_s or not cause.seconds:
+            return ""
+        return f", {units.seconds(cause.seconds)} ({units.percent(cause.seconds / self.iteration_s)} of it)"
+
+    def _legs(self) -> list[str]:
+        length = sum(leg.seconds for leg in self.path)
+        return [
+            f"{leg.text} {units.percent(leg.seconds / length)}" for leg in self.path[:4] if leg.seconds > 0.01 * length
+        ]
+
+    def _change(self, change: Change) -> str:
+        how = "measured" if change.measured else "predicted"
+        found = f"{change.change}: {units.seconds(change.iteration_s)} {how}"
+        if change.low_s is not None and change.high_s is not None:
+            found += f" ({units.seconds(change.low_s)} to {units.seconds(change.high_s)})"
+        if self.iteration_s:
+            gain = 1 - change.iteration_s / self.iteration_s
+            found += f", {units.percent(abs(gain))} {'less' if gain >= 0 else 'more'}"
+        return f"{found}."
+
+
+def _linked(cls: type, data: Mapping[str, Any]) -> Any:
+    found = known(cls, data)
+    if found.get("link") is not None:
+        found["link"] = tuple(found["link"])
+    return cls(**found)

@@ -1,0 +1,202 @@
+"""Causes of slow iterations: each is found where it was planted, and nobody is accused for another's fault."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted import STAGES, Planted, slower
+
+from syncline.errors import UsageError
+from syncline.timeline.chrome import RecordedRun
+from syncline_bench.explain.activity import common, observe, thread_of, total, union
+from syncline_bench.explain.causes import LEAST, causes
+from syncline_bench.explain.path import critical_path
+from syncline_bench.report.explanation import CAUSES
+from timelines import process, span
+
+
+def words(run: RecordedRun) -> list[str]:
+    return [cause.cause for cause in causes(run)]
+
+
+def test_a_healthy_run_accuses_nobody() -> None:
+    assert causes(Planted().run()) == []
+    assert causes(Planted(workers=2).run()) == []
+    uneven = Planted(slow=lambda rank, stage, step: STAGES[stage] * (1 + 0.05 * ((rank + step) % 2)))
+    assert causes(uneven.run()) == []
+
+
+@given(
+    workers=st.integers(2, 6),
+    place=st.integers(0, 5),
+    stage=st.sampled_from(["forward", "backward", "optimizer", "loading"]),
+    seconds=st.floats(0.03, 0.5),
+)
+def test_a_slow_rank_is_told_from_its_victims(workers: int, place: int, stage: str, seconds: float) -> None:
+    rank = place % workers
+    found = causes(Planted(workers=workers, slow=slower(rank, stage, seconds)).run())
+    assert [(one.cause, one.rank) for one in found] == [("late_loader" if stage == "loading" else "slow_rank", rank)]
+    assert found[0].seconds == pytest.approx(seconds, rel=0.01)
+    assert found[0].link is None
+
+
+def test_a_late_loader_of_one_rank_and_slow_loading_of_all_are_two_findings() -> None:
+    (one,) = causes(Planted(slow=slower(2, "loading", 0.1)).run())
+    (every,) = causes(Planted(slow=slower(None, "loading", 0.1)).run())
+    assert (one.cause, one.rank) == ("late_loader", 2)
+    assert (every.cause, every.rank) == ("slow_loading", None)
+    assert "ranks 0-1, 3 wait" in one.said
+
+
+def test_a_rank_slow_in_two_stages_is_named_for_both() -> None:
+    def slow(rank: int, stage: str, _: int) -> float:
+        return STAGES[stage] + (0.1 if rank == 1 and stage in ("loading", "backward") else 0.0)
+
+    assert [(one.cause, one.rank) for one in causes(Planted(slow=slow).run())] == [
+        ("late_loader", 1),
+        ("slow_rank", 1),
+    ]
+
+
+def test_ranks_that_are_late_in_turn_are_jitter_and_none_is_named() -> None:
+    found = causes(Planted(steps=12, slow=lambda rank, stage, step: STAGES[stage] + 0.06 * (rank == step % 4)).run())
+    assert [(one.cause, one.rank) for one in found] == [("jitter", None)]
+
+
+@pytest.mark.parametrize("link", [(0, 1), (3, 0)])
+def test_a_slow_link_is_named_by_its_ends(link: tuple[int, int]) -> None:
+    found = causes(Planted(rates={link: 4e7}).run())
+    assert (found[0].cause, found[0].link, found[0].rank) == ("slow_link", link, None)
+    assert not {"slow_rank", "network"} & {one.cause for one in found}
+
+
+def test_all_slow_links_of_a_rank_are_its_port() -> None:
+    found = causes(Planted(rates={(1, 2): 4e7, (2, 3): 4e7}).run())
+    assert (found[0].cause, found[0].rank) == ("slow_link", 2)
+
+
+def test_links_inside_hosts_are_not_compared_with_those_between_hosts() -> None:
+    """Two hosts of two ranks: the links between them are ten times slower, as is usual."""
+    slow = {(1, 2): 5e7, (3, 0): 5e7}
+    found = causes(Planted(rates=slow, host=lambda rank: f"host{rank // 2}").run())
+    assert "slow_link" not in [one.cause for one in found]
+    assert found[0].cause == "network"
+    alone = Planted(workers=6, rates={(1, 2): 5e7, (3, 4): 5e7, (5, 0): 5e6}, host=lambda rank: f"host{rank // 2}")
+    assert causes(alone.run())[0].link == (5, 0)
+
+
+def test_small_buckets_are_told_from_a_slow_network() -> None:
+    small = Planted(buckets=(16_384, 512) * 40, fixed=0.002)
+    assert words(small.run())[0] == "small_buckets"
+    equal = Planted(buckets=(16_384,) * 80, fixed=0.002)
+    assert words(equal.run())[0] == "small_buckets"
+    slow = Planted(buckets=(16_384,) * 80, fixed=0.00002, rate=1e7)
+    assert words(slow.run())[0] == "network"
+    assert "small_buckets" not in words(Planted(buckets=(4_000_000,) * 40).run())
+
+
+def test_a_server_that_all_workers_share() -> None:
+    found = causes(Planted(servers=1, rate=2e8, strategy="ps(servers=1)").run())
+    assert (found[0].cause, found[0].rank) == ("shared_server", 4)
+    fair = Planted(servers=4, rate=2e8, strategy="ps(servers=4)")
+    assert "shared_server" not in words(fair.run())
+
+
+def test_an_exchange_after_the_backward_pass() -> None:
+    found = words(Planted(late=True, buckets=(8_000_000,), rate=2.5e8).run())
+    assert found == ["no_overlap"]
+    assert "no_overlap" not in words(Planted(buckets=(2_000_000,) * 8, rate=5e7).run())
+
+
+def test_causes_that_are_below_their_share_do_not_count() -> None:
+    step_s = observe(Planted().run()).step_s
+    assert words(Planted(slow=slower(1, "backward", 0.5 * LEAST * step_s)).run()) == []
+    assert words(Planted(slow=slower(1, "backward", 1.5 * LEAST * step_s)).run()) == ["slow_rank"]
+
+
+def test_every_cause_has_a_word_and_the_main_one_comes_first() -> None:
+    both = replace(Planted(rates={(0, 1): 4e7}), slow=slower(2, "backward", 0.3))
+    found = causes(both.run())
+    assert {one.cause for one in found} <= set(CAUSES)
+    assert [one.seconds for one in found] == sorted((one.seconds for one in found), reverse=True)
+    assert {"slow_rank", "slow_link"} <= {one.cause for one in found}
+
+
+def test_scripts_without_passes_are_judged_by_their_own_time() -> None:
+    """As under NumPy: neither forward nor backward passes, nor an optimizer."""
+    run = Planted(slow=slower(2, "backward", 0.2)).run()
+    kept = [
+        replace(one, spans=tuple(span for span in one.spans if span.kind not in ("forward", "backward", "optimizer")))
+        for one in run.processes
+    ]
+    assert [(one.cause, one.rank) for one in causes(RecordedRun(kept))] == [("slow_rank", 2)]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_ended_early_is_refused(steps: int) -> None:
+    with pytest.raises(UsageError, match="record at least 3 iterations"):
+        causes(Planted(steps=steps).run())
+
+
+def test_one_rank_is_refused() -> None:
+    run = Planted(workers=2).run()
+    with pytest.raises(UsageError, match="one rank only"):
+        causes(RecordedRun(run.processes[:1]))
+    with pytest.raises(UsageError, match="no rank"):
+        causes(RecordedRun([]))
+
+
+def test_names_of_others_lose_their_control_characters() -> None:
+    run = Planted(workers=2, slow=slower(1, "backward", 0.2), host=lambda _: "\x1b[2Jevil\n").run()
+    (found,) = causes(run)
+    assert found.said.isprintable()
+
+
+# What causes are judged by
+
+
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda two: (min(two), max(two))), max_size=8
+)
+
+
+@given(INTERVALS, INTERVALS)
+def test_unions_and_common_times_are_those_of_sets(ones: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    def points(intervals: list[tuple[int, int]]) -> set[int]:
+        return {point for begin, end in intervals for point in range(begin, end)}
+
+    assert total(union(ones)) == len(points(ones))
+    assert total(common(union(ones), union(others))) == len(points(ones) & points(others))
+
+
+def test_the_innermost_span_counts_and_the_time_before_a_forward_pass_is_loading() -> None:
+    spans = [
+        span(1, 3, kind="forward"),
+        span(3, 9, kind="backward"),
+        span(4, 5, kind="wait"),
+        span(10, 14, kind="optimizer"),
+        span(11, 12, kind="wait"),
+        span(20, 22, kind="forward"),
+        span(21, 30, kind="work", key=1),
+    ]
+    found = thread_of(process(0, *spans), [one.begin_s for one in spans], [one.end_s for one in spans])
+    assert [(one.stage, one.begin_s, one.end_s) for one in found] == [
+        ("forward", 1, 3), ("backward", 3, 4), ("wait", 4, 5), ("backward", 5, 9), ("script", 9, 10),
+        ("optimizer", 10, 11), ("wait", 11, 12), ("optimizer", 12, 14), ("loading", 14, 20), ("forward", 20, 22),
+    ]  # fmt: skip
+
+
+@given(rank=st.integers(0, 3), seconds=st.floats(0.05, 0.5))
+def test_the_critical_path_goes_through_the_slow_rank_and_is_an_iteration_long(rank: int, seconds: float) -> None:
+    activity = observe(Planted(slow=slower(rank, "backward", seconds)).run())
+    path = critical_path(activity)
+    assert sum(leg.seconds for leg in path) == pytest.approx(activity.step_s, rel=0.02)
+    assert (path[0].what, path[0].rank, path[0].thread) == ("backward", rank, "training thread")
+
+
+def test_the_critical_path_goes_over_the_slow_link() -> None:
+    path = critical_path(observe(Planted(rates={(1, 2): 1e7}).run()))
+    assert (path[0].what, path[0].link) == ("message", (1, 2))
