@@ -28,7 +28,7 @@ ROWS = (
     ("costs",),
     ("session",),
     ("tuning", "serving", "timeline"),
-    ("launch", "testing", "sampling", "training", "metrics"),
+    ("launch", "saving", "testing", "sampling", "training", "metrics"),
     ("frameworks",),
     ("checkpoint", "optim", "process", "torch_backend"),
     ("api", "jax", "lightning", "tensorflow"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -12,6 +13,7 @@ from . import checkpoint
 from .errors import NotBuiltError, UsageError
 from .process import process
 from .sampling import GlobalBatches, SampleOrder, Sampler, global_batches_of, sampler_of
+from .saving import Checkpoints
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
 from .session.session import Session
@@ -436,6 +438,17 @@ def stats(*, group: Group | None = None) -> Stats:
     return process.within(group).stats()
 
 
+def checkpoints(folder: str | os.PathLike[str], *, keep: int = 2, group: Group | None = None) -> Checkpoints:
+    """The checkpoints of this run in ``folder``, of which the newest ``keep`` stay.
+
+    ``save(step, state)`` writes the state (tensors, arrays, plain values, nested) in the background, each rank a part
+    of its tensors, as safetensors files with checksums. ``load()`` returns step and state of the newest complete one,
+    for any number of ranks, or None. ``wait()`` waits for the last save. All three are collective. The folder may be on
+    a file system that all ranks share, or on each host.
+    """
+    return Checkpoints(process.within(group), folder, keep)
+
+
 def state_dict() -> dict[str, Any]:
     """Syncline's own state for a checkpoint, besides the states of model and optimizer.
 
@@ -450,6 +463,8 @@ def state_dict() -> dict[str, Any]:
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
     """Restore what ``state_dict`` saved. Refuses the state of a strategy with different mathematics.
+
+    Another architecture, such as a parameter server in place of a ring, is no such difference: weights and steps go on.
 
     Collective. The algorithms that ``architecture=auto`` had measured are reused, so that sums round as before, unless
     the number of workers has changed; so is the choice of ``codec=auto``. A codec's residuals are redistributed if the

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .compression.saved import Saved
-from .errors import UsageError
+from .errors import StrategyError, UsageError
 from .plans.plan import ranks_text
 from .session.layout import read_layout, reading_state
 from .session.session import Session
 from .strategy.choice import Choice
+from .strategy.strategy import Strategy
 from .strategy.words import NONE
 
 if TYPE_CHECKING:
@@ -167,8 +169,25 @@ def _check_strategy(session: Session, state: Mapping[str, Any]) -> None:
         )
 
 
+def _under_this_architecture(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a state that holds under another architecture, if the strategies differ in nothing else.
+
+    Residuals of codecs, and the weights of owners, belong to the architecture; that they are missing causes a warning.
+    """
+    here = session.strategy
+    try:
+        before = Strategy.parse(state["strategy"])
+        moved = replace(before, architecture=here.architecture, transport=here.transport)
+    except StrategyError:
+        return state
+    if session.as_here(state["strategy"]) == str(here) or str(moved) != str(here):
+        return state
+    return {key: state[key] for key in ("world_size", "steps", "averaging") if key in state} | {"strategy": str(here)}
+
+
 def _load(session: Session, prepared: Sequence[Prepared], state: Mapping[str, Any]) -> None:
     """Restore the state of models that share that session."""
+    state = _under_this_architecture(session, state)
     if state["strategy"] != str(session.strategy) and session.resume_codec(state["strategy"]):
         for made in prepared:
             made.replica.exchange.compress()

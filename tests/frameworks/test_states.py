@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from periodic import Normalised, equal
-from toy import Here, batch, fill, loss_of, on_group, sgd, train, weights
+from toy import Here, alone, batch, close, fill, loss_of, on_group, sgd, train, weights
 
 from syncline import checkpoint
 from syncline.errors import UsageError
@@ -269,3 +269,63 @@ def test_a_state_of_another_model_is_refused(group: Any) -> None:
     on_group(group, "ring sync=local(steps=2)", 2, sgd, first, weight=1)
     with pytest.raises(UsageError, match=r"the agreed weights in this state .* another model"):
         on_group(group, "ring sync=local(steps=2)", 2, small_with_statistics, second, weight=1)
+
+
+ARCHITECTURES = ["ring", "ps(servers=1)", "ps(servers=2, on=workers, update=worker)", "direct"]
+
+
+@pytest.mark.parametrize("after", ARCHITECTURES)
+@pytest.mark.parametrize("before", ARCHITECTURES)
+def test_a_run_goes_on_under_another_architecture(group: Any, before: str, after: str) -> None:
+    """As if nothing had changed, up to the order of sums."""
+    kept: list[Any] = []
+
+    def saved(here: Here) -> None:
+        train(here, range(3))
+        assert here.session is not None
+        assert here.replica is not None
+        own = checkpoint.save(here.session, [Prepared(here.model, here.optimizer, here.replica, here.client)])
+        if here.rank == 0:
+            kept.extend([weights(here.model), copy.deepcopy(here.optimizer.state_dict()), own])
+
+    def resumed(here: Here) -> dict[str, torch.Tensor]:
+        values, optimizer, own = copy.deepcopy(kept)  # optimizers keep the tensors that they load
+        here.model.load_state_dict(values)
+        here.optimizer.load_state_dict(optimizer)
+        assert here.session is not None
+        assert here.replica is not None
+        checkpoint.load(here.session, [Prepared(here.model, here.optimizer, here.replica, here.client)], own)
+        assert here.replica.steps == 3
+        train(here, range(3, 6))
+        return weights(here.model)
+
+    def whole(here: Here) -> dict[str, torch.Tensor]:
+        train(here, range(6))
+        return weights(here.model)
+
+    on_group(group, before, 2, sgd, saved)
+    wanted = alone(sgd, whole)
+    for found in on_group(group, after, 2, sgd, resumed):
+        close(found, wanted)
+
+
+def test_under_another_architecture_residuals_are_lost_with_a_warning_and_other_training_is_refused(group: Any) -> None:
+    kept: list[Any] = []
+
+    def prepared(here: Here) -> list[Prepared]:
+        assert here.replica is not None
+        return [Prepared(here.model, here.optimizer, here.replica, here.client)]
+
+    def saved(here: Here) -> None:
+        train(here, range(3))
+        kept.append(checkpoint.save(here.session, prepared(here)))  # type: ignore[arg-type]
+
+    def resumed(here: Here) -> None:
+        checkpoint.load(here.session, prepared(here), kept[0])  # type: ignore[arg-type]
+        for other in ("ps(servers=1) codec=topk(ratio=0.3) sync=asp", "ps(servers=1) codec=int8"):
+            with pytest.raises(UsageError, match="this state belongs to a run with"):
+                checkpoint.load(here.session, prepared(here), kept[0] | {"strategy": other})  # type: ignore[arg-type]
+
+    on_group(group, "direct codec=topk(ratio=0.3)", 2, sgd, saved)
+    with pytest.warns(UserWarning, match="this state lacks the residuals of the codec"):
+        on_group(group, "ps(servers=1, on=workers) codec=topk(ratio=0.3)", 2, sgd, resumed)

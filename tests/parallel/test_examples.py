@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -86,9 +87,9 @@ def test_own_codec(pool: Pool, address: str) -> None:
 def test_checkpoint(pool: Pool, address: str, tmp_path: Path) -> None:
     """A run that is resumed ends with the weights of one that was not interrupted."""
     whole = printed(pool, address, 2, "checkpoint.py", str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {f"epoch-{number}.pt" for number in range(4)}
-    for number in (2, 3):
-        (tmp_path / f"epoch-{number}.pt").unlink()
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{number}" for number in range(1, 5)}
+    for number in (3, 4):
+        shutil.rmtree(tmp_path / f"step-{number}")
     resumed = printed(pool, address, 2, "checkpoint.py", str(tmp_path))
     assert whole.startswith("from epoch 0 to 4: ")
     assert resumed.startswith("from epoch 2 to 4: ")

@@ -1,0 +1,523 @@
+"""Checkpoints on disk: sharded over the ranks, written in the background, complete or not there, without pickle.
+
+A checkpoint is a folder of safetensors files, one for each rank, so that ``torch.distributed.checkpoint`` and
+``safetensors`` can read its tensors by name. Each file has the SHA-256 of all that it contains, and the name of the
+save that it belongs to: a checkpoint counts if all files of one save are there and unaltered. No rank has to commit it,
+and a rank that dies while it writes leaves the checkpoint before as the newest.
+
+The state is any nesting of dictionaries, lists, tuples, tensors, arrays and plain values, the same on all ranks. Each
+rank writes part of the tensors. Ranks without a common file system read what they have, and tell the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DataError, MismatchError, UsageError
+from .session.session import Session
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = NDArray[np.uint8]
+
+VERSION = 1
+_FILE = re.compile(r"shard-(\d{5})-of-(\d{5})\.safetensors")
+_MOST_SHARDS = 99_999
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit of the format's own reader."""
+_MOST_DEPTH = 100
+_NO_SUM = "0" * 64
+"""Stands for the checksum while it is computed."""
+
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+"""The element types of the format, with NumPy's and PyTorch's name."""
+_NAMES = {name: code for code, name in _DTYPES.items()}
+
+Node = list[Any]
+"""A part of the state in JSON: its kind and contents. The kinds are those of ``_Parts.node``."""
+
+
+@dataclass
+class _Leaf:
+    """A tensor or array of the state. ``copy`` returns its bytes in memory that nobody changes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    copy: Callable[[], Bytes]
+
+    @property
+    def row(self) -> list[Any]:
+        """What all ranks must agree on."""
+        return [self.name, self.dtype, list(self.shape)]
+
+
+class _Parts:
+    """A state taken apart: its leaves, and its structure as JSON."""
+
+    def __init__(self, state: Any) -> None:
+        self.leaves: dict[str, _Leaf] = {}
+        self._seen: dict[tuple[Any, ...], str] = {}
+        self.tree = self._node(state, (), 0)
+
+    def _node(self, value: Any, path: tuple[str, ...], depth: int) -> Node:
+        if depth > _MOST_DEPTH:
+            raise UsageError(
+                f"the state is nested deeper than {_MOST_DEPTH} levels at {_shown(path)}: does it contain itself?"
+            )
+        if value is None or type(value) in (bool, int, float, str):
+            return ["value", value]
+        if isinstance(value, Mapping):
+            return ["dict", [self._item(key, item, path, depth) for key, item in value.items()]]
+        if type(value) in (list, tuple):
+            items = [self._node(item, (*path, str(number)), depth + 1) for number, item in enumerate(value)]
+            return [type(value).__name__, items]
+        if hasattr(value, "to_local"):
+            raise UsageError(f"a checkpoint cannot contain the DTensor at {_shown(path)}: give its full_tensor()")
+        if isinstance(value, np.ndarray | np.generic):
+            return ["array", self._of_array(np.asarray(value), path)]
+        if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+            return ["tensor", self._of_tensor(value, path)]
+        raise UsageError(
+            f"a checkpoint cannot contain the {type(value).__name__} at {_shown(path)}: it takes tensors, arrays,"
+            " dictionaries, lists, tuples, strings, numbers and None (objects would need pickle)"
+        )
+
+    def _item(self, key: Any, item: Any, path: tuple[str, ...], depth: int) -> list[Any]:
+        if type(key) not in (str, int):
+            raise UsageError(
+                f"a checkpoint cannot contain the key {key!r} at {_shown(path)}: keys are strings or integers"
+            )
+        return [key, self._node(item, (*path, str(key)), depth + 1)]
+
+    def _of_array(self, array: NDArray[Any], path: tuple[str, ...]) -> str:
+        copy = lambda: np.array(array, order="C", copy=True).reshape(-1).view(np.uint8)  # noqa: E731
+        where = (array.ctypes.data, array.shape, array.strides, array.dtype.str) if array.nbytes else (path,)
+        return self._add(path, array.dtype.name, array.shape, array.nbytes, copy, where)
+
+    def _of_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        import torch
+
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise UsageError(f"a checkpoint cannot contain the tensor at {_shown(path)}: it is sparse or quantized")
+
+        def copy() -> Bytes:
+            own = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
+            found: Bytes = own.view(torch.uint8).numpy()
+            return found
+
+        nbytes = tensor.numel() * tensor.element_size()
+        where = (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return self._add(path, dtype, tuple(tensor.shape), nbytes, copy, where if nbytes else (path,))
+
+    def _add(
+        self,
+        path: tuple[str, ...],
+        dtype: str,
+        shape: tuple[int, ...],
+        nbytes: int,
+        copy: Callable[[], Bytes],
+        where: tuple[Any, ...],
+    ) -> str:
+        """The name of a leaf; of one that shares its memory with an earlier one, as tied weights do, the earlier's."""
+        if dtype not in _NAMES:
+            raise UsageError(f"a checkpoint cannot contain elements of type {dtype}, as those at {_shown(path)}")
+        if where in self._seen:
+            return self._seen[where]
+        name = wanted = ".".join(path) or "state"
+        number = 1
+        while name in self.leaves or name == "__metadata__":
+            number += 1
+            name = f"{wanted}#{number}"  # keys may contain dots
+        self.leaves[name] = _Leaf(name, dtype, shape, nbytes, copy)
+        self._seen[where] = name
+        return name
+
+
+def _shown(path: Sequence[str]) -> str:
+    return "/".join(path) or "its top"
+
+
+def _whole(tree: Any, leaves: Mapping[str, _Read], made: dict[tuple[str, str], Any]) -> Any:
+    """The state from its structure. Leaves that shared their memory do so again. Raises for other JSON."""
+    kind, content = tree
+    if kind == "value":
+        if content is not None and type(content) not in (bool, int, float, str):
+            raise ValueError(f"a value of type {type(content).__name__}")
+        return content
+    if kind == "dict":
+        return {key: _whole(item, leaves, made) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [_whole(item, leaves, made) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind not in ("array", "tensor"):
+        raise ValueError(f"a part of kind {kind!r}")
+    if (kind, content) not in made:
+        made[kind, content] = leaves[content].array() if kind == "array" else leaves[content].tensor()
+    return made[kind, content]
+
+
+@dataclass
+class _Read:
+    """A leaf that was read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+    def array(self) -> NDArray[Any]:
+        return self.data.view(_numpy_type(self.dtype)).reshape(self.shape)
+
+    def tensor(self) -> torch.Tensor:
+        import torch
+
+        if not self.data.nbytes:
+            return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        return torch.from_numpy(self.data).view(getattr(torch, self.dtype)).reshape(self.shape)
+
+
+def _numpy_type(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """For each rank, the numbers of its tensors: the largest go first, to the rank with the fewest bytes."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    bytes_of = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        rank = min(range(ranks), key=lambda rank: (bytes_of[rank], rank))
+        found[rank].append(number)
+        bytes_of[rank] += sizes[number]
+    return [sorted(share) for share in found]
+
+
+# Files.
+
+
+def write_shard(path: Path, about: Mapping[str, Any], leaves: Sequence[tuple[_Leaf, Bytes]]) -> None:
+    """Write a file, which appears whole or not at all. OSError if the disk is full, or the folder read-only."""
+    table: dict[str, Any] = {}
+    at = 0
+    for leaf, _ in leaves:
+        table[leaf.name] = {
+            "dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [at, at + leaf.nbytes],
+        }  # fmt: skip
+        at += leaf.nbytes
+    # The checksum first: other values could contain the text that is replaced by it.
+    metadata = {"sha256": _NO_SUM, "format": "pt", "syncline": json.dumps(about)}
+    header = json.dumps({"__metadata__": metadata, **table}).encode()
+    header += b" " * (-len(header) % 8)
+    if len(header) > _MOST_HEADER_BYTES:
+        raise UsageError(
+            f"the names and plain values of this state take {len(header):,} bytes, at most {_MOST_HEADER_BYTES:,}"
+        )
+    digest = _digest(header, [data for _, data in leaves])
+    header = header.replace(_NO_SUM.encode(), digest.encode(), 1)
+    part = path.with_name(f".{path.name}.{about['save']}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for _, data in leaves:
+                file.write(memoryview(data))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(header: bytes, data: Sequence[Bytes]) -> str:
+    found = hashlib.sha256(header)
+    for each in data:
+        found.update(memoryview(each))
+    return found.hexdigest()
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What a file says of its checkpoint, without its tensors. DataError unless it is a file of this format."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return _about(path, size, file.read(min(size, _MOST_HEADER_BYTES)))[0]
+
+
+def parse_shard(path: Path, raw: Bytes) -> tuple[dict[str, Any], dict[str, _Read]]:
+    """What the bytes of a file say of its checkpoint, and its tensors. ``path`` is for messages.
+
+    Raises DataError if the file is truncated, altered, or of another format.
+    """
+    size = int.from_bytes(raw[:8].tobytes(), "little")
+    header = raw[8 : 8 + min(size, _MOST_HEADER_BYTES)].tobytes()
+    about, table, digest = _about(path, size, header)
+    data = raw[8 + len(header) :]
+    if _digest(header.replace(digest.encode(), _NO_SUM.encode(), 1), [data]) != digest:
+        raise DataError(f"{path} is truncated or altered: its SHA-256 differs from the one that it contains")
+    found: dict[str, _Read] = {}
+    end = 0
+    for name, row in table.items():
+        try:
+            dtype, shape = _DTYPES[row["dtype"]], tuple(map(int, row["shape"]))
+            begin, end_of = map(int, row["data_offsets"])
+            size = int(np.prod(shape, dtype=object)) * _numpy_type(dtype).itemsize
+            if begin != end or end_of - begin != size or min(shape, default=0) < 0 or end_of > data.nbytes:
+                raise ValueError
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise DataError(
+                f"{path} is not a checkpoint of this format: its tensor {name!r} is not described well"
+            ) from None
+        end = end_of
+        found[name] = _Read(dtype, shape, data[begin:end_of].copy())  # aligned, and free of the other tensors
+    return about, found
+
+
+def _about(path: Path, size: int, header: bytes) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """What the header says of the checkpoint, the table of tensors, and the checksum."""
+    if len(header) != size or not size:
+        raise DataError(f"{path} is truncated, or not a checkpoint of this format")
+    try:
+        table = json.loads(header)
+        metadata = table.pop("__metadata__")
+        about, digest = json.loads(metadata["syncline"]), metadata["sha256"]
+        version = about["version"]
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError
+        save, shard, shards = str(about["save"]), int(about["shard"]), int(about["shards"])
+        int(about["number"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DataError(f"{path} is not a checkpoint of this format") from None
+    if version != VERSION:
+        raise DataError(
+            f"{path} has version {version!r} of the format, this Syncline reads {VERSION}: use the one that wrote it"
+        )
+    if not re.fullmatch("[0-9a-f]{16}", save) or not 0 <= shard < shards <= _MOST_SHARDS:
+        raise DataError(f"{path} is not a checkpoint of this format")
+    return about, table, digest
+
+
+# A run's checkpoints.
+
+
+@dataclass
+class _Writing:
+    """A file that is being written in the background."""
+
+    step: int
+    thread: threading.Thread
+    failed: list[str] = field(default_factory=list)
+
+
+class Checkpoints:
+    """The checkpoints of a run in a folder, as ``syncline.checkpoints`` documents. All calls are collective."""
+
+    def __init__(self, session: Session, folder: str | os.PathLike[str], keep: int) -> None:
+        if keep < 1:
+            raise UsageError(f"keep={keep}: at least one checkpoint has to stay")
+        if session.world_size > _MOST_SHARDS:
+            raise UsageError(f"a checkpoint has at most {_MOST_SHARDS:,} files, one for each rank")
+        self._session, self._folder, self._keep = session, Path(folder), keep
+        self._writing: _Writing | None = None
+        self._number: int | None = None  # of the last save in the folder; its order, whatever their steps
+
+    def save(self, step: int, state: Any) -> None:
+        """Write ``state`` as the checkpoint of ``step``. Returns when it is copied; the files are written meanwhile.
+
+        The state must be the same on all ranks. An error of the save before, such as a full disk, is raised here, on
+        all ranks. MismatchError if ranks save other steps or tensors.
+        """
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise UsageError(f"step={step!r} must be a whole number from 0")
+        parts = _Parts(state)
+        rows = json.dumps([step, [leaf.row for leaf in parts.leaves.values()]]).encode()
+        signature = hashlib.sha256(rows).hexdigest()
+        if self._number is None:
+            self._number = max((row.number for row in self._found()), default=0)
+        answers = self._confirm({"signature": signature, "save": secrets.token_hex(8), "number": self._number})
+        self._number = 1 + max(said["number"] for said in answers)
+        for rank, said in enumerate(answers):
+            if said["signature"] != answers[0]["signature"]:
+                raise MismatchError(
+                    f"{self._session.name(rank)} saves another step, or tensors of other names, types or shapes, than"
+                    " rank 0: the state of a checkpoint must be the same on all ranks"
+                )
+        leaves = list(parts.leaves.values())
+        share = shares([leaf.nbytes for leaf in leaves], self._session.world_size)[self._session.rank]
+        mine = [(leaves[number], leaves[number].copy()) for number in share]
+        about = {
+            "version": VERSION, "step": step, "save": answers[0]["save"], "number": self._number,
+            "shard": self._session.rank, "shards": self._session.world_size,
+            "tree": parts.tree if self._session.rank == 0 else None,
+        }  # fmt: skip
+        thread = threading.Thread(target=self._write, args=(about, mine), name="syncline-checkpoint")
+        self._writing = _Writing(step, thread)
+        thread.start()  # not a daemon: the interpreter waits for it
+
+    def wait(self) -> None:
+        """Wait until the last save is complete on all ranks. DataError if a rank could not write its file."""
+        self._confirm({})
+
+    def load(self, step: int | None = None) -> tuple[int, Any] | None:
+        """The newest complete checkpoint, or that of ``step``: its step and its state. None if there is none.
+
+        The same on all ranks, for any number of ranks. Warns of newer ones that are incomplete or altered. DataError if
+        that of ``step`` is.
+        """
+        self._confirm({})
+        mine = json.dumps([tuple(row) for row in self._found()]).encode()
+        known = [[_Found(*row) for row in json.loads(said)] for said in self._session.gather(mine)]
+        for candidate in _candidates(known, step):
+            problem, state = self._read(candidate, known)
+            if not problem:
+                return candidate.step, state
+            if step is not None:
+                raise DataError(problem)
+            if self._session.rank == 0:
+                warnings.warn(f"{problem}; taking the checkpoint before", stacklevel=2)
+        if step is not None:
+            raise DataError(f"{self._folder} has no checkpoint of step {step}")
+        return None
+
+    def _confirm(self, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Wait for the last save, and exchange ``more``. Raises what went wrong on any rank, on all of them."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.thread.join()
+        failed = writing.failed[0] if writing is not None and writing.failed else ""
+        said = {"failed": failed, **more}
+        answers = [json.loads(each) for each in self._session.gather(json.dumps(said).encode())]
+        for rank, answer in enumerate(answers):
+            if answer["failed"]:
+                raise DataError(f"{self._session.name(rank)} could not write a checkpoint: {answer['failed']}")
+        if writing is not None:
+            self._forget()
+        return answers
+
+    def _write(self, about: Mapping[str, Any], mine: Sequence[tuple[_Leaf, Bytes]]) -> None:
+        """Runs in a thread of its own."""
+        writing = self._writing
+        assert writing is not None
+        folder = self._folder / f"step-{about['step']}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / _file_name(about["shard"], about["shards"])
+            for other in folder.iterdir():  # of an earlier run with another number of ranks
+                match = _FILE.fullmatch(other.name)
+                if match is not None and int(match[2]) != about["shards"]:
+                    other.unlink(missing_ok=True)
+            write_shard(path, about, mine)
+        except Exception as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            writing.failed.append(f"step {about['step']} in {folder}: {why}")
+
+    def _forget(self) -> None:
+        """Remove all but the newest checkpoints. The newest one is complete on all ranks."""
+        numbers: dict[int, int] = {}
+        for row in self._found():
+            numbers[row.step] = max(row.number, numbers.get(row.step, 0))
+        for step in sorted(numbers, key=lambda step: -numbers[step])[self._keep :]:
+            shutil.rmtree(self._folder / f"step-{step}", ignore_errors=True)  # other ranks may do the same
+
+    def _found(self) -> list[_Found]:
+        """The files that this rank sees."""
+        found: list[_Found] = []
+        for path in self._folder.glob("step-*/shard-*.safetensors"):
+            with contextlib.suppress(DataError, OSError):  # counts as missing, which is reported
+                about = read_about(path)
+                row = _Found(about["number"], about["step"], about["save"], about["shards"], about["shard"])
+                if path == self._folder / f"step-{row.step}" / _file_name(row.shard, row.shards):
+                    found.append(row)
+        return sorted(found)
+
+    def _read(self, candidate: _Candidate, known: Sequence[Sequence[_Found]]) -> tuple[str, Any]:
+        """What is wrong with a checkpoint on any rank, or its state."""
+        have = [{row.shard for row in rows if _Candidate(*row[:-1]) == candidate} for rows in known]
+        missing = set(range(candidate.shards)) - set().union(*have)
+        if missing:
+            names = ", ".join(_file_name(shard, candidate.shards) for shard in sorted(missing)[:3])
+            return f"{self._folder / f'step-{candidate.step}'} is incomplete: no rank has {names}", None
+        common = all(len(mine) == candidate.shards for mine in have)
+        leaves: dict[str, _Read] = {}
+        tree: Any = None
+        problem = ""
+        try:
+            for shard in range(candidate.shards):
+                path = self._folder / f"step-{candidate.step}" / _file_name(shard, candidate.shards)
+                owner = self._session.rank if common else min(rank for rank, mine in enumerate(have) if shard in mine)
+                raw = self._told(owner, path) if not common else np.fromfile(path, np.uint8)
+                about, found = parse_shard(path, raw)
+                leaves |= found
+                tree = about["tree"] if shard == 0 else tree
+            state = _whole(tree, leaves, {})
+        except (DataError, OSError) as error:
+            problem = str(error)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            problem = f"{self._folder / f'step-{candidate.step}'} is not a checkpoint of this format: {error}"
+        problems = [json.loads(said) for said in self._session.gather(json.dumps(problem).encode())]
+        worst = next((f"{self._session.name(rank)}: {said}" for rank, said in enumerate(problems) if said), "")
+        return (worst, None) if worst else ("", state)
+
+    def _told(self, owner: int, path: Path) -> Bytes:
+        """The bytes of a file that ``owner`` has."""
+        raw = b""
+        if self._session.rank == owner:
+            with contextlib.suppress(OSError):  # all ranks find that it is truncated
+                raw = path.read_bytes()
+        return np.frombuffer(self._session.tell_all(raw, owner), np.uint8)
+
+
+class _Candidate(NamedTuple):
+    """A save in a folder: its number among all saves, its step, its name and its number of files."""
+
+    number: int
+    step: int
+    save: str
+    shards: int
+
+
+class _Found(NamedTuple):
+    """A file that a rank sees, and the save that it belongs to."""
+
+    number: int
+    step: int
+    save: str
+    shards: int
+    shard: int
+
+
+def _file_name(shard: int, shards: int) -> str:
+    return f"shard-{shard:05}-of-{shards:05}.safetensors"
+
+
+def _candidates(known: Sequence[Sequence[_Found]], step: int | None) -> list[_Candidate]:
+    """The saves that any rank has files of, the newest first."""
+    found = {_Candidate(*row[:-1]) for rows in known for row in rows}
+    return sorted((one for one in found if step in (None, one.step)), reverse=True)
