@@ -228,7 +228,7 @@ def test_threads_of_our_own_are_known_by_their_names() -> None:
 
 
 UNPICKLES = re.compile(
-    r"^\s*(?:import|from) (?:_?pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
+    r"^\s*(?!from pickle import dumps$)(?:import|from) (?:_?pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
     r"|\b(?:torch|np|numpy)\.load\(|\ballow_pickle=True|\bread_pickle\("
     r"|\b(?:broadcast|gather|scatter|send|recv)_object(?:_list)?\("  # torch.distributed's, which pickle
     r"|\bcomm\w*\.(?:bcast|allgather|gather|scatter|alltoall|send|recv|isend|irecv)\(",  # mpi4py's, which pickle
@@ -237,10 +237,11 @@ UNPICKLES = re.compile(
 
 
 def test_nothing_is_unpickled() -> None:
-    """Neither what comes over the network nor files, as SECURITY.md says."""
+    """Neither what comes over the network nor files, as SECURITY.md says. PyTorch's analyzer reads what is pickled."""
     assert {path: found for path in files() if (found := UNPICKLES.findall(path.read_text()))} == {}
     for line in (
         "import pickle\n",
+        "from pickle import dumps, loads\n",
         "    from marshal import loads",
         "x = np.load(f)",
         "comm.bcast(1)",

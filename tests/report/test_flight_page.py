@@ -6,13 +6,13 @@ import pytest
 from test_page import read
 from test_timeline_charts import boxes
 
-from syncline.timeline.flight import Fault, FlightRecord, Operation, ProcessFlight, merge
+from syncline.timeline.flight import Fault, FlightOperation, FlightRecord, ProcessFlight, merge
 from syncline_bench.report.flight import flight_chart
 from syncline_bench.report.page import flight_page
 
 
-def operation(number: int, begin_s: float, end_s: float = 0.0, label: str = "bucket <0>") -> Operation:
-    return Operation(number, number, 8, 1, 3, begin_s, end_s, False, label)
+def operation(number: int, begin_s: float, end_s: float = 0.0, label: str = "bucket <0>") -> FlightOperation:
+    return FlightOperation(number, number, 8, 1, 3, begin_s, end_s, False, label)
 
 
 def record() -> FlightRecord:

@@ -16,8 +16,8 @@ from syncline.engine.flight import BYTES, HEAD_BYTES, ROWS, Flight
 from syncline.errors import ClosedError, PeerLost, UsageError
 from syncline.timeline.flight import (
     Fault,
+    FlightOperation,
     FlightRecord,
-    Operation,
     ProcessFlight,
     Verdict,
     dump,
@@ -126,12 +126,12 @@ def test_any_bytes_are_a_record_or_refused(data: st.DataObject) -> None:
 # The verdict
 
 
-def operation(key: int, label: str, begin_s: float, end_s: float = 0.0, **more: Any) -> Operation:
+def operation(key: int, label: str, begin_s: float, end_s: float = 0.0, **more: Any) -> FlightOperation:
     about = {"number": key + 1, "nbytes": 4, "turn": 1, "step": 17, "tolerant": False, **more}
-    return Operation(key=key, label=label, begin_s=begin_s, end_s=end_s, **about)
+    return FlightOperation(key=key, label=label, begin_s=begin_s, end_s=end_s, **about)
 
 
-def part(process: int, *operations: Operation, fault: Fault | None = None, **more: Any) -> ProcessFlight:
+def part(process: int, *operations: FlightOperation, fault: Fault | None = None, **more: Any) -> ProcessFlight:
     about = {"begun": len(operations), "processes": 4, "workers": 4, "at_s": 20.0, **more}
     return ProcessFlight(process, f"rank {process}", operations, fault=fault, **about)
 

@@ -57,7 +57,7 @@ _LIBRARIES = "/site-packages/", "/dist-packages/", "/lib/python3", "<frozen "
 _TEXT_CHARACTERS = 2000
 
 
-class Operation(NamedTuple):
+class FlightOperation(NamedTuple):
     """An exchange, with times of its process's clock. ``end_s`` is 0 if it has not ended."""
 
     number: int
@@ -109,7 +109,7 @@ class ProcessFlight:
 
     process: int
     name: str
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[FlightOperation, ...] = ()
     begun: int = 0
     wall_s: float = 0.0
     at_s: float = 0.0
@@ -121,11 +121,11 @@ class ProcessFlight:
     workers: int = 1
     run: str = ""
 
-    def find(self, operation: Operation) -> Operation | None:
+    def find(self, operation: FlightOperation) -> FlightOperation | None:
         """The same operation of this process."""
         return next((one for one in self.operations if one.same == operation.same), None)
 
-    def members(self, operation: Operation) -> Sequence[int]:
+    def members(self, operation: FlightOperation) -> Sequence[int]:
         """The processes that take part in an operation."""
         fits = [group for group in self.groups if group[0] <= operation.key < group[0] + group[1]]
         return min(fits, key=lambda group: group[1])[2] if fits else range(self.processes)
@@ -137,7 +137,7 @@ class Verdict:
 
     text: str
     culprits: tuple[int, ...] = ()
-    operation: Operation | None = None
+    operation: FlightOperation | None = None
 
 
 @dataclass(frozen=True)
@@ -235,10 +235,10 @@ def _group(said: Any, processes: int) -> tuple[int, int, tuple[int, ...]]:
     return _whole(first), _whole(keys), tuple(_whole(one, 0, processes - 1) for one in _several(members))
 
 
-def _operation(number: Any, key: Any, nbytes: Any, turn: Any, step: Any, *rest: Any) -> Operation:
+def _operation(number: Any, key: Any, nbytes: Any, turn: Any, step: Any, *rest: Any) -> FlightOperation:
     begin_s, end_s, tolerant, label = rest
     whole = _whole(number), _whole(key, -(1 << 63)), _whole(nbytes, -1), _whole(turn), _whole(step, -1)
-    return Operation(*whole, _number(begin_s), _number(end_s), bool(tolerant), _text(label))
+    return FlightOperation(*whole, _number(begin_s), _number(end_s), bool(tolerant), _text(label))
 
 
 def _whole(said: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:
@@ -312,7 +312,7 @@ def parse(memory: bytes, ended: str = "") -> ProcessFlight | None:
         raise ValueError(f"its notes are not those of this version: {error}") from None
 
 
-def _operations(memory: bytes) -> tuple[Operation, ...]:
+def _operations(memory: bytes) -> tuple[FlightOperation, ...]:
     """The operations of a ring of rows, oldest first."""
     found = []
     for number, *rest, label in ROW.iter_unpack(memory[ROWS_AT:]):
@@ -373,9 +373,9 @@ def _culprit(parts: Sequence[ProcessFlight], told: int) -> int:
 
 def _awaited(
     parts: Sequence[ProcessFlight], known: Mapping[int, ProcessFlight], culprit: int
-) -> tuple[Operation, list[int]] | None:
+) -> tuple[FlightOperation, list[int]] | None:
     """The operation in which processes waited, and the processes that had not entered it."""
-    begun: dict[tuple[int, int, tuple[int, ...]], tuple[float, Operation]] = {}
+    begun: dict[tuple[int, int, tuple[int, ...]], tuple[float, FlightOperation]] = {}
     for part in parts:
         for operation in part.operations:
             if operation.is_open and part.process != culprit:
@@ -383,7 +383,7 @@ def _awaited(
                 at_s = operation.begin_s + part.wall_s
                 begun[same] = min(begun.get(same, (math.inf, operation)), (at_s, operation))
     turns = {part.process: _turns(part) for part in parts}
-    rated: list[tuple[int, float, Operation, list[int]]] = []
+    rated: list[tuple[int, float, FlightOperation, list[int]]] = []
     for (*_, members), (at_s, operation) in begun.items():
         missing = [one for one in members if one in known and not _entered(known[one], turns[one], operation, at_s)]
         if culprit in members and culprit not in known:
@@ -400,7 +400,7 @@ def _turns(part: ProcessFlight) -> dict[int, int]:
     return {one.key: one.turn for one in part.operations}
 
 
-def _entered(part: ProcessFlight, turns: Mapping[int, int], operation: Operation, at_s: float) -> bool:
+def _entered(part: ProcessFlight, turns: Mapping[int, int], operation: FlightOperation, at_s: float) -> bool:
     """Whether a process has begun an operation, or may have: others did at ``at_s`` by the wall clock, and its ring
     may have lost it since."""
     lost = part.begun > len(part.operations) > 0 and part.operations[0].begin_s + part.wall_s > at_s
@@ -408,7 +408,7 @@ def _entered(part: ProcessFlight, turns: Mapping[int, int], operation: Operation
 
 
 def _sentence(
-    operation: Operation,
+    operation: FlightOperation,
     missing: Sequence[int],
     guilty: Sequence[int],
     known: Mapping[int, ProcessFlight],
@@ -440,7 +440,7 @@ def _sentence(
     return text
 
 
-def _waits_in(part: ProcessFlight, operation: Operation) -> float:
+def _waits_in(part: ProcessFlight, operation: FlightOperation) -> float:
     """When a process began the same operation, if it has not ended there; else 0."""
     found = part.find(operation)
     return found.begin_s if found is not None and found.is_open else 0.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import dumps
 from typing import TYPE_CHECKING
 
 import click
@@ -138,10 +138,10 @@ def top(addresses: tuple[str, ...]) -> None:
 @click.option("-o", "--output", type=FILE, help="The file to write; default: FOLDER without .parts.")
 @REPORT
 @click.option(
-    "--torch", "dumps", type=click.Path(file_okay=False, path_type=Path),
+    "--torch", "torch_path", type=click.Path(file_okay=False, path_type=Path),
     help="Write a new folder for torchfrtrace, PyTorch's analyzer of flight records.",
 )  # fmt: skip
-def flight(path: Path, output: Path | None, report_path: Path | None, dumps: Path | None) -> None:
+def flight(path: Path, output: Path | None, report_path: Path | None, torch_path: Path | None) -> None:
     """Show a flight record: who waited for whom in which operation when a run ended badly.
 
     PATH is the file that syncline run has written, or the folder of parts that processes of other launchers have left,
@@ -168,19 +168,19 @@ def flight(path: Path, output: Path | None, report_path: Path | None, dumps: Pat
         from ..report.page import flight_page
 
         replace_text(report_path, flight_page(record))
-    if dumps is not None:
-        _write_dumps(dumps, torch_dumps(record))
+    if torch_path is not None:
+        _write_dumps(torch_path, torch_dumps(record))
     for line in lines(record):
         click.echo(line)
 
 
-def _write_dumps(folder: Path, dumps: Mapping[int, object]) -> None:
+def _write_dumps(folder: Path, objects: Mapping[int, object]) -> None:
     """Write pickles as PyTorch's flight recorder does, into a new folder."""
     from syncline.errors import UsageError
 
     try:
         folder.mkdir()
-        for rank, said in dumps.items():
-            (folder / f"rank_{rank}").write_bytes(pickle.dumps(said))
+        for rank, said in objects.items():
+            (folder / f"rank_{rank}").write_bytes(dumps(said))
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error.strerror or error}; choose a new folder") from None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from syncline.plans.plan import ranks_text
-from syncline.timeline.flight import FlightRecord, Operation, ProcessFlight, judge
+from syncline.timeline.flight import FlightOperation, FlightRecord, ProcessFlight, judge
 
 from . import units
 from .columns import Column, Table
@@ -141,7 +141,7 @@ def torch_dumps(record: FlightRecord) -> dict[int, dict[str, Any]]:
     return {part.process: _dump(part, numbers) for part in record.parts}
 
 
-def _same(part: ProcessFlight, one: Operation) -> _Same:
+def _same(part: ProcessFlight, one: FlightOperation) -> _Same:
     return *one.same, tuple(part.members(one))
 
 
@@ -163,7 +163,7 @@ def _group(ranks: tuple[int, ...]) -> tuple[str, str]:
     return "-".join(map(str, ranks)), ranks_text(ranks)
 
 
-def _entry(part: ProcessFlight, one: Operation, number: int, group: tuple[str, str]) -> dict[str, Any]:
+def _entry(part: ProcessFlight, one: FlightOperation, number: int, group: tuple[str, str]) -> dict[str, Any]:
     sizes, created = [[max(0, one.nbytes)]], round((one.begin_s + part.wall_s) * 1e9)
     ended = round((one.end_s + part.wall_s) * 1e9) if one.end_s else None
     return {
