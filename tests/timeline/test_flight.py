@@ -291,6 +291,11 @@ def test_other_files_and_versions_are_refused(tmp_path: Path, text: str, part: s
     assert part in str(found.value)
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*flight\.json: No such file"):
+        load(tmp_path / "flight.json")
+
+
 def test_control_characters_of_others_do_not_reach_a_terminal(tmp_path: Path) -> None:
     path = tmp_path / "flight.json"
     path.write_text(damaged(lambda said: said.update(verdict="\x1b[31mred\nline")))

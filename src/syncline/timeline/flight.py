@@ -165,7 +165,9 @@ def load(path: Path) -> FlightRecord:
         return _record(json.loads(data))
     except RecursionError:
         raise UsageError(f"{path} is not a flight record: it is nested too deeply") from None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{path} is not a flight record of this version of Syncline: {why}") from None
 

@@ -134,7 +134,7 @@ def top(addresses: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=FILE, help="The file to write; default: FOLDER without .parts.")
 @REPORT
 @click.option(
