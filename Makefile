@@ -12,10 +12,15 @@ help: ## Show this list
 
 install: .venv/.installed ## Make .venv and install Syncline into it, for development
 
-demo: install ## Train on handwritten digits: one worker, ring, parameter server; a table and demo/compare.html
+LINK := transport=tcp(rate=1gbit)
+demo: install ## Train on handwritten digits, and replay GoogLeNet on links of 1 Gbit/s: two tables, demo/compare.html, demo/link.html
 	@mkdir -p demo
 	$(BIN)/syncline compare --workload digits --workers 4 --strategies "ring" "ps(servers=1)" \
 		--json demo/compare.json --report demo/compare.html
+	$(BIN)/syncline compare --workload replay:googlenet --workers 2 --iterations 6 --strategies \
+		"ring schedule=fifo $(LINK)" "ring schedule=fixed $(LINK)" "ps(servers=1) schedule=fixed $(LINK)" \
+		"ring schedule=fixed codec=int8 $(LINK)" "ddp(group=syncline, rate=1gbit)" \
+		--json demo/link.json --report demo/link.html
 
 # Many tests wait for processes, so there are two at a time for every core, eight at most; the longest files begin
 # (tests/conftest.py). Cores are those that this process may use: nproc would answer with OMP_NUM_THREADS where it is set.

@@ -43,8 +43,8 @@ def contender_of(text: str, workers: int, *, one_host: bool) -> Contender:
     """Parse a strategy or peer. Raises UsageError if it is unknown or impossible for this group."""
     peer = peer_of(text)
     if peer is not None:
-        build("peers", peer)
-        return Contender(write("peers", peer), requested=text.strip())
+        rate = getattr(build("peers", peer), "rate", None)
+        return Contender(write("peers", peer), rate=rate, requested=text.strip())
     try:
         strategy = Strategy.parse(text)
     except StrategyError as error:

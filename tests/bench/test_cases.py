@@ -73,6 +73,7 @@ def test_every_row_does_the_same_work() -> None:
         ({"strategies": ["ddp", "ddp(bucket=25MiB)"]}, "ddp is listed twice"),
         ({"strategies": ["ddp(codec=int8, hook=fp16)"]}, "ddp has one hook: choose hook=fp16, PyTorch's, or"),
         ({"strategies": ["ddp(codec=int9)"]}, "did you mean 'int8'"),
+        ({"strategies": ["ddp(rate=1gbit)"]}, r"Gloo's links have no rate: use ddp\(group=syncline, rate=...\)"),
         ({"strategies": ["ddp(group=glou)"]}, "did you mean 'gloo'"),
         ({"workload": "replay:googlenet", "batch": 32}, "leave --batch out"),
         ({"target": 0.0}, "--target has to be an accuracy above 0 and up to 1, such as 0.97, got 0"),

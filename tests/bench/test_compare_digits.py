@@ -110,10 +110,11 @@ def test_two_workers_by_parameter_server_and_by_a_peer(
 
 @pytest.mark.slow
 def test_ddp_takes_either_hook_and_either_group(tmp_path: Path) -> None:
-    others = ("ddp(hook=powersgd)", "ddp(codec=onebit)", "ddp(group=syncline)", "ddp(codec=int8, group=syncline)")
+    hooks = "ddp(hook=powersgd)", "ddp(codec=onebit)"
+    groups = "ddp(group=syncline, rate=8Gbit)", "ddp(codec=int8, group=syncline)"
     path = tmp_path / "r.json"
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
-    strategies = ("ddp", *others)
+    strategies = ("ddp", *hooks, *groups)
     for _ in range(2):
         status = compare.run("digits", 2, strategies, iterations=6, json_path=path, timeout=120, console=console)
         rows = json.loads(path.read_text())["rows"]
@@ -124,4 +125,8 @@ def test_ddp_takes_either_hook_and_either_group(tmp_path: Path) -> None:
     learnt = [row["replica_sha256"] for row in rows[1:]]
     assert learnt[0] == learnt[3]  # which no hook has rounded
     assert len(set(learnt)) == 4
-    assert [row["chosen"].split(" on ")[0] for row in rows[1:]] == ["ddp over gloo"] * 3 + ["ddp over syncline"] * 2
+    assert [row["chosen"].split(" on ")[0] for row in rows[1:]] == [
+        *["ddp over gloo"] * 3,
+        "ddp over syncline's tcp at 8Gbit",
+        "ddp over syncline",
+    ]

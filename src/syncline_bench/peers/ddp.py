@@ -1,8 +1,8 @@
 """``ddp``: PyTorch's DistributedDataParallel over Gloo, as documented for CPUs.
 
 It can run PyTorch's communication hooks or Syncline's, which takes a codec (``codec=int8``), and its group can be Gloo
-or torch.distributed's backend ``syncline`` (``group=syncline``). PyTorch's PowerSGD sends matrices of rank 1 from the
-third step on, as in the first example of its documentation.
+or torch.distributed's backend ``syncline`` (``group=syncline``), over TCP at a lower ``rate`` if one is given.
+PyTorch's PowerSGD sends matrices of rank 1 from the third step on, as in the first example of its documentation.
 
 Gradients are views of the buckets (``gradient_as_bucket_view``), which saves a copy; Every process has one thread, as
 under all others (``syncline_bench.train``). Gloo is bound to the interface on which the processes meet
@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from syncline.errors import UsageError
 from syncline.launch.environment import Environment, recognise
-from syncline.nouns import Size
+from syncline.nouns import Rate, Size
 from syncline.registry import register
+from syncline.strategy.grammar import write_value
 from syncline.strategy.strategy import Strategy
 
 from ..sides import NoCounts
@@ -51,12 +52,15 @@ class DDP:
     hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     codec: str = "none"
     group: Literal["gloo", "syncline"] = "gloo"
+    rate: Rate | None = None
 
     def __post_init__(self) -> None:
         if self.bucket < 1:
             raise UsageError(f"bucket of ddp must be 1 byte or more, got {self.bucket}: its own default is 25MiB")
         if "none" not in (self.hook, self.codec):
             raise UsageError(f"ddp has one hook: choose hook={self.hook}, PyTorch's, or codec={self.codec}, Syncline's")
+        if self.rate is not None and self.group == "gloo":
+            raise UsageError("Gloo's links have no rate: use ddp(group=syncline, rate=...), or a lab (--lab 1gbit)")
         Strategy.parse(f"codec={self.codec}")
 
     def join(self) -> Member:
@@ -73,6 +77,8 @@ class Member:
         self._peer, self._dist = peer, dist
         if environment.address.startswith("127."):
             os.environ.setdefault(_INTERFACE, "lo")
+        if peer.rate is not None:
+            os.environ["SYNCLINE_STRATEGY"] = f"transport=tcp(rate={write_value(peer.rate, Rate)})"
         dist.init_process_group(peer.group)
 
     def rank(self) -> int:
@@ -98,6 +104,8 @@ class Member:
 
     def stats(self) -> NoCounts:
         where = f" on {os.environ.get(_INTERFACE, 'the default interface')}" if self._peer.group == "gloo" else ""
+        if self._peer.rate is not None:
+            where = f"'s tcp at {write_value(self._peer.rate, Rate)}"
         return NoCounts(f"ddp over {self._peer.group}{where}", blocked_s=None)
 
     def barrier(self) -> None:
