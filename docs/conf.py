@@ -34,6 +34,7 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_use_legacy_class_based = False
-autodoc_mock_imports = ["jax", "keras", "lightning", "optax", "tensorflow"]
+# The calls under JAX and TensorFlow are documented whether or not these are installed.
+autodoc_mock_imports = ["syncline.frameworks.jax", "syncline.frameworks.tensorflow"]
 # Types in signatures of other packages and of modules without a page have no target here.
 nitpick_ignore_regex = [("py:.*", ".*")]

@@ -1,24 +1,128 @@
-"""What the site has beyond Sphinx: a first page at its root, and a check that pages ask no other host for anything."""
+"""What the site has beyond Sphinx.
+
+Directives: ``plan`` draws an algorithm as ``syncline show --svg`` does, ``commands`` lists the help of every command,
+``report`` calls one and links to the page that it writes, and ``results`` to that of a stored comparison. Docstrings of
+this project set blocks of text by indentation alone, which become literal. The site gets a first page at its root,
+and no page may ask another host for anything.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
+from click.testing import CliRunner
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+
+from syncline_bench.cli import cli
+from syncline_bench.report.comparison import Result
+from syncline_bench.report.page import comparison_page
 
 _FIRST = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>Syncline</title>\n'
 _REQUESTS = re.compile(
-    r"""<(?!a\b)[^>]*\s(?:src|srcset|href|data|action|poster)=["']?(?:https?:)?//[^"'\s>]+|url\(["']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*"""
+    r"""<(?!a\b)[^>]*\s(?:src|srcset|href|data|action|poster)=["']?(?:https?:)?//[^"'\s>]+"""
+    r"""|url\(["']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*"""
 )
 """Whatever a browser fetches by itself, unlike the target of a link: scripts, styles, fonts, pictures."""
+REPORTS = "_reports"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
+    app.add_directive("plan", PlanDrawing)
+    app.add_directive("commands", Commands)
+    app.add_directive("report", Report)
+    app.add_directive("results", Results)
+    app.connect("autodoc-process-docstring", set_blocks)
     app.connect("build-finished", finish)
     return {"parallel_read_safe": True}
+
+
+def printed(*arguments: str) -> str:
+    """What a command prints, whose failure is an error of the page."""
+    done = CliRunner().invoke(cli, list(arguments), prog_name="syncline", terminal_width=100, catch_exceptions=False)
+    if done.exit_code:
+        raise RuntimeError(f"syncline {' '.join(arguments)} failed: {done.output}")
+    return done.output
+
+
+class PlanDrawing(SphinxDirective):
+    """``{plan} ring --ranks 4``: a picture, in the colours of the page."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:  # noqa: D102
+        picture = printed("show", *shlex.split(self.arguments[0]), "--svg", "-")
+        return [nodes.raw("", f'<div class="plan">{picture}</div>', format="html")]
+
+
+class Commands(SphinxDirective):
+    """The help of all commands, a section for each."""
+
+    def run(self) -> list[nodes.Node]:  # noqa: D102
+        found = []
+        for words in commands(cli, ()):
+            name = "syncline " + " ".join(words)
+            section = nodes.section(ids=["-".join(name.split())])
+            section += nodes.title(text=name)
+            section += nodes.literal_block(text=printed(*words, "--help"), language="text")
+            found.append(section)
+        return found
+
+
+def commands(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The words of every command, in the order of the help."""
+    for name, command in group.commands.items():
+        yield (*words, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, (*words, name))
+
+
+class Report(SphinxDirective):
+    """``{report} NAME.html predict ...``: a link to the page that the command writes with ``--report``."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:  # noqa: D102
+        name, *words = shlex.split(self.arguments[0])
+        folder = Path(self.env.app.outdir) / REPORTS
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write(folder / name, words)
+        place = os.path.relpath(Path(REPORTS) / name, Path(self.env.docname).parent)
+        link = nodes.reference("", f"Open {name}", internal=False, refuri=place)
+        return [nodes.paragraph("", "", link)]
+
+    def write(self, page: Path, words: list[str]) -> None:
+        """Write the page."""
+        printed(*words, "--report", str(page))
+
+
+class Results(Report):
+    """``{results} NAME.html FILE.json``: the same for a comparison that ``compare --json`` has kept beside the page."""
+
+    def write(self, page: Path, words: list[str]) -> None:  # noqa: D102
+        stored = Path(self.env.doc2path(self.env.docname)).with_name(words[0])
+        self.env.note_dependency(stored)
+        page.write_text(comparison_page(Result.from_json(stored.read_text())))
+
+
+def set_blocks(_: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001
+    """Make an indented block literal, as reStructuredText has it, unless it is a list's or literal already."""
+    for number in reversed(range(2, len(lines))):
+        before = lines[number - 2].rstrip()
+        starts = lines[number].startswith("    ") and not lines[number - 1].strip()
+        if starts and before and not before.startswith((" ", "*", "-")) and not before.endswith("::"):
+            lines[number - 1 : number] = ["", "::", ""]
 
 
 def finish(app: Sphinx, failure: Exception | None) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from calling import call
 
-from syncline.strategy.words import PRESETS
+from syncline.nouns import Group
+from syncline.strategy.grammar import read_part
+from syncline.strategy.words import PRESETS, build
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize(
@@ -78,3 +84,29 @@ def test_strategies_lists_every_word() -> None:
         words = [line.strip() for line in block.splitlines() if re.match(r"  \S", line)]
         names = [word.partition("(")[0] for word in words]
         assert len(names) == len(set(names)), block
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("ring", ["--ranks", "4"]), ("ps(servers=2)", ["--ranks", "3"])])
+def test_a_picture_has_an_arrow_and_a_label_for_every_transfer(
+    tmp_path: Path, algorithm: str, options: list[str]
+) -> None:
+    """Those to one rank in one step share a text; copies are dashed. It is XML, and what was there is replaced."""
+    target = tmp_path / "plan.svg"
+    target.write_text("old")
+    assert call("show", algorithm, *options, "--svg", str(target)).output == ""
+    picture = ElementTree.parse(target).getroot()
+    lines = [path for path in picture.iter(f"{SVG}path") if path.get("stroke-width")]
+    labels = [word for text in picture.iter(f"{SVG}text") for word in str(text.text).split() if word[0] in "+="]
+    group = Group(4) if algorithm == "ring" else Group(3, 2)
+    plan = build("algorithms", read_part(algorithm), group)
+    assert len(lines) == len(labels) == len(plan)
+    copies = sum(transfer.op == "copy" for transfer in plan)
+    assert sum(line.get("stroke-dasharray") is not None for line in lines) == copies
+    assert sum(label.startswith("=") for label in labels) == copies
+
+
+def test_a_picture_that_nobody_could_read_is_refused(tmp_path: Path) -> None:
+    found = call("show", "ring", "--ranks", "64", "--svg", str(tmp_path / "plan.svg"))
+    assert found.exit_code == 2
+    assert "too dense to read" in found.output
+    assert not list(tmp_path.iterdir())

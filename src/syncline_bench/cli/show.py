@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 )
 @click.option("--nodes", help="Workers of each node: 2x4 is two nodes of four, or 4,4,2.")
 @click.option("--servers", type=click.IntRange(1, MOST_RANKS), help="Short for ps(servers=...).")
-def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None) -> None:
+@click.option("--svg", type=FILE, help="Write a picture of all transfers to this file, instead.")
+def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | None, svg: Path | None) -> None:
     """Draw the plan of ALGORITHM, such as ring, "ps(servers=2)" or broadcast."""
     from syncline.errors import UsageError
     from syncline.strategy.words import bind, build, roles_of, write
 
-    from ..report.plan_drawing import draw_plan
+    from ..report.files import replace_text, result_paths
 
+    (target,) = result_paths({"--svg": svg})
     part = _planned(algorithm)
     if servers is not None:
         part = type(part)(part.name, (*part.args, ("servers", servers)))
@@ -38,7 +40,15 @@ def show(algorithm: str, ranks: int | None, nodes: str | None, servers: int | No
     if roles is not None and roles.owners > MOST_RANKS:
         raise UsageError(f"{write('algorithms', part)} has too many servers to draw: use up to {MOST_RANKS}")
     group = _group(ranks, nodes, 0 if roles is None else roles.servers)
-    click.echo(draw_plan(build("algorithms", part, group)))
+    plan = build("algorithms", part, group)
+    if target is None:
+        from ..report.plan_drawing import draw_plan
+
+        click.echo(draw_plan(plan))
+    else:
+        from ..report.plan_drawing import plan_svg
+
+        replace_text(target, plan_svg(plan))
 
 
 def _planned(text: str) -> Part:

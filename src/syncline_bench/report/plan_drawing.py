@@ -1,5 +1,7 @@
 """Draws a plan as text: the transfers of every rank and step, a table of the steps, and the load of every rank.
 
+Or as a picture: a line down for every rank, and an arrow for every transfer of a step.
+
 Owns the layout, at most 80 columns wide. Does not know algorithms, bytes of real arrays, or times: loads are in n, the
 size of the array. If the drawing of single transfers would be too long to follow, a line says that it is left out; the
 two tables are always complete.
@@ -15,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from syncline.errors import UsageError
 from syncline.plans.plan import Plan, Transfer
 
 WIDTH = 80
@@ -53,6 +56,54 @@ def _head(plan: Plan) -> list[str]:
         text = f"Among the ranks {groups} the message library carries out the transfers by its own collectives."
         lines += wrap(text, WIDTH)
     return lines if len(plan) else [*lines, "Nothing has to be sent."]
+
+
+# A picture -----------------------------------------------------------------------------------------------------------
+
+_APART, _HIGH, _LEFT, _TOP = 84, 62, 62, 40
+_COLOURS = {"reduce": "#0072B2", "copy": "#D55E00"}
+"""As the first two of all charts; copies are dashed as well, for readers who do not tell colours apart."""
+_MOST_ARROWS = 400
+
+
+def plan_svg(plan: Plan) -> str:
+    """The plan as SVG in the colour of the text around it. UsageError if nobody could follow so many arrows."""
+    if len(plan) > _MOST_ARROWS:
+        raise UsageError(
+            f"a picture of {len(plan)} transfers is too dense to read: show fewer ranks, or leave out --svg"
+        )
+    place = {step: _TOP + _HIGH * number for number, step in enumerate(np.unique(plan.step).tolist())}
+    across = [_LEFT + _APART * rank for rank in range(plan.world)]
+    width, height = across[-1] + _APART // 2, _TOP + _HIGH * len(place) + 8
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        ' role="img" font-family="sans-serif" font-size="12" fill="currentColor">',
+        f"<title>{plan.name}: {plan.goal} among {_counted(plan.world, 'rank')}</title>",
+    ]
+    for rank, x in enumerate(across):
+        name = f"rank {rank}" if rank in plan.members else f"server {rank}"
+        lines.append(f'<text x="{x}" y="16" text-anchor="middle">{name}</text>')
+        lines.append(f'<path d="M{x} {_TOP - 14}V{height}" stroke="currentColor" opacity="0.2"/>')
+    lines += [f'<text x="4" y="{y + _HIGH // 2}" opacity="0.7">step {step}</text>' for step, y in place.items()]
+    labels: dict[tuple[int, int], list[str]] = {}
+    for transfer in plan:
+        x, y, to = across[transfer.src], place[transfer.step], across[transfer.dst]
+        lines += _arrow(x, y, to, y + _HIGH - 20, transfer.op)
+        labels.setdefault((to, y), []).append(_token(transfer).partition("<")[0])
+    for (x, y), tokens in labels.items():
+        lines.append(f'<text x="{x + 4}" y="{y + _HIGH - 6}" font-size="11">{" ".join(tokens)}</text>')
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def _arrow(x: int, y: int, to: int, end: int, op: str) -> Iterator[str]:
+    """A line and its head."""
+    dash = ' stroke-dasharray="5 3"' if op == "copy" else ""
+    yield f'<path d="M{x} {y}L{to} {end}" stroke="{_COLOURS[op]}" stroke-width="1.6"{dash}/>'
+    length = float(np.hypot(to - x, end - y))
+    along, down = (to - x) / length, (end - y) / length
+    left, right = ((to - 8 * along - 4 * side * down, end - 8 * down + 4 * side * along) for side in (1, -1))
+    corners = f"M{to} {end}L{left[0]:.1f} {left[1]:.1f}L{right[0]:.1f} {right[1]:.1f}Z"
+    yield f'<path d="{corners}" fill="{_COLOURS[op]}"/>'
 
 
 # What every rank receives in every step ------------------------------------------------------------------------------
