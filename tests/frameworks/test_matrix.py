@@ -178,9 +178,9 @@ MODES = {
     "diloco(steps=2)": Mode(0, outer(0.7, 0.9, True), 2),
     "diloco(steps=2, lr=0.5, momentum=0.8, nesterov=off)": Mode(0, outer(0.5, 0.8, False), 2),
     "diloco(steps=2, lr=1.0, momentum=0.0)": Mode(0, outer(1.0, 0.0, False), 2),
-    "gossip": Mode(0, beside, 1),
+    "gossip(graph=ring)": Mode(0, beside, 1),
     "gossip(graph=ring, steps=2)": Mode(0, beside, 2),
-    "gossip(graph=exponential)": Mode(0, doubling, 1),
+    "gossip": Mode(0, doubling, 1),
 }
 """The formula of each mode. All but elastic averaging and gossip leave all workers equal."""
 CARRIERS = ["direct schedule=wait_free", "ps(servers=2, update=worker)", "tree schedule=fifo"]
@@ -188,7 +188,7 @@ CARRIED = [("ring", sync, workers) for sync in MODES for workers in ((3, 4, 5) i
 CARRIED += [(place, sync, 3, (7,)) for place in CARRIERS for sync in ("local(steps=2)", "easgd(steps=2, beta=0.6)")]
 CARRIED += [
     ("ps(servers=1, update=worker)", "post_local(after=2, steps=2)"),
-    (CARRIERS[0], "gossip(graph=exponential)", 5),
+    (CARRIERS[0], "gossip", 5),
 ]
 
 
@@ -197,7 +197,9 @@ def keeps_apart(sync: str) -> bool:
 
 
 MIDDLE = [
-    ("ring", sync, 0, (STEPS + 1,)) for sync in MODES if sync not in ("gossip", "diloco(steps=2, lr=1.0, momentum=0.0)")
+    ("ring", sync, 0, (STEPS + 1,))
+    for sync in MODES
+    if sync not in ("gossip(graph=ring)", "diloco(steps=2, lr=1.0, momentum=0.0)")
 ]
 
 
@@ -249,7 +251,7 @@ def test_codecs_leave_agreed_weights_equal(cell: Cell) -> None:
 # Runs that are resumed.
 
 PERIODIC = ["ring sync=local(steps=3)", "ring sync=diloco(steps=3) codec=int8", "ring sync=easgd(steps=3)"]
-PERIODIC += ["tree sync=post_local(after=3, steps=3)", "ring sync=gossip(graph=exponential, steps=3)"]
+PERIODIC += ["tree sync=post_local(after=3, steps=3)", "ring sync=gossip(steps=3)"]
 MORE = ["ring codec=randomk(ratio=0.3)", "ring sync=local(steps=2) codec=topk(ratio=0.3)"]
 MORE += ["ring sync=post_local(after=3, steps=2) codec=int8", "ring sync=diloco(steps=3)"]
 KEEPING = ["ring codec=int8", "ring codec=topk(ratio=0.3)", "ring sync=local(steps=3)", "ps(servers=1)"]

@@ -193,7 +193,7 @@ def float_shares(here: Here, steps: range) -> None:
     [
         ("local(steps=3)", 4),
         ("easgd(steps=3)", 5),
-        ("gossip(graph=exponential, steps=2)", 3),
+        ("gossip(steps=2)", 3),
         ("post_local(after=4, steps=2)", 3),
         ("post_local(after=3, steps=2) codec=int8", 5),
     ],

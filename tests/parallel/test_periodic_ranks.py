@@ -23,8 +23,8 @@ LIMIT_S = 10.0
         ("ring sync=local(steps=1) transport=tcp", 3, 0),
         ("direct sync=local(steps=1) transport=shm", 3, 0),
         ("ps(servers=1, update=worker) sync=local(steps=1) transport=shm", 2, 1),
-        ("sync=gossip transport=tcp", 2, 0),
-        ("sync=gossip(graph=exponential) transport=shm", 2, 0),
+        ("sync=gossip(graph=ring) transport=tcp", 2, 0),
+        ("sync=gossip transport=shm", 2, 0),
     ],
 )
 def test_processes_that_all_meet_after_every_step_train_as_one(

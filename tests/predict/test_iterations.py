@@ -290,7 +290,7 @@ def test_gossip_takes_what_its_plans_take_whatever_the_number_of_workers() -> No
 
 def test_workers_that_gossip_are_held_up_by_all_whose_tickets_they_wait_for() -> None:
     of = replace(TWO, speed=Speed(slow_rank=1, slowdown=3.0))
-    for text in ("ring sync=gossip", "ring sync=gossip(graph=exponential)"):
+    for text in ("ring sync=gossip", "ring sync=gossip(graph=ring)"):
         assert iteration_s(text, network(beta=0.0), of, 5, Habits()) == pytest.approx(3 * 4.0)
 
 

@@ -9,7 +9,8 @@ the mean of all weights, and workers approach it over the steps, though no two o
     exponential    one in every step, at the distances 1, 2, 4, ... in turn (Assran et al., "Stochastic gradient push",
                    ICML 2019); with 2^k workers k steps without an update make all equal
 
-A worker sends its weights to one or two others, whatever the number of workers.
+A worker sends its weights to one or two others, whatever the number of workers. ``exponential`` is the default: on
+digits both graphs reach the same accuracy (docs/concepts/coordination.md), and a ring sends twice as much.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from ._periodic import Period, check_steps
 Graph = Literal["ring", "exponential"]
 
 
-@register("sync", "gossip", examples=("gossip", "gossip(graph=exponential)", "gossip(graph=exponential, steps=3)"))
+@register("sync", "gossip", examples=("gossip", "gossip(graph=ring)", "gossip(steps=3)"))
 @dataclass(frozen=True)
 class Gossip(Period):
     """After every ``steps`` updates workers average their weights with those of their neighbours in a ``graph``."""
 
-    graph: Graph = "ring"
+    graph: Graph = "exponential"
     steps: int = 1
 
     def __post_init__(self) -> None:
