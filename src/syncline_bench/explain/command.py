@@ -16,6 +16,7 @@ from ..report.files import result_paths
 from .activity import Activity, observe
 from .causes import judge
 from .changes import Outlook, outlook
+from .flights import explain_flight, is_flight
 from .path import critical_path
 from .reading import is_timeline, read_timeline
 from .results import explain_result
@@ -45,7 +46,7 @@ def explain(path: Path, only: str = "") -> Explanation:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is neither a timeline nor a result: it is not text") from None
-    return explain_result(path, text, only)
+    return explain_flight(path) if is_flight(text) else explain_result(path, text, only)
 
 
 def explain_timeline(path: Path, only: str = "") -> Explanation:
