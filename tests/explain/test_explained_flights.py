@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from syncline.errors import UsageError
-from syncline.timeline.flight import Fault, FlightRecord, Operation, ProcessFlight, dump
+from syncline.timeline.flight import Fault, FlightOperation, FlightRecord, ProcessFlight, dump
 from syncline_bench.cli import cli
 from syncline_bench.explain.command import explain
 
@@ -20,7 +20,7 @@ def record(late: int | None = 1, host: str = "one", verdict: str = "rank 1 was k
     for rank in range(3):
         begins = [step * STEP_S + 0.04 * (rank == late) for step in range(6)]
         operations = [
-            Operation(number + 1, 7, 80, number + 1, number, at, at + 0.01, False, "bucket 0")
+            FlightOperation(number + 1, 7, 80, number + 1, number, at, at + 0.01, False, "bucket 0")
             for number, at in enumerate(begins)
         ]
         fault = Fault("ValueError", "bad", 1, {}, ("train.py:3 (main)",)) if rank == 1 else None

@@ -164,7 +164,7 @@ def _communication(activity: Activity) -> Iterator[Cause]:
         _slow_link(activity, exposed_s),
         _shared_server(activity, exposed_s),
         _codec(activity, exposed_s),
-        _small_buckets(activity, exposed_s),
+        _fixed_cost(activity, exposed_s),
         _no_overlap(activity, exposed_s),
     )))  # fmt: skip
     yield from found
@@ -322,19 +322,28 @@ def _exchanged(activity: Activity) -> list[ExchangeSpan]:
     return [one for one in activity.workers[0].exchanges if bucket_of(one) is not None]
 
 
-def _small_buckets(activity: Activity, exposed_s: float) -> Cause | None:
-    """The fixed cost of exchanges that are many and small."""
+def _fixed_cost(activity: Activity, exposed_s: float) -> Cause | None:
+    """The fixed cost of exchanges: of those that larger buckets would spare, or of one in each iteration."""
     own = _exchanged(activity)
-    count, nbytes = len(own) / activity.steps.shape[1], sum(one.nbytes for one in own) / activity.steps.shape[1]
-    if count < _MANY or nbytes / count > _SMALL_BYTES:
+    if not own:
         return None
-    least = max(1.0, nbytes / _FEW_BYTES)
-    part = fixed_part(activity, buckets_of(activity) or [[one] for one in own])
+    count, nbytes = len(own) / activity.steps.shape[1], sum(one.nbytes for one in own) / activity.steps.shape[1]
+    fixed_s = exposed_s * _part_of(activity)
+    if count < _MANY or nbytes / count > _SMALL_BYTES:
+        return Cause(
+            "fixed_cost", fixed_s,
+            said="the exchange hardly depends on its bytes: it is mostly latency, and the computation is short",
+            remedy="compute more between exchanges: larger batches, no_sync, or sync=local(steps=8)",
+        )  # fmt: skip
     return Cause(
-        "small_buckets", exposed_s * part * max(0.0, 1 - least / count),
+        "small_buckets", fixed_s * max(0.0, 1 - max(1.0, nbytes / _FEW_BYTES) / count),
         said=f"{count:.0f} exchanges an iteration carry {units.size(nbytes / count)} each, mostly at a fixed cost",
         remedy="use larger buckets: schedule=fixed(bucket=25MiB), or schedule=merged, which measures the best size",
     )  # fmt: skip
+
+
+def _part_of(activity: Activity) -> float:
+    return fixed_part(activity, buckets_of(activity) or [[one] for one in _exchanged(activity)])
 
 
 def fixed_part(activity: Activity, rows: Sequence[Sequence[ExchangeSpan]]) -> float:
@@ -377,7 +386,7 @@ def _no_overlap(activity: Activity, exposed_s: float) -> Cause | None:
         return None
     backward_s = float(np.median(activity.stages["backward"]))
     return Cause(
-        "no_overlap", min(exposed_s, backward_s) * late / nbytes,
+        "no_overlap", min(exposed_s * (1 - _part_of(activity)), backward_s) * late / nbytes,
         said="gradients are exchanged after the backward pass, not during it",
         remedy="use smaller buckets, which start during the backward pass: schedule=wait_free, or fixed(bucket=4MiB)",
     )  # fmt: skip

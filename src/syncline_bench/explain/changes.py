@@ -23,9 +23,9 @@ from syncline.costs.iteration import Batches
 from syncline.costs.plans import plan_s
 from syncline.errors import UsageError
 from syncline.nouns import Spec
-from syncline.strategy.grammar import Part, read_part
+from syncline.strategy.grammar import read_part
 from syncline.strategy.strategy import Strategy
-from syncline.strategy.words import NONE, write
+from syncline.strategy.words import AUTO, NONE, write
 from syncline.tuning import schedule_choice
 
 from ..predict.iterations import simulate
@@ -96,13 +96,13 @@ def outlook(activity: Activity, causes: Sequence[Cause]) -> Outlook:
 
 
 def _plain(text: str) -> Strategy:
-    """The strategy of a run, without limits of its transport, which are in the recorded times."""
+    """The strategy of a run, without its transport, whose times are in the recording."""
     if not text:
         raise UsageError("the recording does not say under which strategy it was made")
     strategy = Strategy.parse(text)
     if strategy.collective is not None:
         raise UsageError(f"the library of {strategy.architecture.name} chooses its messages itself")
-    return replace(strategy, transport=Part(strategy.transport.name))
+    return replace(strategy, transport=AUTO)
 
 
 def _candidates(now: Varied, activity: Activity, causes: Sequence[Cause]) -> Iterator[tuple[str, Varied]]:

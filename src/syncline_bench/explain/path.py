@@ -14,6 +14,8 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from syncline.timeline.spans import TRAINING
 
 from ..report.explanation import Leg
@@ -134,12 +136,12 @@ class _Way:
 
 
 def critical_path(activity: Activity) -> tuple[Leg, ...]:
-    """The critical path of an iteration in the middle, its parts summed by what they are, the longest first.
+    """The critical path of an iteration of median length, its parts summed by what they are, the longest first.
 
     It ends where the last worker ends the iteration, and begins one median iteration before.
     """
-    middle = activity.steps.shape[1] // 2
-    ends = activity.steps[:, middle, 1]
+    lasted = (activity.steps[:, :, 1] - activity.steps[:, :, 0]).max(axis=0)
+    ends = activity.steps[:, int(np.abs(lasted - np.median(lasted)).argmin()), 1]
     last = int(ends.argmax())
     way = _Way(activity)
     end_s = float(ends[last])

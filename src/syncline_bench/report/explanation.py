@@ -26,7 +26,7 @@ CAUSES: Mapping[str, str] = {
     "no_overlap": "the exchange begins only after the backward pass",
     "codec": "workers wait for encoding and decoding",
     "network": "the exchange takes longer than the computation beside it",
-    "fixed_cost": "of a collective in a bench: the time hardly depends on the bytes",
+    "fixed_cost": "the time of an exchange hardly depends on its bytes",
     "strategy": "another strategy was measured to be faster on the same work",
     "failure": "the run ended badly: the process that failed first, or that others waited for",
 }
