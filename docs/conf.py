@@ -26,6 +26,7 @@ html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sphinx = False
+highlight_language = "text"  # of blocks that name none
 pygments_style = "default"
 pygments_dark_style = "monokai"
 

@@ -1,9 +1,8 @@
 """What the site has beyond Sphinx.
 
 Directives: ``plan`` draws an algorithm as ``syncline show --svg`` does, ``commands`` lists the help of every command,
-``report`` calls one and links to the page that it writes, and ``results`` to that of a stored comparison. Docstrings of
-this project set blocks of text by indentation alone, which become literal. The site gets a first page at its root,
-and no page may ask another host for anything.
+``report`` calls one and links to the page that it writes, and ``results`` to that of a stored comparison. Docstrings
+become reStructuredText. The site gets a first page at its root, and no page may ask another host for anything.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("commands", Commands)
     app.add_directive("report", Report)
     app.add_directive("results", Results)
-    app.connect("autodoc-process-docstring", set_blocks)
+    app.connect("autodoc-process-docstring", adapt)
     app.connect("build-finished", finish)
     return {"parallel_read_safe": True}
 
 
 def printed(*arguments: str) -> str:
     """What a command prints, whose failure is an error of the page."""
-    done = CliRunner().invoke(cli, list(arguments), prog_name="syncline", terminal_width=100, catch_exceptions=False)
+    done = CliRunner().invoke(cli, list(arguments), prog_name="syncline", terminal_width=90, catch_exceptions=False)
     if done.exit_code:
         raise RuntimeError(f"syncline {' '.join(arguments)} failed: {done.output}")
     return done.output
@@ -116,13 +115,19 @@ class Results(Report):
         page.write_text(comparison_page(Result.from_json(stored.read_text())))
 
 
-def set_blocks(_: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001
-    """Make an indented block literal, as reStructuredText has it, unless it is a list's or literal already."""
+def adapt(_: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001
+    """Make a docstring reStructuredText: indented blocks are literal, bars around a letter are a norm's.
+
+    A module keeps its first paragraph, as the pages say more.
+    """
+    if what == "module":
+        del lines[lines.index("") + 1 :]
     for number in reversed(range(2, len(lines))):
         before = lines[number - 2].rstrip()
         starts = lines[number].startswith("    ") and not lines[number - 1].strip()
         if starts and before and not before.startswith((" ", "*", "-")) and not before.endswith("::"):
-            lines[number - 1 : number] = ["", "::", ""]
+            lines[number:number] = ["::", ""]
+    lines[:] = [re.sub(r"\|(\w)\|", r"\\|\1\\|", line) for line in lines]
 
 
 def finish(app: Sphinx, failure: Exception | None) -> None:
