@@ -171,7 +171,7 @@ class Process:
     @contextlib.contextmanager
     def _kept(self, environment: Environment) -> Iterator[FlightPlace | None]:
         """The memory for the flight record of the session that begins inside, which leaves nothing if it fails to."""
-        place = FlightPlace(environment.rank, self._inits) if environment.world > 1 else None
+        place = FlightPlace(environment.rank, str(self._inits)) if environment.world > 1 else None
         try:
             yield place
         except BaseException:

@@ -136,7 +136,7 @@ def test_parts_become_a_file_beside_their_folder(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SYNCLINE_FLIGHT", str(tmp_path / "f.json"))
     notes = {"processes": 3, "workers": 2, "run": "r"}
     for process in (0, 2):
-        made = FlightPlace(process, 0).begin(process, name=f"process {process}", **notes)
+        made = FlightPlace(process, "0").begin(process, name=f"process {process}", **notes)
         assert isinstance(made, Flight)
         made.begin(1, "bucket 0", 4)
         made.fault(ClosedError("interrupted"), -1, {})

@@ -183,11 +183,34 @@ CASES = {
     ),
     "different calls": ([part(0, BUCKET, fault=DIFFERS), part(1, fault=BLAMES)], (0, {}), DIFFERS.text),
     "no operation": (
-        [part(0, TICKETS, fault=BLAMES), part(2, TICKETS, fault=OWN)],
+        [part(0, TICKETS, fault=replace(BLAMES, waits={})), part(2, TICKETS, fault=OWN)],
         (-1, {}),
         "rank 2 failed with ValueError: bad batch; no other process was in an operation",
     ),
     "nothing": ([part(0, TICKETS)], (-1, {}), "no process was in an operation that others had not entered"),
+    "killed while the others are elsewhere": (
+        [part(0, BUCKET), part(1, TICKETS), part(2, BUCKET._replace(end_s=11.0))],
+        (2, {2: "was killed by SIGKILL"}),
+        "rank 2 was killed by SIGKILL; rank 0 waited in bucket 3, step 17 for 10.0 s",
+    ),
+    "a message": (
+        [part(0, TICKETS, fault=replace(BLAMES, waits={2: "message of rank 2"})), part(2, TICKETS)],
+        (2, {2: "was killed by SIGKILL"}),
+        "rank 2 was killed by SIGKILL; rank 0 waited for it in message of rank 2",
+    ),
+    "it hangs inside": (
+        [*WAITING, part(2, TICKETS, BUCKET, fault=TOLD)],
+        (-1, {}),
+        "rank 2 did not finish bucket 3, step 17; ranks 0-1, 3 waited for it for 10.0 s; rank 2 was at train.py:31"
+        " (load)",
+    ),
+    "several never come": (
+        [part(process, TICKETS, BUCKET, fault=BLAMES) for process in (0, 3)]
+        + [part(process, TICKETS, fault=TOLD) for process in (1, 2)],
+        (2, {}),
+        "ranks 1-2 did not enter bucket 3, step 17; ranks 0, 3 waited for it for 10.0 s; rank 1 was at train.py:31"
+        " (load); rank 2 was at train.py:31 (load)",
+    ),
     "a group": (
         [
             part(0, operation(50, "a group's", 1.0), groups=((40, 20, (0, 3)),), fault=replace(STOPPED)),
@@ -311,24 +334,31 @@ def test_a_launcher_reads_the_memory_of_processes_that_have_ended(monkeypatch: p
         for name, value in launcher.environ().items():
             monkeypatch.setenv(name, value)
         for process in range(2):
-            flight = FlightPlace(process, 0).begin(process, **NOTES)
+            monkeypatch.setenv("SYNCLINE_PROCESS", str(process))
+            flight = FlightPlace(process, "0").begin(process, **NOTES)
             assert flight is not None
             flight.begin(1, "bucket 3", 4)
             if process:
                 flight.end(1)
-        assert FlightPlace(3, 0).begin(3, **NOTES) is None  # there is no memory for it
+        assert FlightPlace(1, "1").begin(1, **NOTES) is None  # the first session uses the memory
+        monkeypatch.setenv("SYNCLINE_PROCESS", "2")
+        other = FlightPlace(0, "0").begin(0, **{**NOTES, "run": "of another group"})
+        monkeypatch.setenv("SYNCLINE_PROCESS", "3")
+        assert FlightPlace(3, "0").begin(3, **NOTES) is None  # there is no memory for it
         found = launcher.record(ended={0: "was killed by SIGKILL"})
     finally:
         launcher.close()
     assert found is not None
     assert [one.process for one in found.parts] == [0, 1]
     assert found.parts[0].ended == "was killed by SIGKILL"
+    assert other is not None
+    assert found.unread == ("records of other groups are left out: 1",)
 
 
 def test_processes_leave_files_only_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_FLIGHT", str(tmp_path / "flight.json"))
     folder = tmp_path / "flight.json.parts"
-    made = [FlightPlace(process, 0).begin(process, **NOTES) for process in range(2)]
+    made = [FlightPlace(process, "0").begin(process, **NOTES) for process in range(2)]
     assert len(list(folder.iterdir())) == 2
     assert folder.stat().st_mode & 0o777 == 0o700
     for flight in made:
@@ -336,7 +366,7 @@ def test_processes_leave_files_only_after_a_fault(tmp_path: Path, monkeypatch: p
         flight.close()
     assert not list(tmp_path.iterdir())
     for process, run in ((0, "before"), (2, "before"), (0, "now"), (1, "now")):
-        flight = FlightPlace(process, 0).begin(process, **{**NOTES, "run": run})
+        flight = FlightPlace(process, "0").begin(process, **{**NOTES, "run": run})
         assert flight is not None
         flight.fault(ClosedError("x"), -1, {})
         flight.close()
@@ -353,11 +383,11 @@ def test_a_folder_of_others_and_a_full_disk_are_named(tmp_path: Path, monkeypatc
     folder = tmp_path / "flight.json.parts"
     folder.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="is a link"):
-        FlightPlace(0, 0)
+        FlightPlace(0, "0")
     folder.unlink()
     monkeypatch.setattr("os.posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(UsageError, match="No space left on device; choose another file for SYNCLINE_FLIGHT"):
-        FlightPlace(0, 0)
+        FlightPlace(0, "0")
     assert not list(folder.iterdir())
     folder.chmod(0o777)
     with pytest.raises(UsageError, match="can be written to by everybody"):

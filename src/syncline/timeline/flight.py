@@ -131,6 +131,19 @@ class ProcessFlight:
         return min(fits, key=lambda group: group[1])[2] if fits else range(self.processes)
 
 
+ABSENT, INSIDE, ELSEWHERE = range(3)
+"""What the process at fault has to do with an operation: it has not entered it, is in it, or neither."""
+
+
+class _Awaited(NamedTuple):
+    """An operation that has not ended, when it began by the wall clock, and the processes that had not entered it."""
+
+    relation: int
+    at_s: float
+    operation: FlightOperation
+    missing: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One sentence, the processes at fault if known, and the operation in which others waited for them."""
@@ -351,17 +364,15 @@ def judge(parts: Sequence[ProcessFlight], culprit: int = -1, ended: Mapping[int,
         if part.fault is not None and part.fault.kind == "MismatchError":
             return Verdict(part.fault.text)
     culprit = _culprit(parts, culprit)
+    fate = _fate(known.get(culprit), ended or {}, culprit)
+    faults = [(part.process, part.fault) for part in parts if part.fault is not None and part.process != culprit]
+    waits = {process: fault.waits[culprit] for process, fault in faults if culprit in fault.waits}
     found = _awaited(parts, known, culprit)
-    if found is None:
-        if culprit < 0:
-            return Verdict("no process was in an operation that others had not entered")
-        said = _fate(known.get(culprit), ended or {}, culprit) or "failed"
-        return Verdict(
-            f"{_called([culprit], parts[0].workers)} {said}; no other process was in an operation", (culprit,)
-        )
-    operation, missing = found
-    guilty = missing or ([culprit] if culprit >= 0 else [])
-    return Verdict(_sentence(operation, missing, guilty, known, ended or {}), tuple(guilty), operation)
+    if found is None or (waits and found.relation == ELSEWHERE):
+        return Verdict(_unrelated(culprit, fate, waits, parts[0].workers), (culprit,) if culprit >= 0 else ())
+    several = found.relation == ABSENT and not fate and culprit in known
+    guilty = found.missing if culprit < 0 or several else (culprit,)
+    return Verdict(_sentence(found, guilty, fate, known), guilty, found.operation)
 
 
 def _culprit(parts: Sequence[ProcessFlight], told: int) -> int:
@@ -373,10 +384,8 @@ def _culprit(parts: Sequence[ProcessFlight], told: int) -> int:
     return -1 if interrupted else first
 
 
-def _awaited(
-    parts: Sequence[ProcessFlight], known: Mapping[int, ProcessFlight], culprit: int
-) -> tuple[FlightOperation, list[int]] | None:
-    """The operation in which processes waited, and the processes that had not entered it."""
+def _awaited(parts: Sequence[ProcessFlight], known: Mapping[int, ProcessFlight], culprit: int) -> _Awaited | None:
+    """The operation in which processes waited: one that the culprit has not entered, or else is in, or else any."""
     begun: dict[tuple[int, int, tuple[int, ...]], tuple[float, FlightOperation]] = {}
     for part in parts:
         for operation in part.operations:
@@ -385,16 +394,16 @@ def _awaited(
                 at_s = operation.begin_s + part.wall_s
                 begun[same] = min(begun.get(same, (math.inf, operation)), (at_s, operation))
     turns = {part.process: _turns(part) for part in parts}
-    rated: list[tuple[int, float, FlightOperation, list[int]]] = []
+    found: list[_Awaited] = []
     for (*_, members), (at_s, operation) in begun.items():
-        missing = [one for one in members if one in known and not _entered(known[one], turns[one], operation, at_s)]
-        if culprit in members and culprit not in known:
-            missing = sorted([*missing, culprit])
+        missing = {one for one in members if one in known and not _entered(known[one], turns[one], operation, at_s)}
+        missing |= {culprit} & (set(members) - known.keys())
         theirs = known[culprit].find(operation) if culprit in known else None
-        shared = theirs is not None and theirs.is_open
-        awaits = culprit in missing or (culprit < 0 and len(missing) > 0)
-        rated.append((0 if awaits else 1 if shared else 2, at_s, operation, missing))
-    return min(rated)[2:] if rated else None
+        inside = theirs is not None and theirs.is_open
+        absent = culprit in missing or (culprit < 0 and len(missing) > 0)
+        relation = ABSENT if absent else INSIDE if inside else ELSEWHERE
+        found.append(_Awaited(relation, at_s, operation, tuple(sorted(missing))))
+    return min(found, default=None)
 
 
 def _turns(part: ProcessFlight) -> dict[int, int]:
@@ -409,34 +418,38 @@ def _entered(part: ProcessFlight, turns: Mapping[int, int], operation: FlightOpe
     return lost or turns.get(operation.key, 0) >= operation.turn
 
 
-def _sentence(
-    operation: FlightOperation,
-    missing: Sequence[int],
-    guilty: Sequence[int],
-    known: Mapping[int, ProcessFlight],
-    ended: Mapping[int, str],
-) -> str:
-    workers = next(iter(known.values())).workers
-    there = {one: part for one, part in known.items() if one not in guilty and _waits_in(part, operation)}
-    waited_s = max((part.at_s - _waits_in(part, operation) for part in there.values()), default=0.0)
-    fates = {one: _fate(known.get(one), ended, one) for one in guilty}
-    fate = fates[guilty[0]] if len(guilty) == 1 else ""
-    who = _called(guilty, workers)
+def _unrelated(culprit: int, fate: str, waits: Mapping[int, str], workers: int) -> str:
+    """The verdict without an operation; ``waits`` has the messages in which others waited for the culprit."""
+    if culprit < 0:
+        return "no process was in an operation that others had not entered"
+    text = f"{_called([culprit], workers)} {fate or 'failed'}; "
+    if not waits:
+        return f"{text}no other process was in an operation"
+    label = Counter(waits.values()).most_common(1)[0][0]
+    return f"{text}{_called([one for one in waits if waits[one] == label], workers)} waited for it in {label}"
+
+
+def _sentence(found: _Awaited, guilty: Sequence[int], fate: str, known: Mapping[int, ProcessFlight]) -> str:
+    """The verdict on an operation."""
+    workers, operation = next(iter(known.values())).workers, found.operation
+    who, what, waited = _called(guilty, workers), operation.text, "waited for it"
     if not guilty:
-        text = f"all processes had entered {operation.text}, which did not end"
-    elif missing and guilty[0] not in known:
-        text = f"{who} {fate or 'failed'} and left no record"
-    elif missing:
-        text = f"{who} {f'{fate} and ' if fate else ''}did not enter {operation.text}"
+        text, waited = f"all processes had entered {what}, which did not end", "waited in it"
+    elif guilty[0] not in known:
+        text, waited = f"{who} {fate or 'failed'} and left no record", f"waited in {what}"
+    elif found.relation == ABSENT:
+        text = f"{who} {f'{fate} and ' if fate else ''}did not enter {what}"
+    elif found.relation == INSIDE:
+        text = f"{who} {fate} in {what}" if fate else f"{who} did not finish {what}"
     else:
-        text = f"{who} {fate or 'failed'} in {operation.text}"
+        text, waited = f"{who} {fate or 'failed'}", f"waited in {what}"
+    there = {one: part for one, part in known.items() if one not in guilty and _waits_in(part, operation)}
     if there:
-        what = operation.text if missing and guilty and guilty[0] not in known else "it"
-        waited = f"waited in {what}" if what != "it" or not guilty else "waited for it"
+        waited_s = max(part.at_s - _waits_in(part, operation) for part in there.values())
         text += f"; {_called(sorted(there), workers)} {waited}"
         text += f" for {waited_s:.1f} s" if waited_s >= _SHOWN_S else ""
-    places = [(one, known[one].fault) for one in guilty if one in known]
-    for one, fault in places:
+    for one in guilty:
+        fault = known[one].fault if one in known else None
         if fault is not None and fault.place:
             text += f"; {_called([one], workers)} was at {fault.place}"
     return text

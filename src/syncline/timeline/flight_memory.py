@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..engine.flight import BYTES, Flight
+from ..engine.flight import BYTES, HEAD, RUNNING, Flight
 from ..errors import UsageError
 from ..kernels.private import NotPrivateError, new_file, private_folder, read_file
 from ..wire.reports import first_time, say
@@ -26,6 +27,9 @@ VARIABLE = "SYNCLINE_FLIGHT"
 
 MEMORY = "SYNCLINE_FLIGHT_MEMORY"
 """The environment variable with the descriptor of a launcher's memory."""
+
+PROCESS = "SYNCLINE_PROCESS"
+"""The environment variable with the launcher's number of a process."""
 
 OFF = "off"
 
@@ -57,15 +61,21 @@ class FlightMemory:
 
     def record(self, culprit: int = -1, ended: Mapping[int, str] | None = None) -> FlightRecord | None:
         """The record of a run that has ended; None if no process was in the middle of it."""
-        parts, wrong, known = list[ProcessFlight](), list[str](), ended or {}
+        parts, wrong, known = dict[int, ProcessFlight](), list[str](), ended or {}
         for process in range(self._processes):
             try:
                 part = parse(os.pread(self.fds[0], BYTES, process * BYTES), known.get(process, ""))
             except ValueError as error:
                 wrong.append(f"the record of process {process} cannot be read: {error}")
             else:
-                parts += [] if part is None else [part]
-        return merge(parts, wrong, culprit, known)
+                parts |= {} if part is None else {process: part}
+        runs = Counter(part.run for part in parts.values())
+        kept = {process: part for process, part in parts.items() if part.run == max(runs, key=lambda run: runs[run])}
+        if len(kept) < len(parts):  # groups of torch that each are a run of their own
+            wrong.append(f"records of other groups are left out: {len(parts) - len(kept)}")
+        if any(process != part.process for process, part in kept.items()):
+            return merge(kept.values(), wrong)  # the launcher numbers the processes otherwise
+        return merge(kept.values(), wrong, culprit, known)
 
     def close(self) -> None:
         """Close the descriptor. The memory is freed when the last process has ended."""
@@ -74,14 +84,14 @@ class FlightMemory:
 
 
 class FlightPlace:
-    """The memory for this process's record of its session ``number``, counted from 0, if there is any.
+    """The memory for this process's record of a session, if there is any. ``name`` distinguishes its sessions.
 
     Raises UsageError if the folder cannot be used.
     """
 
-    def __init__(self, process: int, number: int) -> None:
-        self._process, self._path = process, _path_of(process, number)
-        self._memory = _inherited(process) if self._path is None else _mapped(self._path)
+    def __init__(self, process: int, name: str) -> None:
+        self._path = _path_of(process, name)
+        self._memory = _inherited() if self._path is None else _mapped(self._path)
 
     def begin(self, process: int, **notes: object) -> Flight | None:
         """Begin the record; ``notes`` describe the process."""
@@ -104,12 +114,12 @@ class FlightPlace:
                 self._path.parent.rmdir()
 
 
-def _path_of(process: int, number: int) -> Path | None:
+def _path_of(process: int, name: str) -> Path | None:
     """The file of a process in the folder that the user's variable names."""
     chosen = os.environ.get(VARIABLE, "")
     if os.environ.get(MEMORY) or chosen in ("", OFF):
         return None
-    return folder_of(flight_target(chosen)) / f"process-{process}-{number}{_SUFFIX}"
+    return folder_of(flight_target(chosen)) / f"process-{process}-{name}{_SUFFIX}"
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -133,16 +143,17 @@ def _mapped(path: Path) -> mmap.mmap:
         ) from None
 
 
-def _inherited(process: int) -> mmap.mmap | None:
-    """This process's part of a launcher's memory. None without a valid descriptor."""
-    number = os.environ.get(MEMORY, "")
-    if not number.isdecimal():
+def _inherited() -> mmap.mmap | None:
+    """This process's part of a launcher's memory. None without a valid descriptor, or while another session uses it."""
+    number, process = os.environ.get(MEMORY, ""), os.environ.get(PROCESS, "")
+    if not (number.isdecimal() and process.isdecimal()):
         return None
     try:
-        found = str(Path(f"/proc/self/fd/{int(number)}").readlink())
-        if found != f"/memfd:{_NAME} (deleted)" or os.fstat(int(number)).st_size < (process + 1) * BYTES:
+        found, at = str(Path(f"/proc/self/fd/{int(number)}").readlink()), int(process) * BYTES
+        if found != f"/memfd:{_NAME} (deleted)" or os.fstat(int(number)).st_size < at + BYTES:
             return None
-        return mmap.mmap(int(number), BYTES, offset=process * BYTES)
+        memory = mmap.mmap(int(number), BYTES, offset=at)
+        return None if HEAD.unpack_from(memory)[1] == RUNNING else memory
     except (OSError, ValueError):  # ValueError: Python limits the digits of a number
         return None
 

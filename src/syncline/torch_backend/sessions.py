@@ -30,6 +30,7 @@ from ..session.printing import end_failed, watch_exceptions
 from ..session.session import Session
 from ..strategy.strategy import Strategy
 from ..strategy.words import NONE
+from ..timeline.flight_memory import FlightPlace
 from .group import SynclineGroup
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _begin(store: Any, rank: int, size: int, limit_s: float, name: str, strategy
         session = alone(strategy)
     else:
         point = Rendezvous(of_store(store, rank, size, name))
+        flight = FlightPlace(rank, f"torch-{len(_live)}")
         try:
             session = connect_session(
                 strategy,
@@ -90,7 +92,11 @@ def _begin(store: Any, rank: int, size: int, limit_s: float, name: str, strategy
                 interface=os.environ.get("SYNCLINE_INTERFACE"),
                 timeout=limit_s,
                 limit_s=limit_s,
+                flight=flight,
             )
+        except BaseException:
+            flight.remove()
+            raise
         finally:
             point.close()
     _live.append(session)
