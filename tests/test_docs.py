@@ -55,6 +55,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_row_of_a_table_is_one_line(page: Path) -> None:
+    """What stands in a second line would be a row of its own."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.rstrip().endswith("|"), line
+
+
 @pytest.mark.parametrize(
     ("page", "head", "rows", "others"),
     [
