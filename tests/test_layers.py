@@ -31,6 +31,7 @@ ROWS = (
     ("launch", "saving", "testing", "sampling", "training", "metrics"),
     ("frameworks",),
     ("checkpoint", "optim", "process", "torch_backend"),
+    ("recovery",),
     ("api", "jax", "lightning", "tensorflow"),
     ("",),  # the package itself: the public names
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
-from . import checkpoint
+from . import checkpoint, recovery
 from .errors import NotBuiltError, UsageError
 from .process import process
 from .sampling import GlobalBatches, SampleOrder, Sampler, global_batches_of, sampler_of
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
     Group = WorkerGroup | DeviceMesh | ProcessGroup
     Tensors = TypeVar("Tensors", torch.Tensor, np.ndarray[Any, Any])
+
+elastic = recovery.run
 
 
 def init(

@@ -27,6 +27,7 @@ Rules
 * The members of the next view are a quorum of the present one, without the suspected, and those who join.
 * A member that has promised trains no more in the present view. So the finished steps of a promise stay true, and the
   next view begins with the most that were finished: ``View.source`` has these weights, and gives them to the others.
+  A member counts these steps once it has them (``restored``): the source may be lost before.
 * Numbers of members are never used twice. A member that the others have excluded learns that, and stops. Its process
   may join anew, and gets another number.
 * Whoever asks to join states terms (version, model, strategy). Other terms are refused, and nothing changes for the
@@ -39,8 +40,9 @@ Theory: Lamport, "Paxos made simple", 2001; Oki and Liskov, "Viewstamped Replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 Ballot = tuple[int, int]
 """A number that grows, and the number of the member that proposes."""
@@ -166,6 +168,71 @@ class Refused:
 Message = Prepare | Promise | Accept | Accepted | Outbid | Commit | Report | Join | Refused
 
 
+def to_plain(value: Any) -> Any:
+    """A message, or a part of one, as plain values for JSON. The kind of a message is its first item."""
+    if is_dataclass(value):
+        found = [to_plain(getattr(value, field.name)) for field in fields(value)]
+        return [type(value).__name__, *found] if isinstance(value, Message) else found
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [to_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def from_plain(data: Any) -> Message:
+    """The inverse of ``to_plain``. Raises ValueError for anything else."""
+    try:
+        kind, *values = data
+        return _READ[kind](*values)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"no message about members: {data!r:.200}") from error
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError
+    return value
+
+
+def _view(data: Any) -> View:
+    number, members, fresh, step, source = data
+    peers = tuple(Peer(_number(one), _text(name)) for one, name in members)
+    view = View(_number(number), peers, _number(fresh), _number(step), _number(source))
+    if not peers or list(view.members) != sorted(view.members) or source not in view.numbers:
+        raise ValueError
+    return view
+
+
+def _ballot(data: Any) -> Ballot:
+    round_, proposer = data
+    return _number(round_), _number(proposer)
+
+
+_READ: Mapping[str, Callable[..., Message]] = {
+    "Prepare": lambda base, ballot: Prepare(_view(base), _ballot(ballot)),
+    "Promise": lambda base, ballot, finished, accepted: Promise(
+        _number(base),
+        _ballot(ballot),
+        _number(finished),
+        None if accepted is None else (_ballot(accepted[0]), _view(accepted[1])),
+    ),
+    "Accept": lambda base, ballot, view: Accept(_view(base), _ballot(ballot), _view(view)),
+    "Accepted": lambda base, ballot: Accepted(_number(base), _ballot(ballot)),
+    "Outbid": lambda base, ballot: Outbid(_number(base), _ballot(ballot)),
+    "Commit": lambda view: Commit(_view(view)),
+    "Report": lambda base, suspects: Report(_number(base), frozenset(map(_number, suspects))),
+    "Join": lambda name, terms, number: Join(
+        _text(name), tuple((_text(key), _text(value)) for key, value in terms), _number(number)
+    ),
+    "Refused": lambda reason: Refused(_text(reason)),
+}
+
+
 # Actions.
 
 
@@ -248,8 +315,10 @@ class ViewKeeper:
         """Whether no step may be begun or finished."""
         self.stopped = ""
         """Why this process has left the run; empty for a member."""
-        self.finished = view.step
-        """The number of this process's finished steps."""
+        self.finished = -1 if me.number == JOINING else view.step
+        """The number of steps that this process's weights contain; -1 without weights."""
+        self.ready = me.number != JOINING
+        """Whether this process has the weights of the view's source."""
         self.suspected: frozenset[int] = frozenset()
         self._terms, self._least, self._most, self._patience = tuple(sorted(terms.items())), least, most, patience
         self._promised: Ballot = _NO_BALLOT
@@ -272,10 +341,16 @@ class ViewKeeper:
 
     # Events.
 
+    def restored(self) -> None:
+        """This process has the weights of the view's source. ValueError if it should not train."""
+        if self.halted or self.stopped:
+            raise ValueError("weights were restored after Halt")
+        self.finished, self.ready = self.view.step, True
+
     def finish(self) -> None:
         """A step is finished: the weights contain it. ValueError if it must not be."""
-        if self.halted or self.stopped:
-            raise ValueError("a step was finished after Halt")
+        if self.halted or self.stopped or not self.ready:
+            raise ValueError("a step was finished after Halt, or before the weights were restored")
         self.finished += 1
 
     def suspect(self, numbers: Iterable[int]) -> list[Action]:
@@ -285,6 +360,10 @@ class ViewKeeper:
             return []
         self.suspected |= new
         return [*self._halt(), *self._react()]
+
+    def broken(self) -> list[Action]:
+        """The step under way has failed, whoever is to blame. A timeout then proposes to go on."""
+        return [] if self.stopped else self._halt()
 
     def favoured(self, view: int, half: Iterable[int]) -> list[Action]:
         """The launcher favours this half of that view."""
@@ -384,8 +463,8 @@ class ViewKeeper:
             return []  # a joining process has heard of a view, but is not in it yet
         if found not in view.members:
             return self._stop(f"the others go on without this process since step {view.step} (view {view.number})")
-        self.me, self.view, self.finished = found, view, view.step
-        self.halted = False
+        self.me, self.view = found, view
+        self.halted = self.ready = False
         self.suspected &= view.numbers
         self._promised, self._accepted, self._highest = _NO_BALLOT, None, 0
         self._favoured, self._round = frozenset(), None
@@ -497,6 +576,8 @@ class ViewKeeper:
         """Propose the next view: one that may have been accepted already, or else the members that have answered."""
         before = [promise.accepted for promise in made.promises.values() if promise.accepted is not None]
         view = max(before, key=lambda one: one[0])[1] if before else self._next(made, answered)
+        if view.step < 0:
+            return self._stop("nobody who is left has the weights")
         if len(view.members) < self._least:
             return self._stop(f"{len(view.members)} members are left, and this run needs {self._least}")
         self._accepted = made.ballot, view

@@ -55,6 +55,9 @@ class Process:
         self._watching = False
         self._hooked = False
         self._failed = False
+        self._asked: dict[str, Any] = {}  # the arguments of the last ``begin``
+        self.elastic: Any = None
+        """The members of an elastic run, once the script has called ``syncline.elastic``."""
 
     @property
     def session(self) -> Session:
@@ -110,6 +113,20 @@ class Process:
         """Join the run's processes, as ``syncline.init`` documents."""
         if self.joined is not None:
             raise UsageError("syncline.init() was called already: call syncline.shutdown() first")
+        self._asked = {
+            "strategy": strategy,
+            "rank": rank,
+            "world_size": world_size,
+            "address": address,
+            "interface": interface,
+            "secret": secret,
+            "timeout": timeout,
+            "liveness": liveness,
+            "progress": progress,
+            "tls": tls,
+            "check_replicas": check_replicas,
+            "check_finite": check_finite,
+        }
         self._watch_exceptions()
         secret_bytes(secret)
         environment = self._variables.recognise(rank=rank, world_size=world_size, address=address)
@@ -211,6 +228,22 @@ class Process:
             self._failed |= ending.process.failed
         if failure is not None and passing is None:
             raise failure
+
+    def lose(self) -> None:
+        """End a session that has lost a process, in a process that goes on in another session."""
+        failed = self._failed
+        with contextlib.suppress(SynclineError):
+            self.end(fetch=False)
+        self._failed = failed
+
+    def begin_again(self, rank: int, world: int, run: str, timeout: float) -> None:
+        """Begin another session as ``syncline run`` would have started this process, named ``run``."""
+        place = {"SYNCLINE_PROCESS": rank, "RANK": rank, "LOCAL_RANK": rank}
+        place |= {"SYNCLINE_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({name: str(number) for name, number in place.items()}, SYNCLINE_RUN_ID=run)
+        os.environ.pop("SYNCLINE_MEETING_FD", None)  # it belongs to the first session
+        self._inits = 0  # the others may have tried more often
+        self.begin(**(self._asked | {"timeout": min(timeout, self._asked["timeout"])}))
 
     def leave(self) -> NoReturn:
         """End a server whose workers have left, with status 0."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -156,22 +156,27 @@ class GlobalBatches:
         check: Callable[[], None] = lambda: None,
         committed: Callable[[int, int, NDArray[np.int64]], None] | None = None,
     ) -> None:
-        self._order, self._rank, self._world = order, rank, world
+        self.order, self._rank, self._world = order, rank, world
         self._check, self._committed = check, committed
         self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
         self._place(0, 0)
+
+    def divide(self, rank: int, world: int, check: Callable[[], None]) -> None:
+        """From the next iteration on take the parts of that rank among ``world`` workers."""
+        self._rank, self._world, self._check = rank, world, check
+        self._place(self.epoch, self.step)
 
     def _place(self, epoch: int, step: int) -> None:
         self.epoch, self.step = epoch, step
         self._yielded, self._exhausted = step, False  # of the present epoch
 
     def __len__(self) -> int:
-        return self._order.steps
+        return self.order.steps
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._exhausted:
             raise UsageError(
-                f"sampler(): {self._order.steps - self.step} of the {self._order.steps} batches of epoch {self.epoch}"
+                f"sampler(): {self.order.steps - self.step} of the {self.order.steps} batches of epoch {self.epoch}"
                 " were used, but no commit() counts them: call sampler.commit() after every optimizer.step(); to use"
                 " them again, call sampler.load_state_dict(sampler.state_dict())"
             )
@@ -180,16 +185,16 @@ class GlobalBatches:
         return self._walk(self.epoch, self.step)
 
     def _walk(self, epoch: int, first: int) -> Iterator[list[int]]:
-        for step in range(first, self._order.steps):
+        for step in range(first, self.order.steps):
             batch = self._batch(epoch, step)
             if epoch == self.epoch:
                 self._yielded = max(self._yielded, step + 1)
             yield share(batch, self._rank, self._world).tolist()
-        self._exhausted = epoch == self.epoch and self.step < self._order.steps
+        self._exhausted = epoch == self.epoch and self.step < self.order.steps
 
     def _uneven(self) -> bool:
         """Whether workers have parts of different sizes in any step of an epoch."""
-        order, batch = self._order, self._order.global_batch
+        order, batch = self.order, self.order.global_batch
         assert batch is not None
         sizes = {min(batch, order.samples), *([] if order.drop_last else [order.samples % batch])}
         return any(size >= self._world and size % self._world for size in sizes)
@@ -197,8 +202,8 @@ class GlobalBatches:
     def _batch(self, epoch: int, step: int) -> NDArray[np.int64]:
         """All samples of a step."""
         if self._kept is None or self._kept[0] != epoch:
-            self._kept = epoch, self._order.indices(epoch)
-        batch = self._order.global_batch
+            self._kept = epoch, self.order.indices(epoch)
+        batch = self.order.global_batch
         assert batch is not None
         return self._kept[1][step * batch : (step + 1) * batch]
 
@@ -219,7 +224,7 @@ class GlobalBatches:
             for step in range(self.step, self.step + steps):
                 self._committed(self.epoch, step, self._batch(self.epoch, step))
         self.step += steps
-        if self.step == self._order.steps:
+        if self.step == self.order.steps:
             self._place(self.epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -230,14 +235,14 @@ class GlobalBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last committed step, for a checkpoint; equal on all workers."""
-        return {**asdict(self._order), "epoch": self.epoch, "step": self.step, "digest": self._digest(self.epoch)}
+        return {**asdict(self.order), "epoch": self.epoch, "step": self.step, "digest": self._digest(self.epoch)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of ``state_dict``, with any number of workers.
 
         Raises UsageError for the state of another data set or other arguments, and for anything else.
         """
-        expected = {**asdict(self._order), "epoch": int, "step": int, "digest": int}
+        expected = {**asdict(self.order), "epoch": int, "step": int, "digest": int}
         for name, value in expected.items():
             if name not in state:
                 raise UsageError(f"this state is not that of a sampler with global batches: it has no {name}")
@@ -250,8 +255,8 @@ class GlobalBatches:
                     " the same data set and the same arguments as before"
                 )
         _check_epoch(state["epoch"])
-        if state["step"] >= self._order.steps:
-            raise UsageError(f"this state is at step {state['step']}, but an epoch has {self._order.steps} steps")
+        if state["step"] >= self.order.steps:
+            raise UsageError(f"this state is at step {state['step']}, but an epoch has {self.order.steps} steps")
         if state["digest"] != self._digest(state["epoch"]):
             raise UsageError(
                 "this state comes from another version of NumPy, which shuffles in another order: use that"
@@ -365,17 +370,28 @@ def global_batches_of(session: Session, order: SampleOrder) -> GlobalBatches:
     if session.is_worker:
         order.check_alike(session)
 
-    def check() -> None:
-        if session.weighs_alike:
-            raise UsageError(
-                f"a global batch of {order.global_batch} of {order.samples} samples gives {session.world_size} workers"
-                " parts of different sizes, but the model counts all workers alike: call syncline.prepare() with"
-                " weight='batch' for a loss that is a mean over the batch, with a function for another, or give a"
-                " global_batch= that the number of workers divides, and drop_last=True; models of other frameworks"
-                " than PyTorch have no weight="
-            )
+    found = GlobalBatches(order, session.rank, session.world_size, partial(_check_weights, session, order))
+    session.global_batches.append(found)
+    return found
 
-    return GlobalBatches(order, session.rank, session.world_size, check)
+
+def go_on(session: Session, samplers: Sequence[GlobalBatches]) -> None:
+    """Let these samplers of an earlier session divide their batches among the workers of this one."""
+    for sampler in samplers:
+        sampler.divide(session.rank, session.world_size, partial(_check_weights, session, sampler.order))
+        session.global_batches.append(sampler)
+
+
+def _check_weights(session: Session, order: SampleOrder) -> None:
+    """Raise UsageError if parts of different sizes would count alike."""
+    if session.weighs_alike:
+        raise UsageError(
+            f"a global batch of {order.global_batch} of {order.samples} samples gives {session.world_size} workers"
+            " parts of different sizes, but the model counts all workers alike: call syncline.prepare() with"
+            " weight='batch' for a loss that is a mean over the batch, with a function for another, or give a"
+            " global_batch= that the number of workers divides, and drop_last=True; models of other frameworks"
+            " than PyTorch have no weight="
+        )
 
 
 class Pool:

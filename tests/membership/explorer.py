@@ -125,6 +125,9 @@ class Explorer:
             case "finish":
                 keeper.finish()
                 return []
+            case "restore":
+                keeper.restored()
+                return []
             case "suspect":
                 return keeper.suspect([argument])
             case "timeout":
@@ -139,6 +142,8 @@ class Explorer:
     def _store_after(self, keeper: ViewKeeper, actions: list[Action]) -> tuple[int, tuple[Any, ...], tuple[int, ...]]:
         told: list[tuple[int, int]] = []
         decided: list[int] = []
+        if not self._steps and not keeper.halted and not keeper.ready:
+            keeper.restored()  # at once, where no steps are made
         for action in actions:
             match action:
                 case Send():
@@ -226,7 +231,9 @@ class Explorer:
                 yield f"doubled {what}", self.deliver(world._replace(faults=world.faults - 1), place, keep=True)
         for i in self.living(world):
             keeper = self.keeper(world, i)
-            if not keeper.halted and keeper.finished - keeper.view.step < self._steps:
+            if not keeper.halted and not keeper.ready:
+                yield f"{i} restores the weights", self._after(world, i, "restore", None, world.net)
+            elif not keeper.halted and keeper.finished - keeper.view.step < self._steps:
                 yield f"{i} finishes a step", self._after(world, i, "finish", None, world.net)
             if world.timeouts and keeper.halted:
                 later = world._replace(timeouts=world.timeouts - 1)

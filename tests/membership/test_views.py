@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,20 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.membership import (
+    Accept,
+    Accepted,
     Action,
     AskLauncher,
     Commit,
     Halt,
     Join,
+    Message,
+    Outbid,
     Peer,
     Prepare,
     Promise,
     Refused,
+    Report,
     Send,
     Stop,
     Train,
     View,
     ViewKeeper,
+    from_plain,
+    to_plain,
 )
 
 
@@ -149,7 +157,7 @@ class Run:
     def __init__(self, count: int, **limits: Any) -> None:
         self.keepers = {keeper.me.name: keeper for keeper in founders(count, **limits)}
         self.gone: set[str] = set()
-        self.favours = True
+        self.favours = self.restores = True
         self.said: list[tuple[str, Action]] = []
 
     def carry_out(self, name: str, actions: list[Action]) -> None:
@@ -160,6 +168,8 @@ class Run:
             if isinstance(action, Send) and action.to.name not in self.gone and action.to.name in self.keepers:
                 me = keeper.me
                 self.carry_out(action.to.name, self.keepers[action.to.name].hear(me, action.message))
+            if isinstance(action, Train) and self.restores and not keeper.halted:
+                keeper.restored()
             if isinstance(action, AskLauncher) and self.favours:
                 self.carry_out(name, keeper.favoured(action.view, action.half))
 
@@ -199,6 +209,30 @@ def test_three_then_two_then_one() -> None:
     assert [peer.name for peer in view.members] == ["p2"]
     assert (view.number, view.step, view.source) == (3, 2, 2)
     run.keepers["p2"].finish()
+
+
+def test_the_source_is_lost_before_the_others_have_its_weights() -> None:
+    run = Run(3)
+    run.restores = False
+    run.keepers["p0"].finish()
+    run.lose("p1")
+    (view,) = run.views()
+    assert (view.step, view.source) == (1, 0)
+    with pytest.raises(ValueError, match="before the weights were restored"):
+        run.keepers["p2"].finish()
+    run.lose("p0")
+    (view,) = run.views()
+    assert (view.number, view.step, view.source) == (3, 0, 2)
+
+
+def test_nobody_goes_on_without_weights() -> None:
+    run = Run(1)
+    run.restores = False
+    keeper = run.ask("new")
+    run.lose("p0")
+    assert keeper.stopped == "nobody who is left has the weights"
+    with pytest.raises(ValueError, match="after Halt"):
+        keeper.restored()
 
 
 @pytest.mark.parametrize("members", [2, 4])
@@ -278,6 +312,49 @@ def test_who_was_excluded_stops_and_joins_anew_under_another_number() -> None:
     assert "number 1 belongs to a member that the others have excluded" in answer.message.reason
     assert run.ask("p1").me == Peer(3, "p1")
     assert len({keeper.view for keeper in run.keepers.values()}) == 1
+
+
+peers = st.builds(Peer, st.integers(0, 99), st.text(max_size=3))
+views = st.lists(peers, min_size=1, max_size=3, unique_by=lambda peer: peer.number).flatmap(
+    lambda members: st.builds(
+        View,
+        st.integers(0, 9),
+        st.just(tuple(sorted(members))),
+        st.integers(100, 200),
+        st.integers(-1, 9),
+        st.sampled_from([peer.number for peer in members]),
+    )
+)
+ballots = st.tuples(st.integers(0, 9), st.integers(-1, 9))
+messages = st.one_of(
+    st.builds(Prepare, views, ballots),
+    st.builds(Promise, st.integers(0, 9), ballots, st.integers(-1, 9), st.none() | st.tuples(ballots, views)),
+    st.builds(Accept, views, ballots, views),
+    st.builds(Accepted, st.integers(0, 9), ballots),
+    st.builds(Outbid, st.integers(0, 9), ballots),
+    st.builds(Commit, views),
+    st.builds(Report, st.integers(0, 9), st.frozensets(st.integers(0, 9))),
+    st.builds(Join, st.text(), st.just((("a", "b"),)), st.integers(-1, 9)),
+    st.builds(Refused, st.text()),
+)
+
+
+@given(messages)
+def test_messages_are_the_same_after_a_way_as_text(message: Message) -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(message)))) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None, [], {}, "Commit", ["Nothing"], ["Commit"], ["Commit", None], ["Accepted", "1", [1, 2]],
+        ["Accepted", True, [1, 2]], ["Commit", [1, [[0, "a"]], 1, 0, 5]], ["Commit", [1, [], 1, 0, 0]],
+        ["Commit", [1, [[1, "a"], [0, "b"]], 2, 0, 0]], ["Refused", 3], ["Report", 1, ["x"]], ["Accepted", 1, [1]],
+    ],
+)  # fmt: skip
+def test_nonsense_is_no_message(data: Any) -> None:
+    with pytest.raises(ValueError, match="no message about members"):
+        from_plain(data)
 
 
 def test_nobody_who_joins_waits_for_ever() -> None:

@@ -103,6 +103,13 @@ def test_asynchronous(pool: Pool, address: str) -> None:
     assert float(found.rpartition(": ")[2].partition("%")[0]) > 80
 
 
+def test_elastic(pool: Pool, address: str) -> None:
+    """Without losses; ``test_elastic`` has those of a run under its launcher."""
+    found = printed(pool, address, 2, "elastic.py").splitlines()[-1]
+    assert found.startswith("2 workers at the end: ")
+    assert float(found.partition(": ")[2].partition("%")[0]) > 80
+
+
 def test_large_batch(pool: Pool, address: str) -> None:
     batch, _, right = printed(pool, address, 2, "large_batch.py").strip().partition(": ")
     assert batch == "batches of 120"

@@ -34,6 +34,7 @@ from ..wire.listener import bind_here
 from ..wire.reports import Reports
 from .child import Child
 from .environment import NO_GROUP, worker_places
+from .relay import Relay
 
 GRACE_S = 10.0
 """From the first failure to SIGTERM. The other processes print their errors meanwhile."""
@@ -151,6 +152,9 @@ class LocalRun:
     is not captured. ``place`` returns where each rank starts. A command that starts ranks itself, such as mpirun, runs
     with ``processes=1, ranked=False`` and gets no rank, world size or store. After an interrupt processes have
     ``stop_s`` seconds, ranks at most ``LEFT_S`` if the context is left first.
+
+    With a ``relay`` the run is elastic: the end of a process ends no other one, until all members that are left have
+    ended.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class LocalRun:
         stop_s: float = STOP_S,
         place: Placing = here,
         ranked: bool = True,
+        relay: Relay | None = None,
     ) -> None:
         if not command:
             raise UsageError("there is no command to start")
@@ -175,7 +180,7 @@ class LocalRun:
         self._processes, self._servers = processes, servers
         self._env, self._pass_fds = dict(env or {}), tuple(pass_fds)
         self._on_output, self._grace_s, self._stop_s = on_output, grace_s, stop_s
-        self._ranked = ranked
+        self._ranked, self._relay = ranked, relay
         self._placements = [place(rank) for rank in range(processes)]
         self._children: list[Child] = []
         self._endings: list[Ending] = []
@@ -229,6 +234,8 @@ class LocalRun:
         endings = tuple(self._endings)
         if self._stopped is not None:
             return Outcome(self._stopped, endings)
+        if self._relay is not None:
+            return Outcome(0 if self._relay.succeeded else self._failed or 0, endings)
         culprit = self._reports.culprit()
         first = next((ending for ending in endings if culprit is not None and ending.rank == culprit[0]), None)
         if first is None:
@@ -273,11 +280,17 @@ class LocalRun:
                 "SYNCLINE_SECRET": secrets.token_hex(32),
                 "SYNCLINE_SERVERS": str(self._servers),
             }
+            if self._relay is not None:
+                for rank, sock in enumerate(self._relay.sockets()):
+                    self._selector.register(sock, selectors.EVENT_READ, rank)
             seats = worker_places([placement.host for placement in self._placements], self._servers)
             for rank, seat in enumerate(seats):
                 own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
                 own |= self._reports.environ(rank)
                 fds = (*self._pass_fds, self._reports.fd)
+                if self._relay is not None:
+                    own |= self._relay.environ(rank)
+                    fds = (*fds, self._relay.inherited(rank))
                 if rank == 0 and self._processes > 1:  # a single process would keep it, and its children inherit it
                     own["SYNCLINE_MEETING_FD"] = str(door.fileno())
                     fds = (*fds, door.fileno())
@@ -303,6 +316,8 @@ class LocalRun:
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj == self._bell:
                 os.eventfd_read(self._bell)
+            elif self._relay is not None and isinstance(key.data, int):
+                self._relay.read(key.data)
             elif key.fileobj is key.data.output:
                 self._read(key.data)
             else:
@@ -321,8 +336,13 @@ class LocalRun:
         vanished = not status and self._reports.present(child.rank)
         status = 1 if vanished else status
         self._endings.append(Ending(child.rank, self._name(child.rank), status, self._told, vanished))
-        if status and self._failed is None and self._stopped is None:
+        first = status and self._failed is None
+        if first:
             self._failed = status
+        if self._relay is not None:
+            self._relay.note_end(child.rank, status)
+            first = self._relay.is_over and not self._due
+        if first and self._stopped is None:
             at = time.monotonic() + self._grace_s
             self._due = deque([(at, signal.SIGTERM), (at + TERM_S, signal.SIGKILL)])
 
@@ -380,6 +400,8 @@ class LocalRun:
                 self._on_output(child.rank, rest.decode(errors="replace"))
 
     def _close(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
         for child in self._children:
             if self._failed is not None or self._stopped is not None:
                 child.signal(signal.SIGKILL)  # for the processes that it has started
@@ -403,6 +425,7 @@ def launch(
     stop_s: float = STOP_S,
     place: Placing = here,
     ranked: bool = True,
+    relay: Relay | None = None,
     timeout_s: float | None = None,
 ) -> Outcome:
     """Run a command as a group of processes to its end. Arguments are those of LocalRun.
@@ -419,6 +442,7 @@ def launch(
         stop_s=stop_s,
         place=place,
         ranked=ranked,
+        relay=relay,
     )
     with started as run, _forwarding(run):
         return run.wait(timeout_s)

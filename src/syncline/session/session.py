@@ -83,6 +83,8 @@ class Session(Communicator):
         """The strategies with chosen schedules, and the reasons, by the models' first keys."""
         self.pools: Any = None
         """The pool that distributes batches, once a sampler uses one."""
+        self.global_batches: list[Any] = []
+        """The samplers with global batches."""
         self.coordination = Coordination()
         """The timing of this worker's steps relative to the others."""
         self.paces: dict[int, Pace] = {}

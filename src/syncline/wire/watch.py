@@ -164,6 +164,8 @@ class Watcher:
         self._linger_until = 0.0
         self._open = set(socks)
         self._told = self._told_own = False  # this process has reported a failure; it has reported its own
+        self.insists = True
+        """Whether the process ends if the user's thread does not return to Syncline after a failure."""
         self._insisting = False
         self._last_said = False  # a failure or the goodbye was sent, after which no peer expects heartbeats
         self._unsent: dict[int, bytes] = {}
@@ -452,7 +454,7 @@ class Watcher:
             with self._answered:
                 self._answered.notify()
             self._on_failure(error)
-        if not self._insisting:
+        if self.insists and not self._insisting:
             self._insisting = True
             threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
         if self.failure is None:

@@ -14,6 +14,7 @@ from ._options import FILE, JSON, TRACE
 
 if TYPE_CHECKING:
     from syncline.launch.local import Outcome
+    from syncline.launch.relay import Relay
     from syncline.timeline.flight_memory import FlightMemory
 
 _FLIGHT = "syncline-flight.json"
@@ -48,6 +49,12 @@ def _check_script(script: str, module: bool) -> None:
 @click.option(
     "--check-finite", type=click.Choice(["on", "warn"]), help="End, or warn, at NaN or infinity in gradients."
 )
+@click.option(
+    "--elastic",
+    type=click.IntRange(min=1),
+    metavar="LEAST",
+    help="Go on without workers that end early, while LEAST are left: for scripts with syncline.elastic().",
+)
 @TRACE
 @click.option(
     "--flight",
@@ -71,6 +78,7 @@ def run(
     metrics: str | None,
     check_replicas: int | None,
     check_finite: str | None,
+    elastic: int | None,
     timeline_path: Path | None,
     flight_path: Path,
     module: bool,
@@ -119,14 +127,30 @@ def run(
     command = [sys.executable, *(["-m"] if module else []), script, *args]
     flight = _flight_memory(flight_path, workers + servers)
     env |= flight.environ()
-    outcome = launch(command, workers + servers, servers=servers, env=env, pass_fds=flight.fds)
+    relay = _relay(workers, servers, elastic)
+    outcome = launch(command, workers + servers, servers=servers, env=env, pass_fds=flight.fds, relay=relay)
     if assembly is not None:
         click.echo(f"syncline: {assembly.finish()}", err=True)
-    if outcome.status:
-        click.echo(f"syncline: {outcome.text}", err=True)
+    if any(ending.status for ending in outcome.endings):
+        went_on = "" if outcome.status else "; the run went on to its end without"
+        click.echo(f"syncline: {outcome.text}{went_on}", err=True)
     if outcome.status:
         _keep_flight(flight, flight_path, outcome)
     sys.exit(outcome.status)
+
+
+def _relay(workers: int, servers: int, least: int | None) -> Relay | None:
+    """The relay of an elastic run. UsageError for numbers that cannot work."""
+    from syncline.errors import UsageError
+    from syncline.launch.relay import Relay
+
+    if least is None:
+        return None
+    if servers:
+        raise UsageError("--elastic works without servers: a server that ends takes its part of the weights along")
+    if least > workers:
+        raise UsageError(f"--elastic {least} needs more workers than -n {workers} starts")
+    return Relay(workers, least)
 
 
 def _flight_memory(path: Path, processes: int) -> FlightMemory:

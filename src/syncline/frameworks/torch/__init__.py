@@ -22,9 +22,9 @@ OLDEST = (2, 6)
 check_packages("torch", {"torch": OLDEST})  # before the other files, which use what an older version does not have
 
 from .options import Options  # noqa: E402
-from .prepare import Prepared, let_go, prepare, release  # noqa: E402
+from .prepare import Prepared, keep_values, let_go, prepare, prepare_again, release  # noqa: E402
 
-__all__ = ["Options", "Prepared", "adapt", "prepare", "release"]
+__all__ = ["Options", "Prepared", "adapt", "keep_values", "prepare", "prepare_again", "release"]
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:

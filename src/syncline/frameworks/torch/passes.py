@@ -267,6 +267,8 @@ class TrainedReplica(Replica):
             weights=self.weights,
         )
         super().__init__(session, model, options, framework, first_key=first_key, copier=copier)
+        self.options = options
+        """The options of ``prepare``."""
         self._fills_missing = options.unused == "zeros"
         self._backward = Backward(self._end_backward, self._given_up)
         weight, events = options.weight, (self.on_gradient, self.before_forward, self.on_state_loaded)

@@ -14,7 +14,7 @@ has the others' weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -253,6 +253,39 @@ def _copy_optimizer(
         records = unpack(data, session.name(root), session.member.number(root))
         for parameter, state in whole_state(records, parameters).items():
             optimizer.state[parameter] = state
+
+
+def keep_values(before: Prepared) -> Callable[[], None]:
+    """Copy the values of a model and its optimizer's state. The returned call puts them back into a released model."""
+    tensors = [tensor for _, tensor in Selection(before.model, before.replica.options).tensors()]
+    kept = [tensor.detach().clone() for tensor in tensors]
+    state = {} if before.optimizer is None else dict(before.optimizer.state)
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, kept, strict=True):
+                tensor.copy_(copy)
+        if before.optimizer is not None:
+            before.optimizer.state.clear()
+            before.optimizer.state.update(state)
+
+    return put_back
+
+
+def prepare_again(session: Session, before: Prepared, root: int) -> Prepared | None:
+    """Make a released model and its optimizer part of another session, all workers with the values of ``root``.
+
+    None if this worker is alone in it.
+    """
+    if session.alone:
+        return None
+    model, optimizer, options = before.model, before.optimizer, before.replica.options
+    selection = Selection(model, options)
+    with torch.no_grad():
+        copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()], root, everyone=False)
+    if optimizer is not None:
+        _copy_optimizer(session, optimizer, [parameter for _, parameter in selection.trained()], root)
+    return prepare(session, model, optimizer, options)
 
 
 def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:

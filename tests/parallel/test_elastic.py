@@ -1,0 +1,160 @@
+"""Elastic runs in real processes: survivors go on, and end with the weights of a run without losses."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Any
+
+import elastic_bodies as bodies
+import numpy as np
+import pytest
+
+from pool import Group, Pool
+from syncline.launch.local import LocalRun
+from syncline.launch.relay import Relay
+from syncline.sampling import SampleOrder
+
+LIMIT_S = 60.0
+
+
+@contextmanager
+def started(pool: Pool, address: str, processes: int, least: int = 1, **plan: Any) -> Iterator[tuple[Group, Relay]]:
+    """The processes of a run, and the launcher's relay, which a thread serves."""
+    relay, over = Relay(processes, least), threading.Event()
+    selector = selectors.DefaultSelector()
+    for rank, sock in enumerate(relay.sockets()):
+        selector.register(sock, selectors.EVENT_READ, rank)
+
+    def serve() -> None:
+        while not over.is_set():
+            for key, _ in selector.select(0.1):
+                relay.read(key.data)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    case = [[index, processes, address, least, {"strategy": "ring", **plan}] for index in range(processes)]
+    with pool.start(bodies.train, case) as group:
+        for rank in group.ranks:
+            send_handle(rank.line, relay.inherited(rank.index), rank.pid)
+        yield group, relay
+        over.set()
+        thread.join()
+    selector.close()
+    relay.close()
+
+
+def lose(group: Group, relay: Relay, rank: int) -> None:
+    """Wait for the end of a process, as a launcher does."""
+    (ended,) = [status for index, status in enumerate(group.end(LIMIT_S, among=[rank])) if index == rank]
+    assert ended
+    relay.note_end(rank, ended)
+
+
+def expected() -> tuple[np.ndarray[Any, Any], float]:
+    """The weights and the learning rate after the same steps in this process."""
+    x, y, model, optimizer, scheduler = bodies.problem()
+    order = SampleOrder(bodies.SAMPLES, seed=4, global_batch=bodies.BATCH)
+    for epoch in range(bodies.EPOCHS):
+        indices = order.indices(epoch)
+        for start in range(0, bodies.SAMPLES, bodies.BATCH):
+            batch = indices[start : start + bodies.BATCH]
+            bodies.learn(x[batch], y[batch], model, optimizer, scheduler)
+    weights = np.concatenate([parameter.detach().numpy().reshape(-1) for parameter in model.parameters()])
+    return weights, float(optimizer.param_groups[0]["lr"])
+
+
+def check(group: Group, survivors: list[int], calls: int) -> None:
+    """The survivors have trained on, in one view, to the weights of a run without losses."""
+    group.hear(1, among=survivors, timeout_s=LIMIT_S)
+    weights, rate = expected()
+    for rank, index in enumerate(survivors):
+        found, lr, called, new_rank, world = group.ranks[index].said[-1]
+        np.testing.assert_allclose(found, weights, rtol=1e-9, atol=1e-12)
+        assert (lr, called, new_rank, world) == (pytest.approx(rate, rel=1e-12), calls, rank, len(survivors))
+    group.end(LIMIT_S, among=survivors)
+    assert [group.ranks[index].status for index in survivors] == [0] * len(survivors)
+
+
+def test_three_workers_then_two_then_one(pool: Pool, address: str) -> None:
+    """The second loss is that of the coordinator, and one of two workers goes on."""
+    with started(pool, address, 3, **{"2": ("before", 2), "0": ("after", 6)}) as (group, relay):
+        lose(group, relay, 2)
+        lose(group, relay, 0)
+        check(group, [1], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["direct transport=tcp", "tree", "auto"])
+@pytest.mark.parametrize(("what", "when"), [("before", 0), ("after", 11), ("raise", 5)])
+def test_a_loss_at_any_step(pool: Pool, address: str, strategy: str, what: str, when: int) -> None:
+    """At the first step, after the last one, and by an error of one worker's script."""
+    with started(pool, address, 3, strategy=strategy, **{"1": (what, when)}) as (group, relay):
+        lose(group, relay, 1)
+        check(group, [0, 2], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_loss_while_the_weights_are_restored(pool: Pool, address: str, victim: int) -> None:
+    with started(pool, address, 4, **{"1": ("before", 5), str(victim): ("restoring", -1)}) as (group, relay):
+        lose(group, relay, 1)
+        lose(group, relay, victim)
+        check(group, [2 - victim, 3], 2)
+
+
+@pytest.mark.slow
+def test_two_of_four_at_once(pool: Pool, address: str) -> None:
+    with started(pool, address, 4, **{"0": ("before", 5), "2": ("before", 5)}) as (group, relay):
+        lose(group, relay, 0)
+        lose(group, relay, 2)
+        group.hear(1, among=[1, 3], timeout_s=LIMIT_S)
+        assert relay.members == {1, 3}
+        weights, _ = expected()
+        np.testing.assert_allclose(group.ranks[3].said[-1][0], weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_left_behind_and_learns_it(pool: Pool, address: str) -> None:
+    with started(pool, address, 3, **{"1": ("stop", 3)}) as (group, relay):
+        check(group, [0, 2], 2)
+        for rank in (0, 2):
+            relay.note_end(rank, 0)
+        os.kill(group.ranks[1].pid, signal.SIGCONT)
+        lose(group, relay, 1)
+        assert "syncline: ended" in group.ranks[1].printed()
+
+
+@pytest.mark.slow
+def test_a_minority_and_too_few_workers_stop(pool: Pool, address: str) -> None:
+    with started(pool, address, 3, least=3, **{"1": ("before", 3)}) as (group, relay):
+        for rank in (1, 0, 2):
+            lose(group, relay, rank)
+        assert "2 members are left, and this run needs 3" in group.ranks[0].printed()
+        assert not relay.succeeded
+
+
+@pytest.mark.slow
+def test_the_example_under_its_launcher() -> None:
+    lines: list[tuple[int, str]] = []
+    script = Path(__file__).resolve().parents[2] / "examples" / "elastic.py"
+    command = [sys.executable, str(script)]
+    with LocalRun(command, 3, relay=Relay(3, 1), on_output=lambda *line: lines.append(line)) as run:
+        deadline = time.monotonic() + LIMIT_S
+        while not any("epoch 2" in line for _, line in lines):
+            assert run.poll(1.0) is None
+            assert time.monotonic() < deadline
+        os.kill(run.pids[0], signal.SIGKILL)
+        outcome = run.wait(LIMIT_S)
+    assert outcome.status == 0, lines
+    assert outcome.text == "rank 0 was killed by SIGKILL"
+    assert any("2 workers go on (view 2)" in line for _, line in lines)
+    assert any("2 workers at the end: 9" in line for _, line in lines)

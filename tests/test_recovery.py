@@ -1,0 +1,94 @@
+"""What elastic runs refuse, and what survivors share besides weights; tests/parallel has the runs themselves."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import syncline
+from syncline.errors import NotBuiltError, PeerLost, SynclineError, UsageError
+from syncline.launch.relay import VARIABLE, RelayLine
+from syncline.process import process
+from syncline.recovery import Members, _Groups, _lost
+from syncline.session.session import Session
+
+
+@contextmanager
+def members() -> Iterator[Members]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield Members(RelayLine(theirs, 0, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("ps(servers=1, on=workers)", "sync=bsp and without servers"),
+        ("ps(servers=1, on=workers) sync=asp", "sync=bsp and without servers"),
+        ("ring sync=local(steps=4)", "sync=bsp and without servers"),
+        ("direct codec=int8", "without a codec"),
+        ("ring transport=inproc", "over transport=auto, shm and tcp"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(group: Any, strategy: str, words: str) -> None:
+    def body(session: Session) -> None:
+        with members() as found, pytest.raises(NotBuiltError, match=words):
+            found.check(session)
+
+    group(strategy, 2, body)
+
+
+def test_without_a_launcher_that_lets_it_go_on_the_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert process.elastic is None
+    calls: list[int] = []
+
+    def train() -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise PeerLost("gone", rank=1)
+        return 7
+
+    assert syncline.elastic(train) == 7
+    with pytest.raises(PeerLost):
+        syncline.elastic(train)
+    assert len(calls) == 2
+
+
+def test_an_elastic_run_needs_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
+        monkeypatch.delenv(name, raising=False)
+    syncline.init()
+    try:
+        with members() as found:
+            with pytest.raises(UsageError, match=r"take the batches from syncline.sampler\(global_batch=\)"):
+                found.check(process.session)
+            syncline.sampler(10, global_batch=2)
+            found.check(process.session)
+    finally:
+        syncline.shutdown()
+
+
+def test_only_a_lost_process_is_a_loss() -> None:
+    assert _lost(SynclineError("no")) is None
+    assert _lost(ValueError("no")) is None
+    lost = PeerLost("gone", rank=1)
+    assert _lost(lost) is lost
+
+
+def test_survivors_share_the_values_of_groups() -> None:
+    def made(lr: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=(lr, 2 * lr))
+
+    one, other = made(0.1), made(0.2)
+    _Groups(other).load_state_dict(json.loads(json.dumps(_Groups(one).state_dict())))
+    for name, value in one.param_groups[0].items():
+        if name != "params":
+            assert other.param_groups[0][name] == value
+            assert type(other.param_groups[0][name]) is type(value)
