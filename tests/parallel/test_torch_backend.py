@@ -17,6 +17,7 @@ import pytest
 import torch_users
 
 from pool import Group, Pool
+from syncline.timeline.flight_memory import record_in
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +106,18 @@ def test_a_barrier_names_the_late_rank(pool: Pool, address: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "direct", "ring transport=tcp"])
 @pytest.mark.parametrize("how", ["call", "work", "future"])
-def test_an_allreduce_names_the_late_rank_and_its_limit(pool: Pool, address: str, strategy: str, how: str) -> None:
-    with pool.start(bodies.late, everyone(4, address, how), {"SYNCLINE_STRATEGY": strategy}) as group:
+def test_an_allreduce_names_the_late_rank_and_its_limit(
+    pool: Pool, address: str, tmp_path: Path, strategy: str, how: str
+) -> None:
+    """And so does the flight record of those that waited."""
+    environ = {"SYNCLINE_STRATEGY": strategy, "SYNCLINE_FLIGHT": str(tmp_path / "f.json")}
+    with pool.start(bodies.late, everyone(4, address, how), environ) as group:
         group.end(among=[0, 1, 3])
         group.ranks[2].line.send("now")
         failures(group, "rank 2 (", "within 2.0 s")
+    record = record_in(tmp_path / "f.json.parts")
+    assert record is not None
+    assert record.verdict.startswith("rank 2 did not enter allreduce; ranks 0-1, 3 waited for it for ")
 
 
 def test_calls_and_groups_may_have_more_time_than_the_default_group(pool: Pool, address: str) -> None:
