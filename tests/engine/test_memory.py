@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -390,6 +391,33 @@ def test_while_a_run_is_under_way_no_other_is_begun() -> None:
         assert all((array == 2).all() for array in arrays)
         gc.collect()
         assert held() is None
+
+
+@pytest.mark.parametrize("name", ["direct", "ring", "recursive_doubling"])
+def test_orders_that_repeat_give_the_same_bits(name: str) -> None:
+    """Over arrays in shared memory, which are prepared then, and private ones. Plans with scratch are not prepared."""
+    plan, world, count = plan_of(name, 2), 2, 6
+    values = [np.random.default_rng(rank).normal(size=1003).astype(np.float32) for rank in range(world)]
+    with machine(world) as ends, contextlib.ExitStack() as stack, ThreadPoolExecutor(world) as threads:
+        engines = [Engine(end) for end in ends]
+        for engine in engines:
+            stack.callback(engine.close)
+            stack.callback(engine.fail, ClosedError("the test is over"))
+
+        def work(rank: int) -> list[bytes]:
+            engine, program, found = engines[rank], compile_program(plan, rank), list[bytes]()
+            arrays = [placed(ends[rank], values[rank], shared) for shared in (True, False)]
+            for key in range(count):
+                for array in arrays:
+                    array[:] = values[rank]
+                    engine.run(Order(program, array, key % 2, "again"), LIMIT_S)
+                    found.append(array.tobytes())
+            return found
+
+        found = [bits for rank in threads.map(work, range(world)) for bits in rank]
+        assert set(found) == {(values[0] + values[1]).tobytes()}
+        kept = [one for engine in engines for one in engine._kept.values() if not isinstance(one, bool)]
+        assert len(kept) == (0 if name == "recursive_doubling" else world)
 
 
 def test_who_was_rung_looks_at_what_was_handed_over_before_it_sleeps_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from ..errors import SynclineError, labelled
 from ..plans.messages import Program
 from ..transports import Bytes, Handle, Transport
 from ..wire.culprit import Found, Waits, find_culprit
+from ..wire.scratch import address_of
 from .driver import LIMIT_S, SPINS_HERE, Blocked, Driver
 from .exchange import Exchange
 from .flight import Flight
@@ -145,6 +146,9 @@ class Loopback:
             self._asked[tag].append(came)
 
 
+_MOST_KEPT, _MOST_BYTES = 64, 1 << 20
+"""The most orders that an engine prepares because they repeat, and their most bytes: with more it saves nothing."""
+
 LOOK_ONLY = -1
 """The number of polls for a thread that does not wait: poll briefly without yielding the core."""
 
@@ -158,7 +162,7 @@ class PreparedRun:
         self._monitor, self._watchdog, self._flight = driver.monitor, driver.watchdog, driver.flight
         self._nbytes = scripted.of.array.nbytes
 
-    def run(self, address: int, key: int, label: str, sign: Sign, timeout: float) -> bool:
+    def run(self, address: int, key: int, label: str, sign: Sign | None, timeout: float | None) -> bool:
         """Run over the array at ``address`` and return when done. Returns False if the run could not start.
 
         Raises PeerTimeout after ``timeout`` seconds; the run is still in flight then.
@@ -173,7 +177,7 @@ class PreparedRun:
                 work.row = self._flight.begin(key, label, self._nbytes, done=work.done)
             if code:
                 self._take_up(work, key, sign, None)
-                deadline = begun + timeout
+                deadline = None if timeout is None else begun + timeout
                 self._driver.drive((work,), deadline, None, SPINS_HERE)
             self._watchdog.moved()
             self._monitor.hand_over()
@@ -214,7 +218,7 @@ class PreparedRun:
             raise
         return None if code is None else work
 
-    def _take_up(self, work: Work, key: int, sign: Sign, memory: object) -> None:
+    def _take_up(self, work: Work, key: int, sign: Sign | None, memory: object) -> None:
         """Let a started run continue like any other."""
         self._monitor.expect(tolerant=False)
 
@@ -249,6 +253,7 @@ class Engine(Driver):
         # The progress thread starts in ``super().__init__``, so its fields must exist before.
         self._has_left = has_left
         self._expecting: dict[Scope | None, Callable[[], Waits]] = {}
+        self._kept: dict[tuple[int, int, int, np.dtype[Any]], PreparedRun | bool] = {}
         self._mail = Mail(transport, has_left, observer, self.finish)
         exchange = Exchange(transport, has_left=has_left, observer=observer, handed_over=self._handed_over)
         super().__init__(exchange, limit_s, explain, on_raise, find_culprit, observer, flight)
@@ -256,7 +261,7 @@ class Engine(Driver):
     def within(self, scope: Scope) -> Engine:
         """This engine as a group of processes uses it; time and bytes are also counted for the group alone."""
         made = copy.copy(self)  # threads, connections and work in flight are shared
-        made.scope, made.blocked = scope, Blocked(self.blocked)
+        made.scope, made.blocked, made._kept = scope, Blocked(self.blocked), {}
         return made
 
     def expect(self, found: Callable[[], Waits]) -> None:
@@ -340,6 +345,8 @@ class Engine(Driver):
         """
         self.check_not_driving()
         here = order if self.scope is None else self.scope.order(order)
+        if self._exchange.shared is not None and self._repeats(here, timeout):
+            return
         work, begun = Work(here.label), time.perf_counter()
         blocked = None if self._observer is None else begin(self._observer, "wait", here.label)
 
@@ -370,6 +377,40 @@ class Engine(Driver):
                 blocked.end()
         if self.monitor.error is not None or not work.done:
             raise self.unfinished(work, timeout)
+
+    def _repeats(self, order: Order, timeout: float | None) -> bool:
+        """Run an order of a plan over an array in shared memory for the third time or a later one, prepared.
+
+        Returns False, without side effects, for others, and if the run could not start.
+        """
+        array = order.array
+        if array.nbytes > _MOST_BYTES or order.sign is not None or self._observer is not None:
+            return False
+        address = address_of(array)
+        name = id(order.program), address, array.nbytes, array.dtype  # a prepared run keeps the program and its id
+        kept = self._kept.get(name)
+        if isinstance(kept, PreparedRun):
+            return kept.run(address, order.key, order.label, None, timeout)
+        if kept is None and len(self._kept) >= _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        if kept is not False:
+            self._kept[name] = True if kept is None else self._in_place(order)
+        return False
+
+    def _in_place(self, order: Order) -> PreparedRun | bool:
+        """Prepare further runs like an order, over the same array. False if that is impossible, True if only now."""
+        program, array, shared = order.program, order.array, self._exchange.shared
+        if not isinstance(program, Program) or order.tolerant or program.native is not None or shared is None:
+            return False
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            return False
+        if not self.monitor.claim(first=True):
+            return True
+        try:
+            scripted = shared.keep_in_place(program, array)
+        finally:
+            self.monitor.hand_over()
+        return scripted is not None and PreparedRun(self, self._exchange, scripted)
 
     def keep(self, program: Program, dtype: np.dtype[Any], size: int) -> PreparedRun | None:
         """Prepare many runs of a plan with signs over arrays of one size and type. None if that is impossible now."""

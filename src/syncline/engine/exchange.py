@@ -487,7 +487,7 @@ class Exchange:
             made, asked = (ranks_text(ranks) for ranks in (library.together, native.ranks))
             raise UsageError(f"{run.label}: the library's group is {made}, and the plan's {asked}: use inside=ring")
 
-    def prompt(self, kept: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
+    def prompt(self, kept: ScriptedRun, address: int, key: int, sign: Sign | None, spins: int) -> int | None:
         """Execute a prepared run at once (``OneSided.prompt``): 0 when it is done, None if it cannot start."""
         if self._under_way or self._behind or self.shared is None:
             return None

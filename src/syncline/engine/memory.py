@@ -46,7 +46,7 @@ from ..wire.links import broken
 from ..wire.scratch import Scratch, address_of
 from .cores import OFTEN, Cores
 from .order import KEY_BITS, Run, Sign
-from .scripts import ScriptedRun, Scripts, Slots, Window, nothing
+from .scripts import Scripted, ScriptedRun, Scripts, Slots, Window, nothing
 from .trace import Kind, Observer, begin
 
 
@@ -96,7 +96,7 @@ class OneSided:
     def start(self, run: Run, on_done: Callable[[], None]) -> None:
         """Start a run over a one-dimensional contiguous array. ``on_done`` is called from a later ``advance``."""
         layout = self._scripts.of(run.program.plan, run.array.dtype, run.array.size)
-        if not layout.segments or (len(layout.script.operations) <= 2 and not layout.script.touched_by):
+        if self._is_idle(layout):
             # nothing to do here, but ranks with work count a generation, so this rank must too
             self._next_generation(run.key)
             on_done()
@@ -127,6 +127,25 @@ class OneSided:
         run.base = run.state.copy()
         return run
 
+    def keep_in_place(self, program: Program, array: NDArray[Any]) -> ScriptedRun | None:
+        """Prepare runs over this array, for ``prompt``. None if they need more memory than the array."""
+        if not self.takes(program.plan, array):
+            return None
+        kernel, address = self._kernel, address_of(array)
+        place = self._window.find(address, array.nbytes)
+        layout = self._scripts.of(program.plan, array.dtype, array.size)
+        if place is None or layout.script.scratch or self._is_idle(layout):
+            return None
+        stand_in = np.broadcast_to(np.empty((), array.dtype), array.size)
+        run = ScriptedRun(layout, Run(program, stand_in, -1, ""), self._window.world)
+        run.state[kernel.OWN_SEGMENT : kernel.SIGN] = (*place, address, layout.per_segment * layout.item)
+        run.base = run.state.copy()
+        return run
+
+    def _is_idle(self, layout: Scripted) -> bool:
+        """Whether this rank has nothing to do in a script."""
+        return not layout.segments or (len(layout.script.operations) <= 2 and not layout.script.touched_by)
+
     def drop(self, run: ScriptedRun) -> None:
         """Release a prepared run."""
         assert run.staging is not None
@@ -134,7 +153,7 @@ class OneSided:
         if run.scratch is not None:
             self._scratch.give(run.scratch)
 
-    def prompt(self, run: ScriptedRun, address: int, key: int, sign: Sign, spins: int) -> int | None:
+    def prompt(self, run: ScriptedRun, address: int, key: int, sign: Sign | None, spins: int) -> int | None:
         """Start and advance a prepared run over the array at ``address``, if no other run is in flight.
 
         Returns the code of the compiled ``advance``; the run is in flight unless the code is DONE. None if the run has
@@ -148,7 +167,9 @@ class OneSided:
         assert run.base is not None
         state[:] = run.base
         state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
-        state[kernel.USER], state[kernel.SIGN : kernel.THEIRS] = address, sign.words
+        state[kernel.USER] = address
+        if sign is not None:
+            state[kernel.SIGN : kernel.THEIRS] = sign.words
         run.of.key, run.of.sign, run.before = key, sign, -1
         code = run.advance(kernel, window)(spins, 0, layout.count * layout.segments + 1)
         if code == kernel.DONE:
