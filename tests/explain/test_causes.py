@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import STAGES, Planted, slower
 
+from syncline.engine.trace import Kind
 from syncline.errors import UsageError
 from syncline.timeline.chrome import RecordedRun
 from syncline_bench.explain.activity import common, observe, thread_of, total, union
@@ -103,6 +104,33 @@ def test_a_server_that_all_workers_share() -> None:
     assert (found[0].cause, found[0].rank) == ("shared_server", 4)
     fair = Planted(servers=4, rate=2e8, strategy="ps(servers=4)")
     assert "shared_server" not in words(fair.run())
+
+
+def with_spans(run: RecordedRun, rank: int, kind: Kind, seconds: float) -> RecordedRun:
+    """A span on a rank in each of its waits, in the thread that makes progress."""
+    one = run.processes[rank]
+    more = [
+        span(wait.begin_s, wait.begin_s + seconds, kind=kind, label="bucket 0", thread="progress")
+        for wait in one.spans
+        if wait.kind == "wait"
+    ]
+    spans = tuple(sorted((*one.spans, *more), key=lambda one: one.begin_s))
+    return replace(run, processes=[*run.processes[:rank], replace(one, spans=spans), *run.processes[rank + 1 :]])
+
+
+def test_a_worker_that_owns_all_weights_is_a_shared_server() -> None:
+    star = {(0, 1): 1e8, (1, 0): 1e8, (0, 2): 1e8, (2, 0): 1e8}
+    run = Planted(workers=3, rates=star, rate=1e8).run()
+    assert "shared_server" not in words(run)
+    found = {one.cause: one for one in causes(with_spans(run, 0, "update", 0.02))}
+    assert found["shared_server"].rank == 0
+
+
+def test_codecs_that_keep_workers_waiting() -> None:
+    run = Planted(buckets=(8_000_000,), rate=1e8).run()
+    wait_s = next(one.end_s - one.begin_s for one in run.processes[1].spans if one.kind == "wait")
+    (found,) = (one for one in causes(with_spans(run, 1, "compute", 0.7 * wait_s)) if one.cause == "codec")
+    assert found.seconds == pytest.approx(0.7 * wait_s, rel=0.01)
 
 
 def test_an_exchange_after_the_backward_pass() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -93,6 +93,8 @@ class Side:
     coding: tuple[Interval, ...]
     serving: tuple[Interval, ...]
     """Updates of weights by an owner here, and additions and copies of what it received."""
+    owns: bool = False
+    """Whether it updates weights for others, too."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ def is_server(process: ProcessSpans) -> bool:
 
 
 def _with_thread(side: Side, thread: Sequence[Stretch]) -> Side:
-    return Side(side.number, side.name, side.server, tuple(thread), side.exchanges, side.coding, side.serving)
+    return replace(side, thread=tuple(thread))
 
 
 # Training threads
@@ -358,6 +360,7 @@ def _side(process: ProcessSpans, begins: Sequence[float], ends: Sequence[float],
     exchanges: list[ExchangeSpan] = []
     coding: list[Interval] = []
     serving: list[Interval] = []
+    owns = False
     for span, begin, end in zip(process.spans, begins, ends, strict=True):
         if begin > high or end < low:
             continue
@@ -370,9 +373,12 @@ def _side(process: ProcessSpans, begins: Sequence[float], ends: Sequence[float],
             coding.append((begin, end))
         elif span.kind in ("update", "reduce", "copy"):
             serving.append((begin, end))
+            owns |= span.kind == "update"
     number = int(process.notes["process"])
     name = printable(name_of(process)).replace("\n", " ")
-    return Side(number, name, is_server(process), (), tuple(exchanges), tuple(union(coding)), tuple(union(serving)))
+    return Side(
+        number, name, is_server(process), (), tuple(exchanges), tuple(union(coding)), tuple(union(serving)), owns
+    )
 
 
 def together(activity: Activity) -> list[list[ExchangeSpan]]:

@@ -262,11 +262,8 @@ def _called(activity: Activity, process: int) -> str:
 
 
 def _owners(activity: Activity) -> list[Side]:
-    """The processes that own weights or sum for others: servers, or the workers that update weights."""
-    updating = [
-        side for side, seconds in zip(activity.workers, activity.stages["update"], strict=True) if seconds.any()
-    ]
-    return [*activity.servers] or [side for side in updating if len(updating) < len(activity.workers)]
+    """The processes that own weights or sum for others: servers, or workers that update weights."""
+    return [*activity.servers] or [side for side in activity.workers if side.owns]
 
 
 def _shared_server(activity: Activity, exposed_s: float) -> Cause | None:
