@@ -132,7 +132,7 @@ def _ranks(activity: Activity) -> Iterator[Cause]:
             said=f"{side.name} is slow in {_DOING[stage]}{times}; {wait}",
             remedy=f"look at the host of rank {side.number}: other processes, clock speed, its share of the work",
         )  # fmt: skip
-    late_s = float(np.mean(own_s.max(axis=0) - median_worker(own_s))) - max(0.0, float(beyond_s.max()))
+    late_s = float(np.median(own_s.max(axis=0) - median_worker(own_s))) - max(0.0, float(beyond_s.max()))
     often = Counter(own_s.argmax(axis=0).tolist()).most_common(1)[0][1]
     if often < _ALWAYS * own_s.shape[1]:
         yield Cause(

@@ -28,6 +28,7 @@ _HEAD = '{"displayTimeUnit":"ms","traceEvents":[\n'
 _TAIL = '],"otherData":'
 _KINDS = frozenset(get_args(Kind))
 _NAME = re.compile(r"(?:(?P<title>.*): )?(?P<own>(?P<role>rank|server) \d+(?: \(.*\))?)", re.DOTALL)
+_SESSION = re.compile(r", session \d+$")
 _LINES = 4096
 """The events that are parsed in one call."""
 _MOST_PROCESSES = 1 << 16
@@ -172,10 +173,11 @@ class _Runs:
         """The runs in the order of the file."""
         found: dict[int, tuple[str, list[ProcessSpans]]] = {}
         said = self.about.get("processes")
+        told = {_SESSION.sub("", name): notes for name, notes in said.items()} if isinstance(said, dict) else {}
         for pid, name in sorted(self._names.items()):
             match = _NAME.fullmatch(name)
             title, own = ((match["title"] or "", match["own"])) if match else ("", name)
-            notes = said.get(name) if isinstance(said, dict) else None
+            notes = told.get(name)
             notes = notes if isinstance(notes, dict) else {}
             process = ProcessSpans(
                 {
