@@ -103,6 +103,7 @@ def test_a_run_whose_strategy_is_unknown_has_causes_and_no_predictions(tmp_path:
     ("planted", "change"),
     [
         (Planted(slow=slower(None, "loading", 0.1)), "batches loaded ahead"),
+        (Planted(slow=slower(1, "loading", 0.1)), "rank 1 loading as fast as the median"),
         (Planted(rates={(0, 1): 2e7}), "links as fast as the others"),
         (Planted(late=True, buckets=(8_000_000,), rate=2.5e8), "schedule="),
         (Planted(buckets=(16_384,) * 80, fixed=0.002, strategy="ring schedule=fixed(bucket=16KiB)"), "schedule="),

@@ -144,6 +144,9 @@ def _repairs(cause: Cause, now: Varied, activity: Activity) -> Iterator[tuple[st
     """The run without a cause."""
     if cause.cause == "slow_rank":
         yield f"rank {cause.rank} as fast as the median", replace(now, model=replace(now.model, speed=EVEN))
+    elif cause.cause == "late_loader":
+        even = Batches(max(0.0, now.model.batches.loading_s - cause.seconds))
+        yield f"rank {cause.rank} loading as fast as the median", replace(now, model=replace(now.model, batches=even))
     elif cause.cause == "slow_loading":
         ahead = Batches(now.model.batches.loading_s, prefetch=2)
         yield "batches loaded ahead", replace(now, model=replace(now.model, batches=ahead))
@@ -176,7 +179,8 @@ def _as_it_is(
     if slow is not None and forward_s + backward_s > 0:
         place = [side.number for side in activity.workers].index(slow.rank or 0)
         speed = Speed(slow_rank=place, slowdown=1 + slow.seconds / (forward_s + backward_s))
-    trace, batches = Trace("recording", tuple(layers)), Batches(_middle(activity, "loading"))
+    late = next((cause.seconds for cause in causes if cause.cause == "late_loader"), 0.0)  # for which all wait
+    trace, batches = Trace("recording", tuple(layers)), Batches(_middle(activity, "loading") + late)
     model = traced("recording", trace, 1, batches, speed)
     return Varied(setting, model, simulate(setting, model))
 
