@@ -136,6 +136,7 @@ def run(
         click.echo(f"syncline: {outcome.text}{went_on}", err=True)
     if outcome.status:
         _keep_flight(flight, flight_path, outcome)
+    flight.close()
     sys.exit(outcome.status)
 
 

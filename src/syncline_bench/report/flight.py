@@ -38,9 +38,10 @@ def _last(part: ProcessFlight) -> str:
 
 
 def _waits(part: ProcessFlight) -> str:
-    """The processes that a process waited for."""
-    peers = [] if part.fault is None else sorted(part.fault.waits)
-    return "nobody" if part.fault is not None and not peers else ranks_text(peers) if peers else units.MISSING
+    """The processes that a process waited for. Without a fault only whether it waited is known."""
+    if part.fault is None:
+        return "somebody" if part.blocked_s else units.MISSING
+    return ranks_text(sorted(part.fault.waits)) if part.fault.waits else "nobody"
 
 
 def fate(part: ProcessFlight) -> str:
