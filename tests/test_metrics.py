@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,6 +152,23 @@ def test_metrics_end_with_their_session_and_leave_no_file(tmp_path: Path) -> Non
     assert not file.exists()
     with pytest.raises(ConnectionRefusedError):
         scraped(address)
+
+
+@needs_library
+def test_a_forked_child_gives_up_what_its_parent_serves() -> None:
+    (session,) = in_process("ring", 1)
+    running = Serving("127.0.0.1", 0).begin(session)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a process with threads
+        child = os.fork()
+    if child == 0:  # which has no thread that could end the server
+        running.forget()
+        running.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    (address,) = announced()
+    assert scraped(address)[0] == 200
+    running.close()
 
 
 @needs_library

@@ -142,6 +142,7 @@ class Metrics:
         server.answer = partial(prometheus_client.generate_latest, registry)
         server.kind = prometheus_client.CONTENT_TYPE_LATEST
         self._announced = _announce(address)
+        self._ours = True  # False in a forked child, which has no thread that serves
         self._thread = threading.Thread(
             target=server.serve_forever, kwargs={"poll_interval": 60.0}, name="syncline-metrics", daemon=True
         )
@@ -149,6 +150,8 @@ class Metrics:
 
     def close(self) -> None:
         """Serve no more."""
+        if not self._ours:
+            return
         self._server.close()
         self._thread.join(_TIMEOUT_S)
         if self._announced is not None:
@@ -160,6 +163,7 @@ class Metrics:
 
     def forget(self) -> None:
         """In a forked child: close the parent's descriptors."""
+        self._ours = False
         self._server.socket.close()
         if self._announced is not None:
             os.close(self._announced[0])
