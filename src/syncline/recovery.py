@@ -228,6 +228,7 @@ class Members:
         """Begin the session of a view."""
         rank = view.members.index(self._keeper.me)
         process.begin_again(rank, len(view.members), f"{self._run}.{view.number}", _CONNECT_S)
+        process.session.numbers = tuple(peer.number for peer in view.members)
         _stay(process.session)
 
     def _restore(
@@ -242,13 +243,12 @@ class Members:
             again = prepare_again(session, made, root)
             if again is not None:
                 process.prepared.append(again)
-        optimizers = [made.optimizer for made in before]
-        shared: list[Stateful] = [*map(_Groups, optimizers), *samplers, *state]
-        mine = json.dumps([one.state_dict() for one in shared]).encode()
-        theirs = json.loads(mine if session.alone else session.tell_all(mine, root))
-        for one, values in zip(shared, theirs, strict=True):
-            one.load_state_dict(values)
-        go_on(session, samplers)
+        shared: list[Stateful] = [*(_Groups(made.optimizer) for made in before), *state]
+        mine = json.dumps([[one.state_dict() for one in each] for each in (shared, samplers)]).encode()
+        values, positions = json.loads(mine if session.alone else session.tell_all(mine, root))
+        for one, found in zip(shared, values, strict=True):
+            one.load_state_dict(found)
+        go_on(session, samplers, positions)
         if session.rank == 0:
             where = ", ".join(f"step {sampler.step} of epoch {sampler.epoch}" for sampler in samplers)
             left = len(view.members)

@@ -25,10 +25,12 @@ ends the run.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +40,9 @@ from .engine.order import Work
 from .errors import MismatchError, UsageError
 from .serving.messages import check_fields, nonsense, read_message
 from .session.session import Session
+
+SAMPLES = "SYNCLINE_SAMPLES"
+"""The environment variable with the file for the samples of committed steps."""
 
 MOST_SAMPLES = 1 << 48
 MOST_EPOCHS = 1 << 32
@@ -134,6 +139,22 @@ def share(batch: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
     return batch if size < world else batch[size * rank // world : size * (rank + 1) // world]
 
 
+class SampleLog:
+    """Appends the samples of each committed step to a file, a line of JSON each; the worker of rank 0 ``writes``.
+
+    A step that was repeated after the loss of a worker may have several lines: the last one counts.
+    """
+
+    def __init__(self, path: str, sampler: int, members: Sequence[int], writes: bool) -> None:
+        self._path, self._sampler, self._members, self.writes = path, sampler, list(members), writes
+
+    def write(self, epoch: int, step: int, samples: NDArray[np.int64]) -> None:
+        """Append a step."""
+        line = {"sampler": self._sampler, "epoch": epoch, "step": step, "members": self._members}
+        with Path(self._path).open("a") as file:
+            file.write(json.dumps({**line, "samples": samples.tolist()}) + "\n")
+
+
 class GlobalBatches:
     """A worker's parts of global batches, for ``DataLoader(dataset, batch_sampler=)``, and the position in them.
 
@@ -141,8 +162,7 @@ class GlobalBatches:
     ``optimizer.step()``. What an iteration has yielded and no ``commit`` has counted is yielded again by the next
     iteration, so a failed step is repeated. ``state_dict`` has the position. It can be loaded by any number of workers.
 
-    ``check`` is called before an iteration if workers get parts of different sizes. ``committed`` is told the samples
-    of each committed step, with its epoch and its number.
+    ``check`` is called before an iteration if workers get parts of different sizes. ``log`` gets the committed steps.
     """
 
     pooled = False
@@ -154,21 +174,34 @@ class GlobalBatches:
         rank: int,
         world: int,
         check: Callable[[], None] = lambda: None,
-        committed: Callable[[int, int, NDArray[np.int64]], None] | None = None,
+        log: SampleLog | None = None,
     ) -> None:
         self.order, self._rank, self._world = order, rank, world
-        self._check, self._committed = check, committed
+        self._check, self._log = check, log
         self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
+        self._start = 0, 0  # the position that the script has begun at or moved to
         self._place(0, 0)
 
-    def divide(self, rank: int, world: int, check: Callable[[], None]) -> None:
-        """From the next iteration on take the parts of that rank among ``world`` workers."""
-        self._rank, self._world, self._check = rank, world, check
-        self._place(self.epoch, self.step)
+    def divide(
+        self, state: Mapping[str, Any], rank: int, world: int, check: Callable[[], None], log: SampleLog | None
+    ) -> None:
+        """Continue at the position of ``state_dict`` with the parts of another rank and world.
+
+        Its last step is logged again with the workers so far: the one that wrote may have been lost before.
+        """
+        start = self._start
+        self.load_state_dict(state)
+        self._start = start
+        if log is not None and log.writes and (self.epoch, self.step) > start:
+            epoch, step = (self.epoch, self.step - 1) if self.step else (self.epoch - 1, self.order.steps - 1)
+            assert self._log is not None
+            self._log.write(epoch, step, self._batch(epoch, step))
+        self._rank, self._world, self._check, self._log = rank, world, check, log
 
     def _place(self, epoch: int, step: int) -> None:
         self.epoch, self.step = epoch, step
         self._yielded, self._exhausted = step, False  # of the present epoch
+        self._walking: object = None  # the iteration that counts
 
     def __len__(self) -> int:
         return self.order.steps
@@ -182,15 +215,16 @@ class GlobalBatches:
             )
         if self._uneven():
             self._check()
-        return self._walk(self.epoch, self.step)
+        self._walking = walk = object()
+        return self._walk(walk, self.epoch, self.step)
 
-    def _walk(self, epoch: int, first: int) -> Iterator[list[int]]:
+    def _walk(self, walk: object, epoch: int, first: int) -> Iterator[list[int]]:
         for step in range(first, self.order.steps):
             batch = self._batch(epoch, step)
-            if epoch == self.epoch:
+            if walk is self._walking:
                 self._yielded = max(self._yielded, step + 1)
             yield share(batch, self._rank, self._world).tolist()
-        self._exhausted = epoch == self.epoch and self.step < self.order.steps
+        self._exhausted |= walk is self._walking
 
     def _uneven(self) -> bool:
         """Whether workers have parts of different sizes in any step of an epoch."""
@@ -220,9 +254,9 @@ class GlobalBatches:
                 f" {self._yielded - self.step} of its batches were used since: call it once after each"
                 " optimizer.step(), with commit(k) for a step of k batches, and at the latest at the end of an epoch"
             )
-        if self._committed is not None:
+        if self._log is not None and self._log.writes:
             for step in range(self.step, self.step + steps):
-                self._committed(self.epoch, step, self._batch(self.epoch, step))
+                self._log.write(self.epoch, step, self._batch(self.epoch, step))
         self.step += steps
         if self.step == self.order.steps:
             self._place(self.epoch + 1, 0)
@@ -232,6 +266,7 @@ class GlobalBatches:
         _check_epoch(epoch)
         if epoch != self.epoch:
             self._place(epoch, 0)
+            self._start = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last committed step, for a checkpoint; equal on all workers."""
@@ -262,6 +297,7 @@ class GlobalBatches:
                 "this state comes from another version of NumPy, which shuffles in another order: use that"
             )
         self._place(state["epoch"], state["step"])
+        self._start = self.epoch, self.step
 
     def _digest(self, epoch: int) -> int:
         self._batch(epoch, 0)
@@ -370,16 +406,31 @@ def global_batches_of(session: Session, order: SampleOrder) -> GlobalBatches:
     if session.is_worker:
         order.check_alike(session)
 
-    found = GlobalBatches(order, session.rank, session.world_size, partial(_check_weights, session, order))
+    found = GlobalBatches(
+        order, session.rank, session.world_size, partial(_check_weights, session, order), _log(session)
+    )
     session.global_batches.append(found)
     return found
 
 
-def go_on(session: Session, samplers: Sequence[GlobalBatches]) -> None:
-    """Let these samplers of an earlier session divide their batches among the workers of this one."""
-    for sampler in samplers:
-        sampler.divide(session.rank, session.world_size, partial(_check_weights, session, sampler.order))
+def go_on(session: Session, samplers: Sequence[GlobalBatches], states: Sequence[Mapping[str, Any]]) -> None:
+    """Let these samplers of an earlier session divide their batches from these positions on among the workers of this
+    one."""
+    for sampler, state in zip(samplers, states, strict=True):
+        check = partial(_check_weights, session, sampler.order)
+        sampler.divide(state, session.rank, session.world_size, check, _log(session))
         session.global_batches.append(sampler)
+
+
+def _log(session: Session) -> SampleLog | None:
+    """The log of the session's next sampler, if the run keeps one."""
+    path = os.environ.get(SAMPLES)
+    if not path or not session.is_worker:
+        return None
+    members = [session.member.number(rank) for rank in range(session.world_size)]
+    if session.numbers is not None:
+        members = [session.numbers[rank] for rank in members]
+    return SampleLog(path, len(session.global_batches), members, writes=session.rank == 0)
 
 
 def _check_weights(session: Session, order: SampleOrder) -> None:

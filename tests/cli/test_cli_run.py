@@ -79,3 +79,31 @@ def test_metrics_of_a_run_are_shown_by_top_and_a_taken_port_ends_it_before_its_t
         rf"rank 1 \(.*\) cannot serve metrics at 127\.0\.0\.1:{port} \(Address already in use\)", shown.err
     )
     assert "trained" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-n", "2", "--elastic", "3"], "--elastic 3 needs more workers than -n 2 starts"),
+        (["-n", "2", "--servers", "1", "--elastic", "1"], "--elastic works without servers"),
+        (["-n", "2", "--strategy", "ps", "--elastic", "1"], "--elastic works without servers"),
+        (["-n", "1", "--samples", "/nowhere/samples.jsonl"], "--samples /nowhere/samples.jsonl: No such file"),
+    ],
+)
+def test_run_refuses_what_cannot_work(tmp_path: Path, options: list[str], words: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('started')")
+    result = call("run", *options, str(script))
+    assert result.exit_code
+    assert words in result.output
+
+
+def test_run_goes_on_without_a_worker_and_names_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script, log = tmp_path / "train.py", tmp_path / "samples.jsonl"
+    script.write_text("import os, sys; print(os.environ['SYNCLINE_SAMPLES']); sys.exit(int(os.environ['RANK']))")
+    log.write_text("of an earlier run")
+    result = call("run", "-n", "2", "--elastic", "1", "--samples", str(log), str(script))
+    assert result.exit_code == 0
+    assert result.output == "syncline: rank 1 ended with status 1; the run went on\n"
+    assert capfd.readouterr().out.splitlines() == [str(log)] * 2
+    assert log.read_text() == ""

@@ -31,10 +31,10 @@ def problem() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.
 
 
 def learn(x: torch.Tensor, y: torch.Tensor, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """One step."""
-    optimizer.zero_grad()
+    """One step. It ends by dropping the gradients, so that one which breaks leaves them to the next."""
     torch.nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+    optimizer.zero_grad()
     scheduler.step()
 
 
@@ -46,7 +46,8 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     os.environ.update(
         {relay.VARIABLE: f"{fd}:{index}:{processes}:{least}", "SYNCLINE_LAUNCHER": str(os.getppid())},
         SYNCLINE_PROCESS=number, SYNCLINE_PROCESSES=world, RANK=number, WORLD_SIZE=world, LOCAL_RANK=number,
-        LOCAL_WORLD_SIZE=world, MASTER_ADDR=host, SYNCLINE_MEETING_PORT=port, SYNCLINE_RUN_ID="elastic",
+        SYNCLINE_SAMPLES=plan.get("samples", ""), LOCAL_WORLD_SIZE=world, MASTER_ADDR=host,
+        SYNCLINE_MEETING_PORT=port, SYNCLINE_RUN_ID="elastic",
     )  # fmt: skip
     what, when = plan.get(number, ("", -1))
     x, y, model, optimizer, scheduler = problem()

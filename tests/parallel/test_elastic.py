@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -84,12 +85,24 @@ def check(group: Group, survivors: list[int], calls: int) -> None:
     assert [group.ranks[index].status for index in survivors] == [0] * len(survivors)
 
 
-def test_three_workers_then_two_then_one(pool: Pool, address: str) -> None:
-    """The second loss is that of the coordinator, and one of two workers goes on."""
-    with started(pool, address, 3, **{"2": ("before", 2), "0": ("after", 6)}) as (group, relay):
+def test_three_workers_then_two_then_one(pool: Pool, address: str, tmp_path: Path) -> None:
+    """The second loss is that of the coordinator, and one of two workers goes on. Each sample of an epoch counts once,
+    in the order of a run without losses."""
+    log = tmp_path / "samples.jsonl"
+    with started(pool, address, 3, samples=str(log), **{"2": ("before", 2), "0": ("after", 6)}) as (group, relay):
         lose(group, relay, 2)
         lose(group, relay, 0)
         check(group, [1], 3)
+    order, steps = SampleOrder(bodies.SAMPLES, seed=4, global_batch=bodies.BATCH), bodies.STEPS
+    counted = {(line["epoch"], line["step"]): line for line in map(json.loads, log.read_text().splitlines())}
+    assert list(counted) == [(epoch, step) for epoch in range(bodies.EPOCHS) for step in range(steps)]
+    for epoch in range(bodies.EPOCHS):
+        used = [index for step in range(steps) for index in counted[epoch, step]["samples"]]
+        assert used == order.indices(epoch).tolist()
+    members = [line["members"] for line in counted.values()]
+    assert members[:2] == [[0, 1, 2]] * 2
+    assert members[2:6] == [[0, 1]] * 4
+    assert members[7:] == [[1]] * 5
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import syncline
 from syncline.errors import MismatchError, UsageError
-from syncline.sampling import GlobalBatches, SampleOrder, global_batches_of, share
+from syncline.sampling import GlobalBatches, SampleLog, SampleOrder, global_batches_of, share
 from syncline.session.session import Session
 
 
@@ -202,6 +203,45 @@ def test_what_a_loader_fetches_ahead_does_not_move_the_position() -> None:
     seen += [[100 + index for index in part] for part in resumed]
     whole = GlobalBatches(SampleOrder(24, global_batch=4, seed=5), 1, 2)
     assert seen == [[100 + index for index in part] for part in whole]
+
+
+def test_the_last_step_is_logged_again_by_who_writes_from_then_on(tmp_path: Path) -> None:
+    """Worker 0 is lost after it has committed a step that worker 1 has not."""
+    path, order = tmp_path / "samples.jsonl", SampleOrder(10, seed=1, global_batch=4)
+    first, second = (
+        GlobalBatches(order, rank, 2, log=SampleLog(str(path), 0, [0, 1], writes=not rank)) for rank in range(2)
+    )
+    for sampler in (first, second):
+        assert len(list(sampler)) == 3
+        sampler.commit()
+    first.commit()
+    second.divide(first.state_dict(), 0, 1, lambda: None, SampleLog(str(path), 0, [1], writes=True))
+    assert list(second) == [order.indices(0)[8:].tolist()]
+    second.commit()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["members"]) for line in lines] == [(0, [0, 1]), (1, [0, 1]), (1, [0, 1]), (2, [1])]
+    assert lines[1]["samples"] == lines[2]["samples"] == order.indices(0)[4:8].tolist()
+
+
+def test_steps_before_the_script_began_are_not_logged_again(tmp_path: Path) -> None:
+    path, order = tmp_path / "samples.jsonl", SampleOrder(10, global_batch=4)
+    sampler = GlobalBatches(order, 0, 2, log=SampleLog(str(path), 0, [0, 1], writes=True))
+    sampler.load_state_dict(sampler.state_dict() | {"step": 2})
+    sampler.divide(sampler.state_dict(), 0, 1, lambda: None, SampleLog(str(path), 0, [0], writes=True))
+    sampler.set_epoch(3)
+    sampler.divide(sampler.state_dict(), 0, 1, lambda: None, SampleLog(str(path), 0, [0], writes=True))
+    assert not path.exists()
+
+
+def test_an_abandoned_iteration_does_not_count() -> None:
+    sampler = sampler_of_three_steps()
+    old = iter(sampler)
+    next(old)
+    sampler.load_state_dict(sampler.state_dict())
+    assert len(list(old)) == 2
+    with pytest.raises(UsageError, match="only 0 of its batches were used"):
+        sampler.commit()
+    assert len(list(sampler)) == 3
 
 
 # In a run.

@@ -42,6 +42,7 @@ from ..wire.meeting import Roll
 from ..wire.meeting_sockets import MeetingClient
 from ..wire.reports import absolve
 from ..wire.watch import LIVENESS_S, Watcher
+from . import relay
 from .address import listen_address
 from .rendezvous import CONNECT_S, Rendezvous
 
@@ -200,6 +201,9 @@ def _tune(session: Session, asked: Strategy) -> None:
     if session.left_out != NONE and session.index == 0:
         log.warning("%s: %s", session.name(0), session.reason)
     session.chooses_schedule = schedule_choice.is_wanted(asked, workers)
+    if session.chooses_schedule and relay.VARIABLE in os.environ:
+        session.chooses_schedule = False
+        session.reason = "schedule=auto stays at fixed: the steps of an elastic run must end in their iteration"
     if workers == 1:
         return
     if session.is_worker:

@@ -83,6 +83,8 @@ class Session(Communicator):
         """The strategies with chosen schedules, and the reasons, by the models' first keys."""
         self.pools: Any = None
         """The pool that distributes batches, once a sampler uses one."""
+        self.numbers: tuple[int, ...] | None = None
+        """The processes' numbers in an elastic run, which has lost others; None if they are the ranks."""
         self.global_batches: list[Any] = []
         """The samplers with global batches."""
         self.coordination = Coordination()

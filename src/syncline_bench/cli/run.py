@@ -55,6 +55,13 @@ def _check_script(script: str, module: bool) -> None:
     metavar="LEAST",
     help="Go on without workers that end early, while LEAST are left: for scripts with syncline.elastic().",
 )
+@click.option(
+    "--samples",
+    "samples_path",
+    type=FILE,
+    metavar="FILE.jsonl",
+    help="Write the samples of each committed step of samplers with global_batch=, and its workers, to this file.",
+)
 @TRACE
 @click.option(
     "--flight",
@@ -79,6 +86,7 @@ def run(
     check_replicas: int | None,
     check_finite: str | None,
     elastic: int | None,
+    samples_path: Path | None,
     timeline_path: Path | None,
     flight_path: Path,
     module: bool,
@@ -118,6 +126,8 @@ def run(
     servers = servers or 0
     if check:
         _check_machine(workers + servers)
+    if samples_path is not None:
+        env["SYNCLINE_SAMPLES"] = _new_log(samples_path)
     assembly = None
     if timeline_path is not None:
         from syncline.timeline.folder import Assembly
@@ -132,12 +142,23 @@ def run(
     if assembly is not None:
         click.echo(f"syncline: {assembly.finish()}", err=True)
     if any(ending.status for ending in outcome.endings):
-        went_on = "" if outcome.status else "; the run went on to its end without"
+        went_on = "" if outcome.status else "; the run went on"
         click.echo(f"syncline: {outcome.text}{went_on}", err=True)
     if outcome.status:
         _keep_flight(flight, flight_path, outcome)
     flight.close()
     sys.exit(outcome.status)
+
+
+def _new_log(path: Path) -> str:
+    """Make an empty file for the samples of a run; its absolute name."""
+    from syncline.errors import UsageError
+
+    try:
+        path.write_text("")
+    except OSError as error:
+        raise UsageError(f"--samples {path}: {error.strerror}") from error
+    return str(path.resolve())
 
 
 def _relay(workers: int, servers: int, least: int | None) -> Relay | None:

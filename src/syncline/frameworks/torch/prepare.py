@@ -275,8 +275,9 @@ def keep_values(before: Prepared) -> Callable[[], None]:
 def prepare_again(session: Session, before: Prepared, root: int) -> Prepared | None:
     """Make a released model and its optimizer part of another session, all workers with the values of ``root``.
 
-    None if this worker is alone in it.
+    Gradients of a step that broke are dropped. None if this worker is alone.
     """
+    before.model.zero_grad(set_to_none=True)
     if session.alone:
         return None
     model, optimizer, options = before.model, before.optimizer, before.replica.options
