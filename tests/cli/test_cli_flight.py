@@ -113,6 +113,7 @@ def test_a_killed_rank_leaves_its_record_in_the_launcher(tmp_path: Path) -> None
     assert "was killed by SIGKILL" in others[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_even_if_no_file_can_be_written(tmp_path: Path) -> None:
     """The file's name is a folder by then; a full disk or a folder that became read-only is no different."""
     result, path = run(tmp_path, "elsewhere")

@@ -73,7 +73,7 @@ class FlightMemory:
         kept = {process: part for process, part in parts.items() if part.run == max(runs, key=lambda run: runs[run])}
         if len(kept) < len(parts):  # groups of torch that each are a run of their own
             wrong.append(f"records of other groups are left out: {len(parts) - len(kept)}")
-        if any(process != part.process for process, part in kept.items()):
+        if any((process, self._processes) != (part.process, part.processes) for process, part in kept.items()):
             return merge(kept.values(), wrong)  # the launcher numbers the processes otherwise
         return merge(kept.values(), wrong, culprit, known)
 
