@@ -17,6 +17,7 @@ DTYPES = [
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3)])
 def test_a_tensor_of_any_type_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

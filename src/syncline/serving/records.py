@@ -37,6 +37,7 @@ ITEM_BYTES = {
     **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
     **{f"float8_{kind}": 1 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
     "bfloat16": 2,
+    "bcomplex32": 4,
     "complex32": 4,
     "float4_e2m1fn_x2": 1,
 }
