@@ -58,6 +58,16 @@ def test_every_extra_is_explained() -> None:
     assert set(re.findall(r"^(\w+) = ", extras[1], re.M)) <= set(named)
 
 
+def test_changes_are_told_as_a_release_collects_them() -> None:
+    """Each file has a name of its own and a known type, which towncrier would else leave out, and is one list item."""
+    types = re.findall(r"^    \{ directory = \"(\w+)\"", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert types == ["added", "changed", "fixed", "removed"]
+    for path in (ROOT / "changes").iterdir():
+        if path.name != "README.md":
+            assert re.fullmatch(rf"\+[\w-]+\.({'|'.join(types)})\.md", path.name), path.name
+            assert re.fullmatch(r"[^*#\s-][^\n]*(\n[^\n]+)*\n", path.read_text()), path.name
+
+
 def test_there_is_one_oldest_pytorch() -> None:
     """In the requirements, and in both checks."""
     required = re.findall(r"\btorch>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
