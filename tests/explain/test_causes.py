@@ -133,6 +133,11 @@ def test_codecs_that_keep_workers_waiting() -> None:
     assert found.seconds == pytest.approx(0.7 * wait_s, rel=0.01)
 
 
+def test_a_fault_comes_before_the_schedule_that_could_hide_it() -> None:
+    found = words(Planted(late=True, buckets=(1_500_000,), rates={(0, 1): 4e7}).run())
+    assert found[0] == "slow_link"
+
+
 def test_an_exchange_after_the_backward_pass() -> None:
     found = words(Planted(late=True, buckets=(8_000_000,), rate=2.5e8).run())
     assert found == ["no_overlap"]

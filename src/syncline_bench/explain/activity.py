@@ -14,6 +14,7 @@ message is recorded, so there are no links.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from syncline.costs.cluster import Floats
 from syncline.engine.trace import Kind
 from syncline.errors import UsageError
 from syncline.timeline.chrome import RecordedRun, name_of, times_of
-from syncline.timeline.spans import TRAINING, ProcessSpans
+from syncline.timeline.spans import TRAINING, ProcessSpans, TimedSpan
 from syncline.wire.meeting import printable
 
 Stage = Literal["loading", "forward", "backward", "optimizer", "wait", "script", "update"]
@@ -368,7 +369,7 @@ def _side(process: ProcessSpans, begins: Sequence[float], ends: Sequence[float],
             submitted[span.key] = begin
         elif span.kind == "run":
             submit = submitted.get(span.key, begin)
-            exchanges.append(ExchangeSpan(span.key, span.label, max(0, span.nbytes), submit, begin, end))
+            exchanges.append(ExchangeSpan(span.key, span.label, _bytes_of(span), submit, begin, end))
         elif span.kind == "compute":
             coding.append((begin, end))
         elif span.kind in ("update", "reduce", "copy"):
@@ -379,6 +380,15 @@ def _side(process: ProcessSpans, begins: Sequence[float], ends: Sequence[float],
     return Side(
         number, name, is_server(process), (), tuple(exchanges), tuple(union(coding)), tuple(union(serving)), owns
     )
+
+
+_BYTES = re.compile(r", (\d{1,18}) bytes\)")
+
+
+def _bytes_of(span: TimedSpan) -> int:
+    """The bytes of an exchange. One of payloads has none of its own, but its label has those of the bucket."""
+    match = _BYTES.search(span.label) if span.nbytes < 0 else None
+    return int(match.group(1)) if match else max(0, span.nbytes)
 
 
 def together(activity: Activity) -> list[list[ExchangeSpan]]:

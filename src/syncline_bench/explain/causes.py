@@ -156,22 +156,22 @@ def _loading(activity: Activity) -> Iterator[Cause]:
 
 
 def _communication(activity: Activity) -> Iterator[Cause]:
-    """The reasons of the exposed communication. They overlap, and each explains at most all of it."""
+    """The reasons of the exposed communication. They overlap, and each explains at most all of it.
+
+    A fault comes before the schedule, which could hide it.
+    """
     exposed_s = exposed(activity)
     if exposed_s < LEAST * activity.step_s:
         return
-    found = list(filter(None, (
-        _slow_link(activity, exposed_s),
-        _shared_server(activity, exposed_s),
-        _codec(activity, exposed_s),
-        _fixed_cost(activity, exposed_s),
-        _no_overlap(activity, exposed_s),
-    )))  # fmt: skip
-    yield from found
-    left_s = exposed_s - max((cause.seconds for cause in found), default=0.0)
+    faults = [_slow_link(activity, exposed_s), _shared_server(activity, exposed_s), _codec(activity, exposed_s)]
+    named_s = max(cause.seconds for cause in faults if cause is not None)
+    found = [*faults, _fixed_cost(activity, exposed_s), _no_overlap(activity, exposed_s - named_s)]
+    known = [cause for cause in found if cause is not None]
+    yield from known
+    left_s = exposed_s - max(cause.seconds for cause in known)
     yield Cause(
         "network", left_s,
-        said="the exchange takes longer than the computation beside it, and no link is slower than the others",
+        said="the exchange takes longer than the computation beside it",
         remedy="send fewer bytes, with a codec or fewer exchanges, or use a faster network",
     )  # fmt: skip
 
@@ -288,7 +288,7 @@ def _shared_server(activity: Activity, exposed_s: float) -> Cause | None:
     )  # fmt: skip
 
 
-def _codec(activity: Activity, exposed_s: float) -> Cause | None:
+def _codec(activity: Activity, exposed_s: float) -> Cause:
     """Encoding and decoding while workers wait."""
     seconds = max(
         activity.per_step(total(common(list(side.coding), _waits(activity, side.number)))) for side in activity.workers

@@ -109,12 +109,15 @@ def _candidates(now: Varied, activity: Activity, causes: Sequence[Cause]) -> Ite
     """Changes, not simulated yet; not all of them are possible or better."""
     for cause in causes:
         yield from _repairs(cause, now, activity)
+    if any(cause.cause == "slow_link" for cause in causes):
+        return  # all links of the model are alike, and another exchange may use the slow one less
     strategy, workers = now.setting.strategy, now.setting.workers
     for one in _others(strategy, workers):
         if one.schedule != strategy.schedule:
             name = f"schedule={write('schedules', one.schedule)}"
         elif one.codec != strategy.codec:
-            name = f"codec={write('codecs', one.codec)}, if encoding took no time"
+            free = ", if encoding took no time" if one.codec != NONE else ""
+            name = f"codec={write('codecs', one.codec)}{free}"
         else:
             name = f"architecture={write('algorithms', one.architecture)}"
         with suppress(UsageError):
@@ -125,7 +128,7 @@ def _others(strategy: Strategy, workers: int) -> Iterator[Strategy]:
     """The strategy with another schedule, codec or architecture, where that is possible."""
     texts = (*schedule_choice.CANDIDATES, *_SCHEDULES)
     yield from (one for one in schedule_choice.candidates(strategy, True, texts) if one != strategy)
-    made: list[tuple[str, str]] = [("codec", codec) for codec in _CODECS if strategy.codec == NONE]
+    made = [("codec", codec) for codec in (_CODECS if strategy.codec == NONE else ("none",))]
     served = strategy.roles is not None
     if served:
         made += [
@@ -221,7 +224,7 @@ def _cluster(activity: Activity, strategy: Strategy, pieces: Sequence[tuple[int,
     rows = buckets_of(activity)
     workers = len(activity.workers)
     nbytes = sum(row[0].nbytes for row in rows)
-    if activity.servers or not rows:
+    if activity.servers or not rows or strategy.codec != NONE:
         alpha, beta, spread = _of_links(activity)
     else:
         active = _active(activity, rows)
@@ -231,6 +234,10 @@ def _cluster(activity: Activity, strategy: Strategy, pieces: Sequence[tuple[int,
         messages, moved = plan_s(plan, 0.0, setting.cluster), plan_s(plan, 1e6, _network(0.0, 1.0)) / 1e6
         alpha, beta = part * sum(active) / len(rows) / messages, (1 - part) * sum(active) / nbytes / moved
     others = {"iteration": _middle(activity, "script")}
+    if strategy.codec != NONE and nbytes:
+        coding_s = max(total(side.coding) for side in activity.workers)
+        others[f"codecs.{write('codecs', strategy.codec)}.encode"] = coding_s / nbytes
+        others[f"codecs.{write('codecs', strategy.codec)}.decode"] = 0.0
     if not strategy.server_holds_weights:
         others["update"] = _middle(activity, "optimizer") / sum(nbytes for nbytes, _ in pieces)
     made = _network(alpha, beta, spread)
