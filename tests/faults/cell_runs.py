@@ -1,0 +1,116 @@
+"""Runs a cell between real processes, and judges how it ends.
+
+A cell ends as promised if every process but the victim goes on to the end, or ends within ``PROMISED_S`` of the fault
+with a status other than 0 and an error that names a culprit, and if nothing is left: no process, no file in shared
+memory. While the group forms, the time that processes have to come counts too. Where nothing can be wrong
+(``HARMLESS``) all must go on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import cell_bodies
+from cell_bodies import START_S, VICTIM, WORKERS
+from fault_cells import POINTS, Cell, without_meaning
+
+from pool import Group, Pool, Rank
+from syncline.strategy.strategy import Strategy
+
+PROMISED_S = 10.0
+HARMLESS = ("clock", "stranger")
+NAMED = re.compile(rf"rank {VICTIM}\b|process {VICTIM}\b|another secret|ranks? .*(missing|twice|disagree)|processes")
+"""What an error says of the culprit: its rank, or what is wrong with a group that does not form."""
+
+_SHARED = Path("/dev/shm")
+
+
+@contextmanager
+def warm_pool() -> Iterator[Pool]:
+    pool = Pool(Path(__file__).parent, "cell_bodies", "numpy.random")
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def run_cell(pool: Pool, cell: Cell) -> str:
+    """What is wrong with the end of a cell; empty if it ends as promised."""
+    backend = cell.strategy == "backend"
+    text = f"{'ring' if backend else cell.strategy} transport={cell.transport}"
+    processes = WORKERS + Strategy.parse(text).servers
+    before = set(_SHARED.iterdir())
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    strategy = f"backend {text}" if backend else text
+    case = [
+        [index, processes, _free_address(), strategy, cell.fault, cell.point, str(folder)] for index in range(processes)
+    ]
+    for arguments in case:
+        arguments[2] = case[0][2]
+    try:
+        with pool.start(cell_bodies.run, case) as group:
+            found = _judge(group, cell)
+        left = set(_SHARED.iterdir()) - before
+        return found or (f"left in /dev/shm: {', '.join(sorted(path.name for path in left))}" if left else "")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _judge(group: Group, cell: Cell) -> str:
+    others = [rank for rank in group.ranks if rank.index != VICTIM]
+    group.hear(1 + place_of_point(cell), among=[VICTIM])
+    begun = time.monotonic()
+    try:
+        group.end(2 * PROMISED_S, among=[rank.index for rank in others])
+    except TimeoutError as late:
+        return f"hangs: {_short(str(late))}"
+    took_s = time.monotonic() - begun
+    victim = group.ranks[VICTIM]
+    if cell.fault == "stop":
+        os.kill(victim.pid, signal.SIGKILL)
+    try:
+        group.end(PROMISED_S, among=[VICTIM])
+    except TimeoutError:
+        return f"the victim hangs: {_short(str(victim))}"
+    if all(rank.status == 0 for rank in others) and (victim.status == 0 or cell.point == "end"):
+        return ""
+    if cell.fault in HARMLESS:
+        return f"does not go on: {_short(next(str(rank) for rank in group.ranks if rank.status))}"
+    if took_s > PROMISED_S + (START_S if cell.point == "start" else 0.0):
+        return f"takes {took_s:.1f} s to end"
+    # At the end a process may have done its part before the fault.
+    judged = [rank for rank in others if rank.status or cell.point != "end"]
+    return next((wrong for rank in judged if (wrong := _wrong(rank))), "")
+
+
+def place_of_point(cell: Cell) -> int:
+    """How many points the victim passes before that of the fault."""
+    passed = [point for point in POINTS if not without_meaning(cell._replace(point=point, fault="kill"))]
+    return passed.index(cell.point)
+
+
+def _wrong(rank: Rank) -> str:
+    """What is wrong with the end of a process that is not the victim."""
+    if rank.status == 0:
+        return f"process {rank.index} has status 0, but others have not"
+    if not NAMED.search(rank.printed()):
+        return f"process {rank.index} names nobody: {_short(str(rank))}"
+    return ""
+
+
+def _short(text: str) -> str:
+    return " / ".join(line.strip() for line in text.splitlines() if line.strip())[-600:]
+
+
+def _free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
