@@ -5,7 +5,7 @@ asks for the unfinished ones. The memory belongs to a launcher or is a file (``t
 killed process stays. Nothing is created per operation: it is one row of a ring of ``ROWS``, written when the operation
 begins, and the time of its end. That costs a microsecond, against 5 to 10 for each span of an observer.
 
-    byte 0          head: magic and version, state, process, the bytes of notes, the time since which a thread waits
+    byte 0          head: magic and version, state, process, the bytes of notes, since when a thread waits, pid
     HEAD_BYTES      notes: lines of JSON
     ROWS_AT         rows
 
@@ -33,7 +33,7 @@ ROWS = 1 << 10
 HEAD_BYTES, NOTES_BYTES = 64, (1 << 16) - 64
 ROWS_AT = HEAD_BYTES + NOTES_BYTES
 
-HEAD = struct.Struct("<8sIIQd")
+HEAD = struct.Struct("<8sIIQdI")
 ROW = struct.Struct("<QqqIiddB79s")
 """Number from 1, key, bytes or -1, turn, training step or -1, begin, end or 0, whether it is tolerant, label."""
 
@@ -80,7 +80,7 @@ class Flight:
         self._noting = threading.Lock()
         self._noted = 0
         memory[:BYTES] = bytes(BYTES)
-        HEAD.pack_into(memory, 0, MAGIC, RUNNING, process, 0, 0.0)
+        HEAD.pack_into(memory, 0, MAGIC, RUNNING, process, 0, 0.0, os.getpid())
         clock = time.perf_counter()
         self.note({"process": process, "wall_s": time.time() - clock, **notes})
 

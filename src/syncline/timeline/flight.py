@@ -288,7 +288,7 @@ def parse(memory: bytes, ended: str = "") -> ProcessFlight | None:
     wrote it. ``ended`` tells how the process ended."""
     if len(memory) != BYTES:
         raise ValueError(f"it has {len(memory)} bytes")
-    magic, state, process, noted, blocked_s = HEAD.unpack_from(memory)
+    magic, state, process, noted, blocked_s, _ = HEAD.unpack_from(memory)
     if not any(magic):
         return None
     if magic != MAGIC or noted > NOTES_BYTES or not math.isfinite(blocked_s) or process >= _MOST_PROCESSES:

@@ -144,7 +144,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _inherited() -> mmap.mmap | None:
-    """This process's part of a launcher's memory. None without a valid descriptor, or while another session uses it."""
+    """This process's part of a launcher's memory. None without a descriptor, or while its other session uses it."""
     number, process = os.environ.get(MEMORY, ""), os.environ.get(PROCESS, "")
     if not (number.isdecimal() and process.isdecimal()):
         return None
@@ -153,7 +153,8 @@ def _inherited() -> mmap.mmap | None:
         if found != f"/memfd:{_NAME} (deleted)" or os.fstat(int(number)).st_size < at + BYTES:
             return None
         memory = mmap.mmap(int(number), BYTES, offset=at)
-        return None if HEAD.unpack_from(memory)[1] == RUNNING else memory
+        _, state, *_, pid = HEAD.unpack_from(memory)
+        return None if (state, pid) == (RUNNING, os.getpid()) else memory
     except (OSError, ValueError):  # ValueError: Python limits the digits of a number
         return None
 
