@@ -31,6 +31,9 @@ WORK = {
     "reproduce": ([], "syncline_bench.reproduction.page.page"),
     "tune": (["--workers", "2"], "syncline_bench.tuner.search.Course"),
     "timeline": (["{folder}"], "syncline.timeline.folder.write_all"),
+    "flight": (["{script}"], "syncline.timeline.flight.load"),
+    "explain": (["{script}"], "syncline_bench.explain.command.explain"),
+    "show": (["ring"], "syncline.strategy.words.build"),
 }
 """Of every verb that writes files: arguments with which it works, and what does the work."""
 
