@@ -87,7 +87,7 @@ def test_metrics_of_a_run_are_shown_by_top_and_a_taken_port_ends_it_before_its_t
         (["-n", "2", "--elastic", "3"], "--elastic 3 needs more workers than -n 2 starts"),
         (["-n", "2", "--servers", "1", "--elastic", "1"], "--elastic works without servers"),
         (["-n", "2", "--strategy", "ps", "--elastic", "1"], "--elastic works without servers"),
-        (["-n", "1", "--samples", "/nowhere/samples.jsonl"], "--samples /nowhere/samples.jsonl: No such file"),
+        (["-n", "1", "--samples", "/nowhere/samples.jsonl"], "there is no folder /nowhere for samples.jsonl"),
     ],
 )
 def test_run_refuses_what_cannot_work(tmp_path: Path, options: list[str], words: str) -> None:

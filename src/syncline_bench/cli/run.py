@@ -152,12 +152,10 @@ def run(
 
 def _new_log(path: Path) -> str:
     """Make an empty file for the samples of a run; its absolute name."""
-    from syncline.errors import UsageError
+    from ..report.files import checked, replace_text
 
-    try:
-        path.write_text("")
-    except OSError as error:
-        raise UsageError(f"--samples {path}: {error.strerror}") from error
+    checked(path)
+    replace_text(path, "")
     return str(path.resolve())
 
 
@@ -179,9 +177,13 @@ def _flight_memory(path: Path, processes: int) -> FlightMemory:
     """The memory for the flight records of a run. It is empty if the user wants none, or for a single process."""
     from syncline.timeline.flight_memory import OFF, FlightMemory, flight_target
 
+    from ..report.files import checked
+
     if str(path) == OFF or processes == 1:
         return FlightMemory(0)
     flight_target(path)  # raises UsageError
+    if str(path) != _FLIGHT:  # a run in a folder that cannot be written needs no record
+        checked(path)
     return FlightMemory(processes)
 
 
