@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 NAME = "syncline"
-OLDEST = (2, 6)
-"""The oldest supported version of torch, as in ``frameworks.torch``, which is not loaded here."""
+OLDEST = (2, 7)
+"""The oldest supported version of torch, as in ``frameworks.torch``, which is not loaded here. With 2.6 the constructor
+of DistributedDataParallel never returned from its first wait for a work of this backend."""
 
 
 def register() -> None:

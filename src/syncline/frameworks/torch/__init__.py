@@ -18,7 +18,7 @@ from ...session.session import Session
 from .. import Handed
 from .._supported import check_packages, warn_of_plain_steps
 
-OLDEST = (2, 6)
+OLDEST = (2, 7)
 check_packages("torch", {"torch": OLDEST})  # before the other files, which use what an older version does not have
 
 from .options import Options  # noqa: E402
