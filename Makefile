@@ -40,8 +40,9 @@ check: install ## Run ruff and mypy, and build the documentation
 types: install
 	$(BIN)/mypy
 
-versions: install ## Check the types for every other Python that is supported, without running it
-	for version in 3.10 3.11 3.13 3.14; do $(BIN)/mypy --python-version $$version || exit 1; done
+versions: install ## Check syntax and types for other Pythons that are supported, without running them
+	for version in py310 py312 py313 py314; do $(BIN)/ruff check --target-version $$version --select E9,F || exit 1; done
+	for version in 3.13 3.14; do $(BIN)/mypy --python-version $$version || exit 1; done
 
 docs: install ## Build the documentation site, docs/_build/index.html; a warning or a link that leads nowhere is an error
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs --doctree-dir docs/_build/.doctrees . docs/_build
