@@ -9,6 +9,7 @@ import re
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -23,6 +24,7 @@ from syncline.errors import HandshakeError, SecretError, UsageError
 from syncline.wire import handshake
 from syncline.wire.links import Link, Loop
 from syncline.wire.listener import Listener, dial
+from syncline.wire.shaped import Line
 from syncline.wire.tls import FILES, Credentials, Sealed, credentials
 
 pytest.importorskip("cryptography", reason="makes certificates")
@@ -204,6 +206,48 @@ def test_bytes_arrive_in_order_when_a_full_buffer_is_offered_less_the_next_time(
         except BlockingIOError:
             pass
     assert bytes(got) == text
+
+
+def test_a_line_whose_grants_shrink_loses_no_byte(pair: tuple[Sealed, Sealed]) -> None:
+    """A record that was refused is larger than the next grant, which is spent to below nothing."""
+    here, there = pair
+    line = Line(here, 0.0)
+    parts = [bytes([number]) * 50_000 for number in range(250)]
+    text, sent, got = b"".join(parts), 0, bytearray()
+
+    def flush(granted: int) -> int:
+        """As a link does: until nothing more goes."""
+        sent_now, line.granted = 0, granted
+        with suppress(BlockingIOError):
+            while sent + sent_now < len(text):
+                first, rest = divmod(sent + sent_now, 50_000)
+                sent_now += line.sendmsg([parts[first][rest:], *parts[first + 1 : first + 64]])
+        return sent_now
+
+    sent = flush(len(text))
+    assert sent < len(text)
+    for _ in range(10_000):
+        with suppress(BlockingIOError):
+            got += there.recv(65536)
+        if len(got) >= len(text):
+            break
+        sent += flush(100)
+        sent += flush(len(text))
+    assert bytes(got) == text
+
+
+def test_a_caller_that_is_gone_after_its_proof_ends_nobody_elses_handshake() -> None:
+    with opened(of(0)) as door:
+        for number in range(20):
+            with socket.create_connection((door.address, door.port)) as gone:
+                said = handshake.hello(RUN, 2, 0, "data")
+                gone.sendall(said.raw)
+                reply = gone.recv(handshake.ANSWER_BYTES, socket.MSG_WAITALL)
+                gone.sendall(handshake.check_answer(SECRET, said, reply, tls=True))
+                if number % 2:
+                    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with called(door, of(1)), door.take([1], "data", LIMIT_S)[1]:
+            pass
 
 
 def test_what_openssl_has_read_is_never_left_behind(pair: tuple[Sealed, Sealed]) -> None:

@@ -143,6 +143,7 @@ class _Caller:
     """A connection in its handshake: the size and the received part of its next message, and its messages so far."""
 
     sock: socket.socket
+    descriptor: int
     origin: str
     deadline: float
     wanted: int = handshake.HELLO_BYTES
@@ -236,7 +237,7 @@ class Doors:
             self._refuse(next(iter(self._callers.values())), "too many handshakes are unfinished")
         sock.setblocking(False)
         name = f"{origin[0]}:{origin[1]}" if isinstance(origin, tuple) else "this machine"
-        caller = _Caller(sock, name, time.monotonic() + self._handshake_s)
+        caller = _Caller(sock, sock.fileno(), name, time.monotonic() + self._handshake_s)
         self._callers[sock.fileno()] = caller
         self._selector.register(sock, selectors.EVENT_READ, caller)
 
@@ -254,7 +255,7 @@ class Doors:
                 self._answer(caller)
         except BlockingIOError:
             return
-        except (HandshakeError, OSError) as error:
+        except Exception as error:  # of whatever kind: one caller must not end the others' handshakes
             self._refuse(caller, refusal(error))
 
     def _answer(self, caller: _Caller) -> None:
@@ -303,8 +304,8 @@ class Doors:
         caller.sock.close()
 
     def _forget(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.sock)
-        del self._callers[caller.sock.fileno()]
+        self._selector.unregister(caller.descriptor)  # TLS may have taken the socket's own
+        del self._callers[caller.descriptor]
 
 
 class Listener:
@@ -458,7 +459,11 @@ def _dial_end(
         if tls is not None:
             sock = _sealed(tls, sock, said.target, deadline)
             undo.callback(sock.close)
-        if read_exactly(sock, 1, deadline, check) != handshake.WELCOME:
+        try:
+            welcome = read_exactly(sock, 1, deadline, check)
+        except ssl.SSLError as error:  # the listener's reason to refuse this end's certificate
+            raise HandshakeError(refusal(error)) from error
+        if welcome != handshake.WELCOME:
             raise HandshakeError("it refused this connection")
         sock.settimeout(None)
         undo.pop_all()

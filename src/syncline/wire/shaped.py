@@ -199,7 +199,7 @@ class Line:
         views = []
         left = self.granted
         for buffer in buffers:
-            if left == 0:
+            if left <= 0:  # below 0 after a record of TLS that was larger than its grant
                 break
             view = memoryview(buffer)[:left]
             views.append(view)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import hmac
+import ipaddress
 import os
 import socket
 import ssl
@@ -45,15 +47,27 @@ class Sealed(ssl.SSLSocket):
 
     turn: threading.Lock
     """Held in every call of OpenSSL, which lets two threads not use a connection at once."""
+    _broken: bool = False  # a blocking call has given up in the middle of a record
     _promised: bytes = b""
     """A record that the kernel did not take: OpenSSL must be given the same bytes again."""
 
+    def __new__(cls, *arguments: Any, **options: Any) -> Sealed:
+        """A connection. ``ssl`` itself calls ``recv`` while it makes one to a peer that has gone."""
+        made = super().__new__(cls, *arguments, **options)
+        made.turn = threading.Lock()
+        return made
+
     def send(self, data: Any, flags: int = 0) -> int:  # noqa: ARG002  # TLS has no flags
         """Send up to one record. Returns its size, which may exceed ``data`` after a call that offered more."""
+        if self._broken:
+            raise BrokenPipeError(errno.EPIPE, "a record of TLS was sent in part")
         record = self._promised or memoryview(data).cast("B")[:_RECORD_BYTES]
         try:
             with self.turn:
                 sent = super().send(record)
+        except TimeoutError:
+            self._broken = True
+            raise
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             self._promised = bytes(record)
             raise BlockingIOError from None
@@ -104,7 +118,7 @@ class Sealed(ssl.SSLSocket):
             while room.nbytes:
                 try:
                     come = self.recv_into(room)
-                except BlockingIOError:
+                except OSError:  # nothing more has come, or an error: the next call raises it again
                     if got:
                         return got, [], 0, None
                     raise
@@ -168,10 +182,10 @@ class Credentials:
             self._issue(secret, run, index)
 
     def wrap(self, sock: socket.socket, *, listening: bool) -> Sealed:
-        """The TLS connection over ``sock``, before its handshake. ``sock`` is detached."""
+        """The TLS connection over ``sock``, which is detached, before its handshake. OSError if the peer has gone."""
+        sock.getpeername()  # raises for a peer that has gone; ``ssl`` would leave the connection open
         sealed = self._sides[listening].wrap_socket(sock, server_side=listening, do_handshake_on_connect=False)
         assert isinstance(sealed, Sealed)
-        sealed.turn = threading.Lock()
         return sealed
 
     def check(self, sealed: Sealed, rank: int) -> None:
@@ -179,8 +193,9 @@ class Credentials:
         names: Any = (sealed.getpeercert() or {}).get("subjectAltName", ())
         if ("URI", _NAME.format(rank)) in names:
             return
-        address = sealed.getpeername()[0]
-        if self._given and ("IP Address", address) in names:
+        address = sealed.getpeername()[0].partition("%")[0]
+        hosts = [ipaddress.ip_address(name) for kind, name in names if kind == "IP Address"]
+        if self._given and ipaddress.ip_address(address) in hosts:
             return
         found = ", ".join(f"{kind} {name}" for kind, name in names) or "nothing"
         wanted = f"URI {_NAME.format(rank)}" + (f" or IP Address {address}" if self._given else "")
@@ -261,7 +276,7 @@ def credentials(asked: str | None, secret: bytes, run: bytes, index: int) -> Cre
     return None if asked in (None, "", OFF) else Credentials(str(asked), secret, run, index)
 
 
-def refusal(error: OSError | HandshakeError) -> str:
+def refusal(error: Exception) -> str:
     """What went wrong in a TLS handshake, in plain words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not valid in this run: {error.verify_message}"
