@@ -190,7 +190,9 @@ def test_rank_zeros_host_is_where_the_processes_meet() -> None:
 
 def test_a_command_that_starts_the_ranks_itself_is_told_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SYNCLINE_TUNING")
-    monkeypatch.setenv("SYNCLINE_LAUNCHER", "of an outer run")
+    monkeypatch.delenv("SYNCLINE_FLIGHT", raising=False)
+    for name in ("SYNCLINE_LAUNCHER", "SYNCLINE_ELASTIC", "SYNCLINE_SAMPLES"):
+        monkeypatch.setenv(name, "of an outer run")
     monkeypatch.setenv("RANK", "5")
     lines = Lines()
     script = (

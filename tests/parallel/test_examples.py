@@ -302,6 +302,7 @@ def test_no_example_is_forgotten() -> None:
         "asynchronous.py",
         "caffe_way.py",
         "large_batch.py",
+        "elastic.py",
         "pipeline_by_data.py",
         "tensor_by_data.py",
         "jax_digits.py",  # among the tests of trainers
