@@ -448,7 +448,7 @@ def checkpoints(folder: str | os.PathLike[str], *, keep: int = 2, group: Group |
     for any number of ranks, or None. ``wait()`` waits for the last save. All three are collective. The folder may be on
     a file system that all ranks share, or on each host.
     """
-    return Checkpoints(process.within(group), folder, keep)
+    return Checkpoints(lambda: process.within(group), folder, keep)
 
 
 def state_dict() -> dict[str, Any]:

@@ -22,7 +22,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 VERSION = 1
-_FILE = re.compile(r"shard-(\d{5})-of-(\d{5})\.safetensors")
 _MOST_SHARDS = 99_999
+_MOST_STEPS = 10**18
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of the format's own reader."""
 _MOST_DEPTH = 100
@@ -97,8 +97,13 @@ class _Parts:
             return [type(value).__name__, items]
         if hasattr(value, "to_local"):
             raise UsageError(f"a checkpoint cannot contain the DTensor at {_shown(path)}: give its full_tensor()")
+        if isinstance(value, np.ma.MaskedArray):
+            raise UsageError(
+                f"a checkpoint cannot contain the masked array at {_shown(path)}: give its data and its mask"
+            )
         if isinstance(value, np.ndarray | np.generic):
-            return ["array", self._of_array(np.asarray(value), path)]
+            kind = "scalar" if isinstance(value, np.generic) else "array"
+            return [kind, self._of_array(np.asarray(value), path)]
         if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
             return ["tensor", self._of_tensor(value, path)]
         raise UsageError(
@@ -114,7 +119,8 @@ class _Parts:
         return [key, self._node(item, (*path, str(key)), depth + 1)]
 
     def _of_array(self, array: NDArray[Any], path: tuple[str, ...]) -> str:
-        copy = lambda: np.array(array, order="C", copy=True).reshape(-1).view(np.uint8)  # noqa: E731
+        native = array.dtype.newbyteorder("=")
+        copy = lambda: np.array(array, native, order="C", copy=True).reshape(-1).view(np.uint8)  # noqa: E731
         where = (array.ctypes.data, array.shape, array.strides, array.dtype.str) if array.nbytes else (path,)
         return self._add(path, array.dtype.name, array.shape, array.nbytes, copy, where)
 
@@ -132,7 +138,8 @@ class _Parts:
         nbytes = tensor.numel() * tensor.element_size()
         where = (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return self._add(path, dtype, tuple(tensor.shape), nbytes, copy, where if nbytes else (path,))
+        shared = tensor.data_ptr() and not tensor.is_neg() and not tensor.is_conj()
+        return self._add(path, dtype, tuple(tensor.shape), nbytes, copy, where if shared else (path,))
 
     def _add(
         self,
@@ -174,10 +181,13 @@ def _whole(tree: Any, leaves: Mapping[str, _Read], made: dict[tuple[str, str], A
     if kind in ("list", "tuple"):
         items = [_whole(item, leaves, made) for item in content]
         return items if kind == "list" else tuple(items)
-    if kind not in ("array", "tensor"):
+    if kind not in ("array", "scalar", "tensor"):
         raise ValueError(f"a part of kind {kind!r}")
     if (kind, content) not in made:
-        made[kind, content] = leaves[content].array() if kind == "array" else leaves[content].tensor()
+        leaf = leaves[content]
+        made[kind, content] = (
+            leaf.tensor() if kind == "tensor" else leaf.array()[()] if kind == "scalar" else leaf.array()
+        )
     return made[kind, content]
 
 
@@ -250,11 +260,12 @@ def write_shard(path: Path, about: Mapping[str, Any], leaves: Sequence[tuple[_Le
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for folder in (path.parent, path.parent.parent):  # their entries have to be on the disk, too
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _digest(header: bytes, data: Sequence[Bytes]) -> str:
@@ -291,7 +302,7 @@ def parse_shard(path: Path, raw: Bytes) -> tuple[dict[str, Any], dict[str, _Read
             size = int(np.prod(shape, dtype=object)) * _numpy_type(dtype).itemsize
             if begin != end or end_of - begin != size or min(shape, default=0) < 0 or end_of > data.nbytes:
                 raise ValueError
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise DataError(
                 f"{path} is not a checkpoint of this format: its tensor {name!r} is not described well"
             ) from None
@@ -311,15 +322,17 @@ def _about(path: Path, size: int, header: bytes) -> tuple[dict[str, Any], dict[s
         version = about["version"]
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise ValueError
-        save, shard, shards = str(about["save"]), int(about["shard"]), int(about["shards"])
-        int(about["number"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        save, numbers = about["save"], [about[name] for name in ("step", "number", "shard", "shards")]
+        if not re.fullmatch("[0-9a-f]{16}", save) or any(type(number) is not int for number in numbers):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise DataError(f"{path} is not a checkpoint of this format") from None
     if version != VERSION:
         raise DataError(
             f"{path} has version {version!r} of the format, this Syncline reads {VERSION}: use the one that wrote it"
         )
-    if not re.fullmatch("[0-9a-f]{16}", save) or not 0 <= shard < shards <= _MOST_SHARDS:
+    step, number, shard, shards = numbers
+    if not 0 <= step < _MOST_STEPS or number < 1 or not 0 <= shard < shards <= _MOST_SHARDS:
         raise DataError(f"{path} is not a checkpoint of this format")
     return about, table, digest
 
@@ -329,24 +342,30 @@ def _about(path: Path, size: int, header: bytes) -> tuple[dict[str, Any], dict[s
 
 @dataclass
 class _Writing:
-    """A file that is being written in the background."""
+    """A file that is being written in the background, and the save that it belongs to."""
 
-    step: int
-    thread: threading.Thread
-    failed: list[str] = field(default_factory=list)
+    of: _Candidate
+    thread: threading.Thread | None = None
+    failed: str = ""
 
 
 class Checkpoints:
-    """The checkpoints of a run in a folder, as ``syncline.checkpoints`` documents. All calls are collective."""
+    """The checkpoints of a run in a folder, as ``syncline.checkpoints`` documents. All calls are collective.
 
-    def __init__(self, session: Session, folder: str | os.PathLike[str], keep: int) -> None:
+    ``session`` returns the session of each call: an elastic run goes on in a new one.
+    """
+
+    def __init__(self, session: Callable[[], Session], folder: str | os.PathLike[str], keep: int) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep}: at least one checkpoint has to stay")
-        if session.world_size > _MOST_SHARDS:
+        if session().world_size > _MOST_SHARDS:
             raise UsageError(f"a checkpoint has at most {_MOST_SHARDS:,} files, one for each rank")
-        self._session, self._folder, self._keep = session, Path(folder), keep
+        self._of_call, self._folder, self._keep = session, Path(folder), keep
         self._writing: _Writing | None = None
-        self._number: int | None = None  # of the last save in the folder; its order, whatever their steps
+
+    @property
+    def _session(self) -> Session:
+        return self._of_call()
 
     def save(self, step: int, state: Any) -> None:
         """Write ``state`` as the checkpoint of ``step``. Returns when it is copied; the files are written meanwhile.
@@ -354,32 +373,43 @@ class Checkpoints:
         The state must be the same on all ranks. An error of the save before, such as a full disk, is raised here, on
         all ranks. MismatchError if ranks save other steps or tensors.
         """
-        if type(step) is not int or not 0 <= step < 10**18:
-            raise UsageError(f"step={step!r} must be a whole number from 0")
-        parts = _Parts(state)
-        rows = json.dumps([step, [leaf.row for leaf in parts.leaves.values()]]).encode()
-        signature = hashlib.sha256(rows).hexdigest()
-        if self._number is None:
-            self._number = max((row.number for row in self._found()), default=0)
-        answers = self._confirm({"signature": signature, "save": secrets.token_hex(8), "number": self._number})
-        self._number = 1 + max(said["number"] for said in answers)
+        error: Exception | None = None
+        signature = ""
+        try:
+            if type(step) is not int or not 0 <= step < _MOST_STEPS:
+                raise UsageError(f"step={step!r} must be a whole number from 0")
+            parts = _Parts(state)
+            rows = json.dumps([step, self._keep, [leaf.row for leaf in parts.leaves.values()]]).encode()
+            signature = hashlib.sha256(rows).hexdigest()
+        except Exception as found:
+            error = found
+        answers, known = self._confirm({"signature": signature, "save": secrets.token_hex(8)}, error)
         for rank, said in enumerate(answers):
             if said["signature"] != answers[0]["signature"]:
                 raise MismatchError(
                     f"{self._session.name(rank)} saves another step, or tensors of other names, types or shapes, than"
                     " rank 0: the state of a checkpoint must be the same on all ranks"
                 )
-        leaves = list(parts.leaves.values())
-        share = shares([leaf.nbytes for leaf in leaves], self._session.world_size)[self._session.rank]
-        mine = [(leaves[number], leaves[number].copy()) for number in share]
+        number = 1 + max((row.number for rows in known for row in rows), default=0)
+        self._begin(_Candidate(number, step, answers[0]["save"], self._session.world_size), parts)
+
+    def _begin(self, save: _Candidate, parts: _Parts) -> None:
+        """Copy this rank's part, and write it in a thread. What goes wrong, all ranks learn at their next call."""
+        writing = self._writing = _Writing(save)
+        rank = self._session.rank
         about = {
-            "version": VERSION, "step": step, "save": answers[0]["save"], "number": self._number,
-            "shard": self._session.rank, "shards": self._session.world_size,
-            "tree": parts.tree if self._session.rank == 0 else None,
+            "version": VERSION, **save._asdict(), "shard": rank, "tree": parts.tree if rank == 0 else None,
         }  # fmt: skip
-        thread = threading.Thread(target=self._write, args=(about, mine), name="syncline-checkpoint")
-        self._writing = _Writing(step, thread)
-        thread.start()  # not a daemon: the interpreter waits for it
+        try:
+            leaves = list(parts.leaves.values())
+            share = shares([leaf.nbytes for leaf in leaves], save.shards)[rank]
+            mine = [(leaves[index], leaves[index].copy()) for index in share]
+            thread = threading.Thread(target=self._write, args=(writing, about, mine), name="syncline-checkpoint")
+            thread.start()  # not a daemon: the interpreter waits for it
+            writing.thread = thread
+        except BaseException as error:
+            writing.failed = f"step {save.step}: {type(error).__name__}: {error}"
+            raise
 
     def wait(self) -> None:
         """Wait until the last save is complete on all ranks. DataError if a rank could not write its file."""
@@ -389,62 +419,71 @@ class Checkpoints:
         """The newest complete checkpoint, or that of ``step``: its step and its state. None if there is none.
 
         The same on all ranks, for any number of ranks. Warns of newer ones that are incomplete or altered. DataError if
-        that of ``step`` is.
+        there is none of ``step``.
         """
-        self._confirm({})
-        mine = json.dumps([tuple(row) for row in self._found()]).encode()
-        known = [[_Found(*row) for row in json.loads(said)] for said in self._session.gather(mine)]
+        _, known = self._confirm({})
+        problem = f"{self._folder} has no checkpoint of step {step}"
         for candidate in _candidates(known, step):
             problem, state = self._read(candidate, known)
             if not problem:
                 return candidate.step, state
-            if step is not None:
-                raise DataError(problem)
-            if self._session.rank == 0:
+            if self._session.rank == 0 and step is None:
                 warnings.warn(f"{problem}; taking the checkpoint before", stacklevel=2)
         if step is not None:
-            raise DataError(f"{self._folder} has no checkpoint of step {step}")
+            raise DataError(problem)
         return None
 
-    def _confirm(self, more: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Wait for the last save, and exchange ``more``. Raises what went wrong on any rank, on all of them."""
+    def _confirm(
+        self, more: Mapping[str, Any], error: Exception | None = None
+    ) -> tuple[list[dict[str, Any]], list[list[_Found]]]:
+        """Wait for the last save, and exchange ``more``. Returns what the ranks said, and the files that each sees.
+
+        Raises what went wrong on any rank, on all of them: ``error`` on this one.
+        """
         writing, self._writing = self._writing, None
-        if writing is not None:
+        if writing is not None and writing.thread is not None:
             writing.thread.join()
-        failed = writing.failed[0] if writing is not None and writing.failed else ""
-        said = {"failed": failed, **more}
+        failed = "" if error is None else f"could not save a checkpoint: {error}"
+        if writing is not None and writing.failed:
+            failed = f"could not write a checkpoint: {writing.failed}"
+        said = {"failed": failed, "found": self._found(), **more}
         answers = [json.loads(each) for each in self._session.gather(json.dumps(said).encode())]
+        if error is not None:
+            raise error
         for rank, answer in enumerate(answers):
             if answer["failed"]:
-                raise DataError(f"{self._session.name(rank)} could not write a checkpoint: {answer['failed']}")
+                raise DataError(f"{self._session.name(rank)} {answer['failed']}")
+        known = [[_Found(*row) for row in answer["found"]] for answer in answers]
         if writing is not None:
-            self._forget()
-        return answers
+            self._finish(writing.of, known)
+        return answers, known
 
-    def _write(self, about: Mapping[str, Any], mine: Sequence[tuple[_Leaf, Bytes]]) -> None:
+    def _finish(self, saved: _Candidate, known: Sequence[Sequence[_Found]]) -> None:
+        """Remove old checkpoints, now that all ranks have written ``saved``; all ranks choose the same ones."""
+        if missing := _missing(saved, known):
+            lost = f"{self._path(saved)} is incomplete: no rank has {missing}"
+            if saved.shards == self._session.world_size:
+                raise DataError(lost)
+            warnings.warn(f"{lost}, which a worker that is gone should have written", stacklevel=4)
+            return
+        whole = [one for one in _candidates(known, None) if not _missing(one, known)]
+        for old in _candidates(known, None):
+            if old not in whole[: self._keep] and old.number < saved.number:
+                shutil.rmtree(self._path(old), ignore_errors=True)  # other ranks may do the same
+
+    def _path(self, save: _Candidate) -> Path:
+        """The folder of a save. Its name is never used again, so no save can damage another one."""
+        return self._folder / f"step-{save.step}-{save.save}"
+
+    def _write(self, writing: _Writing, about: Mapping[str, Any], mine: Sequence[tuple[_Leaf, Bytes]]) -> None:
         """Runs in a thread of its own."""
-        writing = self._writing
-        assert writing is not None
-        folder = self._folder / f"step-{about['step']}"
+        folder = self._path(writing.of)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / _file_name(about["shard"], about["shards"])
-            for other in folder.iterdir():  # of an earlier run with another number of ranks
-                match = _FILE.fullmatch(other.name)
-                if match is not None and int(match[2]) != about["shards"]:
-                    other.unlink(missing_ok=True)
-            write_shard(path, about, mine)
+            write_shard(folder / _file_name(about["shard"], about["shards"]), about, mine)
         except Exception as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            writing.failed.append(f"step {about['step']} in {folder}: {why}")
-
-    def _forget(self) -> None:
-        """Remove all but the newest checkpoints. The newest one is complete on all ranks."""
-        numbers: dict[int, int] = {}
-        for row in self._found():
-            numbers[row.step] = max(row.number, numbers.get(row.step, 0))
-        for step in sorted(numbers, key=lambda step: -numbers[step])[self._keep :]:
-            shutil.rmtree(self._folder / f"step-{step}", ignore_errors=True)  # other ranks may do the same
+            writing.failed = f"step {about['step']} in {folder}: {why}"
 
     def _found(self) -> list[_Found]:
         """The files that this rank sees."""
@@ -452,35 +491,39 @@ class Checkpoints:
         for path in self._folder.glob("step-*/shard-*.safetensors"):
             with contextlib.suppress(DataError, OSError):  # counts as missing, which is reported
                 about = read_about(path)
-                row = _Found(about["number"], about["step"], about["save"], about["shards"], about["shard"])
-                if path == self._folder / f"step-{row.step}" / _file_name(row.shard, row.shards):
+                row = _Found(*(about[name] for name in _Found._fields))
+                if path == self._path(row.of) / _file_name(row.shard, row.shards):
                     found.append(row)
         return sorted(found)
 
     def _read(self, candidate: _Candidate, known: Sequence[Sequence[_Found]]) -> tuple[str, Any]:
         """What is wrong with a checkpoint on any rank, or its state."""
-        have = [{row.shard for row in rows if _Candidate(*row[:-1]) == candidate} for rows in known]
-        missing = set(range(candidate.shards)) - set().union(*have)
-        if missing:
-            names = ", ".join(_file_name(shard, candidate.shards) for shard in sorted(missing)[:3])
-            return f"{self._folder / f'step-{candidate.step}'} is incomplete: no rank has {names}", None
+        if missing := _missing(candidate, known):
+            return f"{self._path(candidate)} is incomplete: no rank has {missing}", None
+        have = [{row.shard for row in rows if row.of == candidate} for rows in known]
         common = all(len(mine) == candidate.shards for mine in have)
         leaves: dict[str, _Read] = {}
         tree: Any = None
         problem = ""
-        try:
-            for shard in range(candidate.shards):
-                path = self._folder / f"step-{candidate.step}" / _file_name(shard, candidate.shards)
-                owner = self._session.rank if common else min(rank for rank, mine in enumerate(have) if shard in mine)
-                raw = self._told(owner, path) if not common else np.fromfile(path, np.uint8)
-                about, found = parse_shard(path, raw)
+        for shard in range(candidate.shards):
+            path = self._path(candidate) / _file_name(shard, candidate.shards)
+            # In a loop of collectives all ranks go on to its end, whatever is wrong on one of them.
+            raw = None if common else self._told(min(rank for rank, mine in enumerate(have) if shard in mine), path)
+            if problem:
+                continue
+            try:
+                about, found = parse_shard(path, np.fromfile(path, np.uint8) if raw is None else raw)
+                if _Found(*(about[name] for name in _Found._fields)) != (*candidate, shard):
+                    raise DataError(f"{path} belongs to another save")
                 leaves |= found
                 tree = about["tree"] if shard == 0 else tree
-            state = _whole(tree, leaves, {})
-        except (DataError, OSError) as error:
-            problem = str(error)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            problem = f"{self._folder / f'step-{candidate.step}'} is not a checkpoint of this format: {error}"
+            except Exception as error:
+                problem = str(error) or type(error).__name__
+        state: Any = None
+        try:
+            state = None if problem else _whole(tree, leaves, {})
+        except Exception as error:
+            problem = f"{self._path(candidate)} is not a checkpoint of this format: {error}"
         problems = [json.loads(said) for said in self._session.gather(json.dumps(problem).encode())]
         worst = next((f"{self._session.name(rank)}: {said}" for rank, said in enumerate(problems) if said), "")
         return (worst, None) if worst else ("", state)
@@ -512,6 +555,18 @@ class _Found(NamedTuple):
     shards: int
     shard: int
 
+    @property
+    def of(self) -> _Candidate:
+        """Its save."""
+        return _Candidate(*self[:-1])
+
+
+def _missing(save: _Candidate, known: Sequence[Sequence[_Found]]) -> str:
+    """The first files of a save that no rank has."""
+    there = {row.shard for rows in known for row in rows if row.of == save}
+    left = [shard for shard in range(save.shards) if shard not in there]
+    return ", ".join(_file_name(shard, save.shards) for shard in left[:3])
+
 
 def _file_name(shard: int, shards: int) -> str:
     return f"shard-{shard:05}-of-{shards:05}.safetensors"
@@ -519,5 +574,5 @@ def _file_name(shard: int, shards: int) -> str:
 
 def _candidates(known: Sequence[Sequence[_Found]], step: int | None) -> list[_Candidate]:
     """The saves that any rank has files of, the newest first."""
-    found = {_Candidate(*row[:-1]) for rows in known for row in rows}
+    found = {row.of for rows in known for row in rows}
     return sorted((one for one in found if step in (None, one.step)), reverse=True)

@@ -87,9 +87,10 @@ def test_own_codec(pool: Pool, address: str) -> None:
 def test_checkpoint(pool: Pool, address: str, tmp_path: Path) -> None:
     """A run that is resumed ends with the weights of one that was not interrupted."""
     whole = printed(pool, address, 2, "checkpoint.py", str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {f"step-{number}" for number in range(1, 5)}
-    for number in (3, 4):
-        shutil.rmtree(tmp_path / f"step-{number}")
+    saved = sorted(tmp_path.iterdir())
+    assert [path.name.rpartition("-")[0] for path in saved] == [f"step-{number}" for number in range(1, 5)]
+    for path in saved[2:]:
+        shutil.rmtree(path)
     resumed = printed(pool, address, 2, "checkpoint.py", str(tmp_path))
     assert whole.startswith("from epoch 0 to 4: ")
     assert resumed.startswith("from epoch 2 to 4: ")
