@@ -15,7 +15,7 @@ import syncline
 from syncline.errors import NotBuiltError, PeerLost, SynclineError, UsageError
 from syncline.launch.relay import VARIABLE, RelayLine
 from syncline.process import process
-from syncline.recovery import Members, _Groups, _lost
+from syncline.recovery import Members, _AllDone, _check_plain, _Groups, _lost, _packed, _unpacked
 from syncline.session.session import Session
 
 
@@ -92,3 +92,24 @@ def test_survivors_share_the_values_of_groups() -> None:
         if name != "params":
             assert other.param_groups[0][name] == value
             assert type(other.param_groups[0][name]) is type(value)
+
+
+def test_the_state_of_a_scheduler_comes_back_as_it_was() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]).state_dict()
+    found = _unpacked(_packed(state | {"pair": (1, [2.5])}))
+    assert found == state | {"pair": (1, [2.5])}
+    assert type(found["milestones"]) is type(state["milestones"])
+
+
+def test_a_state_that_cannot_be_shared_is_refused_at_the_call() -> None:
+    with pytest.raises(UsageError, match="cannot share the state of a Linear"):
+        _check_plain(torch.nn.Linear(1, 1))
+
+
+def test_the_end_of_an_earlier_call_ends_no_later_one() -> None:
+    with members() as found:
+        found._calls = 2
+        assert found._heard({"done": 1, "call": 1}) == []
+        with pytest.raises(_AllDone):
+            found._heard({"done": 1, "call": 2})

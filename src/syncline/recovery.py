@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -48,7 +49,7 @@ _TRANSPORTS = ("auto", "shm", "tcp")
 
 
 class Stateful(Protocol):
-    """An object whose state the survivors share, such as a learning-rate scheduler. Its state must suit JSON."""
+    """An object whose state the survivors share, such as a learning-rate scheduler. Its state holds plain values."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state."""
@@ -81,7 +82,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
     members: Members | None = process.elastic
     if members is None:
         return train()
-    members.check(process.session)
+    members.check(process.session, state)
     counters = [made.optimizer.register_step_post_hook(members.count) for made in process.prepared if made.optimizer]
     try:
         while True:
@@ -99,6 +100,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
                 lost = _lost(error)
                 if lost is None or str(lost) not in str(error):  # else a framework has wrapped the error
                     raise
+            lost.__traceback__ = lost.__context__ = lost.__cause__ = None  # they keep the graph of the broken step
             try:
                 members.go_on(lost, state)
             except _AllDone:
@@ -127,14 +129,17 @@ class Members:
             peers[line.number], View(1, peers, len(peers)), {}, least=line.least, patience=_PATIENCE
         )
         self._run = os.environ.get("SYNCLINE_RUN_ID", "")
-        self._done: set[int] = set()
+        self._calls = 0  # of syncline.elastic
 
     def count(self, *_: object) -> None:
         """Count an update of the weights: the hook of the optimizer."""
         self._keeper.finish()
 
-    def check(self, session: Session) -> None:
-        """Raise UsageError or NotBuiltError for a run that cannot go on without a worker."""
+    def check(self, session: Session, state: Sequence[Stateful] = ()) -> None:
+        """Begin a call. Raise UsageError or NotBuiltError for a run that cannot go on without a worker."""
+        self._calls += 1
+        for one in state:
+            _check_plain(one)
         strategy, models = session.strategy, process.prepared
         if strategy.sync.name != "bsp" or strategy.roles is not None:
             raise NotBuiltError(f"syncline.elastic() works with sync=bsp and without servers, not with {strategy}")
@@ -161,7 +166,7 @@ class Members:
 
     def tell_done(self) -> None:
         """Tell the others that all have finished their training."""
-        self._line.send({"done": self._line.number})
+        self._line.send({"done": self._line.number, "call": self._calls})
 
     def go_on(self, lost: PeerLost, state: Sequence[Stateful]) -> None:
         """Go on in a session of the members that are left. Raises an error that says why this process does not."""
@@ -219,7 +224,7 @@ class Members:
         if "view" in packet:
             return keeper.favoured(packet["view"], packet["half"])
         if "done" in packet:
-            if packet["done"] in keeper.view.numbers:
+            if packet["done"] in keeper.view.numbers and packet.get("call") == self._calls:
                 raise _AllDone
             return []
         return keeper.suspect([packet["ended"]])
@@ -244,8 +249,8 @@ class Members:
             if again is not None:
                 process.prepared.append(again)
         shared: list[Stateful] = [*(_Groups(made.optimizer) for made in before), *state]
-        mine = json.dumps([[one.state_dict() for one in each] for each in (shared, samplers)]).encode()
-        values, positions = json.loads(mine if session.alone else session.tell_all(mine, root))
+        mine = _packed([[one.state_dict() for one in each] for each in (shared, samplers)])
+        values, positions = _unpacked(mine if session.alone else session.tell_all(mine, root))
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
         go_on(session, samplers, positions)
@@ -279,3 +284,44 @@ def _stay(session: Session) -> None:
     """Let this process live on if a peer fails while the script is busy outside Syncline."""
     if session.process.watcher is not None:
         session.process.watcher.insists = False
+
+
+def _packed(value: object) -> bytes:
+    """Plain values as JSON that keeps tuples and the types of keys. Raises TypeError for other values."""
+
+    def marked(value: object) -> object:
+        if isinstance(value, dict):
+            return {
+                "counter" if isinstance(value, Counter) else "dict": [[marked(k), marked(v)] for k, v in value.items()]
+            }
+        if isinstance(value, tuple):
+            return {"tuple": [marked(one) for one in value]}
+        return [marked(one) for one in value] if isinstance(value, list) else value
+
+    return json.dumps(marked(value)).encode()
+
+
+def _unpacked(text: bytes) -> Any:
+    """The values of ``_packed``."""
+
+    def found(marked: dict[str, Any]) -> object:
+        ((kind, value),) = marked.items()
+        if kind == "tuple":
+            return tuple(value)
+        return Counter(dict(value)) if kind == "counter" else dict(value)
+
+    return json.loads(text, object_hook=found)
+
+
+def _check_plain(one: Stateful) -> None:
+    """Raise UsageError for an object whose state would not come back equal."""
+    state = one.state_dict()
+    try:
+        same = bool(_unpacked(_packed(state)) == state)
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise UsageError(
+            f"syncline.elastic() cannot share the state of a {type(one).__name__}: its state_dict() must hold numbers,"
+            " texts, lists, tuples and dictionaries"
+        )

@@ -63,7 +63,7 @@ class Relay:
         if "to" in packet:
             self._tell(int(packet["to"]), {"from": rank, "message": packet["message"]})
         elif "done" in packet:
-            self._tell_others(rank, {"done": rank})
+            self._tell_others(rank, {**packet, "done": rank})
         elif "ask" in packet:
             half = self._favoured.setdefault(int(packet["ask"]), packet["half"])
             self._tell(rank, {"view": packet["ask"], "half": half})
