@@ -328,6 +328,8 @@ class ViewKeeper:
         self._joining: tuple[str, ...] = ()
         self._requests = 0  # of this process to join
         self._round: _Round | None = None
+        self._leader = me.number  # the last one to propose, as far as this process has heard
+        self._waited = 0  # timeouts for its decision
 
     @classmethod
     def joining(cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str]) -> ViewKeeper:
@@ -383,7 +385,7 @@ class ViewKeeper:
             join = Join(self.me.name, self._terms)
             return [Send(peer, join) for peer in self.view.members]
         if self._round is None:
-            return self._propose()
+            return [] if self._yields() else self._propose()
         silent = self.view.numbers - self.suspected - self._round.answered
         if self._round.resent < self._patience:
             self._round = replace(self._round, resent=self._round.resent + 1, asked=False)
@@ -395,6 +397,14 @@ class ViewKeeper:
             self._round = replace(self._round, asked=False, resent=0)
             return self._advance()
         return self._stop(self._without_quorum())
+
+    def _yields(self) -> bool:
+        """Whether another proposer may still need time to suspect the silent: a new ballot would end its round."""
+        if self._patience == 1 or self._leader in {self.me.number, *self.suspected}:
+            return False
+        before = sum(number < self.me.number for number in self.view.numbers)
+        self._waited += 1
+        return self._waited <= self._patience + 1 + before
 
     def hear(self, sender: Peer, message: Message) -> list[Action]:
         """A message has arrived."""
@@ -426,6 +436,7 @@ class ViewKeeper:
             case Outbid():
                 self._highest = max(self._highest, message.ballot[0])
                 if self._round is not None and self._round.ballot < message.ballot:
+                    self._leader, self._waited = message.ballot[1], 0
                     self._round = None  # a timeout begins the next one, unless the other coordinator is done by then
                 return []
             case Promise() | Accepted():
@@ -446,6 +457,7 @@ class ViewKeeper:
             return [Send(sender, Outbid(self.view.number, self._promised))]
         halt = self._halt()
         self._promised = message.ballot
+        self._leader, self._waited = message.ballot[1], 0
         if self._round is not None and self._round.ballot < message.ballot:
             self._round = None
         if isinstance(message, Prepare):
@@ -467,7 +479,7 @@ class ViewKeeper:
         self.halted = self.ready = False
         self.suspected &= view.numbers
         self._promised, self._accepted, self._highest = _NO_BALLOT, None, 0
-        self._favoured, self._round = frozenset(), None
+        self._favoured, self._round, self._leader = frozenset(), None, found.number
         self._joining = tuple(name for name in self._joining if view.named(name) is None)
         train: list[Action] = [Train(view)]
         if self.suspected or (self._joining and self.coordinator == self.me.number):
@@ -519,6 +531,7 @@ class ViewKeeper:
         """Begin a round with a new ballot."""
         self._highest = max(self._highest, self._promised[0]) + 1
         self._promised = self._highest, self.me.number
+        self._leader = self.me.number
         self._round = _Round(self._promised, {self.me.number: self._promise()})
         return [*self._send(self.view.numbers - self.suspected - {self.me.number}), *self._advance()]
 
@@ -579,7 +592,8 @@ class ViewKeeper:
         if view.step < 0:
             return self._stop("nobody who is left has the weights")
         if len(view.members) < self._least:
-            return self._stop(f"{len(view.members)} members are left, and this run needs {self._least}")
+            left = len(view.members)
+            return self._stop(f"{left} member{'s are' if left > 1 else ' is'} left, and this run needs {self._least}")
         self._accepted = made.ballot, view
         self._round = replace(made, view=view, accepted=frozenset({self.me.number}), resent=0)
         return [*self._send(self.view.numbers - self.suspected - {self.me.number}), *self._advance()]

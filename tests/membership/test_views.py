@@ -373,3 +373,26 @@ def test_a_late_message_is_answered_with_the_view() -> None:
     late = Prepare(first, (9, 1))
     assert run.keepers["p0"].hear(first.peer(1), late) == [Send(first.peer(1), Commit(view))]
     assert run.keepers["p0"].view == view
+
+
+def test_a_silent_member_is_suspected_although_several_members_wait() -> None:
+    peers = tuple(Peer(number, str(number)) for number in range(5))
+    found = {n: ViewKeeper(peers[n], View(1, peers, 5), {}, patience=4) for n in (1, 2, 3)}  # 0 says nothing
+
+    def carry_out(number: int, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send) and action.to.number in found:
+                carry_out(action.to.number, found[action.to.number].hear(peers[number], action.message))
+
+    for number, keeper in found.items():
+        carry_out(number, [*keeper.suspect([4]), *keeper.broken()])
+    for _ in range(12):
+        for number in found:
+            carry_out(number, found[number].timeout())
+    assert [sorted(keeper.view.numbers) for keeper in found.values()] == [[1, 2, 3]] * 3
+
+
+def test_one_member_is_left() -> None:
+    run = Run(2, least=2)
+    run.lose("p1")
+    assert "1 member is left, and this run needs 2" in run.keepers["p0"].stopped
