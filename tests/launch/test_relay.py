@@ -90,3 +90,15 @@ def test_a_line_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (line.number, line.processes, line.least) == (1, 2, 2)
     line._sock.close()
     found.close()
+
+
+@pytest.mark.parametrize(("processes", "least"), [(3, 1), (2, 2)])
+def test_a_run_ends_when_too_few_members_are_left(processes: int, least: int) -> None:
+    outcome = run("if rank: sys.exit(5)\nsignal.pause()", processes, least)
+    assert outcome.status == 5
+    assert [(ending.rank, ending.told) for ending in outcome.endings][-1] == (0, True)
+
+
+def test_a_run_goes_on_while_the_members_of_a_later_view_do() -> None:
+    outcome = run("if rank: sys.exit(5)\nsend(view=2, members=[0, 1]); time = __import__('time'); time.sleep(0.5)", 3)
+    assert (outcome.status, outcome.endings[-1].told) == (0, False), outcome.text

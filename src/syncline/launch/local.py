@@ -154,7 +154,7 @@ class LocalRun:
     ``stop_s`` seconds, ranks at most ``LEFT_S`` if the context is left first.
 
     With a ``relay`` the run is elastic: the end of a process ends no other one, until all members that are left have
-    ended.
+    ended, or too few are left to go on.
     """
 
     def __init__(
@@ -318,6 +318,8 @@ class LocalRun:
                 os.eventfd_read(self._bell)
             elif self._relay is not None and isinstance(key.data, int):
                 self._relay.read(key.data)
+                if self._due and not self._told and self._stopped is None and not self._relay.is_over:
+                    self._due.clear()  # members of the view that is now known do go on
             elif key.fileobj is key.data.output:
                 self._read(key.data)
             else:

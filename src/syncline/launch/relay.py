@@ -77,8 +77,9 @@ class Relay:
 
     @property
     def is_over(self) -> bool:
-        """Whether all members of the latest view have ended."""
-        return self.members <= self._ended.keys()
+        """Whether all members of the latest view have ended, or too many have failed for the others to go on."""
+        left = sum(not self._ended.get(rank) for rank in self.members)
+        return self.members <= self._ended.keys() or left < self._least or 2 * left < len(self.members)
 
     @property
     def succeeded(self) -> bool:
