@@ -23,6 +23,7 @@ from syncline.frameworks._supported import SILENT
 from syncline.frameworks.numpy import adapt
 from syncline.launch.connecting import in_process
 from syncline.metrics import Serving, announced, read_serving, serving_of
+from syncline.process import Process
 from syncline.session.session import Session
 from syncline.session.stats import Stats, error_of
 
@@ -182,6 +183,16 @@ def test_a_port_that_is_taken_is_named_before_training_begins() -> None:
     assert announced() == []
 
 
+def test_a_later_view_goes_on_without_a_port_that_a_stopped_worker_holds(capfd: pytest.CaptureFixture[str]) -> None:
+    (session,) = in_process("ring", 1)
+    process = Process()
+    process.joined, process._again = session, True
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process._serve(Serving("127.0.0.1", taken.getsockname()[1]))
+    assert process.joined is session
+    assert "no metrics from here on: rank 0 cannot serve" in capfd.readouterr().err
+
+
 @needs_library
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -280,7 +291,7 @@ def test_the_lines_of_the_documentation_write_to_a_tracker(group: Any) -> None:
         writer, before = Writer(), session.stats()
         for step in range(3):
             handed.result[1].step({"w": np.ones(8, np.float32)})
-            names = {"syncline": session, "before": before, "writer": writer, "step": step}
+            names: dict[str, Any] = {"syncline": session, "before": before, "writer": writer, "step": step}
             exec(lines, names)
             before = names["before"]
         return writer.written

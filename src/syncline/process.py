@@ -26,7 +26,7 @@ from .session.groups import WorkerGroup, found_group
 from .session.printing import end_failed, end_quickly, watch_exceptions
 from .session.session import Session
 from .strategy.strategy import Strategy
-from .timeline.flight_memory import FlightPlace
+from .timeline.flight_memory import FlightPlace, forget_records
 from .timeline.recording import SessionSpans, begin_recording
 from .wire import reports
 
@@ -49,6 +49,7 @@ class Process:
         self._rendezvous: Rendezvous | None = None
         self._variables = Variables()
         self._inits = 0
+        self._again = False  # whether the session follows one that has lost a worker
         self._recording: SessionSpans | None = None
         self._recordings = 0
         self._metrics: Metrics | None = None
@@ -162,12 +163,15 @@ class Process:
         self._watch_the_end(environment)  # registered last, so that it runs first at exit
 
     def _serve(self, metrics: Serving) -> None:
-        """Serve metrics until the session ends. If that fails, the run ends before its training begins."""
+        """Serve metrics until the session ends. If that fails, a run that begins ends; a later view goes on without."""
         assert self.joined is not None
         session = self.joined
         try:
             self._metrics = metrics.begin(session)
         except SynclineError as error:
+            if self._again:  # a worker that was stopped may hold the port
+                reports.say(f"syncline: no metrics from here on: {error}\n")
+                return
             self.joined = None
             session.fail(error)
             session.shutdown()
@@ -242,7 +246,8 @@ class Process:
         place |= {"SYNCLINE_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ.update({name: str(number) for name, number in place.items()}, SYNCLINE_RUN_ID=run)
         os.environ.pop("SYNCLINE_MEETING_FD", None)  # it belongs to the first session
-        self._inits = 0  # the others may have tried more often
+        self._inits, self._again = 0, True  # the others may have tried more often
+        forget_records(world if world > 1 else 0)
         self.begin(**(self._asked | {"timeout": min(timeout, self._asked["timeout"])}))
 
     def leave(self) -> NoReturn:

@@ -26,7 +26,7 @@ from syncline.timeline.flight import (
     merge,
     parse,
 )
-from syncline.timeline.flight_memory import FlightMemory, FlightPlace, record_in
+from syncline.timeline.flight_memory import FlightMemory, FlightPlace, forget_records, record_in
 
 NOTES = {"name": "rank 1 (here, pid 7)", "processes": 3, "workers": 3, "run": "r"}
 
@@ -392,3 +392,21 @@ def test_a_folder_of_others_and_a_full_disk_are_named(tmp_path: Path, monkeypatc
     folder.chmod(0o777)
     with pytest.raises(UsageError, match="can be written to by everybody"):
         record_in(folder)
+
+
+def test_a_view_of_fewer_processes_forgets_the_records_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = FlightMemory(3)
+    try:
+        for name, value in launcher.environ().items():
+            monkeypatch.setenv(name, value)
+        for process in range(3):
+            monkeypatch.setenv("SYNCLINE_PROCESS", str(process))
+            assert FlightPlace(process, "0").begin(process, **NOTES) is not None
+        forget_records(2)
+        record = launcher.record()
+        assert record is not None
+        assert len(record.parts) == 2
+        forget_records(0)
+        assert launcher.record() is None
+    finally:
+        launcher.close()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..engine.flight import BYTES, HEAD, RUNNING, Flight
+from ..engine.flight import BYTES, HEAD, MAGIC, RUNNING, UNUSED, Flight
 from ..errors import UsageError
 from ..kernels.private import NotPrivateError, new_file, private_folder, read_file
 from ..wire.reports import first_time, say
@@ -141,6 +141,20 @@ def _mapped(path: Path) -> mmap.mmap:
             f"cannot write the flight record {path}: {error.strerror or error}; choose another file for {VARIABLE}, or"
             f" {VARIABLE}={OFF}"
         ) from None
+
+
+def forget_records(first: int) -> None:
+    """Forget the records of a lost session in a launcher's memory: those from process ``first`` on.
+
+    A process that goes on with a lower number replaces an earlier record by its own.
+    """
+    number = os.environ.get(MEMORY, "")
+    with suppress(OSError, ValueError):
+        fd = int(number)
+        if str(Path(f"/proc/self/fd/{fd}").readlink()) != f"/memfd:{_NAME} (deleted)":
+            return
+        for at in range(first * BYTES, os.fstat(fd).st_size, BYTES):
+            os.pwrite(fd, UNUSED.to_bytes(4, "little"), at + len(MAGIC))
 
 
 def _inherited() -> mmap.mmap | None:
