@@ -216,7 +216,7 @@ def test_the_packages_own_requirements_are_read() -> None:
     required = checks._required()
     assert any(line.startswith("Python >=3.") for line in required)
     assert "Syncline supports 1.26" in only(checks.versions(required, {"numpy": "1.0"}), "fail").text
-    assert "Syncline supports 2.4" in only(checks.versions(required, {"torch": "1.0"}), "warn").text
+    assert "Syncline supports 2.7" in only(checks.versions(required, {"torch": "1.0"}), "warn").text
     only(checks.versions([], {}), "warn")
 
 
