@@ -29,7 +29,7 @@ ROWS = (
     ("session",),
     ("tuning", "serving", "timeline"),
     ("launch", "saving", "testing", "sampling", "training", "metrics"),
-    ("frameworks",),
+    ("frameworks", "global_batches"),
     ("checkpoint", "optim", "process", "torch_backend"),
     ("recovery",),
     ("api", "jax", "lightning", "tensorflow"),

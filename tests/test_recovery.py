@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ import syncline
 from syncline.errors import NotBuiltError, PeerLost, SynclineError, UsageError
 from syncline.launch.relay import VARIABLE, RelayLine
 from syncline.process import process
-from syncline.recovery import Members, _AllDone, _check_plain, _Groups, _lost, _packed, _unpacked
+from syncline.recovery import Members, _AllDone, _check_shareable, _Groups, _lost
+from syncline.saving import packed, unpacked
 from syncline.session.session import Session
 
 
@@ -87,7 +87,7 @@ def test_survivors_share_the_values_of_groups() -> None:
         return torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=(lr, 2 * lr))
 
     one, other = made(0.1), made(0.2)
-    _Groups(other).load_state_dict(json.loads(json.dumps(_Groups(one).state_dict())))
+    _Groups(other).load_state_dict(unpacked(packed(_Groups(one).state_dict())))
     for name, value in one.param_groups[0].items():
         if name != "params":
             assert other.param_groups[0][name] == value
@@ -97,14 +97,30 @@ def test_survivors_share_the_values_of_groups() -> None:
 def test_the_state_of_a_scheduler_comes_back_as_it_was() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]).state_dict()
-    found = _unpacked(_packed(state | {"pair": (1, [2.5])}))
+    found = unpacked(packed(state | {"pair": (1, [2.5])}))
     assert found == state | {"pair": (1, [2.5])}
     assert type(found["milestones"]) is type(state["milestones"])
 
 
+def test_a_rate_that_is_a_tensor_stays_the_tensor_that_the_optimizer_reads() -> None:
+    rates = torch.tensor(0.1), torch.tensor(0.2)
+    one, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate, foreach=False) for rate in rates)
+    rate = other.param_groups[0]["lr"]
+    _Groups(other).load_state_dict(unpacked(packed(_Groups(one).state_dict())))
+    assert other.param_groups[0]["lr"] is rate
+    assert rate == torch.tensor(0.1)
+
+
 def test_a_state_that_cannot_be_shared_is_refused_at_the_call() -> None:
-    with pytest.raises(UsageError, match="cannot share the state of a Linear"):
-        _check_plain(torch.nn.Linear(1, 1))
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"best": {"run": object()}}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError(state)
+
+    with pytest.raises(UsageError, match=r"the state of a Odd: .* cannot contain the object at best/run"):
+        _check_shareable(Odd())
 
 
 def test_the_end_of_an_earlier_call_ends_no_later_one() -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ STATE = {
     "shape": (1, "text", float("inf")),
     "scalar": np.array(7, np.int64),
     "rate": np.float64(0.1),
+    "milestones": Counter({3: 1, 5: 2}),
 }
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from . import checkpoint, recovery
 from .errors import NotBuiltError, UsageError
-from .process import process
-from .sampling import GlobalBatches, SampleOrder, Sampler, global_batches_of, sampler_of
+from .global_batches import GlobalBatches, global_batches_of
+from .process import Arguments, process
+from .sampling import SampleOrder, Sampler, sampler_of
 from .saving import Checkpoints
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
@@ -72,18 +73,20 @@ def init(
     GradScaler needs. The defaults are ``SYNCLINE_CHECK_REPLICAS`` and ``SYNCLINE_CHECK_FINITE``.
     """
     process.begin(
-        strategy,
-        rank=rank,
-        world_size=world_size,
-        address=address,
-        interface=interface,
-        secret=secret,
-        timeout=timeout,
-        liveness=liveness,
-        progress=progress,
-        tls=tls,
-        check_replicas=check_replicas,
-        check_finite=check_finite,
+        Arguments(
+            strategy=strategy,
+            rank=rank,
+            world_size=world_size,
+            address=address,
+            interface=interface,
+            secret=secret,
+            timeout=timeout,
+            liveness=liveness,
+            progress=progress,
+            tls=tls,
+            check_replicas=check_replicas,
+            check_finite=check_finite,
+        )
     )
 
 

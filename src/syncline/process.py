@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ClosedError, PeerError, SynclineError, UsageError
@@ -29,12 +30,31 @@ from .strategy.strategy import Strategy
 from .timeline.flight_memory import FlightPlace, forget_records
 from .timeline.recording import SessionSpans, begin_recording
 from .wire import reports
+from .wire.watch import LIVENESS_S
 
 if TYPE_CHECKING:
     from .frameworks.torch import Prepared
     from .metrics import Metrics, Serving
 
 log = logging.getLogger("syncline")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of ``syncline.init``, which documents them."""
+
+    strategy: str | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    address: str | None = None
+    interface: str | None = None
+    secret: str | bytes | None = None
+    timeout: float = 120.0
+    liveness: float = LIVENESS_S
+    progress: float = 30 * 60.0
+    tls: str | None = None
+    check_replicas: int | None = None
+    check_finite: Finite | None = None
 
 
 class Process:
@@ -56,7 +76,7 @@ class Process:
         self._watching = False
         self._hooked = False
         self._failed = False
-        self._asked: dict[str, Any] = {}  # the arguments of the last ``begin``
+        self._asked = Arguments()  # those of the last ``begin``
         self.elastic: Any = None
         """The members of an elastic run, once the script has called ``syncline.elastic``."""
 
@@ -95,44 +115,15 @@ class Process:
                 self._of_torch[ranks] = found_group(here, ranks)
             return self._of_torch[ranks].session
 
-    def begin(
-        self,
-        strategy: str | None,
-        *,
-        rank: int | None,
-        world_size: int | None,
-        address: str | None,
-        interface: str | None,
-        secret: str | bytes | None,
-        timeout: float,
-        liveness: float,
-        progress: float,
-        tls: str | None,
-        check_replicas: int | None = None,
-        check_finite: Finite | None = None,
-    ) -> None:
+    def begin(self, asked: Arguments) -> None:
         """Join the run's processes, as ``syncline.init`` documents."""
         if self.joined is not None:
             raise UsageError("syncline.init() was called already: call syncline.shutdown() first")
-        self._asked = {
-            "strategy": strategy,
-            "rank": rank,
-            "world_size": world_size,
-            "address": address,
-            "interface": interface,
-            "secret": secret,
-            "timeout": timeout,
-            "liveness": liveness,
-            "progress": progress,
-            "tls": tls,
-            "check_replicas": check_replicas,
-            "check_finite": check_finite,
-        }
+        self._asked = asked
         self._watch_exceptions()
-        secret_bytes(secret)
-        environment = self._variables.recognise(rank=rank, world_size=world_size, address=address)
-        interface = interface or os.environ.get("SYNCLINE_INTERFACE")
-        chosen, checks = _choose(strategy, environment), asked_for(check_replicas, check_finite)
+        secret_bytes(asked.secret)
+        environment = self._variables.recognise(rank=asked.rank, world_size=asked.world_size, address=asked.address)
+        chosen, checks = _choose(asked.strategy, environment), asked_for(asked.check_replicas, asked.check_finite)
         checks.check_fit(chosen)
         metrics = _asked_metrics()
         with self._recorded(environment.rank) as recording, self._kept(environment) as flight:
@@ -147,12 +138,12 @@ class Process:
                     chosen,
                     self._rendezvous_at(environment),
                     run,
-                    secret=secret,
-                    interface=interface,
-                    timeout=timeout,
-                    liveness_s=liveness,
-                    limit_s=progress,
-                    tls=tls,
+                    secret=asked.secret,
+                    interface=asked.interface or os.environ.get("SYNCLINE_INTERFACE"),
+                    timeout=asked.timeout,
+                    liveness_s=asked.liveness,
+                    limit_s=asked.progress,
+                    tls=asked.tls,
                     recording=recording,
                     flight=flight,
                     checks=checks,
@@ -248,7 +239,7 @@ class Process:
         os.environ.pop("SYNCLINE_MEETING_FD", None)  # it belongs to the first session
         self._inits, self._again = 0, True  # the others may have tried more often
         forget_records(world if world > 1 else 0)
-        self.begin(**(self._asked | {"timeout": min(timeout, self._asked["timeout"])}))
+        self.begin(replace(self._asked, timeout=min(timeout, self._asked.timeout)))
 
     def leave(self) -> NoReturn:
         """End a server whose workers have left, with status 0."""

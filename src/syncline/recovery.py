@@ -20,17 +20,16 @@ Agreement needs the training threads of all survivors. A worker that is busy out
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .errors import NotBuiltError, PeerLost, SynclineError, UsageError
+from .global_batches import GlobalBatches, go_on
 from .launch.relay import RelayLine
 from .membership import Action, AskLauncher, Peer, Send, View, ViewKeeper, from_plain, to_plain
 from .process import process
-from .sampling import GlobalBatches, go_on
+from .saving import packed, unpacked
 from .session.session import Session
 from .strategy.words import NONE
 from .wire.reports import say
@@ -49,14 +48,14 @@ _TRANSPORTS = ("auto", "shm", "tcp")
 
 
 class Stateful(Protocol):
-    """An object whose state the survivors share, such as a learning-rate scheduler. Its state holds plain values."""
+    """An object whose state the survivors share, such as a learning-rate scheduler: what a checkpoint may contain."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state as plain values, tensors and arrays."""
         ...
 
     def load_state_dict(self, state: Any) -> object:
-        """Take over a state."""
+        """Go on from the state of another worker."""
         ...
 
 
@@ -139,7 +138,7 @@ class Members:
         """Begin a call. Raise UsageError or NotBuiltError for a run that cannot go on without a worker."""
         self._calls += 1
         for one in state:
-            _check_plain(one)
+            _check_shareable(one)
         strategy, models = session.strategy, process.prepared
         if strategy.sync.name != "bsp" or strategy.roles is not None:
             raise NotBuiltError(f"syncline.elastic() works with sync=bsp and without servers, not with {strategy}")
@@ -249,8 +248,8 @@ class Members:
             if again is not None:
                 process.prepared.append(again)
         shared: list[Stateful] = [*(_Groups(made.optimizer) for made in before), *state]
-        mine = _packed([[one.state_dict() for one in each] for each in (shared, samplers)])
-        values, positions = _unpacked(mine if session.alone else session.tell_all(mine, root))
+        mine = packed([[one.state_dict() for one in each] for each in (shared, samplers)])
+        values, positions = unpacked(mine if session.alone else session.tell_all(mine, root))
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
         go_on(session, samplers, positions)
@@ -267,61 +266,26 @@ class _Groups:
         self._groups = optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        plain = (bool, int, float, str, tuple, list, type(None))
-        groups = [
-            {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
-            for group in self._groups
-        ]
-        return {"groups": groups}
+        return {"groups": [{name: group[name] for name in group if name != "params"} for group in self._groups]}
 
     def load_state_dict(self, state: Any) -> None:
         for group, values in zip(self._groups, state["groups"], strict=True):
             for name, value in values.items():
-                group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+                if hasattr(group.get(name), "copy_"):  # a compiled optimizer reads its rate from this tensor
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+
+def _check_shareable(one: Stateful) -> None:
+    """Raise UsageError for an object whose state other workers could not take over."""
+    try:
+        packed(one.state_dict())
+    except UsageError as error:
+        raise UsageError(f"syncline.elastic() cannot share the state of a {type(one).__name__}: {error}") from error
 
 
 def _stay(session: Session) -> None:
     """Let this process live on if a peer fails while the script is busy outside Syncline."""
     if session.process.watcher is not None:
         session.process.watcher.insists = False
-
-
-def _packed(value: object) -> bytes:
-    """Plain values as JSON that keeps tuples and the types of keys. Raises TypeError for other values."""
-
-    def marked(value: object) -> object:
-        if isinstance(value, dict):
-            return {
-                "counter" if isinstance(value, Counter) else "dict": [[marked(k), marked(v)] for k, v in value.items()]
-            }
-        if isinstance(value, tuple):
-            return {"tuple": [marked(one) for one in value]}
-        return [marked(one) for one in value] if isinstance(value, list) else value
-
-    return json.dumps(marked(value)).encode()
-
-
-def _unpacked(text: bytes) -> Any:
-    """The values of ``_packed``."""
-
-    def found(marked: dict[str, Any]) -> object:
-        ((kind, value),) = marked.items()
-        if kind == "tuple":
-            return tuple(value)
-        return Counter(dict(value)) if kind == "counter" else dict(value)
-
-    return json.loads(text, object_hook=found)
-
-
-def _check_plain(one: Stateful) -> None:
-    """Raise UsageError for an object whose state would not come back equal."""
-    state = one.state_dict()
-    try:
-        same = bool(_unpacked(_packed(state)) == state)
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise UsageError(
-            f"syncline.elastic() cannot share the state of a {type(one).__name__}: its state_dict() must hold numbers,"
-            " texts, lists, tuples and dictionaries"
-        )

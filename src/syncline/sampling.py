@@ -1,14 +1,9 @@
-"""Selects the samples that a worker trains on: shares of global batches, fixed shares, or batches from a common pool.
+"""Selects the samples that a worker trains on: fixed shares, or batches from a common pool.
 
 The order of a data set's samples in an epoch follows from the seed and the epoch and is the same on every worker, so
-only positions in it are exchanged. Workers that exchange in lockstep split global batches (``GlobalBatches``), or have
-fixed shares of equal size, as in PyTorch's DistributedSampler. Workers at their own pace get their shares from a pool.
-No framework is needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of lists of them.
-
-With global batches of B samples, step k of an epoch trains on the samples at positions k B to (k + 1) B of its order,
-whatever the number of workers. Each worker takes a contiguous part of them. A run may therefore continue with another
-number of workers at any step: every sample is used once per epoch, and steps use the same samples in the same order.
-The position is that of the last committed step. A loader that fetches ahead does not move it.
+only positions in it are exchanged. Workers that exchange in lockstep have fixed shares of equal size, as in PyTorch's
+DistributedSampler, or split global batches (``global_batches``). Workers at their own pace share a pool. No framework
+is needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of lists of them.
 
 ``Pool`` is a pure state machine. Every position of an epoch is handed out once, to whichever worker asks. A slow worker
 thus does fewer batches and delays no one, and an epoch ends for all workers when nothing of it is left. Positions that
@@ -25,12 +20,9 @@ ends the run.
 from __future__ import annotations
 
 import json
-import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,9 +32,6 @@ from .engine.order import Work
 from .errors import MismatchError, UsageError
 from .serving.messages import check_fields, nonsense, read_message
 from .session.session import Session
-
-SAMPLES = "SYNCLINE_SAMPLES"
-"""The environment variable with the file for the samples of committed steps."""
 
 MOST_SAMPLES = 1 << 48
 MOST_EPOCHS = 1 << 32
@@ -129,182 +118,6 @@ class SampleOrder:
                 raise error
 
 
-def share(batch: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
-    """A worker's part of a global batch: the parts are contiguous, and their sizes differ by one at most.
-
-    If there are fewer samples than workers, every worker takes the whole batch. The mean over the workers is then the
-    mean over the batch too, and no worker is left without a gradient.
-    """
-    size = len(batch)
-    return batch if size < world else batch[size * rank // world : size * (rank + 1) // world]
-
-
-class SampleLog:
-    """Appends the samples of each committed step to a file, a line of JSON each; the worker of rank 0 ``writes``.
-
-    A step that was repeated after the loss of a worker may have several lines: the last one counts.
-    """
-
-    def __init__(self, path: str, sampler: int, members: Sequence[int], writes: bool) -> None:
-        self._path, self._sampler, self._members, self.writes = path, sampler, list(members), writes
-
-    def write(self, epoch: int, step: int, samples: NDArray[np.int64]) -> None:
-        """Append a step."""
-        line = {"sampler": self._sampler, "epoch": epoch, "step": step, "members": self._members}
-        with Path(self._path).open("a") as file:
-            file.write(json.dumps({**line, "samples": samples.tolist()}) + "\n")
-
-
-class GlobalBatches:
-    """A worker's parts of global batches, for ``DataLoader(dataset, batch_sampler=)``, and the position in them.
-
-    An iteration begins at the position and ends with the epoch. ``commit`` moves the position on: call it after every
-    ``optimizer.step()``. What an iteration has yielded and no ``commit`` has counted is yielded again by the next
-    iteration, so a failed step is repeated. ``state_dict`` has the position. It can be loaded by any number of workers.
-
-    ``check`` is called before an iteration if workers get parts of different sizes. ``log`` gets the committed steps.
-    """
-
-    pooled = False
-    """As in ``Sampler``."""
-
-    def __init__(
-        self,
-        order: SampleOrder,
-        rank: int,
-        world: int,
-        check: Callable[[], None] = lambda: None,
-        log: SampleLog | None = None,
-    ) -> None:
-        self.order, self._rank, self._world = order, rank, world
-        self._check, self._log = check, log
-        self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
-        self._start = 0, 0  # the position that the script has begun at or moved to
-        self._place(0, 0)
-
-    def divide(
-        self, state: Mapping[str, Any], rank: int, world: int, check: Callable[[], None], log: SampleLog | None
-    ) -> None:
-        """Continue at the position of ``state_dict`` with the parts of another rank and world.
-
-        Its last step is logged again with the workers so far: the one that wrote may have been lost before.
-        """
-        start = self._start
-        self.load_state_dict(state)
-        self._start = start
-        if log is not None and log.writes and (self.epoch, self.step) > start:
-            epoch, step = (self.epoch, self.step - 1) if self.step else (self.epoch - 1, self.order.steps - 1)
-            assert self._log is not None
-            self._log.write(epoch, step, self._batch(epoch, step))
-        self._rank, self._world, self._check, self._log = rank, world, check, log
-
-    def _place(self, epoch: int, step: int) -> None:
-        self.epoch, self.step = epoch, step
-        self._yielded, self._exhausted = step, False  # of the present epoch
-        self._walking: object = None  # the iteration that counts
-
-    def __len__(self) -> int:
-        return self.order.steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self._exhausted:
-            raise UsageError(
-                f"sampler(): {self.order.steps - self.step} of the {self.order.steps} batches of epoch {self.epoch}"
-                " were used, but no commit() counts them: call sampler.commit() after every optimizer.step(); to use"
-                " them again, call sampler.load_state_dict(sampler.state_dict())"
-            )
-        if self._uneven():
-            self._check()
-        self._walking = walk = object()
-        return self._walk(walk, self.epoch, self.step)
-
-    def _walk(self, walk: object, epoch: int, first: int) -> Iterator[list[int]]:
-        for step in range(first, self.order.steps):
-            batch = self._batch(epoch, step)
-            if walk is self._walking:
-                self._yielded = max(self._yielded, step + 1)
-            yield share(batch, self._rank, self._world).tolist()
-        self._exhausted |= walk is self._walking
-
-    def _uneven(self) -> bool:
-        """Whether workers have parts of different sizes in any step of an epoch."""
-        order, batch = self.order, self.order.global_batch
-        assert batch is not None
-        sizes = {min(batch, order.samples), *([] if order.drop_last else [order.samples % batch])}
-        return any(size >= self._world and size % self._world for size in sizes)
-
-    def _batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """All samples of a step."""
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = epoch, self.order.indices(epoch)
-        batch = self.order.global_batch
-        assert batch is not None
-        return self._kept[1][step * batch : (step + 1) * batch]
-
-    def commit(self, steps: int = 1) -> None:
-        """Count the next step as done: the weights contain it. With gradient accumulation, count several at once.
-
-        Raises UsageError for steps that no iteration has yielded.
-        """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise UsageError(f"commit() takes a number of steps from 1, got {steps!r}")
-        if self.step + steps > self._yielded:
-            raise UsageError(
-                f"commit() of {steps} after step {self.step} of epoch {self.epoch}, but only"
-                f" {self._yielded - self.step} of its batches were used since: call it once after each"
-                " optimizer.step(), with commit(k) for a step of k batches, and at the latest at the end of an epoch"
-            )
-        if self._log is not None and self._log.writes:
-            for step in range(self.step, self.step + steps):
-                self._log.write(self.epoch, step, self._batch(self.epoch, step))
-        self.step += steps
-        if self.step == self.order.steps:
-            self._place(self.epoch + 1, 0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Move to the beginning of that epoch, counted from 0. In the present epoch the position stays."""
-        _check_epoch(epoch)
-        if epoch != self.epoch:
-            self._place(epoch, 0)
-            self._start = epoch, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last committed step, for a checkpoint; equal on all workers."""
-        return {**asdict(self.order), "epoch": self.epoch, "step": self.step, "digest": self._digest(self.epoch)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of ``state_dict``, with any number of workers.
-
-        Raises UsageError for the state of another data set or other arguments, and for anything else.
-        """
-        expected = {**asdict(self.order), "epoch": int, "step": int, "digest": int}
-        for name, value in expected.items():
-            if name not in state:
-                raise UsageError(f"this state is not that of a sampler with global batches: it has no {name}")
-            if value is int:
-                if isinstance(state[name], bool) or not isinstance(state[name], int) or state[name] < 0:
-                    raise UsageError(f"this state is not that of a sampler: {name} is {state[name]!r}")
-            elif state[name] != value:
-                raise UsageError(
-                    f"this state belongs to a sampler whose {name} is {state[name]!r}, but this one has {value!r}: give"
-                    " the same data set and the same arguments as before"
-                )
-        _check_epoch(state["epoch"])
-        if state["step"] >= self.order.steps:
-            raise UsageError(f"this state is at step {state['step']}, but an epoch has {self.order.steps} steps")
-        if state["digest"] != self._digest(state["epoch"]):
-            raise UsageError(
-                "this state comes from another version of NumPy, which shuffles in another order: use that"
-            )
-        self._place(state["epoch"], state["step"])
-        self._start = self.epoch, self.step
-
-    def _digest(self, epoch: int) -> int:
-        self._batch(epoch, 0)
-        assert self._kept is not None
-        return zlib.crc32(self._kept[1].tobytes())
-
-
 class Shares(Protocol):
     """A worker's positions in an epoch's order."""
 
@@ -349,7 +162,7 @@ class Sampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that epoch, counted from 0."""
-        _check_epoch(epoch)
+        check_epoch(epoch)
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -375,7 +188,8 @@ class Sampler:
                 yield found.tolist()
 
 
-def _check_epoch(epoch: object) -> None:
+def check_epoch(epoch: object) -> None:
+    """Raise UsageError for anything but the number of an epoch."""
     if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < MOST_EPOCHS:
         raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
 
@@ -394,55 +208,6 @@ def sampler_of(session: Session, order: SampleOrder) -> Sampler:
             session.pools = Pools(session)
         shares = session.pools.enter(order)
     return Sampler(order, shares)
-
-
-def global_batches_of(session: Session, order: SampleOrder) -> GlobalBatches:
-    """``sampler_of`` for global batches. Raises UsageError if workers do not exchange in lockstep."""
-    if not session.strategy.sync_mode().merges:
-        raise UsageError(
-            f"sampler(global_batch=): under sync={session.strategy.sync.name} each worker goes at its own pace, so a"
-            " step has no global batch; give batch_size=, or use sync=bsp"
-        )
-    if session.is_worker:
-        order.check_alike(session)
-
-    found = GlobalBatches(
-        order, session.rank, session.world_size, partial(_check_weights, session, order), _log(session)
-    )
-    session.global_batches.append(found)
-    return found
-
-
-def go_on(session: Session, samplers: Sequence[GlobalBatches], states: Sequence[Mapping[str, Any]]) -> None:
-    """Let these samplers of an earlier session divide their batches from these positions on among the workers of this
-    one."""
-    for sampler, state in zip(samplers, states, strict=True):
-        check = partial(_check_weights, session, sampler.order)
-        sampler.divide(state, session.rank, session.world_size, check, _log(session))
-        session.global_batches.append(sampler)
-
-
-def _log(session: Session) -> SampleLog | None:
-    """The log of the session's next sampler, if the run keeps one."""
-    path = os.environ.get(SAMPLES)
-    if not path or not session.is_worker:
-        return None
-    members = [session.member.number(rank) for rank in range(session.world_size)]
-    if session.numbers is not None:
-        members = [session.numbers[rank] for rank in members]
-    return SampleLog(path, len(session.global_batches), members, writes=session.rank == 0)
-
-
-def _check_weights(session: Session, order: SampleOrder) -> None:
-    """Raise UsageError if parts of different sizes would count alike."""
-    if session.weighs_alike:
-        raise UsageError(
-            f"a global batch of {order.global_batch} of {order.samples} samples gives {session.world_size} workers"
-            " parts of different sizes, but the model counts all workers alike: call syncline.prepare() with"
-            " weight='batch' for a loss that is a mean over the batch, with a function for another, or give a"
-            " global_batch= that the number of workers divides, and drop_last=True; models of other frameworks"
-            " than PyTorch have no weight="
-        )
 
 
 class Pool:

@@ -11,6 +11,7 @@ rank writes part of the tensors. Ranks without a common file system read what th
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -21,6 +22,7 @@ import shutil
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +73,7 @@ class _Leaf:
 
     @property
     def row(self) -> list[Any]:
-        """What all ranks must agree on."""
+        """The properties that must be equal on all ranks."""
         return [self.name, self.dtype, list(self.shape)]
 
 
@@ -91,7 +93,8 @@ class _Parts:
         if value is None or type(value) in (bool, int, float, str):
             return ["value", value]
         if isinstance(value, Mapping):
-            return ["dict", [self._item(key, item, path, depth) for key, item in value.items()]]
+            kind = "counter" if type(value) is Counter else "dict"
+            return [kind, [self._item(key, item, path, depth) for key, item in value.items()]]
         if type(value) in (list, tuple):
             items = [self._node(item, (*path, str(number)), depth + 1) for number, item in enumerate(value)]
             return [type(value).__name__, items]
@@ -176,11 +179,12 @@ def _whole(tree: Any, leaves: Mapping[str, _Read], made: dict[tuple[str, str], A
         if content is not None and type(content) not in (bool, int, float, str):
             raise ValueError(f"a value of type {type(content).__name__}")
         return content
-    if kind == "dict":
-        return {key: _whole(item, leaves, made) for key, item in content}
+    if kind in ("dict", "counter"):
+        items = {key: _whole(item, leaves, made) for key, item in content}
+        return items if kind == "dict" else Counter(items)
     if kind in ("list", "tuple"):
-        items = [_whole(item, leaves, made) for item in content]
-        return items if kind == "list" else tuple(items)
+        listed = [_whole(item, leaves, made) for item in content]
+        return listed if kind == "list" else tuple(listed)
     if kind not in ("array", "scalar", "tensor"):
         raise ValueError(f"a part of kind {kind!r}")
     if (kind, content) not in made:
@@ -212,6 +216,23 @@ class _Read:
 
 def _numpy_type(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+
+
+def packed(state: Any) -> bytes:
+    """A state as bytes for other processes of this run. UsageError names the place of an object without such a form."""
+    parts = _Parts(state)
+    leaves = [[*leaf.row, base64.b64encode(leaf.copy()).decode()] for leaf in parts.leaves.values()]
+    return json.dumps([parts.tree, leaves]).encode()
+
+
+def unpacked(data: bytes) -> Any:
+    """The state of ``packed``."""
+    tree, leaves = json.loads(data)
+    found = {
+        name: _Read(dtype, tuple(shape), np.frombuffer(bytearray(base64.b64decode(text)), np.uint8))
+        for name, dtype, shape, text in leaves
+    }
+    return _whole(tree, found, {})
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -276,14 +297,14 @@ def _digest(header: bytes, data: Sequence[Bytes]) -> str:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What a file says of its checkpoint, without its tensors. DataError unless it is a file of this format."""
+    """The description of a checkpoint in one of its files, without the tensors. DataError for another format."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return _about(path, size, file.read(min(size, _MOST_HEADER_BYTES)))[0]
 
 
 def parse_shard(path: Path, raw: Bytes) -> tuple[dict[str, Any], dict[str, _Read]]:
-    """What the bytes of a file say of its checkpoint, and its tensors. ``path`` is for messages.
+    """The description of a checkpoint in the bytes of a file, and the tensors of that file. ``path`` is for messages.
 
     Raises DataError if the file is truncated, altered, or of another format.
     """
@@ -312,7 +333,7 @@ def parse_shard(path: Path, raw: Bytes) -> tuple[dict[str, Any], dict[str, _Read
 
 
 def _about(path: Path, size: int, header: bytes) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What the header says of the checkpoint, the table of tensors, and the checksum."""
+    """The description of the checkpoint in a header, the table of tensors, and the checksum."""
     if len(header) != size or not size:
         raise DataError(f"{path} is truncated, or not a checkpoint of this format")
     try:
@@ -394,7 +415,7 @@ class Checkpoints:
         self._begin(_Candidate(number, step, answers[0]["save"], self._session.world_size), parts)
 
     def _begin(self, save: _Candidate, parts: _Parts) -> None:
-        """Copy this rank's part, and write it in a thread. What goes wrong, all ranks learn at their next call."""
+        """Copy this rank's part, and write it in a thread. All ranks learn of a failure at their next call."""
         writing = self._writing = _Writing(save)
         rank = self._session.rank
         about = {
@@ -497,7 +518,7 @@ class Checkpoints:
         return sorted(found)
 
     def _read(self, candidate: _Candidate, known: Sequence[Sequence[_Found]]) -> tuple[str, Any]:
-        """What is wrong with a checkpoint on any rank, or its state."""
+        """The fault of a checkpoint on any rank, or its state."""
         if missing := _missing(candidate, known):
             return f"{self._path(candidate)} is incomplete: no rank has {missing}", None
         have = [{row.shard for row in rows if row.of == candidate} for rows in known]
@@ -557,7 +578,7 @@ class _Found(NamedTuple):
 
     @property
     def of(self) -> _Candidate:
-        """Its save."""
+        """The save that the file belongs to."""
         return _Candidate(*self[:-1])
 
 

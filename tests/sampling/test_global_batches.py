@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import syncline
 from syncline.errors import MismatchError, UsageError
-from syncline.sampling import GlobalBatches, SampleLog, SampleOrder, global_batches_of, share
+from syncline.global_batches import GlobalBatches, SampleLog, global_batches_of, share
+from syncline.sampling import SampleOrder
 from syncline.session.session import Session
 
 
@@ -328,15 +329,6 @@ def test_workers_at_their_own_pace_have_no_global_batch(group: Any) -> None:
 def test_workers_with_different_data_are_named(group: Any) -> None:
     with pytest.raises(MismatchError, match=r"global_batch is .* on rank"):
         group("ring", 2, lambda session: global_batches_of(session, SampleOrder(10, global_batch=4 + session.rank)))
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
-        monkeypatch.delenv(name, raising=False)
-    syncline.init()
-    yield
-    syncline.shutdown()
 
 
 @pytest.mark.usefixtures("alone")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -186,15 +185,6 @@ def test_an_answer_that_is_none_is_named(group: Any, monkeypatch: pytest.MonkeyP
 
 
 # Alone, by the public call.
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
-        monkeypatch.delenv(name, raising=False)
-    syncline.init()
-    yield
-    syncline.shutdown()
 
 
 @pytest.mark.usefixtures("alone")
