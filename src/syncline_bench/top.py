@@ -32,7 +32,8 @@ _ANSWER_S = 1.0
 """The time limit for an answer."""
 _ANSWER_BYTES = 1 << 20
 _READERS = 16
-_MOST_PORTS = 1024
+_MOST_PORTS = 128
+"""The processes of a host that are asked, however many its answer names."""
 _GONE = 3
 """The refreshes without any answer after which a run has ended."""
 
@@ -58,7 +59,7 @@ class Address(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a process has answered."""
+    """The contents of an answer."""
 
     rank: str
     strategy: str
@@ -139,7 +140,7 @@ class Watch:
         return not self._watched or self._silent >= _GONE
 
     def refresh(self) -> None:
-        """Ask all processes once."""
+        """Ask all processes once, and note their answers."""
         if not self._given:
             now = [_address(text) for text in self._found()]
             self._watched = {address: self._watched.get(address) or Watched(address) for address in now}
@@ -212,7 +213,7 @@ def _table(ranks: Sequence[Watched]) -> Table:
 
 
 def asked(address: Address, limit_s: float = _ANSWER_S) -> Seen | str:
-    """What the process at an address answers, or why it does not."""
+    """The answer of the process at an address, or the reason why there is none."""
     try:
         return read(_answer(address, limit_s))
     except (OSError, ValueError) as error:

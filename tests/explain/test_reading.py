@@ -15,6 +15,7 @@ from planted import Planted, slower
 
 from syncline.errors import UsageError
 from syncline.timeline.chrome import RecordedRun, write
+from syncline_bench.explain import reading
 from syncline_bench.explain.causes import causes
 from syncline_bench.explain.command import explain
 from syncline_bench.explain.reading import read_timeline
@@ -117,6 +118,17 @@ def test_another_version_and_another_maker_are_refused(written: Path, tmp_path: 
         path = tmp_path / "t.json"
         path.write_text(text.replace(old, new))
         refused(path, part)
+
+
+def test_a_small_file_that_unpacks_to_huge_events_is_refused(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MOST_CHARACTERS", 3_000_000)
+    assert read_timeline(written)
+    lines = gzip.decompress(written.read_bytes()).decode().splitlines(keepends=True)
+    path = tmp_path / "t.json"
+    path.write_text("".join([lines[0], " " * 3_000_000 + "\n", *lines[1:]]))
+    refused(path, "events of more than 3000000 characters")
 
 
 @settings(max_examples=40)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 
 import pytest
 
+from syncline.errors import GroupError
 from syncline.launch import relay as relays
 from syncline.launch.local import LocalRun, Outcome
 from syncline.launch.relay import Relay, RelayLine
@@ -67,12 +67,16 @@ def test_one_half_of_a_view_is_favoured() -> None:
     found.read(0)
     assert ends[0].receive(LIMIT_S) == {"view": 2, "half": [0]}
     assert ends[1].receive(0.01) is None
-    for packet in (b"nonsense", b"[]", b"{}", json.dumps({"to": 9, "message": []}).encode()):
+    nonsense = [b"nonsense", b"[]", b"{}", b"[" * 60_000, b'{"to": 1e999, "message": 1}', b'{"to": 9, "message": []}']
+    for packet in [*nonsense, b'{"view": 5, "members": [9]}', b'{"view": 5, "members": []}']:
         ends[1]._sock.send(packet)
         found.read(1)
+    assert found.members == {0, 1, 2, 3}
     assert all(ends[rank].receive(0.01) is None for rank in range(4))
     found.close()
     for end in ends:
+        with pytest.raises(GroupError, match="syncline run has ended"):
+            end.receive(LIMIT_S)
         end._sock.close()
 
 

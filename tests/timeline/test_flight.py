@@ -298,6 +298,7 @@ def damaged(change: Any) -> str:
         (damaged(lambda said: said.pop("records")), "it has no 'records'"),
         (damaged(lambda said: said["records"][0].update(process=4)), "'4' is not a whole number from 0 to 3"),
         (damaged(lambda said: said["records"][0]["operations"][0].pop()), "is not a flight record"),
+        (damaged(lambda said: said["records"][0].update(operations=[0] * (ROWS + 1))), "and a record keeps 1024"),
         (damaged(lambda said: said["records"][0].update(at_s=float("inf"))), "'inf' is not a number"),
         (damaged(lambda said: said["records"][0]["fault"].update(waits=3)), "'3' is not a list"),
         (damaged(lambda said: said.update(verdict=3)), "'3' is not a text"),

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from ..errors import GroupError
+
 VARIABLE = "SYNCLINE_ELASTIC"
 """The environment variable with the descriptor of a process's end, its number, all processes, and the least number."""
 
@@ -54,10 +56,11 @@ class Relay:
                 packet = self._pairs[rank][0].recv(PACKET_BYTES)
             except OSError:
                 return
-            with suppress(ValueError, KeyError, TypeError):
-                self._obey(rank, json.loads(packet))
             if not packet:
                 return
+            # A process may send nonsense: that is its loss, not the launcher's end.
+            with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                self._obey(rank, json.loads(packet))
 
     def _obey(self, rank: int, packet: Mapping[str, Any]) -> None:
         if "to" in packet:
@@ -68,10 +71,12 @@ class Relay:
             half = self._favoured.setdefault(int(packet["ask"]), packet["half"])
             self._tell(rank, {"view": packet["ask"], "half": half})
         elif packet["view"] > self._view:
-            self._view, self.members = packet["view"], set(packet["members"])
+            members = {int(member) for member in packet["members"]}
+            if members and members <= set(range(len(self._pairs))):
+                self._view, self.members = packet["view"], members
 
     def note_end(self, rank: int, status: int) -> None:
-        """A process has ended."""
+        """Note that a process has ended, and tell the others."""
         self._ended[rank] = status
         self._tell_others(rank, {"ended": rank})
 
@@ -97,7 +102,7 @@ class Relay:
                 self._pairs[rank][0].send(json.dumps(packet).encode())
 
     def close(self) -> None:
-        """Close all ends."""
+        """Close both ends of every line."""
         for pair in self._pairs:
             for sock in pair:
                 sock.close()
@@ -130,10 +135,15 @@ class RelayLine:
             self._sock.send(json.dumps(packet).encode())
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next packet. None after ``timeout_s``."""
+        """The next packet. None after ``timeout_s``. GroupError if the launcher has ended."""
         self._sock.settimeout(timeout_s)
         try:
-            packet: dict[str, Any] = json.loads(self._sock.recv(PACKET_BYTES))
+            data = self._sock.recv(PACKET_BYTES)
         except TimeoutError:
             return None
+        except OSError:
+            data = b""
+        if not data:
+            raise GroupError("syncline run has ended, over which the workers that are left would have agreed to go on")
+        packet: dict[str, Any] = json.loads(data)
         return packet

@@ -72,7 +72,7 @@ class FlightOperation(NamedTuple):
 
     @property
     def same(self) -> tuple[int, int]:
-        """What it has in common with the same operation of other processes."""
+        """The key and turn that the same operation has on other processes."""
         return self.key, self.turn
 
     @property
@@ -88,7 +88,7 @@ class FlightOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """What a process knew at its first fault, as the file has it."""
+    """The knowledge of a process at its first fault, as the file has it."""
 
     kind: str
     text: str
@@ -132,7 +132,7 @@ class ProcessFlight:
 
 
 ABSENT, INSIDE, ELSEWHERE = range(3)
-"""What the process at fault has to do with an operation: it has not entered it, is in it, or neither."""
+"""The relation of the process at fault to an operation: it has not entered it, is in it, or neither."""
 
 
 class _Awaited(NamedTuple):
@@ -224,11 +224,13 @@ def _record(said: Any) -> FlightRecord:
 
 
 def _part(said: Any, processes: int) -> ProcessFlight:
-    fault = said["fault"]
+    fault, operations = said["fault"], _several(said["operations"])
+    if len(operations) > ROWS:
+        raise ValueError(f"a process has {len(operations)} operations, and a record keeps {ROWS}")
     return ProcessFlight(
         _whole(said["process"], 0, processes - 1),
         _text(said["name"]),
-        tuple(_operation(*one) for one in _several(said["operations"])),
+        tuple(_operation(*one) for one in operations),
         begun=_whole(said["begun"]),
         wall_s=_number(said["wall_s"]),
         at_s=_number(said["at_s"]),
@@ -462,7 +464,7 @@ def _waits_in(part: ProcessFlight, operation: FlightOperation) -> float:
 
 
 def _fate(part: ProcessFlight | None, ended: Mapping[int, str], process: int) -> str:
-    """What became of a process, as the end of a sentence; empty if nothing is known, or if it ended because of others
+    """The fate of a process, as the end of a sentence; empty if nothing is known, or if it ended because of others
     or of the wait for it."""
     own = None if part is None else part.fault
     if own is None:
@@ -472,7 +474,7 @@ def _fate(part: ProcessFlight | None, ended: Mapping[int, str], process: int) ->
 
 
 def _called(processes: Sequence[int], workers: int) -> str:
-    """Processes in words."""
+    """The names of processes, ranks first, as part of a sentence."""
     ranks, servers = [one for one in processes if one < workers], [one - workers for one in processes if one >= workers]
     told = [ranks_text(ranks)] if ranks else []
     return " and ".join([*told, *(f"server {one}" for one in servers)])

@@ -15,7 +15,6 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, get_args
 
@@ -34,6 +33,8 @@ _LINES = 4096
 _MOST_PROCESSES = 1 << 16
 _LONGEST_LINE = 1 << 20
 """The most characters of an event. One has some 300."""
+MOST_CHARACTERS = 1 << 26
+"""The most characters of the events that are parsed in one call: a small file may unpack to any length."""
 
 Event = dict[str, Any]
 
@@ -106,7 +107,7 @@ def _events(file: IO[str], found: _Runs) -> Iterator[list[Event]]:
             "is not a timeline of Syncline: it does not start like one; record one with --trace, or SYNCLINE_TRACE"
         )
     while True:
-        lines = list(islice(iter(lambda: file.readline(_LONGEST_LINE), ""), _LINES))
+        lines = _lines(file)
         last = lines and lines[-1].startswith(_TAIL)
         if not lines:
             raise _Foreign("is incomplete: its end is missing; copy it again, or record again")
@@ -115,6 +116,17 @@ def _events(file: IO[str], found: _Runs) -> Iterator[list[Event]]:
         if last:
             found.about = _about(json.loads(lines[-1][len(_TAIL) :].rstrip()[:-1]))
             return
+
+
+def _lines(file: IO[str]) -> list[str]:
+    """The next lines of a file, at its end none."""
+    found, characters = list[str](), 0
+    while len(found) < _LINES and (line := file.readline(_LONGEST_LINE)):
+        characters += len(line)
+        if characters > MOST_CHARACTERS:
+            raise _Foreign(f"has {_LINES} events of more than {MOST_CHARACTERS} characters, which no timeline has")
+        found.append(line)
+    return found
 
 
 def _about(said: Any) -> Event:
