@@ -1,4 +1,4 @@
-"""What the ranks of a cell do: a short run, in which one of them has a fault. The pool forks them."""
+"""The part of a rank in a cell: a short run, in which one of them has a fault. The pool forks them."""
 
 from __future__ import annotations
 

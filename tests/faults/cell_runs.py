@@ -28,8 +28,8 @@ from syncline.strategy.strategy import Strategy
 
 PROMISED_S = 10.0
 HARMLESS = ("clock", "stranger")
-NAMED = re.compile(rf"rank {VICTIM}\b|process {VICTIM}\b|another secret|ranks? .*(missing|twice|disagree)|processes")
-"""What an error says of the culprit: its rank, or what is wrong with a group that does not form."""
+NAMED = re.compile(rf"\b(rank|process) {VICTIM}\b|counts? \d+ processes|\bcame twice\b")
+"""The texts by which an error names the culprit: its rank, or what is wrong with a group that does not form."""
 
 _SHARED = Path("/dev/shm")
 
@@ -44,7 +44,7 @@ def warm_pool() -> Iterator[Pool]:
 
 
 def run_cell(pool: Pool, cell: Cell) -> str:
-    """What is wrong with the end of a cell; empty if it ends as promised."""
+    """The fault in the end of a cell; empty if it ends as promised."""
     backend = cell.strategy == "backend"
     text = f"{'ring' if backend else cell.strategy} transport={cell.transport}"
     processes = WORKERS + Strategy.parse(text).servers
@@ -99,7 +99,7 @@ def place_of_point(cell: Cell) -> int:
 
 
 def _wrong(rank: Rank) -> str:
-    """What is wrong with the end of a process that is not the victim."""
+    """The fault in the end of a process that is not the victim."""
     if rank.status == 0:
         return f"process {rank.index} has status 0, but others have not"
     if not NAMED.search(rank.printed()):
