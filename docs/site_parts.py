@@ -1,4 +1,4 @@
-"""What the site has beyond Sphinx.
+"""The parts of the site that Sphinx does not make.
 
 Directives: ``plan`` draws an algorithm as ``syncline show --svg`` does, ``commands`` lists the help of every command,
 ``report`` calls one and links to the page that it writes, and ``results`` to that of a stored comparison. Docstrings
@@ -30,12 +30,12 @@ _REQUESTS = re.compile(
     r"""<(?!a\b)[^>]*\s(?:src|srcset|href|data|action|poster)=["']?(?:https?:)?//[^"'\s>]+"""
     r"""|url\(["']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*"""
 )
-"""Whatever a browser fetches by itself, unlike the target of a link: scripts, styles, fonts, pictures."""
+"""The things that a browser fetches by itself, unlike the target of a link: scripts, styles, fonts, pictures."""
 REPORTS = "_reports"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the parts of this file; Sphinx calls it."""
     app.add_directive("plan", PlanDrawing)
     app.add_directive("commands", Commands)
     app.add_directive("report", Report)
@@ -46,7 +46,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def printed(*arguments: str) -> str:
-    """What a command prints, whose failure is an error of the page."""
+    """The output of a command. A failure of the command is an error of the page."""
     done = CliRunner().invoke(cli, list(arguments), prog_name="syncline", terminal_width=90, catch_exceptions=False)
     if done.exit_code:
         raise RuntimeError(f"syncline {' '.join(arguments)} failed: {done.output}")
@@ -102,7 +102,7 @@ class Report(SphinxDirective):
         return [nodes.paragraph("", "", link)]
 
     def write(self, page: Path, words: list[str]) -> None:
-        """Write the page."""
+        """Write the page of the gallery, with its reports beside it."""
         printed(*words, "--report", str(page))
 
 

@@ -33,6 +33,8 @@ Rules
 * Whoever asks to join states terms (version, model, strategy). Other terms are refused, and nothing changes for the
   run. The caller has authenticated every sender before: here a message's sender is who it says.
 
+No launcher starts a process that joins yet; the rules for it are checked with the others.
+
 Members that fail stop: a process that has forgotten its promises must not come back under its number.
 
 Theory: Lamport, "Paxos made simple", 2001; Oki and Liskov, "Viewstamped Replication", PODC 1988.
@@ -120,7 +122,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The answer to ``Accept``."""
+    """The answer to ``Accept``: the sender keeps the proposal."""
 
     base: int
     ballot: Ballot
@@ -407,7 +409,7 @@ class ViewKeeper:
         return self._waited <= self._patience + 1 + before
 
     def hear(self, sender: Peer, message: Message) -> list[Action]:
-        """A message has arrived."""
+        """Handle a message that has arrived."""
         if self.stopped:
             return []
         if isinstance(message, Join):

@@ -82,13 +82,13 @@ class Serving:
 
 
 def serving_of(environ: Mapping[str, str]) -> Serving | None:
-    """What the variable asks for; None if it is not set. Raises UsageError for other texts, or without the library."""
+    """The request in the variable; None if it is not set. Raises UsageError for other texts, or without the library."""
     text = environ.get(VARIABLE, "")
     return read_serving(text, VARIABLE) if text else None
 
 
 def read_serving(text: str, name: str) -> Serving:
-    """What a text asks for. Raises UsageError, which begins with ``name``, or without the library."""
+    """The request in a text. Raises UsageError, which begins with ``name``, or without the library."""
     address, *words = text.split(",")
     every = 0
     for word in words:
@@ -149,7 +149,7 @@ class Metrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Serve no more."""
+        """End the server, its thread and the announcement of its address."""
         if not self._ours:
             return
         self._server.close()
@@ -250,7 +250,7 @@ class _Server(ThreadingMixIn, HTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one reader."""
+        """Answer one reader, and let the next one come."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -264,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_S
 
     def do_GET(self) -> None:
-        """Answer with the metrics."""
+        """Send the metrics; any other path is not found."""
         assert isinstance(self.server, _Server)
         if self.path.partition("?")[0] not in (PATH, "/"):
             self.send_error(HTTPStatus.NOT_FOUND)

@@ -49,7 +49,7 @@ _MOMENTA: Mapping[Kept, str] = {
     "dana": "momentum=dana: each worker has its own momentum and looks ahead, as the optimizer is SGD with momentum",
     "shared": "momentum=shared: all pushes share the optimizer's state, as it is not SGD with momentum",
 }
-"""What ``momentum=auto`` has decided, and why."""
+"""The decision of ``momentum=auto``, and its reason."""
 
 
 class Session(Communicator):
@@ -71,8 +71,7 @@ class Session(Communicator):
         self.choice: Choice | None = None
         self.chose_codec, self.reason = False, ""  # whether a codec was chosen by measuring, and why
         self.decided: Kept | None = None
-        """What ``momentum=auto`` is with the optimizer of the model that owners hold; every process decides it alike.
-        """
+        """The decision of ``momentum=auto`` for the optimizer of the model that owners hold, alike on all processes."""
         self.left_out = NONE
         """A codec that compresses between hosts only, while all workers are on one."""
         self.left_open = left_open

@@ -65,7 +65,7 @@ class Stats:
         return f"{self.strategy}{by_size}{why}"
 
     def since(self, before: Stats) -> dict[str, float]:
-        """Means and rates since an earlier call of ``stats``, by name, for a plot. What was not counted is left out.
+        """Means and rates since an earlier call of ``stats``, by name, for a plot; without values that nobody counted.
 
         ``step_ms`` is the mean time of a step, ``exposed_percent`` the share of time in which the training thread was
         blocked, and ``staleness`` the mean lead over the slowest worker, where workers may run ahead.

@@ -150,7 +150,7 @@ class Advises(Protocol):
     """A mode that needs a run of some length."""
 
     def advice(self, steps: int) -> str:
-        """What to change, if a run was too short with so many steps; empty if it was not."""
+        """The advice for a run that was too short with so many steps; empty if it was not."""
         ...
 
 

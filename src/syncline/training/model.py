@@ -79,7 +79,7 @@ class TrainedModel:
         """The factor of a gradient in its bucket: 1/N in a mean of N, 1 if each push is an update by itself."""
         self._works: dict[BucketPhase, Work] = {}
         self.pace = session.paces[exchange.key] = Pace()
-        """Counts the steps."""
+        """Counts steps and their times, for monitors."""
         exchange.measure_error(self.pace, session.error_every)
         self._checks: ModelChecks | None = None
         if session.checks.asked:

@@ -278,7 +278,7 @@ class Doors:
             caller.sock = caller.sealed = tls.wrap(caller.sock, listening=True)
 
     def _seal(self, caller: _Caller, sealed: Sealed) -> None:
-        """Go on with the handshake of TLS. What this end sends fits the empty buffer of any socket."""
+        """Go on with the handshake of TLS. The bytes of this end fit the empty buffer of any socket."""
         assert self._tls is not None
         assert caller.said is not None
         try:
@@ -324,7 +324,7 @@ class Listener:
         """Open the doors. Raises UsageError unless ``address`` belongs to this machine."""
         self._index, self._world = index, world
         self.tls = tls
-        """What TCP connections are encrypted with; they are plain for None."""
+        """The credentials for TCP connections, which are plain for None."""
         self._came = threading.Condition()
         self._ready: dict[tuple[int, str], socket.socket] = {}
         self.address: str = address

@@ -170,7 +170,7 @@ class Line:
     """A connection, with the calls that links make. It writes only granted bytes and reads from a delay line."""
 
     def __init__(self, sock: socket.socket, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take the connection over."""
+        """Use a connected socket, which the line closes."""
         self._sock = sock
         self.family: int = sock.family
         self.fileno, self.setblocking, self.setsockopt = sock.fileno, sock.setblocking, sock.setsockopt

@@ -151,7 +151,7 @@ def _records(buffers: Iterable[Any]) -> Iterator[bytes | memoryview]:
 
 
 class Credentials:
-    """What process ``index`` of a run needs for TLS.
+    """The certificates and contexts of process ``index`` of a run.
 
     ``asked`` is ``on``, or a folder with ``FILES``; ``run`` are the bytes of the run's name. Raises UsageError if there
     is no secret to make certificates from, or those of the folder are unusable.
@@ -277,7 +277,7 @@ def credentials(asked: str | None, secret: bytes, run: bytes, index: int) -> Cre
 
 
 def refusal(error: Exception) -> str:
-    """What went wrong in a TLS handshake, in plain words."""
+    """The reason why a TLS handshake failed, in plain words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not valid in this run: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -106,7 +106,7 @@ class Link:
 
     @property
     def nbytes(self) -> int:
-        """All bytes."""
+        """The bytes of all messages together."""
         return sum(message.nbytes for message in self.messages)
 
     @property
@@ -123,7 +123,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Activity:
-    """What was done in the iterations that are looked at.
+    """The activity in the iterations that are examined.
 
     ``stages`` has the seconds of each stage by worker and iteration, ``steps`` the begin and the end of each worker's
     iterations. ``window`` is the time from the first begin to the last end.
@@ -158,7 +158,7 @@ class Activity:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """All processes, workers first."""
+        """The numbers of all processes, workers first."""
         return (*self.workers, *self.servers)
 
     def per_step(self, seconds: float) -> float:

@@ -9,7 +9,7 @@ waiting for ranks.
   by its other stages. Ranks that are late in turn, each in other iterations, are ``jitter``.
 * **Exposed communication** has reasons, each with the part that it could explain at most: a link or a port slower than
   the others, servers that all workers share, codecs, the fixed cost of many small buckets, a schedule that leaves the
-  backward pass without communication. What none of them explains is the network's.
+  backward pass without communication. Time that none of them explains is the network's.
 
 A cause counts if it takes ``LEAST`` of an iteration.
 """

@@ -65,7 +65,7 @@ class Outlook:
 
 
 def outlook(activity: Activity, causes: Sequence[Cause]) -> Outlook:
-    """What changes would bring: the best of each word of the strategy, and repairs. Takes some fifty simulations."""
+    """The gains of changes: the best of each word of the strategy, and repairs. Takes some fifty simulations."""
     try:
         strategy = _plain(activity.strategy)
         pieces = _pieces(activity)

@@ -47,7 +47,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Change:
-    """What a change would bring."""
+    """The predicted gain of a change."""
 
     change: Annotated[str, "the change: words of a strategy, or a repair"]
     iteration_s: Annotated[float, "the iteration after it"]
@@ -68,7 +68,7 @@ class Leg:
 
     @property
     def text(self) -> str:
-        """The leg in words."""
+        """The text of a leg for the terminal."""
         if self.link is not None:
             return f"messages {self.link[0]} to {self.link[1]}"
         return f"{self.what} on {'' if self.rank is None else f'rank {self.rank}'}"

@@ -45,7 +45,7 @@ def _waits(part: ProcessFlight) -> str:
 
 
 def fate(part: ProcessFlight) -> str:
-    """What a process said at its end, or else what its launcher saw."""
+    """The last words of a process, or else the end that its launcher saw."""
     return part.ended or "left no error" if part.fault is None else f"{part.fault.kind}: {part.fault.text}"
 
 

@@ -268,7 +268,7 @@ class TrainedReplica(Replica):
         )
         super().__init__(session, model, options, framework, first_key=first_key, copier=copier)
         self.options = options
-        """The options of ``prepare``."""
+        """The options that ``prepare`` was given."""
         self._fills_missing = options.unused == "zeros"
         self._backward = Backward(self._end_backward, self._given_up)
         weight, events = options.weight, (self.on_gradient, self.before_forward, self.on_state_loaded)
