@@ -28,7 +28,7 @@ from syncline.strategy.strategy import Strategy
 
 PROMISED_S = 10.0
 HARMLESS = ("clock", "stranger")
-NAMED = re.compile(rf"\b(rank|process) {VICTIM}\b|counts? \d+ processes|\bcame twice\b")
+NAMED = re.compile(rf"\b(rank|process) {VICTIM}\b|counts? \d+ processes|\bis taken by\b")
 """The texts by which an error names the culprit: its rank, or what is wrong with a group that does not form."""
 
 _SHARED = Path("/dev/shm")
