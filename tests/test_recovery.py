@@ -29,9 +29,10 @@ def members() -> Iterator[Members]:
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("ps(servers=1, on=workers)", "sync=bsp and without servers"),
-        ("ps(servers=1, on=workers) sync=asp", "sync=bsp and without servers"),
-        ("ring sync=local(steps=4)", "sync=bsp and without servers"),
+        ("ps(servers=1, on=workers)", r"optimizer's state, .*: use ps\(servers=1, on=workers, update=worker\)"),
+        ("ps(servers=1, on=workers) sync=asp", "sync=bsp without backup"),
+        ("ps(servers=1, on=workers) sync=bsp(backup=1)", "sync=bsp without backup"),
+        ("ring sync=local(steps=4)", "sync=bsp without backup"),
         ("direct codec=int8", "without a codec"),
         ("ring transport=inproc", "over transport=auto, shm and tcp"),
     ],

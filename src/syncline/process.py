@@ -124,6 +124,8 @@ class Process:
         secret_bytes(asked.secret)
         environment = self._variables.recognise(rank=asked.rank, world_size=asked.world_size, address=asked.address)
         chosen, checks = _choose(asked.strategy, environment), asked_for(asked.check_replicas, asked.check_finite)
+        if self._again:  # workers that owned weights may be lost
+            chosen = chosen.with_owners_among(environment.world)
         checks.check_fit(chosen)
         metrics = _asked_metrics()
         with self._recorded(environment.rank) as recording, self._kept(environment) as flight:

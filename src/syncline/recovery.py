@@ -31,6 +31,7 @@ from .membership import Action, AskLauncher, Peer, Send, View, ViewKeeper, from_
 from .process import process
 from .saving import packed, unpacked
 from .session.session import Session
+from .strategy.strategy import Strategy
 from .strategy.words import NONE
 from .wire.reports import say
 
@@ -140,8 +141,9 @@ class Members:
         for one in state:
             _check_shareable(one)
         strategy, models = session.strategy, process.prepared
-        if strategy.sync.name != "bsp" or strategy.roles is not None:
-            raise NotBuiltError(f"syncline.elastic() works with sync=bsp and without servers, not with {strategy}")
+        if strategy.sync.name != "bsp" or not strategy.sync_mode().merges:
+            raise NotBuiltError(f"syncline.elastic() works with sync=bsp without backup workers, not with {strategy}")
+        _check_owners(strategy)
         if strategy.codec != NONE or strategy.collective is not None or strategy.transport.name not in _TRANSPORTS:
             raise NotBuiltError(
                 f"syncline.elastic() works without a codec and over transport=auto, shm and tcp, not with {strategy}"
@@ -275,6 +277,18 @@ class _Groups:
                     group[name].copy_(value)
                 else:
                     group[name] = value
+
+
+def _check_owners(strategy: Strategy) -> None:
+    """Raise NotBuiltError for owners whose loss would end the run."""
+    roles = strategy.roles
+    if roles is None or not (roles.apart or roles.holds_weights):
+        return
+    what = "server processes" if roles.apart else "owners that hold the optimizer's state"
+    raise NotBuiltError(
+        f"syncline.elastic() works without {what}, not with {strategy}: use"
+        f" ps(servers={roles.owners}, on=workers, update=worker), or an allreduce such as ring"
+    )
 
 
 def _check_shareable(one: Stateful) -> None:

@@ -25,6 +25,7 @@ from syncline.launch.relay import Relay
 from syncline.sampling import SampleOrder
 
 LIMIT_S = 60.0
+OWNERS = "ps(servers=3, on=workers, update=worker)"
 
 
 @contextmanager
@@ -106,7 +107,7 @@ def test_three_workers_then_two_then_one(pool: Pool, address: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["direct transport=tcp", "tree", "auto"])
+@pytest.mark.parametrize("strategy", ["direct transport=tcp", "tree", "auto", OWNERS])
 @pytest.mark.parametrize(("what", "when"), [("before", 0), ("after", 11), ("raise", 5)])
 def test_a_loss_at_any_step(pool: Pool, address: str, strategy: str, what: str, when: int) -> None:
     """At the first step, after the last one, and by an error of one worker's script."""

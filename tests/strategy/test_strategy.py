@@ -471,3 +471,11 @@ def test_a_schedule_beside_the_budget_is_refused_when_it_is_asked_for_and_printe
 def test_a_framework_that_replaces_no_layouts_refuses_it() -> None:
     with pytest.raises(UsageError, match=r"leave the budget out.*syncline tune --framework jax"):
         check_schedule(Strategy.parse("auto(budget=60s)").resolve(Group(2)), "JAX")
+
+
+def test_fewer_workers_have_fewer_owners() -> None:
+    asked = Strategy.parse("ps(servers=3, on=workers, update=worker) schedule=merged")
+    assert asked.with_owners_among(3) is asked
+    assert str(asked.with_owners_among(2)) == "ps(servers=2, on=workers, update=worker) schedule=merged"
+    for text in ("ring", "ps(servers=3)"):
+        assert Strategy.parse(text).with_owners_among(1) == Strategy.parse(text)

@@ -178,6 +178,21 @@ class Strategy(Combination):
             resolved.plan(group)
         return resolved
 
+    def with_owners_among(self, workers: int) -> Strategy:
+        """The same strategy with at most as many owners as workers, if workers are the owners.
+
+        Raises StrategyError if no argument of the architecture is the number of owners.
+        """
+        roles, architecture = self.roles, self.architecture
+        if roles is None or roles.apart or roles.owners <= workers:
+            return self
+        for name, value in architecture.args:
+            if type(value) is int and value == roles.owners:
+                fewer = replace(self, architecture=with_arguments(architecture, **{name: workers}))
+                if fewer.roles is not None and fewer.roles.owners == workers:
+                    return fewer
+        raise StrategyError(f"{self} needs {roles.owners} workers, but {workers} are left: start with fewer owners")
+
     def _with_servers(self, group: Group) -> Group:
         if group.servers not in (0, self.servers):
             raise UsageError(
