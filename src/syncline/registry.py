@@ -23,6 +23,7 @@ import inspect
 import logging
 import pkgutil
 import sys
+import threading
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,9 @@ class Entry:
 
 _entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
 _loaded: set[str] = set()
+_begun: set[str] = set()
+_loading = threading.RLock()
+"""Held while a kind is loaded: a second thread waits, and the thread that loads sees the parts loaded so far."""
 _left_out: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
 """Why entry points could not be loaded, by kind and name."""
 _entered: list[list[tuple[str, str, Entry | None]]] = []
@@ -155,7 +159,18 @@ def _load(kind: str) -> None:
         raise UsageError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
     if kind in _loaded:
         return
-    _loaded.add(kind)
+    with _loading:
+        if kind not in _begun:
+            _begun.add(kind)
+            try:
+                _load_all(kind)
+                _loaded.add(kind)
+            except BaseException:
+                _begun.discard(kind)  # the next call meets the same error, not a registry that lacks parts
+                raise
+
+
+def _load_all(kind: str) -> None:
     _entered.append([])  # keep the error of another package's part that failed while importing this kind
     try:
         top = "syncline_bench" if kind in _LABORATORY else __package__

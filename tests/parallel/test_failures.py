@@ -189,8 +189,8 @@ FAULTS = {
     "raises": "ValueError: the data of this rank are spoilt",
     "gradient": "GradientError: ",
     "other call": "MismatchError: ",
-    "exits": "died: its connections closed without a goodbye",
-    "is killed": "died: its connections closed without a goodbye",
+    "exits": "died: its connection to rank",
+    "is killed": "died: its connection to rank",
 }
 """What can befall a rank in a step, and what is said of it."""
 

@@ -48,7 +48,7 @@ def test_a_rank_that_dies_in_the_middle_of_backward_is_named(tmp_path: Path) -> 
     done = run(tmp_path, "ring schedule=wait_free", "dies")
     assert done.returncode != 0
     assert "rank 1" in done.stderr
-    assert "died: its connections closed without a goodbye" in done.stderr
+    assert "died: its connection to rank" in done.stderr
     # How far rank 0 has come by then, the ticket of the step or one of the buckets, is a matter of the machine.
     assert any(part in done.stderr for part in ("a training step", "bucket 0 (last", "bucket 1 (first"))
 

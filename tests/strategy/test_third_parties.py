@@ -39,8 +39,9 @@ def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_parts_of_third_parties_come_through_entry_points(tmp_path: Path) -> None:
+def test_parts_of_third_parties_come_through_entry_points_in_all_threads(tmp_path: Path) -> None:
     source = (
+        "import time; time.sleep(0.1)\n"
         "from dataclasses import dataclass\n"
         "from syncline.registry import register\n"
         "@register('codecs', 'half')\n"
@@ -52,12 +53,16 @@ def test_parts_of_third_parties_come_through_entry_points(tmp_path: Path) -> Non
     )
     install(tmp_path, "their_codec", source, "[syncline.codecs]\nhalf = their_codec\n")
     script = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
         "from syncline.strategy.strategy import Strategy\n"
-        "s = Strategy.parse('ring codec=half(share=0.25)')\n"
-        "print(s, s.codec_object().share)\n"
+        "def share(text):\n"
+        "    s = Strategy.parse(text)\n"
+        "    return f'{s} {s.codec_object().share}'\n"
+        "with ThreadPoolExecutor(3) as pool:\n"
+        "    print(*pool.map(share, ['ring codec=half(share=0.25)'] * 3), sep=', ')\n"
     )
     done = python(tmp_path, "-c", script)
-    assert (done.stdout, done.stderr) == ("ring codec=half(share=0.25) 0.25\n", "")
+    assert (done.stdout, done.stderr) == (", ".join(["ring codec=half(share=0.25) 0.25"] * 3) + "\n", "")
 
 
 def test_a_broken_package_that_asks_for_other_kinds_first_leaves_them_whole(tmp_path: Path) -> None:

@@ -374,7 +374,8 @@ class Watcher:
             self._selector.unregister(sock)
             self._open.discard(peer)
             if peer not in self.left:
-                self._fail(peer, "died: its connections closed without a goodbye")
+                # Name both ends: if only this connection has failed, nobody can tell which of them is broken.
+                self._fail(peer, f"died: its connection to rank {self._roll.index} closed without a goodbye")
 
     def _understand(self, peer: int, kind: int, text: bytes) -> None:
         if not self._makes_sense(peer, kind, text):
