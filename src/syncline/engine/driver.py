@@ -69,13 +69,14 @@ class Blocked:
         finally:
             self._uncounted.discard(thread)
 
-    def count(self, begun: float) -> None:
-        """Count this thread as blocked since ``begun`` (``time.perf_counter``)."""
-        thread = threading.get_ident()
+    def count(self, begun: float) -> float:
+        """Count this thread as blocked since ``begun`` (``time.perf_counter``), until now; returns the time."""
+        thread, now = threading.get_ident(), time.perf_counter()
         if thread not in self._uncounted:
-            self._seconds[thread] = self._seconds.get(thread, 0.0) + time.perf_counter() - begun
+            self._seconds[thread] = self._seconds.get(thread, 0.0) + now - begun
         if self._within is not None:
             self._within.count(begun)
+        return now
 
 
 class Driver(ABC):

@@ -169,29 +169,29 @@ class PreparedRun:
         """
         if not self._monitor.claim(first=True):
             return False
-        begun, work = time.perf_counter(), Work(label)
+        begun, work = time.perf_counter(), None
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, SPINS_HERE)
-            work.done = code == 0  # no lock: no other thread knows the work yet
-            if self._flight is not None and code is not None:
-                work.row = self._flight.begin(key, label, self._nbytes, done=work.done)
-            if code:
+            if code:  # else nothing is left to wait for
+                work = Work(label)
                 self._take_up(work, key, sign, None)
                 deadline = None if timeout is None else begun + timeout
                 self._driver.drive((work,), deadline, None, SPINS_HERE)
             self._watchdog.moved()
             self._monitor.hand_over()
-            if code and not work.done:
+            if work is not None and not work.done:
                 self._monitor.wait((work,), deadline)
         except BaseException as error:
             self._driver.left(error)
             raise
         finally:
-            self._driver.blocked.count(begun)
+            now = self._driver.blocked.count(begun)
         if code is None:
             return False
-        if self._monitor.error is not None or not work.done:
-            raise self._driver.unfinished(work, timeout)
+        if self._flight is not None and work is None:
+            self._flight.begin(key, label, self._nbytes, False, begun, now)
+        if self._monitor.error is not None or not (work is None or work.done):
+            raise self._driver.unfinished(work or Work(label), timeout)
         return True
 
     def begin(self, address: int, key: int, label: str, sign: Sign, memory: object) -> Work | None:
@@ -207,10 +207,11 @@ class PreparedRun:
         try:
             code = self._exchange.prompt(self.scripted, address, key, sign, LOOK_ONLY)
             work.done = code == 0  # no lock: no other thread knows the work yet
-            if self._flight is not None and code is not None:
-                work.row = self._flight.begin(key, label, self._nbytes, done=work.done)
             if code:
                 self._take_up(work, key, sign, memory)
+            elif code is not None and self._flight is not None:
+                now = time.perf_counter()
+                self._flight.begin(key, label, self._nbytes, False, now, now)
             self._watchdog.moved()
             self._monitor.hand_over()
         except BaseException as error:
@@ -220,6 +221,8 @@ class PreparedRun:
 
     def _take_up(self, work: Work, key: int, sign: Sign | None, memory: object) -> None:
         """Let a started run continue like any other."""
+        if self._flight is not None:
+            work.row = self._flight.begin(key, work.label, self._nbytes)
         self._monitor.expect(tolerant=False)
 
         def done(_: object = memory) -> None:

@@ -37,7 +37,9 @@ HEAD = struct.Struct("<8sIIQdI")
 ROW = struct.Struct("<QqqIiddB79s")
 """Number from 1, key, bytes or -1, turn, training step or -1, begin, end or 0, whether it is tolerant, label."""
 
-BYTES = ROWS_AT + ROWS * ROW.size
+_pack_row, _ROW_BYTES, _clock = ROW.pack_into, ROW.size, time.perf_counter
+
+BYTES = ROWS_AT + ROWS * _ROW_BYTES
 """The size of a record. A multiple of a page."""
 
 MAGIC = b"SYNCLFR1"
@@ -86,22 +88,28 @@ class Flight:
 
     # Called for every operation, so kept as short as possible.
 
-    def begin(self, key: int, label: str, nbytes: int, tolerant: bool = False, done: bool = False) -> int:
-        """An operation begins now; returns its number for ``end``. If it is ``done``, it has just ended."""
-        number, turns, now = self._next(), self._turns, time.perf_counter()
-        turn = turns[key] = turns.get(key, 0) + 1
-        ROW.pack_into(
-            self._whole, ROWS_AT + number % ROWS * ROW.size,
-            number, key, nbytes, turn, self.step, now, now if done else 0.0, tolerant,
-            self._labels.get(label) or self._shortened(label),
+    def begin(
+        self, key: int, label: str, nbytes: int, tolerant: bool = False, begin_s: float = 0.0, end_s: float = 0.0
+    ) -> int:
+        """An operation begins now, or has begun and ended at these times; returns its number for ``end``."""
+        number, turns = self._next(), self._turns
+        try:
+            shown = self._labels[label]
+            turn = turns[key] = turns[key] + 1
+        except KeyError:  # a key's or label's first use; trying costs nothing, asking does
+            shown = self._labels.get(label) or self._shortened(label)
+            turn = turns[key] = turns.get(key, 0) + 1
+        _pack_row(
+            self._whole, ROWS_AT + number % ROWS * _ROW_BYTES,
+            number, key, nbytes, turn, self.step, begin_s or _clock(), end_s, tolerant, shown,
         )  # fmt: skip
         return number
 
     def end(self, number: int) -> None:
         """An operation ends now. Its row may have been used again."""
-        at = ROWS_AT + number % ROWS * ROW.size
+        at = ROWS_AT + number % ROWS * _ROW_BYTES
         if self._numbers[at >> 3] == number:
-            self._times[(at + _END_AT) >> 3] = time.perf_counter()
+            self._times[(at + _END_AT) >> 3] = _clock()
 
     def blocked(self, since_s: float) -> None:
         """A thread waits since that time, or, with 0, no longer. The last call counts."""

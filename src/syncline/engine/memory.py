@@ -28,6 +28,7 @@ its sender, a large send only for its receive, and scratch is created if none is
 
 from __future__ import annotations
 
+import struct
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -48,6 +49,8 @@ from .cores import OFTEN, Cores
 from .order import KEY_BITS, Run, Sign
 from .scripts import Scripted, ScriptedRun, Scripts, Slots, Window, nothing
 from .trace import Kind, Observer, begin
+
+_SIGN = struct.Struct(f"={board.SIGN_WORDS}Q")
 
 
 def _priority(run: ScriptedRun) -> float:
@@ -166,10 +169,11 @@ class OneSided:
         run.table, run.slot = table, slot = self._slots.take(identity)
         assert run.base is not None
         state[:] = run.base
-        state[kernel.ID], state[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
-        state[kernel.USER] = address
+        words = run.words  # faster than the array for single numbers
+        words[kernel.ID], words[kernel.OWN_SLOT] = identity, table.address + slot * board.SLOT_BYTES
+        words[kernel.USER] = address
         if sign is not None:
-            state[kernel.SIGN : kernel.THEIRS] = sign.words
+            _SIGN.pack_into(words, 8 * kernel.SIGN, *sign.words)
         run.of.key, run.of.sign, run.before = key, sign, -1
         code = run.advance(kernel, window)(spins, 0, layout.count * layout.segments + 1)
         if code == kernel.DONE:

@@ -154,12 +154,13 @@ class ScriptedRun:
 
     __slots__ = (
         "base", "before", "bound", "layout", "maps", "of", "on_done", "peers", "room", "scratch", "slot", "staging",
-        "state", "table",
+        "state", "table", "words",
     )  # fmt: skip
 
     def __init__(self, layout: Scripted, run: Run, world: int) -> None:
         self.layout, self.of = layout, run
         self.state = layout.state.copy()
+        self.words = memoryview(self.state)
         self.base: Words | None = None
         """For a prepared run: its state before each call."""
         self.peers = np.zeros((world, 3), np.int64)

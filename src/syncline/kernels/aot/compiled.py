@@ -150,9 +150,10 @@ class Bound:
     def __init__(
         self, call: Callable[[int], Any], first: Sequence[int], rest: int, keep: tuple[NDArray[Any], ...]
     ) -> None:
-        self._rest, self._keep, self._first = rest, keep, len(first)
+        self._rest, self._keep = rest, keep
         self.words = (ctypes.c_int64 * (len(first) + rest))(*first)
         """The block: the fixed parameters, then the remaining ones."""
+        self._fill = partial(struct.Struct(f"={rest}q").pack_into, self.words, 8 * len(first))
         self.run: Callable[[], Any] = partial(call, ctypes.addressof(self.words))
         """Run the kernel with the block as it is, unchecked."""
 
@@ -160,8 +161,7 @@ class Bound:
         """Run the kernel with its remaining parameters."""
         if len(rest) != self._rest:
             raise TypeError(f"{self._rest} parameters are not bound, got {len(rest)}")
-        for place, value in enumerate(rest, self._first):
-            self.words[place] = value
+        self._fill(*rest)
         return self.run()
 
 
