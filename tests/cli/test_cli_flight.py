@@ -38,14 +38,29 @@ def are_there(step):
             return False
     return True
 
+def fail_alone():
+    here = os.path.dirname(__file__)
+    os.mkdir(os.path.join(here, f"rank {syncline.rank()}"))
+    if syncline.rank() != 1:
+        wait_until_failed()
+    limit = time.monotonic() + 30
+    while not all(os.path.isdir(os.path.join(here, f"rank {rank}")) for rank in (0, 2)) and time.monotonic() < limit:
+        time.sleep(0.001)
+    raise ValueError("the script's own")
+
 def wait_elsewhere():
     os.mkdir(os.path.join(os.path.dirname(__file__), "flight.json"))
+    wait_until_failed()
+
+def wait_until_failed():
     limit = time.monotonic() + 30
     while not process.joined.process.failed and time.monotonic() < limit:
         time.sleep(0.01)
     sys.exit(1)
 
 syncline.init("ring", progress=0.8)
+if HOW == "alone":
+    fail_alone()
 weights, optimizer = syncline.prepare({"first": np.zeros(50)}, Plain())
 for step in range(6):
     if step == 4 and syncline.rank() == 1:
@@ -113,6 +128,15 @@ def test_a_killed_rank_leaves_its_record_in_the_launcher(tmp_path: Path) -> None
     assert "was killed by SIGKILL" in others[1]
 
 
+def test_a_script_that_fails_by_itself_leaves_no_record(tmp_path: Path) -> None:
+    """No process waits for another: the error of the script says all."""
+    result, path = run(tmp_path, "alone")
+    assert result.exit_code == 1
+    assert "rank 1 ended with status 1" in result.output
+    assert "flight record" not in result.output
+    assert not path.exists()
+
+
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_even_if_no_file_can_be_written(tmp_path: Path) -> None:
     """The file's name is a folder by then; a full disk or a folder that became read-only is no different."""
@@ -123,7 +147,7 @@ def test_a_rank_that_never_comes_is_named_even_if_no_file_can_be_written(tmp_pat
     assert file.startswith(f"syncline: no flight record: cannot write {path}: ")
     assert "rank 1 did not enter a training step, step 4; ranks 0, 2 waited for it for " in verdict
     assert f"; rank 1 was at {tmp_path / 'train.py'}:" in verdict
-    assert "(wait_elsewhere)" in verdict
+    assert "(wait_until_failed)" in verdict
 
 
 def test_ranks_that_make_different_calls_are_named_and_found_by_the_analyzer(tmp_path: Path) -> None:

@@ -50,14 +50,14 @@ def test_the_ring_keeps_the_last_operations_and_what_has_not_ended() -> None:
     last = flight.begin(7, "one past the ring's size", -1, tolerant=True)
     for number in first:
         flight.end(number)  # the first one's row belongs to the last operation, which has not ended
-    done = flight.begin(8, "done", 4, done=True)
+    done = flight.begin(8, "done", 4, False, 5.0, 6.0)
     found = parsed(where)
     assert found.begun == ROWS + 2
     assert [one.number for one in found.operations] == list(range(3, ROWS + 3))
     assert [one.number for one in found.operations if not one.end_s] == [last]
     *rest, past, short = found.operations
     assert (past.key, past.label, past.nbytes, past.tolerant) == (7, "one past the ring's size", -1, True)
-    assert (short.number, short.turn, short.begin_s == short.end_s) == (done, 1, True)
+    assert (short.number, short.turn, short.begin_s, short.end_s) == (done, 1, 5.0, 6.0)
     assert all(one.turn == (one.number - 1) // 7 + 1 and one.step == 4 and one.begin_s <= one.end_s for one in rest)
 
 
@@ -193,6 +193,11 @@ CASES = {
         (2, {2: "was killed by SIGKILL"}),
         "rank 2 was killed by SIGKILL; rank 0 waited in bucket 3, step 17 for 10.0 s",
     ),
+    "killed while nobody waits": (
+        [part(0, TICKETS), part(2, TICKETS)],
+        (2, {2: "was killed by SIGKILL"}),
+        "rank 2 was killed by SIGKILL; no other process was in an operation",
+    ),
     "a message": (
         [part(0, TICKETS, fault=replace(BLAMES, waits={2: "message of rank 2"})), part(2, TICKETS)],
         (2, {2: "was killed by SIGKILL"}),
@@ -242,12 +247,15 @@ CASES = {
     ),
 }
 
+TELL_NOTHING = "no operation", "nothing", "a tolerant operation may stay"
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_verdict_names_who_was_waited_for_and_in_what(case: str) -> None:
     parts, (culprit, ended), said = CASES[case]
     assert judge(parts, culprit, ended).text == said
     assert judge(parts[::-1], culprit, ended).text == said or case == "different calls"
+    assert judge(parts, culprit, ended).tells == (case not in TELL_NOTHING)
 
 
 @settings(max_examples=40)

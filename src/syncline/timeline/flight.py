@@ -146,11 +146,15 @@ class _Awaited(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence, the processes at fault if known, and the operation in which others waited for them."""
+    """One sentence, the processes at fault if known, and the operation in which others waited for them.
+
+    It ``tells`` nothing if a script failed by itself while no other process waited: then its own error says all.
+    """
 
     text: str
     culprits: tuple[int, ...] = ()
     operation: FlightOperation | None = None
+    tells: bool = True
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,8 @@ class FlightRecord:
     verdict: str
     culprits: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()
+    tells: bool = field(default=True, compare=False)
+    """What its verdict says (``Verdict``); a file that was written tells something."""
 
 
 # Reading and writing
@@ -356,7 +362,7 @@ def merge(
         return None
     verdict = judge(kept, culprit, ended or {})
     processes, workers = kept[0].processes, kept[0].workers
-    return FlightRecord(processes, workers, kept, verdict.text, verdict.culprits, tuple(unread))
+    return FlightRecord(processes, workers, kept, verdict.text, verdict.culprits, tuple(unread), verdict.tells)
 
 
 def judge(parts: Sequence[ProcessFlight], culprit: int = -1, ended: Mapping[int, str] | None = None) -> Verdict:
@@ -371,7 +377,10 @@ def judge(parts: Sequence[ProcessFlight], culprit: int = -1, ended: Mapping[int,
     waits = {process: fault.waits[culprit] for process, fault in faults if culprit in fault.waits}
     found = _awaited(parts, known, culprit)
     if found is None or (waits and found.relation == ELSEWHERE):
-        return Verdict(_unrelated(culprit, fate, waits, parts[0].workers), (culprit,) if culprit >= 0 else ())
+        text = _unrelated(culprit, fate, waits, parts[0].workers)
+        died = culprit in known and known[culprit].fault is None  # without a word
+        tells = died or found is not None or any(fault.waits for _, fault in faults)
+        return Verdict(text, (culprit,) if culprit >= 0 else (), tells=tells)
     several = found.relation == ABSENT and not fate and culprit in known
     guilty = found.missing if culprit < 0 or several else (culprit,)
     return Verdict(_sentence(found, guilty, fate, known), guilty, found.operation)

@@ -71,7 +71,7 @@ def _check_script(script: str, module: bool) -> None:
     envvar="SYNCLINE_FLIGHT",
     default=_FLIGHT,
     show_default=True,
-    help="Write who waited for whom to this file if the run ends badly; off: keep no record.",
+    help="Write who waited for whom to this file if the run ends badly while a process waits; off: keep no record.",
 )
 @MODULE
 @click.argument("script")
@@ -188,7 +188,9 @@ def _flight_memory(path: Path, processes: int) -> FlightMemory:
 
 
 def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome) -> None:
-    """Write the flight record of a failed run. Prints the file and the verdict, or why there is no file."""
+    """Write the flight record of a failed run if it tells something. Prints the file and the verdict, or why there is
+    no file.
+    """
     from syncline.errors import UsageError
     from syncline.timeline.flight import dump
 
@@ -196,7 +198,7 @@ def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome) -> None:
 
     ended = {ending.rank: ending.how for ending in outcome.endings if ending.status and not ending.told}
     record = memory.record(-1 if outcome.culprit is None else outcome.culprit[0], ended)
-    if record is None:
+    if record is None or not record.tells:
         return
     try:
         replace_text(path, dump(record))
