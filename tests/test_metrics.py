@@ -8,9 +8,10 @@ import os
 import re
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def scraped(address: str, path: str = "/metrics") -> tuple[int, str]:
     found = answer.status, answer.read().decode()
     link.close()
     return found
+
+
+def _sent(address: str, said: bytes) -> socket.socket:
+    """A connection that sends this and nothing more, perhaps to a server that has closed it."""
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), timeout=20)
+    with suppress(ConnectionError):
+        sock.sendall(said)
+    return sock
 
 
 def samples(text: str) -> dict[str, float]:
@@ -121,7 +131,8 @@ def test_a_scrape_shows_what_stats_count(group: Any, strategy: str, capfd: pytes
 
 
 @needs_library
-def test_another_path_is_not_found_and_a_broken_request_harms_nobody() -> None:
+def test_another_path_is_not_found_and_a_broken_request_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_GIVES_WAY_S", 20.0)
     (session,) = in_process("ring", 1)
     with served(session) as address:
         assert scraped(address, "/etc/passwd")[0] == 404
@@ -141,6 +152,40 @@ def test_another_path_is_not_found_and_a_broken_request_harms_nobody() -> None:
             break
         else:
             pytest.fail("nobody is answered any more")
+
+
+@needs_library
+@pytest.mark.parametrize("said", [b"", b"GET ", b"GET /metrics HTTP/1.1\r\nA: "])
+def test_readers_that_never_finish_their_request_give_way(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_GIVES_WAY_S", 0.0)
+    (session,) = in_process("ring", 1)
+    with served(session) as address:
+        before = threading.active_count()
+        held = [_sent(address, said) for _ in range(100)]
+        assert scraped(address)[0] == 200
+        assert threading.active_count() <= before + 2 * metrics._READERS  # some are about to end
+        for sock in held:
+            sock.close()
+
+
+@needs_library
+def test_a_huge_request_is_refused_and_many_readers_read_the_counters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_FRESH_S", 20.0)
+    (session,) = in_process("ring", 1)
+    asked, stats = list[Session](), Session.stats
+
+    def counted(self: Session) -> Stats:
+        asked.append(self)
+        return stats(self)
+
+    monkeypatch.setattr(Session, "stats", counted)
+    with served(session) as address:
+        for line in (b"GET /" + b"x" * (1 << 20), b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000):
+            with _sent(address, line) as sock, suppress(ConnectionError):
+                assert b" 200 " not in sock.recv(100)
+        answers = [scraped(address) for _ in range(10)]
+    assert answers == answers[:1] * 10
+    assert len(asked) == 1
 
 
 @needs_library

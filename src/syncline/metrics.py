@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +46,10 @@ _TIMEOUT_S = 10.0
 """The time that a reader may take for its request."""
 _READERS = 8
 """The readers that are answered at once; more are turned away."""
+_GIVES_WAY_S = 1.0
+"""The time after which a reader gives way if all places are taken: it is silent, or sends a byte now and then."""
+_FRESH_S = 0.1
+"""The time for which an answer is sent again, so that many readers cost training no more than ten."""
 
 
 @dataclass(frozen=True)
@@ -221,11 +227,14 @@ class _Server(ThreadingMixIn, HTTPServer):
     """Listens at a port and answers with what ``answer`` returns, a few readers at a time."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int) -> None:
         self.answer: Any = bytes
         self.kind = "text/plain"
-        self._free = threading.Semaphore(_READERS)
+        self._free, self._reading = threading.Semaphore(_READERS), threading.Lock()
+        self._came: dict[Any, float] = {}  # when each of the readers came that are being answered
+        self._body, self._read_s = b"", -math.inf
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self.address_family = family
         super().__init__((str(where[0]), port), _Handler)
@@ -242,19 +251,45 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.shutdown()
         self.server_close()
 
+    def fresh(self) -> bytes:
+        """The metrics, at most ``_FRESH_S`` old."""
+        with self._reading:
+            if time.monotonic() - self._read_s > _FRESH_S:
+                self._body = self.answer()
+                self._read_s = time.monotonic()
+            return self._body
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, or not at all if too many are being answered."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
+        if self._free.acquire(blocking=False) or self._make_room():
+            self._came[request] = time.monotonic()
+            try:
+                super().process_request(request, client_address)
+            except RuntimeError:  # no thread can be started
+                self._gone(request)
+                raise
         else:
             self.shutdown_request(request)
+
+    def _make_room(self) -> bool:
+        """Whether there is a place again, because the reader that came first has been there too long."""
+        came = min(self._came.copy().items(), key=lambda one: one[1], default=None)
+        if came is None or time.monotonic() - came[1] < _GIVES_WAY_S:
+            return False
+        with contextlib.suppress(OSError):
+            came[0].shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        return self._free.acquire(timeout=_TIMEOUT_S)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer one reader, and let the next one come."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._gone(request)
+
+    def _gone(self, request: Any) -> None:
+        del self._came[request]
+        self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that went away or asked nonsense is no news."""
@@ -269,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] not in (PATH, "/"):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        body: bytes = self.server.answer()
+        body = self.server.fresh()
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", self.server.kind)
         self.send_header("Content-Length", str(len(body)))
