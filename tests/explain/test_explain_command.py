@@ -70,6 +70,14 @@ def test_the_file_has_the_causes_for_programs(tmp_path: Path) -> None:
     assert json.loads(alone.stdout)["causes"]
 
 
+def test_the_page_is_written_beside_the_file(tmp_path: Path) -> None:
+    path, page = traced(tmp_path / "t.json", SLOW.run()), tmp_path / "why.html"
+    result = call(path, "--report", page, "--json", tmp_path / "e.json")
+    assert result.exit_code == 0, result.output
+    assert Explanation.from_json((tmp_path / "e.json").read_text()).causes[0].said in page.read_text()
+    assert call(path, "--report", page, "--json", page).exit_code == 2
+
+
 def test_a_healthy_run_says_so(tmp_path: Path) -> None:
     result = call(traced(tmp_path / "t.json", Planted().run()), "--json", tmp_path / "e.json")
     assert "Healthy" in result.output

@@ -12,7 +12,7 @@ from syncline.wire.meeting import printable
 
 from ..display import console_beside
 from ..report.explanation import Explanation
-from ..report.files import result_paths
+from ..report.files import replace_text, result_paths
 from .activity import Activity, observe
 from .causes import judge
 from .changes import Outlook, outlook
@@ -25,13 +25,19 @@ _MOST_BYTES = 1 << 28
 """The largest result file that is read."""
 
 
-def run(path: Path, only: str = "", json_path: Path | None = None) -> None:
-    """Explain a file, print the lines and write the result. Raises UsageError for files that cannot be explained."""
-    (target,) = result_paths({"--json": json_path})
+def run(path: Path, only: str = "", json_path: Path | None = None, report_path: Path | None = None) -> None:
+    """Explain a file, print the lines, write the result and its page. Raises UsageError for files that cannot be
+    explained.
+    """
+    target, page = result_paths({"--json": json_path, "--report": report_path})
     found = explain(path, only)
     if target is not None:
         found.save(target)
-    console_beside(target).print(found)
+    if page is not None:
+        from ..report.page import explanation_page
+
+        replace_text(page, explanation_page(found))
+    console_beside(target, page).print(found)
 
 
 def explain(path: Path, only: str = "") -> Explanation:

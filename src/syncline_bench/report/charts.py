@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import (
@@ -28,6 +29,7 @@ from . import bench, units
 from .accuracy import AccuracyResult
 from .bench import BenchResult, GradientResult, GradientRow, Measured
 from .comparison import BASELINE, Point, Result, Row
+from .explanation import Cause, Explanation, Leg
 from .figures import (
     INK,
     PALETTE,
@@ -62,6 +64,9 @@ STAGES: Mapping[str, Key] = {
 }
 """The parts of an iteration in the stacked bars, by their fields."""
 _REST = Key("rest", "#999999")
+_COST, _LEG, _AFTER = Key("", PALETTE[1]), Key("", PALETTE[0]), Key("after the change", PALETTE[2])
+_SAME_STAGES = {"wait": "exposed_comm", "optimizer": "update"}
+_MOST_LEGS = 8
 BARE_COLOR, ADDED_COLOR = PALETTE[0], PALETTE[4]
 SINGLE, SMALL = 12, 4
 """Up to the first, every number has a bin; in small results, up to the second."""
@@ -70,6 +75,7 @@ _GROUP = 0.8
 _TICKS_BYTES = tuple(10**power for power in range(1, 12))
 _OVER_SEEDS = " A line is the median over the seeds, its band reaches from the lowest to the highest."
 
+_Timed = TypeVar("_Timed", Cause, Leg)
 Value = Callable[[Point], float | None]
 Learner = tuple[str, Style, Sequence[Sequence[Point]]]
 """One line of the charts: a strategy, its style, and the curve of each of its trainings."""
@@ -129,6 +135,57 @@ def prediction_charts(result: Prediction) -> list[Chart]:
             found += _predicted(rows, network)
         found += _predicted_stages(rows, network)
     return found
+
+
+@styled()
+def explanation_charts(found: Explanation) -> list[Chart]:
+    """The costs of the causes, the iteration beside those after changes, and the critical path, as bars."""
+    found = drawable(found)
+    causes = [Bar(one.cause, [(_COST, 1e3 * one.seconds)], units.seconds(one.seconds)) for one in _drawn(found.causes)]
+    legs = [Bar(one.text, [(_LEG, 1e3 * one.seconds)], units.seconds(one.seconds)) for one in _drawn(found.path)]
+    return [
+        *bar_chart(
+            "What the causes cost",
+            "An iteration would be shorter by this time at most. Causes overlap, so their times do not add up.",
+            causes,
+            "milliseconds per iteration",
+        ),
+        *_after_changes(found),
+        *bar_chart(
+            "Critical path",
+            "The chain of work and messages that an iteration could not be shorter than, its longest parts.",
+            legs[:_MOST_LEGS],
+            "milliseconds per iteration",
+        ),
+    ]
+
+
+def _drawn(items: Sequence[_Timed]) -> list[_Timed]:
+    """Causes or parts of a path whose time an axis can show."""
+    return [one for one in map(drawable, items) if (one.seconds or 0.0) > 0.0]
+
+
+def _after_changes(found: Explanation) -> list[Chart]:
+    if not found.iteration_s:
+        return []
+    parts = [(_stage(name), 1e3 * seconds) for name, seconds in (found.stages_s or {}).items() if 0 < seconds < 1e30]
+    left = 1e3 * found.iteration_s - sum(width for _, width in parts)
+    parts += [(_REST, max(0.0, left))]
+    changes = [one for one in map(drawable, found.changes) if one.iteration_s]
+    after = [Bar(one.change, [(_AFTER, 1e3 * one.iteration_s)], units.seconds(one.iteration_s)) for one in changes]
+    return bar_chart(
+        "An iteration, and what changes would make of it",
+        "The first bar stacks the medians of the stages on the median worker. In the hatched part the training thread"
+        " waited for communication.",
+        [Bar("as it is", parts, units.seconds(found.iteration_s)), *after],
+        "milliseconds per iteration",
+        keys=[*(key for key, width in parts if width), *([_AFTER] if after else [])],
+    )
+
+
+def _stage(name: str) -> Key:
+    """The key of a stage of an explanation, which a timeline and a result name differently."""
+    return STAGES.get(f"{_SAME_STAGES.get(name, name)}_s") or Key(name, _REST.color)
 
 
 def learning(learners: Sequence[Learner], *, timed: bool) -> list[Chart]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from . import units
+from .columns import Column, Table
 from .files import ResultFile, known, reader
 
 if TYPE_CHECKING:
@@ -145,6 +146,37 @@ class Explanation(ResultFile):
         ]
         return "Healthy: nothing keeps the ranks from computing" + (f" ({', '.join(parts)})" if parts else "") + "."
 
+    def causes_table(self) -> Table[Cause]:
+        """The causes, the main one first."""
+        columns: tuple[Column[Cause], ...] = (
+            Column("cause", "cause", kind="name"),
+            Column("costs", "seconds", units.seconds, when=lambda one: one.seconds),
+            Column(
+                "share",
+                by=lambda one: units.percent(self._part(one.seconds)),
+                when=lambda one: self._part(one.seconds),
+                means="the same as a share of an iteration; causes overlap",
+            ),
+        )
+        return Table(columns, self.causes, title="Causes")
+
+    def changes_table(self) -> Table[Change]:
+        """What changes would bring."""
+
+        def interval(one: Change) -> str:
+            return units.MISSING if one.low_s is None else f"{units.seconds(one.low_s)} to {units.seconds(one.high_s)}"
+
+        columns: tuple[Column[Change], ...] = (
+            Column("change", "change", kind="name"),
+            Column("iteration", "iteration_s", units.seconds),
+            Column("interval", by=interval, when=lambda one: one.low_s is not None, means="the prediction's interval"),
+            Column("known by", by=_known_by, means="whether the change was measured or predicted"),
+        )
+        return Table(columns, self.changes, title="Changes")
+
+    def _part(self, seconds: float) -> float | None:
+        return seconds / self.iteration_s if self.iteration_s else None
+
     def _share(self, cause: Cause) -> str:
         if not self.iteration_s or not cause.seconds:
             return ""
@@ -157,14 +189,17 @@ class Explanation(ResultFile):
         ]
 
     def _change(self, change: Change) -> str:
-        how = "measured" if change.measured else "predicted"
-        found = f"{change.change}: {units.seconds(change.iteration_s)} {how}"
+        found = f"{change.change}: {units.seconds(change.iteration_s)} {_known_by(change)}"
         if change.low_s is not None and change.high_s is not None:
             found += f" ({units.seconds(change.low_s)} to {units.seconds(change.high_s)})"
         if self.iteration_s:
             gain = 1 - change.iteration_s / self.iteration_s
             found += f", {units.percent(abs(gain))} {'less' if gain >= 0 else 'more'}"
         return f"{found}."
+
+
+def _known_by(change: Change) -> str:
+    return "measured" if change.measured else "predicted"
 
 
 def _linked(cls: type, data: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from .accuracy import AccuracyResult, AccuracyRow
 from .bench import BARE, BenchResult, GradientResult, GradientRow, Measured, Verdict
 from .columns import Column, Table, legend
 from .comparison import BASELINE, Result, Row
+from .explanation import CAUSES, Cause, Explanation
 from .figures import Key, Style, css, strategy_styles
 from .files import ResultFile, grouped
 from .predictions import Prediction
@@ -152,6 +153,38 @@ def flight_page(record: FlightRecord) -> str:
         charts=(flight.flight_chart(record),),
         origin="What they said",
         facts=facts,
+    )
+
+
+def explanation_page(found: Explanation) -> str:
+    """The page of an explanation: causes with their remedies, changes, and bars."""
+    causes, changes = found.causes_table(), found.changes_table()
+
+    def under(cause: Cause) -> tuple[str, ...]:
+        return f"{cause.said}.", f"Remedy: {cause.remedy}." if cause.remedy else ""
+
+    tables = [_section(causes.title, causes, [Key(one.cause, "") for one in causes.rows], under)]
+    tables += [_section(changes.title, changes, [Key(one.change, "") for one in changes.rows])]
+    ended = bool(found.causes) and found.causes[0].cause == "failure"
+    words = legend((cause.cause, CAUSES.get(cause.cause, "")) for cause in found.causes)
+    facts = (
+        ("file", found.file),
+        ("kind", found.kind),
+        ("run", found.name),
+        ("workers", str(found.workers or "")),
+        ("as it is, by the model", "" if found.model_s is None else units.seconds(found.model_s)),
+        *(_origin(found) if found.machine else ()),
+    )
+    return _filled(
+        title=f"Syncline: explain {found.file or found.name}",
+        heading="Why a run ended" if ended else "Why a run takes its time",
+        summary=" ".join(found.lines()[:2]),
+        tables=[one for one in tables if one["lines"]],
+        reading=f"{_reading(one for one in (causes, changes) if one.rows)} {words}".strip(),
+        remarks=found.remarks,
+        charts=charts.explanation_charts(found),
+        origin="What was read",
+        facts=tuple((name, text) for name, text in facts if text),
     )
 
 
