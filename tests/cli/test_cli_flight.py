@@ -132,7 +132,7 @@ def test_a_script_that_fails_by_itself_leaves_no_record(tmp_path: Path) -> None:
     """No process waits for another: the error of the script says all."""
     result, path = run(tmp_path, "alone")
     assert result.exit_code == 1
-    assert "rank 1 ended with status 1" in result.output
+    assert "rank 1 failed: ValueError: the script's own" in result.output
     assert "flight record" not in result.output
     assert not path.exists()
 
