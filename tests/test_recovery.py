@@ -33,7 +33,6 @@ def members() -> Iterator[Members]:
         ("ps(servers=1, on=workers) sync=asp", "sync=bsp without backup"),
         ("ps(servers=1, on=workers) sync=bsp(backup=1)", "sync=bsp without backup"),
         ("ring sync=local(steps=4)", "sync=bsp without backup"),
-        ("direct codec=int8", "without a codec"),
         ("ring transport=inproc", "over transport=auto, shm and tcp"),
     ],
 )

@@ -32,7 +32,6 @@ from .process import process
 from .saving import packed, unpacked
 from .session.session import Session
 from .strategy.strategy import Strategy
-from .strategy.words import NONE
 from .wire.reports import say
 
 T = TypeVar("T")
@@ -144,10 +143,8 @@ class Members:
         if strategy.sync.name != "bsp" or not strategy.sync_mode().merges:
             raise NotBuiltError(f"syncline.elastic() works with sync=bsp without backup workers, not with {strategy}")
         _check_owners(strategy)
-        if strategy.codec != NONE or strategy.collective is not None or strategy.transport.name not in _TRANSPORTS:
-            raise NotBuiltError(
-                f"syncline.elastic() works without a codec and over transport=auto, shm and tcp, not with {strategy}"
-            )
+        if strategy.collective is not None or strategy.transport.name not in _TRANSPORTS:
+            raise NotBuiltError(f"syncline.elastic() works over transport=auto, shm and tcp, not with {strategy}")
         if strategy.schedule_object().apply != "step":
             raise NotBuiltError("syncline.elastic() works with schedules whose steps end in their iteration: fixed")
         if len(session.family) > 1:

@@ -117,6 +117,22 @@ def test_a_loss_at_any_step(pool: Pool, address: str, strategy: str, what: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "near"),
+    [("direct codec=int8", 2e-3), ("ring codec=onebit transport=tcp", 0.15), ("ring codec=topk(ratio=0.3)", 0.15)],
+)
+def test_a_loss_under_a_codec(pool: Pool, address: str, strategy: str, near: float) -> None:
+    """The survivors begin without residuals, and agree on weights near those of a run without a codec."""
+    with started(pool, address, 3, strategy=strategy, **{"1": ("before", 5)}) as (group, relay):
+        lose(group, relay, 1)
+        group.hear(1, among=[0, 2], timeout_s=LIMIT_S)
+        first, second = (group.ranks[index].said[-1] for index in (0, 2))
+        np.testing.assert_allclose(first[0], expected()[0], atol=near)
+        assert second[0] == first[0]
+        assert [first[2:], second[2:]] == [[2, 0, 2], [2, 1, 2]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_loss_while_the_weights_are_restored(pool: Pool, address: str, victim: int) -> None:
     with started(pool, address, 4, **{"1": ("before", 5), str(victim): ("restoring", -1)}) as (group, relay):
