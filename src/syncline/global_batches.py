@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UsageError
+from .errors import NotBuiltError, UsageError
+from .launch.environment import REPEATS
 from .sampling import SampleOrder, check_epoch
 from .session.session import Session
 
@@ -41,17 +42,59 @@ def share(batch: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
 class SampleLog:
     """Appends the samples of each committed step to a file, a line of JSON each; the worker of rank 0 ``writes``.
 
-    A step that was repeated after the loss of a worker may have several lines: the last one counts.
+    A step that was repeated after the loss of a worker may have several lines: the last one counts. ``how`` describes
+    the exchange of these steps.
     """
 
-    def __init__(self, path: str, sampler: int, members: Sequence[int], writes: bool) -> None:
-        self._path, self._sampler, self._members, self.writes = path, sampler, list(members), writes
+    def __init__(
+        self, path: str, sampler: int, members: Sequence[int], writes: bool, how: Mapping[str, Any] | None = None
+    ) -> None:
+        self._path, self.writes = path, writes
+        self._head = {"sampler": sampler, "members": list(members), **(how or {})}
+        self._begun = False
 
     def write(self, epoch: int, step: int, samples: NDArray[np.int64]) -> None:
         """Append a line for a step and its samples."""
-        line = {"sampler": self._sampler, "epoch": epoch, "step": step, "members": self._members}
-        with Path(self._path).open("a") as file:
-            file.write(json.dumps({**line, "samples": samples.tolist()}) + "\n")
+        line = json.dumps({**self._head, "epoch": epoch, "step": step, "samples": samples.tolist()}) + "\n"
+        with Path(self._path).open("ab+") as file:
+            if not self._begun and file.tell() and _last_byte(file) != b"\n":  # the last writer was killed in a line
+                line = "\n" + line
+            file.write(line.encode())
+        self._begun = True
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
+
+
+def read_log(path: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """The lines of a ``SampleLog`` by epoch and step, the last one of each.
+
+    A line that ends early is left out: its writer was killed, and another worker has written the step again. Raises
+    UsageError for another file, and NotBuiltError for several samplers.
+    """
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as a file of syncline run --samples: {error}") from error
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            if text.startswith("{") and not text.endswith("}"):
+                continue
+            line = None
+        if not isinstance(line, dict) or not line.keys() >= _FIELDS:
+            raise UsageError(f"line {number} of {path} is none of syncline run --samples")
+        if line["sampler"]:
+            raise NotBuiltError(f"{path} has the steps of several samplers: only those of one can be repeated")
+        found[line["epoch"], line["step"]] = line
+    return found
+
+
+_FIELDS = {"sampler", "epoch", "step", "members", "strategy", "algorithms", "samples"}
 
 
 class GlobalBatches:
@@ -204,6 +247,64 @@ class GlobalBatches:
         return zlib.crc32(self._kept[1].tobytes())
 
 
+class RepeatedBatches(GlobalBatches):
+    """The batches of a log in a process that repeats its steps alone: the parts of a step's workers, one after another.
+
+    ``commit`` counts each part, and the step after its last one.
+    """
+
+    def __init__(self, order: SampleOrder, path: str) -> None:
+        self._steps, self._name = read_log(path), path
+        self.shared: Sequence[Any] = ()
+        """The objects that a step changes besides model and optimizer: those of ``syncline.elastic``."""
+        super().__init__(order, 0, 1)
+
+    def _place(self, epoch: int, step: int) -> None:
+        super()._place(epoch, step)
+        self.part = 0
+        """The number of the worker whose part comes next."""
+
+    @property
+    def line(self) -> Mapping[str, Any]:
+        """The log's line of the present step."""
+        return self._line(self.epoch, self.step)
+
+    def _line(self, epoch: int, step: int) -> Mapping[str, Any]:
+        line = self._steps.get((epoch, step))
+        if line is None:
+            raise UsageError(f"{self._name} ends before step {step} of epoch {epoch}, or has lost it")
+        if line["samples"] != self._batch(epoch, step).tolist():
+            raise UsageError(
+                f"step {step} of epoch {epoch} had other samples in {self._name}: give the same script, data and NumPy"
+            )
+        return line
+
+    def __len__(self) -> int:
+        lines = [self._steps.get((self.epoch, step)) for step in range(self.order.steps)]
+        return sum(1 if line is None else len(line["members"]) for line in lines)
+
+    def _walk(self, walk: object, epoch: int, first: int) -> Iterator[list[int]]:
+        skipped = self.part
+        for step in range(first, self.order.steps):
+            batch, workers = self._batch(epoch, step), len(self._line(epoch, step)["members"])
+            if walk is self._walking:
+                self._yielded = max(self._yielded, step + 1)
+            for worker in range(skipped, workers):
+                yield share(batch, worker, workers).tolist()
+            skipped = 0
+        self._exhausted |= walk is self._walking
+
+    def commit(self, steps: int = 1) -> None:
+        """As above, for single steps. Raises NotBuiltError for several at once."""
+        if steps != 1:
+            raise NotBuiltError("syncline repeat works with a commit() for each batch, without accumulation")
+        if self.part + 1 < len(self.line["members"]):
+            self.part += 1
+            return
+        self.part = 0
+        super().commit()
+
+
 def global_batches_of(session: Session, order: SampleOrder) -> GlobalBatches:
     """``sampler_of`` for global batches. Raises UsageError if workers do not exchange in lockstep."""
     if not session.strategy.sync_mode().merges:
@@ -214,9 +315,14 @@ def global_batches_of(session: Session, order: SampleOrder) -> GlobalBatches:
     if session.is_worker:
         order.check_alike(session)
 
-    found = GlobalBatches(
-        order, session.rank, session.world_size, partial(_check_weights, session, order), _log(session)
-    )
+    found: GlobalBatches
+    if path := os.environ.get(REPEATS):
+        if not session.alone or session.global_batches:
+            raise NotBuiltError("syncline repeat works in one process, with one sampler")
+        found = RepeatedBatches(order, path)
+    else:
+        check = partial(_check_weights, session, order)
+        found = GlobalBatches(order, session.rank, session.world_size, check, _log(session))
     session.global_batches.append(found)
     return found
 
@@ -238,7 +344,9 @@ def _log(session: Session) -> SampleLog | None:
     members = [session.member.number(rank) for rank in range(session.world_size)]
     if session.numbers is not None:
         members = [session.numbers[rank] for rank in members]
-    return SampleLog(path, len(session.global_batches), members, writes=session.rank == 0)
+    table = [] if session.choice is None else list(session.choice.table)
+    how = {"strategy": str(session.strategy), "algorithms": table}
+    return SampleLog(path, len(session.global_batches), members, session.rank == 0, how)
 
 
 def _check_weights(session: Session, order: SampleOrder) -> None:

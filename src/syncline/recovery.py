@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .errors import NotBuiltError, PeerLost, SynclineError, UsageError
-from .global_batches import GlobalBatches, go_on
+from .global_batches import GlobalBatches, RepeatedBatches, go_on
 from .launch.relay import RelayLine
 from .membership import Action, AskLauncher, Peer, Send, View, ViewKeeper, from_plain, to_plain
 from .process import process
@@ -80,6 +80,9 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
         process.elastic = Members(line)
     members: Members | None = process.elastic
     if members is None:
+        for sampler in [] if process.joined is None else process.joined.global_batches:
+            if isinstance(sampler, RepeatedBatches):
+                sampler.shared = state
         return train()
     members.check(process.session, state)
     counters = [made.optimizer.register_step_post_hook(members.count) for made in process.prepared if made.optimizer]

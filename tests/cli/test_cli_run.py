@@ -107,3 +107,23 @@ def test_run_goes_on_without_a_worker_and_names_it(tmp_path: Path, capfd: pytest
     assert result.output == "syncline: rank 1 ended with status 1; the run went on\n"
     assert capfd.readouterr().out.splitlines() == [str(log)] * 2
     assert log.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("weights", "line 1 of LOG is none of syncline run --samples"),
+        ('{"epoch": 0}\n', "line 1 of LOG is none of syncline run --samples"),
+        (
+            '{"sampler": 1, "members": [], "strategy": "", "algorithms": [], "epoch": 0, "step": 0, "samples": []}',
+            "LOG has the steps of several samplers",
+        ),
+    ],
+)
+def test_repeat_refuses_what_is_no_log_of_one_sampler(tmp_path: Path, text: str, words: str) -> None:
+    script, log = tmp_path / "train.py", tmp_path / "samples.jsonl"
+    script.write_text("raise SystemExit('started')")
+    log.write_text(text)
+    result = call("repeat", str(log), str(script))
+    assert result.exit_code
+    assert words.replace("LOG", str(log)) in result.output

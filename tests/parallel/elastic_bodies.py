@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -12,8 +14,14 @@ import torch
 from rank_bodies import SECRET
 
 import syncline
+import syncline.frameworks.torch as torch_frameworks
 from syncline import recovery
+from syncline.global_batches import GlobalBatches, SampleLog
 from syncline.launch import relay
+from syncline.membership import ViewKeeper
+from syncline.process import process
+from syncline.recovery import _Groups
+from syncline.session.session import Session
 
 SAMPLES, BATCH, EPOCHS = 22, 6, 3
 STEPS = 4  # of an epoch
@@ -50,17 +58,82 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
         SYNCLINE_MEETING_PORT=port, SYNCLINE_RUN_ID="elastic",
     )  # fmt: skip
     what, when = plan.get(number, ("", -1))
-    x, y, model, optimizer, scheduler = problem()
-    syncline.init(plan["strategy"], secret=SECRET, liveness=2.0)
-    syncline.prepare(model, optimizer, weight="batch")
-    sampler = syncline.sampler(SAMPLES, global_batch=BATCH, seed=4)
-    calls = 0
 
-    def happen(now: str) -> None:
-        if what == now and when == sampler.epoch * STEPS + sampler.step:
+    def happen(now: str, step: int) -> None:
+        points.on = step in Points.STEPS
+        if what == now and when == step:
             if now == "raise":
                 raise RuntimeError("a bug of one worker")
             os.kill(os.getpid(), signal.SIGSTOP if now == "stop" else signal.SIGKILL)
+
+    points = Points(plan.get("die", {}).get(number, ""))
+    if "die" in plan:
+        points.watch()
+    if what == "restoring":  # it dies with the weights that the others wait for
+        recovery.Members._restore = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    syncline.init(plan["strategy"], secret=SECRET, liveness=2.0)
+    line.send([*learn_all(happen), syncline.rank(), syncline.world_size(), points.passed])
+    syncline.shutdown()
+
+
+class Points:
+    """The points of an agreement on members, and of what follows from it, by name: this process dies at one of them.
+
+    They are those of a step without a loss, of the next one, which a loss breaks, and of the run's end.
+    """
+
+    STEPS = 4, 5, EPOCHS * STEPS
+
+    def __init__(self, last: str) -> None:
+        self._last, self.on = last, False
+        self.passed: list[str] = []
+        self._counts: Counter[str] = Counter()
+
+    def _pass(self, name: str) -> None:
+        if not self.on:
+            return
+        self._counts[name] += 1
+        self.passed.append(f"{name} {self._counts[name]}")
+        if self._last == self.passed[-1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self) -> None:
+        """Put points before and after the calls that matter."""
+        members = recovery.Members
+        for owner, name in (
+            (members, "count"), (GlobalBatches, "commit"), (SampleLog, "write"), (members, "go_on"),
+            (type(process), "lose"), (torch_frameworks, "keep_values"), (type(process), "begin_again"),
+            (torch_frameworks, "prepare_again"), (Session, "tell_all"), (_Groups, "load_state_dict"),
+            (GlobalBatches, "divide"), (ViewKeeper, "restored"), (relay.RelayLine, "send"),
+            (relay.RelayLine, "receive"), (members, "tell_done"),
+        ):  # fmt: skip
+            self._around(owner, name)
+
+    def _around(self, owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            sent = f" {_kind(arguments[1])}" if name == "send" else ""
+            if name != "receive":
+                self._pass(f"before {name}{sent}")
+            found = call(*arguments)
+            if name != "receive" or found:
+                self._pass(f"after {name}{sent or (f' {_kind(found)}' if name == 'receive' else '')}")
+            return found
+
+        setattr(owner, name, watched)
+
+
+def _kind(packet: dict[str, Any]) -> str:
+    return str(packet["message"][0]) if "message" in packet else next(iter(packet))
+
+
+def learn_all(happen: Callable[[str, int], None] = lambda *_: None) -> tuple[list[float], float, int]:
+    """All epochs in a run that has begun: the weights, the learning rate, and the calls of the training function."""
+    x, y, model, optimizer, scheduler = problem()
+    syncline.prepare(model, optimizer, weight="batch")
+    sampler = syncline.sampler(SAMPLES, global_batch=BATCH, seed=4)
+    calls = 0
 
     def course() -> None:
         nonlocal calls
@@ -68,15 +141,11 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
         while sampler.epoch < EPOCHS:
             for batch in sampler:
                 for now in ("before", "stop", "raise"):
-                    happen(now)
+                    happen(now, sampler.epoch * STEPS + sampler.step)
                 learn(x[batch], y[batch], model, optimizer, scheduler)
                 sampler.commit()
-                happen("after")
+                happen("after", sampler.epoch * STEPS + sampler.step)
 
-    if what == "restoring":  # it dies with the weights that the others wait for
-        recovery.Members._restore = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     syncline.elastic(course, [scheduler])
     weights = [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()]
-    flat = [weight for tensor in weights for weight in tensor]
-    line.send([flat, optimizer.param_groups[0]["lr"], calls, syncline.rank(), syncline.world_size()])
-    syncline.shutdown()
+    return [weight for tensor in weights for weight in tensor], optimizer.param_groups[0]["lr"], calls

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
+from multiprocessing import connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ import elastic_bodies as bodies
 import numpy as np
 import pytest
 
+import syncline
 from pool import Group, Pool
+from syncline.global_batches import read_log
+from syncline.launch.environment import REPEATS
 from syncline.launch.local import LocalRun
 from syncline.launch.relay import Relay
 from syncline.sampling import SampleOrder
@@ -74,12 +78,34 @@ def expected() -> tuple[np.ndarray[Any, Any], float]:
     return weights, float(optimizer.param_groups[0]["lr"])
 
 
-def check(group: Group, survivors: list[int], calls: int) -> None:
-    """The survivors have trained on, in one view, to the weights of a run without losses."""
+def repeated(log: Path) -> list[float]:
+    """The weights after the steps of the log in this process. The log must have each sample of an epoch once, in the
+    order of a run without losses."""
+    order, counted = SampleOrder(bodies.SAMPLES, seed=4, global_batch=bodies.BATCH), read_log(str(log))
+    assert sorted(counted) == list(product(range(bodies.EPOCHS), range(bodies.STEPS)))
+    for epoch in range(bodies.EPOCHS):
+        used = [index for step in range(bodies.STEPS) for index in counted[epoch, step]["samples"]]
+        assert used == order.indices(epoch).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
+            patch.delenv(name, raising=False)
+        patch.setenv(REPEATS, str(log))
+        syncline.init()
+        try:
+            return bodies.learn_all()[0]
+        finally:
+            syncline.shutdown()
+
+
+def check(group: Group, survivors: list[int], calls: int, log: Path) -> None:
+    """The survivors have trained on, in one view, to the weights of a run without losses, and bit for bit to those of
+    the log."""
     group.hear(1, among=survivors, timeout_s=LIMIT_S)
     weights, rate = expected()
+    again = repeated(log)
     for rank, index in enumerate(survivors):
-        found, lr, called, new_rank, world = group.ranks[index].said[-1]
+        found, lr, called, new_rank, world, _ = group.ranks[index].said[-1]
+        assert found == again
         np.testing.assert_allclose(found, weights, rtol=1e-9, atol=1e-12)
         assert (lr, called, new_rank, world) == (pytest.approx(rate, rel=1e-12), calls, rank, len(survivors))
     group.end(LIMIT_S, among=survivors)
@@ -87,33 +113,69 @@ def check(group: Group, survivors: list[int], calls: int) -> None:
 
 
 def test_three_workers_then_two_then_one(pool: Pool, address: str, tmp_path: Path) -> None:
-    """The second loss is that of the coordinator, and one of two workers goes on. Each sample of an epoch counts once,
-    in the order of a run without losses."""
+    """The second loss is that of the coordinator, and one of two workers goes on."""
     log = tmp_path / "samples.jsonl"
     with started(pool, address, 3, samples=str(log), **{"2": ("before", 2), "0": ("after", 6)}) as (group, relay):
         lose(group, relay, 2)
         lose(group, relay, 0)
-        check(group, [1], 3)
-    order, steps = SampleOrder(bodies.SAMPLES, seed=4, global_batch=bodies.BATCH), bodies.STEPS
-    counted = {(line["epoch"], line["step"]): line for line in map(json.loads, log.read_text().splitlines())}
-    assert list(counted) == [(epoch, step) for epoch in range(bodies.EPOCHS) for step in range(steps)]
-    for epoch in range(bodies.EPOCHS):
-        used = [index for step in range(steps) for index in counted[epoch, step]["samples"]]
-        assert used == order.indices(epoch).tolist()
-    members = [line["members"] for line in counted.values()]
+        check(group, [1], 3, log)
+    members = [line["members"] for line in read_log(str(log)).values()]
     assert members[:2] == [[0, 1, 2]] * 2
     assert members[2:6] == [[0, 1]] * 4
     assert members[7:] == [[1]] * 5
 
 
+def dies(pool: Pool, address: str, log: Path, rank: int, point: str) -> list[list[str]]:
+    """Lose the last of four workers, and another one at a point meanwhile. The others must end with the weights of the
+    log. Returns the points that each of the three has passed."""
+    log.unlink(missing_ok=True)
+    plan = {"3": ("before", 5), "die": {str(rank): point}}
+    with started(pool, address, 4, samples=str(log), **plan) as (group, relay):
+        waiting, survivors = {0, 1, 2, 3}, []
+        while waiting:
+            ready = connection.wait([group.ranks[index].line for index in waiting], LIMIT_S)
+            assert ready, point
+            for index in sorted(waiting):
+                if (line := group.ranks[index].line) in ready:
+                    waiting.remove(index)
+                    try:
+                        group.ranks[index].said.append(line.recv())
+                        survivors.append(index)
+                    except EOFError:
+                        assert index in (3, rank), f"{point}: {group.ranks[index]}"
+                        lose(group, relay, index)
+        again = repeated(log)
+        for index in survivors:
+            assert group.ranks[index].said[-1][0] == again, point
+        group.end(LIMIT_S)
+        assert (rank in survivors) == (not point)
+        return [group.ranks[index].said[-1][-1] for index in survivors]
+
+
+@pytest.mark.parametrize(("rank", "point"), [(0, "before send Accept 1"), (1, "after begin_again 1")])
+def test_a_second_loss_during_the_agreement(pool: Pool, address: str, tmp_path: Path, rank: int, point: str) -> None:
+    dies(pool, address, tmp_path / "samples.jsonl", rank, point)
+
+
+@pytest.mark.slow
+def test_a_second_loss_at_any_point(pool: Pool, addresses: Callable[[], str], tmp_path: Path) -> None:
+    log = tmp_path / "samples.jsonl"
+    passed = dies(pool, addresses(), log, 0, "")
+    assert "before send Accept 1" in passed[0]
+    for rank, points in enumerate(passed):
+        for point in points:
+            dies(pool, addresses(), log, rank, point)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["direct transport=tcp", "tree", "auto", OWNERS])
 @pytest.mark.parametrize(("what", "when"), [("before", 0), ("after", 11), ("raise", 5)])
-def test_a_loss_at_any_step(pool: Pool, address: str, strategy: str, what: str, when: int) -> None:
+def test_a_loss_at_any_step(pool: Pool, address: str, tmp_path: Path, strategy: str, what: str, when: int) -> None:
     """At the first step, after the last one, and by an error of one worker's script."""
-    with started(pool, address, 3, strategy=strategy, **{"1": (what, when)}) as (group, relay):
+    log = tmp_path / "samples.jsonl"
+    with started(pool, address, 3, samples=str(log), strategy=strategy, **{"1": (what, when)}) as (group, relay):
         lose(group, relay, 1)
-        check(group, [0, 2], 2)
+        check(group, [0, 2], 2, log)
 
 
 @pytest.mark.slow
@@ -134,11 +196,12 @@ def test_a_loss_under_a_codec(pool: Pool, address: str, strategy: str, near: flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_loss_while_the_weights_are_restored(pool: Pool, address: str, victim: int) -> None:
-    with started(pool, address, 4, **{"1": ("before", 5), str(victim): ("restoring", -1)}) as (group, relay):
+def test_a_loss_while_the_weights_are_restored(pool: Pool, address: str, tmp_path: Path, victim: int) -> None:
+    log, plan = tmp_path / "samples.jsonl", {"1": ("before", 5), str(victim): ("restoring", -1)}
+    with started(pool, address, 4, samples=str(log), **plan) as (group, relay):
         lose(group, relay, 1)
         lose(group, relay, victim)
-        check(group, [2 - victim, 3], 2)
+        check(group, [2 - victim, 3], 2, log)
 
 
 @pytest.mark.slow
@@ -153,9 +216,10 @@ def test_two_of_four_at_once(pool: Pool, address: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_left_behind_and_learns_it(pool: Pool, address: str) -> None:
-    with started(pool, address, 3, **{"1": ("stop", 3)}) as (group, relay):
-        check(group, [0, 2], 2)
+def test_a_stopped_worker_is_left_behind_and_learns_it(pool: Pool, address: str, tmp_path: Path) -> None:
+    log = tmp_path / "samples.jsonl"
+    with started(pool, address, 3, samples=str(log), **{"1": ("stop", 3)}) as (group, relay):
+        check(group, [0, 2], 2, log)
         for rank in (0, 2):
             relay.note_end(rank, 0)
         os.kill(group.ranks[1].pid, signal.SIGCONT)

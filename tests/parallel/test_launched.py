@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import restarted_script as restarted
+import torch
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -147,6 +149,26 @@ def test_the_workers_of_a_killed_torchrun_end() -> None:
         said = process.stdout.read()  # the second may hear of the first before it looks for the launcher
         assert said.count("the launcher is gone") + said.count("died: its connection to") >= 2
         assert "the launcher is gone" in said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torchrun_restarts_a_script_of_the_backend_at_its_checkpoint(tmp_path: Path, victim: int) -> None:
+    """A killed rank costs one step: its checkpoint was not written. Rank 0 writes the checkpoints."""
+    options = "--nproc-per-node", "2", "--max-restarts", "1"
+    status, text = whole(torchrun_command(*options, str(HERE / "restarted_script.py"), str(tmp_path), str(victim)))
+    assert status == 0, text
+    steps = [tuple(map(int, line.split())) for line in (tmp_path / "steps").read_text().splitlines()]
+    lost, first = restarted.LOST, [step for attempt, step in steps if attempt == 0]
+    again = [step for attempt, step in steps if attempt == 1]
+    assert first == list(range(lost + 1))
+    assert again == list(range(again[0], restarted.STEPS))
+    assert again[0] in ({lost} if victim == 0 else {lost, lost + 1})
+    x, y, model, optimizer = restarted.problem()
+    for step in range(restarted.STEPS):
+        restarted.learn(x[step], y[step], model, optimizer)
+    state = torch.load(tmp_path / "newest.pt")["model"]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("launcher", ["syncline", "torchrun"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import syncline
 from syncline.errors import MismatchError, UsageError
-from syncline.global_batches import GlobalBatches, SampleLog, global_batches_of, share
+from syncline.global_batches import GlobalBatches, SampleLog, global_batches_of, read_log, share
 from syncline.sampling import SampleOrder
 from syncline.session.session import Session
 
@@ -336,3 +336,19 @@ def test_one_worker_has_whole_batches() -> None:
     sampler = syncline.sampler(5, global_batch=2, shuffle=False)
     assert not sampler.pooled
     assert list(sampler) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_line_that_a_killed_writer_has_begun_is_left_out(tmp_path: Path) -> None:
+    """Another worker writes the step again, on a line of its own."""
+    file = tmp_path / "samples.jsonl"
+    how = {"strategy": "ring", "algorithms": []}
+    SampleLog(str(file), 0, [0, 1], True, how).write(0, 0, np.arange(3))
+    file.write_text(file.read_text()[:-9])
+    log = SampleLog(str(file), 0, [1], True, how)
+    log.write(0, 0, np.arange(3))
+    log.write(0, 1, np.arange(3, 6))
+    found = read_log(str(file))
+    assert [(at, line["members"], line["samples"]) for at, line in found.items()] == [
+        ((0, 0), [1], [0, 1, 2]),
+        ((0, 1), [1], [3, 4, 5]),
+    ]

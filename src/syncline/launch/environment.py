@@ -34,6 +34,9 @@ NO_GROUP = (
 
 _COUNTING_ALL = ("torchrun", "variables")
 
+REPEATS = "SYNCLINE_REPEATS"
+"""The variable with a log of committed steps (``global_batches``) that this process, a single worker, repeats."""
+
 
 @dataclass(frozen=True)
 class Environment:

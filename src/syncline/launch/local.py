@@ -33,7 +33,7 @@ from ..wire import reports
 from ..wire.listener import bind_here
 from ..wire.reports import Reports
 from .child import Child
-from .environment import NO_GROUP, worker_places
+from .environment import NO_GROUP, REPEATS, worker_places
 from .relay import Relay
 
 GRACE_S = 10.0
@@ -55,7 +55,8 @@ _REASON_CHARS = 400
 _READ_BYTES = 1 << 16
 _STALE = (
     *("TORCHELASTIC_", "SYNCLINE_MEETING_", "SYNCLINE_PROCESS", "SYNCLINE_RUN_ID", "SYNCLINE_TRACE_PARTS"),
-    *("SYNCLINE_FLIGHT_MEMORY", "SYNCLINE_SAMPLES", "SYNCLINE_ELASTIC", reports.VARIABLE, "GROUP_RANK", "ROLE_"),
+    *("SYNCLINE_FLIGHT_MEMORY", "SYNCLINE_SAMPLES", REPEATS, "SYNCLINE_ELASTIC", reports.VARIABLE),
+    *("GROUP_RANK", "ROLE_"),
 )
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SYNCLINE_LAUNCHER", "SYNCLINE_SERVERS", *_STALE)
 

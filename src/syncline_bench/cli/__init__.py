@@ -50,7 +50,7 @@ def cli() -> None:
 
 
 for verb in (
-    *(run.run, run.doctor, run.record, run.lab),
+    *(run.run, run.repeat, run.doctor, run.record, run.lab),
     *(trainings.compare, trainings.accuracy, trainings.tune),
     *(bench.bench, bench.calibrate),
     *(predict.predict, predict.reproduce, explain.explain),

@@ -1,4 +1,4 @@
-"""The commands that run a script or another command, and the check before: ``run``, ``doctor``, ``record``, ``lab``."""
+"""The commands that run a script or another command, and the check before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import FILE, JSON, TRACE
+from ._options import FILE, JSON, OLD_FILE, TRACE
 
 if TYPE_CHECKING:
     from syncline.launch.local import Outcome
@@ -148,6 +148,27 @@ def run(
         _keep_flight(flight, flight_path, outcome)
     flight.close()
     sys.exit(outcome.status)
+
+
+@click.command(context_settings=_VERBATIM)
+@MODULE
+@click.argument("log", type=OLD_FILE)
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def repeat(log: Path, module: bool, script: str, args: tuple[str, ...]) -> None:
+    """Run SCRIPT with ARGS in one process that makes the steps of LOG, the file of an earlier syncline run --samples.
+
+    Each step has the samples and the workers of the log, one worker after another, and adds their gradients in the
+    order of the run. The weights show whether the run has lost or repeated anything.
+    """
+    from syncline.global_batches import read_log
+    from syncline.launch.environment import REPEATS
+    from syncline.launch.local import launch
+
+    _check_script(script, module)
+    read_log(str(log))
+    command = [sys.executable, *(["-m"] if module else []), script, *args]
+    sys.exit(launch(command, 1, env={REPEATS: str(log.resolve())}).status)
 
 
 def _new_log(path: Path) -> str:

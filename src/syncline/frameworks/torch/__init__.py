@@ -8,12 +8,14 @@ and ``served`` trains with weights that parameter servers hold.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...errors import UsageError
+from ...launch.environment import REPEATS
 from ...session.session import Session
 from .. import Handed
 from .._supported import check_packages, warn_of_plain_steps
@@ -38,6 +40,10 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
     if session.alone:
         warn_of_plain_steps(session)
         let_go(session, model)
+        if os.environ.get(REPEATS):
+            from .repeating import Repeating
+
+            Repeating(session, model, optimizer, chosen)
         return Handed(result)
     made = prepare(session, model, optimizer, chosen)
     return None if made is None else Handed(result, made)
