@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import FILE, JSON, OLD_FILE, TRACE
+from ._options import FILE, JSON, TRACE
 
 if TYPE_CHECKING:
     from syncline.launch.local import Outcome
@@ -152,7 +152,7 @@ def run(
 
 @click.command(context_settings=_VERBATIM)
 @MODULE
-@click.argument("log", type=OLD_FILE)
+@click.argument("log", type=FILE)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def repeat(log: Path, module: bool, script: str, args: tuple[str, ...]) -> None:
