@@ -164,6 +164,7 @@ class Members:
                 "syncline.elastic() needs to know where to go on: take the batches from syncline.sampler(global_batch=)"
             )
         _stay(session)
+        self._line.send({"begun": self._calls})
 
     def tell_done(self) -> None:
         """Tell the others that all have finished their training."""

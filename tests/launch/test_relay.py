@@ -21,10 +21,11 @@ line = socket.socket(fileno=fd)
 send = lambda **packet: line.send(json.dumps(packet).encode())
 hear = lambda: json.loads(line.recv(65536))
 """
+BEGUN = "send(begun=1)\n"
 
 
-def run(script: str, processes: int = 2, least: int = 1) -> Outcome:
-    command = [sys.executable, "-I", "-S", "-c", TALK + script]
+def run(script: str, processes: int = 2, least: int = 1, begun: str = BEGUN) -> Outcome:
+    command = [sys.executable, "-I", "-S", "-c", TALK + begun + script]
     with LocalRun(command, processes, relay=Relay(processes, least), grace_s=0.1) as started:
         return started.wait(LIMIT_S)
 
@@ -106,3 +107,9 @@ def test_a_run_ends_when_too_few_members_are_left(processes: int, least: int) ->
 def test_a_run_goes_on_while_the_members_of_a_later_view_do() -> None:
     outcome = run("if rank: sys.exit(5)\nsend(view=2, members=[0, 1]); time = __import__('time'); time.sleep(0.5)", 3)
     assert (outcome.status, outcome.endings[-1].told) == (0, False), outcome.text
+
+
+def test_a_failure_before_the_first_call_ends_the_run() -> None:
+    outcome = run("if rank: sys.exit(5)\nsignal.pause()", begun="")
+    assert outcome.status == 5
+    assert [(ending.rank, ending.told) for ending in outcome.endings] == [(1, False), (0, True)]

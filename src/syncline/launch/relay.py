@@ -31,6 +31,7 @@ class Relay:
         self._pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(processes)]
         self._favoured: dict[int, list[int]] = {}  # by view
         self._view = 0
+        self._begun = False  # a process has called ``syncline.elastic``
         self._ended: dict[int, int] = {}  # status, by rank
         self.members = set(range(processes))
         """The ranks of the processes in the latest view."""
@@ -65,6 +66,8 @@ class Relay:
     def _obey(self, rank: int, packet: Mapping[str, Any]) -> None:
         if "to" in packet:
             self._tell(int(packet["to"]), {"from": rank, "message": packet["message"]})
+        elif "begun" in packet:
+            self._begun = True
         elif "done" in packet:
             self._tell_others(rank, {**packet, "done": rank})
         elif "ask" in packet:
@@ -77,14 +80,20 @@ class Relay:
 
     def note_end(self, rank: int, status: int) -> None:
         """Note that a process has ended, and tell the others."""
+        self.read(rank)  # what it said before
         self._ended[rank] = status
         self._tell_others(rank, {"ended": rank})
 
     @property
     def is_over(self) -> bool:
-        """Whether all members of the latest view have ended, or too many have failed for the others to go on."""
+        """Whether all members of the latest view have ended, or too many have failed for the others to go on.
+
+        A failure before any process has called ``syncline.elastic`` is one too many: the others may wait for a process
+        that never comes.
+        """
         left = sum(not self._ended.get(rank) for rank in self.members)
-        return self.members <= self._ended.keys() or left < self._least or 2 * left < len(self.members)
+        early = not self._begun and any(self._ended.values())
+        return self.members <= self._ended.keys() or early or left < self._least or 2 * left < len(self.members)
 
     @property
     def succeeded(self) -> bool:
