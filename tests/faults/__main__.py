@@ -18,6 +18,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from cell_runs import run_cell, warm_pool  # noqa: E402
 from fault_cells import Cell, cells, covering  # noqa: E402
 
+from syncline.errors import UsageError  # noqa: E402
+from syncline_bench.lab.namespaces import check_able  # noqa: E402
+
 
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,6 +29,11 @@ def main() -> int:
     asked.add_argument("--results", type=Path, help="a file of lines of JSON, which is continued")
     given = asked.parse_args()
     chosen = [cell for cell in (cells() if given.full or given.only else covering(cells())) if given.only in str(cell)]
+    try:
+        check_able()
+    except UsageError as error:
+        print(f"without the cells between hosts: {error}")
+        chosen = [cell for cell in chosen if cell.transport != "hosts"]
     known = {}
     if given.results is not None and given.results.exists():
         for line in given.results.read_text().splitlines():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 import syncline.torch_backend  # its process group
+from syncline_bench.lab.namespaces import enter
 
 SECRET = "the secret of these tests"
 VICTIM = 1
@@ -28,20 +31,37 @@ DAY_S = 86_400.0
 
 Reach = Callable[[str], None]
 
+LINKS = {
+    "partition": [(-1, "ip link set p{} down")],
+    "one way": [(VICTIM, "tc qdisc replace dev eth0 root blackhole")],
+    "slow": [
+        (-1, "tc qdisc replace dev p{} root tbf rate 1mbit burst 3028 latency 50ms"),
+        (VICTIM, "tc qdisc replace dev eth0 root tbf rate 1mbit burst 3028 latency 50ms"),
+    ],
+}
+"""What changes the link of the victim's host, on that host or (-1) at the switch."""
+_NAMESPACES = {"net": 0x40000000, "ipc": 0x08000000, "uts": 0x04000000, "mnt": 0x00020000}
+
 
 def run(
-    line: Connection, index: int, processes: int, address: str, strategy: str, fault: str, point: str, path: str
-) -> None:
-    """Start, prepare, train for four steps, save, end."""
+    line: Connection, index: int, processes: int, address: str, strategy: str, fault: str, point: str, path: str,
+    hosts: Sequence[int],
+) -> None:  # fmt: skip
+    """Start, prepare, train for four steps, save, end. ``hosts`` are the processes that hold hosts and the switch."""
 
     def reach(here: str) -> None:
         line.send(here)
         if index == VICTIM and here == point:
             happen(fault, address)
+            if fault in LINKS:
+                change_link(fault, hosts)
 
+    if hosts:
+        enter_host(hosts[index])
     reach("start")
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
+    width = 50 if fault == "slow" else 200
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if strategy.startswith("backend"):
         under_ddp(reach, model, optimizer, index, processes, address, strategy)
@@ -100,7 +120,7 @@ def train(reach: Reach, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         if step == 2:
             reach("step")
         optimizer.zero_grad()
-        model(torch.ones(4, 200)).sum().backward()
+        model(torch.ones(4, next(model.parameters()).shape[1])).sum().backward()
         optimizer.step()
 
 
@@ -128,6 +148,22 @@ def happen(fault: str, address: str) -> None:
         time.time = lambda: clock() + DAY_S
     elif fault == "stranger":
         threading.Thread(target=call_all_ports, args=(address,), daemon=True).start()
+
+
+def enter_host(pid: int) -> None:
+    """Go on in the namespaces of another process."""
+    here, libc = Path.cwd(), ctypes.CDLL(None, use_errno=True)
+    for kind, flag in _NAMESPACES.items():
+        with open(f"/proc/{pid}/ns/{kind}", "rb") as namespace:  # noqa: PTH123 - setns takes its descriptor
+            if libc.setns(namespace.fileno(), flag):
+                raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of process {pid}")
+    os.chdir(here)
+
+
+def change_link(fault: str, hosts: Sequence[int]) -> None:
+    for where, command in LINKS[fault]:
+        words = [*enter(hosts[where]), *command.format(VICTIM).split()]
+        subprocess.run(words, check=True, timeout=START_S)
 
 
 def limit(what: int, value: int) -> None:

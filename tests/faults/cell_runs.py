@@ -21,17 +21,20 @@ from pathlib import Path
 
 import cell_bodies
 from cell_bodies import START_S, VICTIM, WORKERS
-from fault_cells import POINTS, Cell, without_meaning
+from fault_cells import OF_LINKS, POINTS, Cell, without_meaning
 
 from pool import Group, Pool, Rank
 from syncline.strategy.strategy import Strategy
+from syncline_bench.lab import Lab
 
 PROMISED_S = 10.0
 HARMLESS = ("clock", "stranger")
 NAMED = re.compile(rf"\b(rank|process) {VICTIM}\b|counts? \d+ processes|\bis taken by\b")
 """The texts by which an error names the culprit: its rank, or what is wrong with a group that does not form."""
+_ANY = re.compile(r"\brank \d+\b")
 
 _SHARED = Path("/dev/shm")
+_PORT = 29500  # free on every new host
 
 
 @contextmanager
@@ -46,23 +49,32 @@ def warm_pool() -> Iterator[Pool]:
 def run_cell(pool: Pool, cell: Cell) -> str:
     """The fault in the end of a cell; empty if it ends as promised."""
     backend = cell.strategy == "backend"
-    text = f"{'ring' if backend else cell.strategy} transport={cell.transport}"
+    between = cell.transport == "hosts"
+    text = f"{'ring' if backend else cell.strategy} transport={'tcp' if between else cell.transport}"
     processes = WORKERS + Strategy.parse(text).servers
     before = set(_SHARED.iterdir())
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     strategy = f"backend {text}" if backend else text
-    case = [
-        [index, processes, _free_address(), strategy, cell.fault, cell.point, str(folder)] for index in range(processes)
-    ]
-    for arguments in case:
-        arguments[2] = case[0][2]
     try:
-        with pool.start(cell_bodies.run, case) as group:
-            found = _judge(group, cell)
+        with _places(processes if between else 0) as (address, hosts):
+            how = [processes, address, strategy, cell.fault, cell.point, str(folder), hosts]
+            with pool.start(cell_bodies.run, [[index, *how] for index in range(processes)]) as group:
+                found = _judge(group, cell)
         left = set(_SHARED.iterdir()) - before
         return found or (f"left in /dev/shm: {', '.join(sorted(path.name for path in left))}" if left else "")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _places(hosts: int) -> Iterator[tuple[str, list[int]]]:
+    """An address to meet at, and the processes that hold the hosts of a new lab and its switch, if there are any."""
+    if not hosts:
+        yield _free_address(), []
+        return
+    with Lab(hosts) as lab:
+        assert lab._switch is not None
+        yield f"{lab.address(0)}:{_PORT}", [*(host.pid for host in lab._hosts), lab._switch.pid]
 
 
 def _judge(group: Group, cell: Cell) -> str:
@@ -89,20 +101,23 @@ def _judge(group: Group, cell: Cell) -> str:
         return f"takes {took_s:.1f} s to end"
     # At the end a process may have done its part before the fault.
     judged = [rank for rank in others if rank.status or cell.point != "end"]
-    return next((wrong for rank in judged if (wrong := _wrong(rank))), "")
+    wrong = next((wrong for rank in judged if (wrong := _wrong(rank, NAMED))), "")
+    if wrong or cell.fault not in OF_LINKS or (cell.point == "end" and victim.status == 0):
+        return wrong
+    return _wrong(victim, _ANY)  # to which the others are out of reach
 
 
 def place_of_point(cell: Cell) -> int:
     """How many points the victim passes before that of the fault."""
-    passed = [point for point in POINTS if not without_meaning(cell._replace(point=point, fault="kill"))]
+    passed = [point for point in POINTS if not without_meaning(cell._replace(point=point, fault="clock"))]
     return passed.index(cell.point)
 
 
-def _wrong(rank: Rank) -> str:
-    """The fault in the end of a process that is not the victim."""
+def _wrong(rank: Rank, named: re.Pattern[str]) -> str:
+    """The fault in the end of a process, whose error must have such a text."""
     if rank.status == 0:
         return f"process {rank.index} has status 0, but others have not"
-    if not NAMED.search(rank.printed()):
+    if not named.search(rank.printed()):
         return f"process {rank.index} names nobody: {_short(str(rank))}"
     return ""
 

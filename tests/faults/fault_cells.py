@@ -1,8 +1,7 @@
 """Every fault, under every strategy, at every point of a run: the cells, which of them have a meaning, and a covering.
 
-``make faults`` runs cells until every pair of values has met (``covering``), or with ``--full`` all of them. Faults of
-the network between hosts (partitions, losses in one direction, slow links) need hosts, which the lab has: they are not
-among them.
+``make faults`` runs cells until every pair of values has met (``covering``), or with ``--full`` all of them. With the
+transport ``hosts`` every process has a host of its own in a lab, whose links can fail too.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ FAULTS = {
     "wrong secret": "it has another secret",
     "duplicate rank": "it has the number of another process",
     "wrong world": "it counts more processes than the others",
+    "partition": "its link is down",
+    "one way": "its link loses all frames that it sends",
+    "slow": "its link carries 1 Mbit/s",
 }
 STRATEGIES = (
     "ring",
@@ -40,10 +42,17 @@ STRATEGIES = (
 )
 """``backend`` is DistributedDataParallel over the process group of Syncline."""
 POINTS = ("start", "prepare", "step", "checkpoint", "end")
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", "hosts")
+"""``hosts`` is TCP between the hosts of a lab, which needs root."""
 
 AT_START = ("stranger", "wrong secret", "duplicate rank", "wrong world")
 """Faults that only exist while a group forms: later its ports are closed and its members known."""
+
+ENDS = ("kill", "stop", "raise", "exit", "no descriptors", "no memory")
+"""Faults after which a process does nothing more."""
+
+OF_LINKS = ("partition", "one way", "slow")
+"""Faults of the link between the process's host and the others."""
 
 
 class Cell(NamedTuple):
@@ -68,6 +77,10 @@ def without_meaning(cell: Cell) -> str:
         return "torch's own store meets first, and knows no secret"
     if cell.strategy == "backend" and cell.fault in ("duplicate rank", "wrong world"):
         return "torch's own store counts processes before Syncline does"
+    if cell.fault in OF_LINKS and cell.transport != "hosts":
+        return "processes of one host have no link"
+    if cell.strategy == "backend" and cell.point == "start" and cell.fault in (*ENDS, *OF_LINKS):
+        return "only torch's own store has met, whose timeout counts clients and names no rank"
     if cell.strategy == "backend" and cell.point == "checkpoint":
         return "DistributedDataParallel has torch's own checkpoints"
     return ""

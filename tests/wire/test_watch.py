@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from watching import ANSWER, BEATS_S, LIMIT_S, QUESTION, RESTS, SHORT_S, Seat, Table, member, numbered
 
 from syncline.errors import PeerLost
@@ -88,6 +86,40 @@ def test_who_has_told_of_its_own_failure_blames_nobody_who_ends_because_of_it(
     assert seat.watcher.failure is None
     assert not seat.failures
     assert "after the failure of this process" in ended[0]
+
+
+def test_a_process_without_memory_for_another_thread_ends_all_the_same(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, insists = [], threading.Event()
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    monkeypatch.setattr(watch.Watcher, "_end", lambda _, text: [ended.append(text), insists.set()])
+    seat, there = table.beside(member(1), liveness_s=SHORT_S)
+    seat.watcher._came_back.clear()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        there.close()
+        assert insists.wait(LIMIT_S)
+    assert "after the failure of rank 1" in ended[0]
+
+
+def test_a_thread_that_cannot_handle_its_own_fault_ends_the_process() -> None:
+    lines = (
+        "import os, threading, time",
+        "from syncline.wire.reports import needed",
+        "def run():",
+        "    raise MemoryError('of a thread')",
+        "threading.Thread(target=needed(run), daemon=True).start()",
+        "time.sleep(60)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 1
+    assert b"MemoryError: of a thread" in done.stderr
+    assert b"can neither go on nor handle its failure" in done.stderr
 
 
 def test_the_accused_learns_of_it(table: Table) -> None:
@@ -490,17 +522,3 @@ def test_what_a_terminal_would_act_on_is_not_printed(table: Table, capfd: pytest
     assert "\x1b" not in str(seat.failures[0])
     assert "\x1b" not in capfd.readouterr().err
     assert str(seat.failures[0]).endswith(" line\nline")
-
-
-@given(said=st.binary(max_size=200))
-@settings(max_examples=60, deadline=None)
-def test_after_any_bytes_the_watcher_still_watches(said: bytes) -> None:
-    found = Table()
-    seat, there = found.beside(member(1))
-    try:
-        there.sendall(said)
-        there.close()
-        left = b"\x02" in said  # perhaps a goodbye
-        assert seat.failed.wait(SHORT_S if left else LIMIT_S) or seat.left.is_set()
-    finally:
-        seat.watcher.close()

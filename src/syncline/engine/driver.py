@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from ..errors import ClosedError, PeerLeft, PeerLost, PeerTimeout, ProtocolError, UsageError, labelled, within
 from ..transports import Transport
 from ..wire.culprit import Answer, Found, Waits
+from ..wire.reports import needed
 from ..wire.scratch import Scratch
 from .exchange import SPINS, Exchange
 from .flight import Flight
@@ -345,6 +346,7 @@ class Driver(ABC):
 
     # Driving: in the progress thread, or in one that waits.
 
+    @needed
     def _progress(self) -> None:
         """The progress thread: drive whenever there is work and no other thread drives."""
         while self.monitor.take_turn():

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ..errors import PeerError, SynclineError
-from ..wire.reports import FAILED, first_time, say
-from ..wire.watch import FAILED_STATUS
+from ..wire.reports import FAILED, FAILED_STATUS, end_without_memory, first_time, say
 from .session import Session
 
 
@@ -29,7 +28,10 @@ def watch_exceptions(current: Callable[[], Session | None]) -> None:
             _print(session, kind, error, trace, previous)
         finally:
             if session is not None and not session.forked:
-                session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
+                try:
+                    session.fail(error if isinstance(error, Exception) else RuntimeError(kind.__name__))
+                except MemoryError:
+                    end_without_memory()
 
     sys.excepthook = on_exception
 

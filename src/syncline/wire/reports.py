@@ -19,11 +19,17 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
+from typing import NoReturn, ParamSpec
 
 FAILED = "failed: "
 """The start of the reason of a process that fails by itself; its error follows."""
+
+FAILED_STATUS = 1
+"""The exit status of a process that ends because of another one, or cannot handle its own fault."""
 
 VARIABLE = "SYNCLINE_REPORTS"
 """The environment variable with the descriptor of the memory, and the rank's number."""
@@ -46,6 +52,8 @@ _AGAIN_S = 0.01
 _WHO = re.compile(r"rank \d+ \([^)]*\)")
 
 _own: set[bytes] = set()
+
+_P = ParamSpec("_P")
 
 
 class Reports:
@@ -83,6 +91,35 @@ def say(text: str) -> None:
     """Print whole lines by one call, because ranks print concurrently."""
     with contextlib.suppress(OSError):
         os.write(2, in_bytes(text))
+
+
+_LAST_WORDS = b"syncline: this process can neither go on nor handle its failure (no memory?): ending\n"
+
+
+def needed(run: Callable[_P, None]) -> Callable[_P, None]:
+    """Let an exception that leaves ``run``, the function of a thread, end the process.
+
+    Without memory even the handling of a fault can fail. The process would then neither go on nor end.
+    """
+
+    @wraps(run)
+    def run_or_end(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            run(*args, **kwargs)
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                traceback.print_exc()
+            end_without_memory()
+
+    return run_or_end
+
+
+def end_without_memory() -> NoReturn:
+    """End the process by calls that take no memory. The end of its connections tells the others."""
+    try:
+        os.write(2, _LAST_WORDS)
+    finally:
+        os._exit(FAILED_STATUS)
 
 
 def join() -> None:

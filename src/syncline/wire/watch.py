@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import select
 import selectors
@@ -40,7 +41,7 @@ from ..errors import PeerError, PeerLost
 from .bell import DescriptorBell
 from .culprit import ANSWER_BYTES, Answer, pack, unpack
 from .meeting import Member, Roll, printable
-from .reports import FAILED, blame, first_time, in_bytes, say
+from .reports import FAILED, FAILED_STATUS, blame, first_time, in_bytes, needed, say
 from .tls import Sealed
 
 _POLLFD = struct.Struct("=ihh")
@@ -122,8 +123,6 @@ _SIZES = {
     _QUESTION: range(_NUMBER.size, _NUMBER.size + 1),
     _ANSWER: range(_NUMBER.size + ANSWER_BYTES.start, _NUMBER.size + ANSWER_BYTES.stop),
 }
-FAILED_STATUS = 1
-"""The exit status of a process that ends because of another one."""
 
 
 def sees(one: Member, other: Member) -> bool:
@@ -166,7 +165,7 @@ class Watcher:
         self._told = self._told_own = False  # this process has reported a failure; it has reported its own
         self.insists = True
         """Whether the process ends if the user's thread does not return to Syncline after a failure."""
-        self._insisting = False
+        self._insists_from = 0.0  # when the process ends; 0 before a failure
         self._last_said = False  # a failure or the goodbye was sent, after which no peer expects heartbeats
         self._unsent: dict[int, bytes] = {}
         self._asked = dict.fromkeys(socks, 0)  # how often this process has asked each
@@ -327,6 +326,7 @@ class Watcher:
             self._unsent[peer] = self._unsent.get(peer, b"") + _FRAME.pack(kind, len(text)) + text
             self._push(peer, sock)
 
+    @needed
     def _watch(self) -> None:
         tick, last = self._tick_s, time.monotonic()
         try:
@@ -337,6 +337,8 @@ class Watcher:
                     else:
                         self._bell.rang()
                 now = time.monotonic()
+                if self._insists_from and now > self._insists_from + _LINGER_S and not self._came_back.is_set():
+                    self._insist()  # its own thread has not begun, or has failed
                 if now - last >= tick and not self._closing:
                     # This process itself may have been stopped: then the silence of its peers does not count.
                     if now - last > 2 * tick + 1:
@@ -455,9 +457,10 @@ class Watcher:
             with self._answered:
                 self._answered.notify()
             self._on_failure(error)
-        if self.insists and not self._insisting:
-            self._insisting = True
-            threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
+        if self.insists and not self._insists_from:
+            self._insists_from = time.monotonic() + GRACE_S
+            with contextlib.suppress(RuntimeError):  # without memory for a thread ``_watch`` insists
+                threading.Thread(target=self._insist, name="syncline-insist", daemon=True).start()
         if self.failure is None:
             return
         # Printing may block on the reader of stderr, so it comes last, when all processes are informed.
@@ -466,7 +469,8 @@ class Watcher:
 
     def _insist(self) -> None:
         """End the process if the user's thread does not return."""
-        if not self._came_back.wait(GRACE_S):
+        if not self._came_back.wait(max(0.0, self._insists_from - time.monotonic())):
+            self._insists_from = math.inf
             index = self._roll.index if self.failure is None else self.failure.rank
             culprit = "this process" if index == self._roll.index else self._roll.name(index)
             self._end(
