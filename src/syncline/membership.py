@@ -229,7 +229,7 @@ _READ: Mapping[str, Callable[..., Message]] = {
     "Commit": lambda view: Commit(_view(view)),
     "Report": lambda base, suspects: Report(_number(base), frozenset(map(_number, suspects))),
     "Join": lambda name, terms, number: Join(
-        _text(name), tuple((_text(key), _text(value)) for key, value in terms), _number(number)
+        _text(name), tuple(sorted({_text(key): _text(value) for key, value in terms}.items())), _number(number)
     ),
     "Refused": lambda reason: Refused(_text(reason)),
 }

@@ -15,6 +15,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -226,13 +227,19 @@ def packed(state: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The state of ``packed``."""
-    tree, leaves = json.loads(data)
-    found = {
-        name: _Read(dtype, tuple(shape), np.frombuffer(bytearray(base64.b64decode(text)), np.uint8))
-        for name, dtype, shape, text in leaves
-    }
-    return _whole(tree, found, {})
+    """The state of ``packed``. Raises ValueError for other data."""
+    try:
+        tree, leaves = json.loads(data)
+        return _whole(tree, {name: _leaf(*row) for name, *row in leaves}, {})
+    except Exception as error:  # the frameworks raise many types for malformed data
+        raise ValueError(f"{len(data)} bytes are not a packed state: {error!r:.200}") from error
+
+
+def _leaf(dtype: str, shape: Sequence[int], text: str) -> _Read:
+    data = np.frombuffer(bytearray(base64.b64decode(text)), np.uint8)
+    if math.prod(shape) * _numpy_type(dtype).itemsize != data.nbytes:
+        raise ValueError(f"{data.nbytes} bytes of type {dtype} and shape {shape}")
+    return _Read(dtype, tuple(shape), data)
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:

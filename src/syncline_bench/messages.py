@@ -405,7 +405,7 @@ def _write(fd: int, line: bytes) -> None:
 def _parse(rank: int, line: bytes) -> Message:
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict) or "kind" not in message:
         raise SynclineError(f"process {rank} sent a report that cannot be read: {line[:200]!r}")

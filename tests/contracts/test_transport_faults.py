@@ -252,32 +252,6 @@ def test_what_no_peer_of_a_library_sends(data: bytes) -> None:
     assert isinstance(handle.error, PeerLost)
 
 
-@given(
-    st.lists(
-        st.one_of(
-            st.binary(max_size=40),
-            st.builds(
-                frame, st.integers(0, 9), st.integers(0, 65535), words, st.one_of(words, numbers), st.binary(max_size=9)
-            ),
-        ),
-        max_size=8,
-    )
-)
-@settings(max_examples=200, deadline=None)
-def test_any_frames_of_a_library_are_messages_or_a_fault_of_their_sender(data: list[bytes]) -> None:
-    end = Scripted()
-    handles = [end.recv(0, tag, np.zeros(LARGE, np.uint8)) for tag in range(2)]
-    handles += [end.borrow(0, 2, 8), end.send(0, 3, np.zeros(LARGE, np.uint8))]
-    end.frames = [(0, part) for part in data]
-    faults: list[ProtocolError] = []
-    try:
-        end.poll(0.0)
-    except ProtocolError as fault:
-        faults.append(fault)
-    assert all(fault.rank == 0 for fault in faults)
-    assert all(handle.error is None or isinstance(handle.error, SynclineError) for handle in handles)
-
-
 def test_as_many_bodies_as_a_library_has_tags_for_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.transports._envelope.SLOTS", 5)
     end = Scripted()

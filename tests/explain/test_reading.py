@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from planted import Planted, slower
 
 from syncline.errors import UsageError
@@ -129,21 +126,3 @@ def test_a_small_file_that_unpacks_to_huge_events_is_refused(
     path = tmp_path / "t.json"
     path.write_text("".join([lines[0], " " * 3_000_000 + "\n", *lines[1:]]))
     refused(path, "events of more than 3000000 characters")
-
-
-@settings(max_examples=40)
-@given(st.data())
-def test_damaged_lines_are_refused_or_read_but_never_crash(written: Path, data: st.DataObject) -> None:
-    lines = gzip.decompress(written.read_bytes()).decode().split("\n")
-    event = json.loads(lines[data.draw(st.integers(1, len(lines) - 3))].rstrip(","))
-    where = event["args"] if data.draw(st.booleans()) and event["args"] else event
-    key = data.draw(st.sampled_from(sorted(where)))
-    values = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
-    where[key] = data.draw(values)
-    place = next(place for place, line in enumerate(lines) if line.startswith('{"name":"backward"'))
-    lines[place] = json.dumps(event) + ","
-    path = written.with_name("damaged.json")
-    path.write_text("\n".join(lines))
-    with suppress(UsageError):
-        for run in read_timeline(path):
-            causes(run)

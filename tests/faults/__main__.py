@@ -19,7 +19,7 @@ from cell_runs import run_cell, warm_pool  # noqa: E402
 from fault_cells import Cell, cells, covering  # noqa: E402
 
 from syncline.errors import UsageError  # noqa: E402
-from syncline_bench.lab.namespaces import check_able  # noqa: E402
+from syncline_bench.lab import Lab  # noqa: E402
 
 
 def main() -> int:
@@ -30,7 +30,8 @@ def main() -> int:
     given = asked.parse_args()
     chosen = [cell for cell in (cells() if given.full or given.only else covering(cells())) if given.only in str(cell)]
     try:
-        check_able()
+        with Lab(1):
+            pass
     except UsageError as error:
         print(f"without the cells between hosts: {error}")
         chosen = [cell for cell in chosen if cell.transport != "hosts"]

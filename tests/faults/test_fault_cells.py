@@ -9,6 +9,7 @@ from cell_runs import run_cell, warm_pool
 from fault_cells import FAULTS, POINTS, STRATEGIES, TRANSPORTS, Cell, cells, covering, pairs
 
 from pool import Pool
+from syncline.errors import UsageError
 
 
 def test_every_pair_of_values_that_can_meet_meets_in_the_covering() -> None:
@@ -37,8 +38,12 @@ def ranks() -> Iterator[Pool]:
         Cell("no file space", "ring sync=local(steps=2)", "checkpoint", "tcp"),
         Cell("stranger", "ps(servers=1) sync=asp", "start", "tcp"),
         Cell("exit", "backend", "step", "shm"),
+        Cell("partition", "ring", "step", "hosts"),
     ],
     ids=str,
 )
 def test_a_cell_ends_as_promised(ranks: Pool, cell: Cell) -> None:
-    assert run_cell(ranks, cell) == ""
+    try:
+        assert run_cell(ranks, cell) == ""
+    except UsageError as error:  # there is no lab
+        pytest.skip(str(error))

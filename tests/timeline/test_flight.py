@@ -104,25 +104,6 @@ def test_memory_that_no_process_of_this_version_wrote_is_refused(at: int, writte
         parse(where[:100])
 
 
-@given(st.data())
-def test_any_bytes_are_a_record_or_refused(data: st.DataObject) -> None:
-    where = memory()
-    flight = Flight(where, 1, NOTES)
-    flight.end(flight.begin(1, "bucket", 4))
-    for _ in range(data.draw(st.integers(0, 4))):
-        at = data.draw(st.sampled_from([0, 8, 12, 16, 24, HEAD_BYTES, HEAD_BYTES + 20, 1 << 16, (1 << 16) + 128]))
-        some = data.draw(st.binary(max_size=40))
-        where[at : at + len(some)] = some
-    try:
-        found = parse(where[:])
-    except ValueError:
-        return
-    if found is not None:
-        record = merge([found])
-        assert record is not None
-        json.loads(dump(record), parse_constant=pytest.fail)
-
-
 # The verdict
 
 

@@ -176,14 +176,5 @@ def test_counts_that_no_process_has_raise() -> None:
         unpack(pack(Answer({}, looks=-2)), PROCESSES)
 
 
-@given(st.binary(max_size=300))
-def test_any_bytes_are_understood_or_refused(said: bytes) -> None:
-    try:
-        heard = unpack(COUNTS + said, PROCESSES)
-    except ValueError:
-        return
-    assert all(peer < PROCESSES and label.isprintable() for peer, label in heard.waits.items())
-
-
 def test_what_a_terminal_would_act_on_is_left_out() -> None:
     assert unpack(COUNTS + entry(0, b"\x1b[2Jbucket"), 1).waits == {0: "[2Jbucket"}

@@ -11,6 +11,7 @@ host if there is one. ``syncline run`` sets them so; under other launchers ``ini
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import zlib
@@ -327,9 +328,14 @@ def _number(environ: Environ, name: str, default: int | None = None) -> int:
     if name not in environ and default is not None:
         return default
     text = _text(environ, name)
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"the environment variable {name} must be a whole number, got {text!r}")
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise UsageError(f"the environment variable {name} must be a whole number, got {text!r:.100}")
     return int(text)
+
+
+_MOST_DIGITS = 18
+_MOST_NODES = 1 << 20
+"""The most nodes of a list of hosts or counts: a short text could name any number."""
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -343,6 +349,8 @@ def expand_hosts(text: str) -> list[str]:
         if not entry or any(mark in piece for piece in pieces for mark in "[]"):
             raise UsageError(f"{text!r} is not a list of hosts such as node[01-04]")
         choices = [list(_numbers(piece, text)) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        if len(hosts) + math.prod(map(len, choices)) > _MOST_NODES:
+            raise UsageError(f"{text!r:.100} names more than {_MOST_NODES} hosts")
         hosts += ["".join(parts) for parts in itertools.product(*choices)]
     return hosts
 
@@ -352,8 +360,10 @@ def expand_counts(text: str) -> list[int]:
     counts: list[int] = []
     for entry in text.split(","):
         found = _COUNT.fullmatch(entry.strip())
-        if found is None:
-            raise UsageError(f"{text!r} is not a list of counts such as 2(x3),1")
+        if found is None or max(map(len, found.groups(""))) > _MOST_DIGITS:
+            raise UsageError(f"{text!r:.100} is not a list of counts such as 2(x3),1")
+        if len(counts) + int(found[2] or 1) > _MOST_NODES:
+            raise UsageError(f"{text!r:.100} counts more than {_MOST_NODES} nodes")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -366,8 +376,9 @@ def _split(text: str) -> list[str]:
 def _numbers(ranges: str, text: str) -> Iterator[str]:
     for piece in ranges.split(","):
         found = _RANGE.fullmatch(piece)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise UsageError(f"{text!r} is not a list of hosts: {piece!r} is not a range of numbers")
+        right = found is not None and max(map(len, found.groups(""))) <= _MOST_DIGITS
+        if found is None or not right or not 0 <= int(found[2] or found[1]) - int(found[1]) < _MOST_NODES:
+            raise UsageError(f"{text!r:.100} is not a list of hosts: {piece!r:.100} is not a range of numbers")
         for number in range(int(found[1]), int(found[2] or found[1]) + 1):
             yield f"{number:0{len(found[1])}}"
 

@@ -322,7 +322,7 @@ def look_up(environment: Environment, run: str, limit_s: float) -> MeetingAddres
         if type(port) is not int or not 0 < port < 1 << 16:
             raise ValueError
         return MeetingAddress(str(address), port, bytes.fromhex(key))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise GroupError(
             f"the meeting's address in {environment.store_name} is not in the format of this version: does another"
             " program, or another version, use the same store?"

@@ -290,7 +290,7 @@ def _number(text: str, kind: type, what: str) -> int | float:
         value: int | float = kind(text)
     except ValueError:
         raise StrategyError(f"{what} must be {_describe(kind)}, got {text!r}") from None
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise StrategyError(f"{what} must be finite, got {text!r}")
     return value
 

@@ -37,6 +37,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,8 @@ FORMAT, VERSION = "syncline flight record", 1
 
 MOST_BYTES = 1 << 29
 """The largest file that is read."""
+
+_PIECE_BYTES = 1 << 20
 
 _MOST_PROCESSES = 1 << 20
 _SHOWN_S = 0.1
@@ -178,7 +182,8 @@ def load(path: Path) -> FlightRecord:
     """Read a flight record. Raises UsageError for other files, other versions, and damaged ones."""
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            # Piece by piece: one call would take the memory for all of them, however small the file.
+            data = b"".join(islice(iter(partial(file.read, _PIECE_BYTES), b""), MOST_BYTES // _PIECE_BYTES + 1))
         if len(data) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
         return _record(json.loads(data))

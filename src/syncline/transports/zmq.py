@@ -519,5 +519,5 @@ class _Note:
             told = json.loads(text)
             at = {int(rank): str(where) for rank, where in told["at"].items()}
             return cls(at, str(told["token"]), str(told["key"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise broken(peer, f"its note of the start makes no sense ({error})") from None

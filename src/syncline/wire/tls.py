@@ -212,12 +212,14 @@ class Credentials:
             try:
                 context.load_verify_locations(signed_by)
                 context.load_cert_chain(certificate, key, no_password)
-            except (OSError, ssl.SSLError) as error:
-                missing = [name for name in FILES if not (folder / name).is_file()]
+            except UsageError:
+                raise
+            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError; ValueError: no name of a file
+                missing = [name for name in FILES if not _is_file(folder / name)]
                 why = f"there is no {' and no '.join(missing)}" if missing else str(error)
                 raise UsageError(
-                    f"tls={folder}: {why}; the folder needs {', '.join(FILES)} in PEM format (or tls=on, which needs no"
-                    " files)"
+                    f"tls={folder!s:.200}: {why}; the folder needs {', '.join(FILES)} in PEM format (or tls=on, which"
+                    " needs no files)"
                 ) from error
 
     def _issue(self, secret: bytes, run: bytes, index: int) -> None:
@@ -258,6 +260,13 @@ class Credentials:
             for context in self._sides.values():
                 context.load_verify_locations(cadata=root.decode())
                 context.load_cert_chain(path)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # its name is too long, or none
+        return False
 
 
 @contextlib.contextmanager

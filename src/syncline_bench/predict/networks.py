@@ -16,6 +16,7 @@ A file in ``measured/`` has the name of its network, and holds out-of-sample mea
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -66,15 +67,22 @@ def parse_holdout(text: str, network: str) -> Holdout | None:
     """The prediction error from the text of a file; None if it has no rows. Raises DataError if it is malformed."""
     try:
         data = json.loads(text)
-        pairs = [(float(row["predicted_s"]), float(row["measured_s"])) for row in data["rows"]]
+        pairs = [(_time(row["predicted_s"]), _time(row["measured_s"])) for row in data["rows"]]
         texts = {name: str(data.get(name, "")) for name in ("source", "date", "fitted")}
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise DataError(f"the file of measurements of {network} is malformed: {error!r}") from None
     if not pairs:
         return None
     errors = np.array([abs(predicted / measured - 1) for predicted, measured in pairs])
     usual = float(np.quantile(errors, USUAL))
     return Holdout(network, len(errors), float(errors.mean()), float(errors.max()), usual, **texts)
+
+
+def _time(held: Any) -> float:
+    seconds = float(held)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds} s")
+    return seconds
 
 
 _LOGGP = ("L", "o", "g", "G")

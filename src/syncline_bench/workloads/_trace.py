@@ -31,6 +31,7 @@ from syncline.nouns import Spec
 COLUMNS = ("name", "elements", "forward_s", "backward_s")
 """The required columns of a trace file; others are ignored, except ``h2d_s``."""
 
+_MOST_DIGITS = 18
 _COPIES, _DEVICE, _SHAPE, _ROWS = "h2d_s", "device", "shape", "rows"
 
 
@@ -179,7 +180,7 @@ def _layer(row: Mapping[str | None, str | list[str] | None]) -> TracedLayer:
 def _shape(values: Mapping[str, str], elements: int) -> tuple[int, ...]:
     """The shape of a line, by default one dimension."""
     sizes = values.get(_SHAPE, str(elements)).split("x")
-    shape = tuple(int(size) if size.isascii() and size.isdigit() else 0 for size in sizes)
+    shape = tuple(int(size) if _is_count(size) else 0 for size in sizes)
     if math.prod(shape) != elements:
         raise UsageError(f"shape must be sizes with the product {elements}, such as 768x3072, got {values[_SHAPE]!r}")
     return shape
@@ -195,9 +196,13 @@ def _device(row: Mapping[str | None, str | list[str] | None]) -> set[str]:
 
 
 def _elements(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"elements must be a whole number, 0 for a layer without parameters, got {text!r}")
+    if not _is_count(text):
+        raise UsageError(f"elements must be a whole number, 0 for a layer without parameters, got {text!r:.100}")
     return int(text)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 def _number(values: Mapping[str, str], column: str, default: float | None = None) -> float:

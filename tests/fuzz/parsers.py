@@ -1,0 +1,755 @@
+"""The registry of everything that reads bytes or text of others: valid inputs, the parser, and the errors it promises.
+
+A new parser is one function here, decorated with ``parser``: it yields valid inputs once and returns the function that
+parses one. Whatever the input, that function returns or raises one of the named errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+import mmap
+import re
+import socket
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+from attacks import LARGE, attacked
+from planted import Planted
+from plays import member
+from test_tls import write
+from test_transport_faults import Scripted, frame
+
+from frames import header
+from syncline import membership, registry, saving
+from syncline.codecs import Codec, Merges, PayloadError
+from syncline.compression import saved
+from syncline.engine.flight import BYTES, Flight
+from syncline.engine.trace import begin
+from syncline.errors import (
+    DataError,
+    HandshakeError,
+    ProtocolError,
+    RollCallError,
+    StrategyError,
+    SynclineError,
+    UsageError,
+)
+from syncline.launch import environment
+from syncline.launch.relay import Relay
+from syncline.membership import Accept, Accepted, Commit, Join, Outbid, Peer, Prepare, Promise, Refused, Report, View
+from syncline.nouns import Bucket, Layer, Rate, Seconds, Size, Slice, Spec
+from syncline.serving import records
+from syncline.serving.messages import read_message
+from syncline.session import layout
+from syncline.session.layout import Layout
+from syncline.strategy.choice import Choice
+from syncline.strategy.grammar import read_part, read_value
+from syncline.strategy.strategy import Strategy
+from syncline.strategy.words import build
+from syncline.timeline import chrome, flight, spans
+from syncline.transports import zmq
+from syncline.transports._frames import HEADER_BYTES
+from syncline.wire import culprit, handshake, watch
+from syncline.wire.meeting import (
+    AMOUNT,
+    HEARD,
+    Broken,
+    Frames,
+    Kind,
+    Meeting,
+    Roll,
+    fault_frame,
+    note,
+    read_member,
+    read_roll,
+    told,
+)
+from syncline.wire.meeting import frame as meeting_frame
+from syncline.wire.tls import FILES, Credentials, credentials
+from syncline_bench import top
+from syncline_bench.explain.causes import causes
+from syncline_bench.explain.reading import read_timeline
+from syncline_bench.explain.results import explain_result
+from syncline_bench.predict.networks import inline, load_network, parse_holdout, parse_network, to_json
+from syncline_bench.report.accuracy import AccuracyResult
+from syncline_bench.report.bench import BenchResult, CodecResult, GradientResult, Measured, StepResult
+from syncline_bench.report.comparison import Result, Row
+from syncline_bench.report.predictions import CollectivePrediction, Prediction
+from syncline_bench.report.tuning import Tried, Tuned
+from syncline_bench.workloads._trace import read_trace
+
+Parse = Callable[[bytes], object]
+
+
+class Parser(NamedTuple):
+    """A parser: valid inputs and the function, the errors that it promises, and its share of all inputs."""
+
+    name: str
+    make: Callable[[], tuple[list[bytes], Parse]]
+    errors: tuple[type[Exception], ...]
+    weight: float
+
+
+PARSERS: list[Parser] = []
+
+
+def parser(
+    *errors: type[Exception], weight: float = 1.0
+) -> Callable[[Callable[[], tuple[list[bytes], Parse]]], Callable[[], tuple[list[bytes], Parse]]]:
+    def enter(make: Callable[[], tuple[list[bytes], Parse]]) -> Callable[[], tuple[list[bytes], Parse]]:
+        PARSERS.append(Parser(make.__name__, make, errors, weight))
+        return make
+
+    return enter
+
+
+def text(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
+
+
+def plain(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+# Texts of users.
+
+
+@parser(UsageError, weight=2)
+def strategies() -> tuple[list[bytes], Parse]:
+    valid = [
+        b"ring", b"hierarchical(inside=ring) schedule=wait_free", b"ps(servers=2, on=workers) sync=ssp(staleness=3)",
+        b"direct codec=feedback(topk(ratio=0.01), warmup=2) transport=tcp(rate=1Gbit, delay=5ms)",
+        b"ring sync=local(steps=2) codec=int8 schedule=fixed(bucket=4MiB)", b"auto codec=auto schedule=auto",
+    ]  # fmt: skip
+    return valid, lambda data: str(Strategy.parse(text(data)))
+
+
+@parser(StrategyError)
+def values() -> tuple[list[bytes], Parse]:
+    kinds = (Rate, Seconds, Size, int, float, bool, int | None)
+    valid = [b"1Gbit", b"1.5ms", b"64KiB", b"17", b"0.25", b"true", b"none", b"1e3us"]
+
+    def parse(data: bytes) -> None:
+        for kind in kinds:
+            with contextlib.suppress(StrategyError):
+                read_value(text(data), kind, "a value")
+
+    return valid, parse
+
+
+@parser(UsageError)
+def constants() -> tuple[list[bytes], Parse]:
+    valid = [
+        b"alpha=45us,beta=1.2ns,gamma=2.5ns", b"L=5us,o=2us,g=3us,G=1ns",
+        b"alpha=45us,beta=1ns,topology=switch,cores=3",
+        b"alpha=5us,rate=10Gbit,inside.alpha=2us,inside.beta=1ns",
+    ]  # fmt: skip
+    return valid, lambda data: inline(text(data))
+
+
+@parser(UsageError)
+def launchers() -> tuple[list[bytes], Parse]:
+    """The variables that launchers set, as lines."""
+    valid = [
+        b"SYNCLINE_PROCESS=1\nSYNCLINE_PROCESSES=3\nRANK=1\nWORLD_SIZE=2\nMASTER_ADDR=h\nMASTER_PORT=29500\nSYNCLINE_SERVERS=1",
+        b"SLURM_PROCID=1\nSLURM_STEP_NUM_TASKS=4\nSLURM_LOCALID=0\nSLURM_STEP_TASKS_PER_NODE=2(x2)\nSLURM_NODEID=1\n"
+        b"SLURM_STEP_NODELIST=gpu[1-3,07],login\nSLURM_JOB_ID=7",
+        b"OMPI_COMM_WORLD_RANK=0\nOMPI_COMM_WORLD_SIZE=2\nOMPI_COMM_WORLD_LOCAL_RANK=0\nOMPI_COMM_WORLD_LOCAL_SIZE=2",
+    ]  # fmt: skip
+
+    def parse(data: bytes) -> None:
+        lines = [line.partition("=") for line in text(data).split("\n")]
+        environment.recognise({name: value for name, _, value in lines})
+
+    return valid, parse
+
+
+@parser(UsageError, weight=0.2)
+def words_of_tls() -> tuple[list[bytes], Parse]:
+    """What ``tls=`` may be: off, on, or a folder."""
+    folder = write(Path(_scratch().name) / "tls")
+    return [b"off", b"on", folder.encode()], lambda data: credentials(text(data), b"a secret", b"a run", 0)
+
+
+@parser(UsageError, weight=0.2)
+def certificates() -> tuple[list[bytes], Parse]:
+    """The three files of a folder, one after the other."""
+    folder = Path(write(Path(_scratch().name) / "certificates"))
+    files = [folder / name for name in FILES]
+    mark = b"\n\n"
+
+    def parse(data: bytes) -> None:
+        for path, part in zip(files, data.split(mark), strict=False):
+            path.write_bytes(part)
+        Credentials(str(folder), b"", b"", 0)
+
+    return [mark.join(path.read_bytes() for path in files)], parse
+
+
+# What strangers and peers say while a group forms.
+
+
+@parser(HandshakeError)
+def hellos() -> tuple[list[bytes], Parse]:
+    run, secret = handshake.run_id("a run"), b"a secret"
+    said = handshake.hello(run, 1, 0, "data")
+    reply = handshake.answer(secret, said)
+
+    def parse(data: bytes) -> None:
+        if len(data) >= handshake.HELLO_BYTES:
+            heard = handshake.read_hello(data[: handshake.HELLO_BYTES])
+            handshake.check_proof(secret, heard, reply, data[handshake.HELLO_BYTES :])
+        else:
+            handshake.check_answer(secret, said, data)
+
+    return [said.raw, said.raw + handshake.check_answer(secret, said, reply), reply], parse
+
+
+def _meeting(frames: list[tuple[Kind, bytes]]) -> bytes:
+    return b"".join(meeting_frame(*one) for one in frames)
+
+
+@parser(weight=2)
+def meetings() -> tuple[list[bytes], Parse]:
+    """Rank 1's frames to the meeting of two processes, to which rank 0 has come: a breach ends it for all."""
+    record = member(1, 2).to_text().encode()
+    key = note("syncline/a", b"value")
+    valid = [
+        _meeting([(Kind.RECORD, record), (Kind.SET, key), (Kind.GET, note("syncline/a")), (Kind.THROUGH, b"")]),
+        _meeting([(Kind.RECORD, record), (Kind.ADD, note("n", AMOUNT.pack(3))), (Kind.LATE, b"30")]),
+        _meeting([(Kind.RECORD, record)]) + fault_frame("no such interface"),
+    ]
+
+    def parse(data: bytes) -> None:
+        meeting = Meeting(2, b"key")
+        meeting.enter(0, 0, "here")
+        meeting.hear(0, Kind.RECORD, member(0, 2).to_text().encode())
+        meeting.enter(1, 1, "there")
+        frames = Frames(HEARD)
+        frames.feed(data)
+        try:
+            while (found := frames.take()) is not None:
+                meeting.hear(1, *found)
+        except Broken as broken:
+            meeting.break_off(1, str(broken))
+        meeting.leave(1)
+
+    return valid, parse
+
+
+@parser(Broken, RollCallError)
+def rolls() -> tuple[list[bytes], Parse]:
+    """What the meeting tells, and the records in it."""
+    roll = b"[%s]" % b",".join(member(rank, 2).to_text().encode() for rank in range(2))
+    valid = [
+        roll,
+        member(0, 2).to_text().encode(),
+        _meeting([(Kind.WELCOME, b"key"), (Kind.ROLL, roll), (Kind.OVER, b"")]),
+    ]
+
+    def parse(data: bytes) -> None:
+        if data[:1] == b"[":
+            read_roll(data, 2)
+        elif data[:1] == b"{":
+            read_member(data)
+        else:
+            frames = Frames(told(2))
+            frames.feed(data)
+            while (found := frames.take()) is not None:
+                if found[0] is Kind.ROLL:
+                    read_roll(found[1], 2)
+
+    return valid, parse
+
+
+@parser(ProtocolError)
+def notes_of_zmq() -> tuple[list[bytes], Parse]:
+    return [plain({"at": {"1": "tcp://10.0.0.1:5"}, "token": "t", "key": "k"})], lambda data: zmq._Note.read(1, data)
+
+
+# What members of a group say to each other.
+
+
+@parser(ValueError)
+def culprits() -> tuple[list[bytes], Parse]:
+    valid = [culprit.pack(culprit.Answer({1: "bucket 3", 2: "a send"}, 7, 3)), culprit.pack(culprit.Answer({}))]
+
+    def parse(data: bytes) -> None:
+        heard = culprit.unpack(data, 9)
+        assert all(peer < 9 and label.isprintable() for peer, label in heard.waits.items())
+
+    return valid, parse
+
+
+class _Wire:
+    """A control connection that has bytes to read and takes all."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self) -> None:
+        self.data = b""
+        self._pair = socket.socketpair()
+
+    def recv(self, _: int) -> bytes:
+        return self.data
+
+    def send(self, data: bytes, _: int) -> int:
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair[0], name)
+
+    def close(self) -> None:
+        for end in self._pair:
+            end.close()
+
+
+class _Watcher(watch.Watcher):
+    """One that raises the fault of a peer, in place of ending the run."""
+
+    def _fail(self, culprit: int, reason: str) -> None:
+        raise ValueError(f"{culprit} {reason}")
+
+
+@parser(ValueError, weight=2)
+def control_messages() -> tuple[list[bytes], Parse]:
+    pack = watch._FRAME.pack
+    numbered = culprit.pack(culprit.Answer({0: "bucket 3"}))
+    valid = [
+        pack(1, 0) * 3 + pack(2, 0), pack(3, 4 + 6) + b"\1\0\0\0failed", pack(4, 4) + b"\1\0\0\0",
+        pack(5, 4 + len(numbered)) + b"\1\0\0\0" + numbered,
+    ]  # fmt: skip
+    wire = _Wire()
+    watcher = _Watcher(
+        Roll(0, (member(0, 2), member(1, 2)), "run", b""), {1: wire}, lambda _: None, lambda _: None  # type: ignore[dict-item]
+    )  # fmt: skip
+
+    def parse(data: bytes) -> None:
+        wire.data = data or b"\1"
+        watcher.left.clear()
+        watcher._partial[1] = b""
+        watcher._asked, watcher._asked_by = {1: 1}, {1: 0}
+        watcher._answers[1] = 0, None
+        watcher._read(1)
+        assert len(watcher._partial[1]) <= len(data) + 1
+
+    weakref.finalize(parse, wire.close)
+    weakref.finalize(parse, watcher.close_descriptors)
+    return valid, parse
+
+
+@parser(SynclineError)  # also where there is no memory for a body that is announced
+def frames_of_libraries() -> tuple[list[bytes], Parse]:
+    valid = [
+        frame(1, 0, 0, 4, b"abcd") + frame(2, 1, 1, LARGE), frame(6, 3, 1, LARGE) + frame(7, 3, 1, 0),
+        frame(3, 1, 3, 0) + frame(5, 0, 2, 0), frame(4, 0, 5, 0) + frame(8, 0, 5, 0),
+    ]  # fmt: skip
+
+    def parse(data: bytes) -> None:
+        end = Scripted()
+        handles = [end.recv(0, tag, np.zeros(LARGE if tag else 100, np.uint8)) for tag in range(2)]
+        handles += [end.borrow(0, 2, 8), end.send(0, 3, np.zeros(LARGE, np.uint8))]
+        at = 0
+        while at < len(data):
+            size = HEADER_BYTES + 4 * (data[at] == 1)
+            end.frames.append((0, data[at : at + size]))
+            at += size
+        try:
+            end.poll(0.0)
+        finally:
+            assert all(handle.error is None or isinstance(handle.error, SynclineError) for handle in handles)
+
+    return valid, parse
+
+
+def _streams(kind: str) -> Callable[[], tuple[list[bytes], Parse]]:
+    def make() -> tuple[list[bytes], Parse]:
+        valid = [
+            header(1, 5, 0, 0) + b"abcde" + header(2, 0, 1, 0), header(1, LARGE, 1, 0) + bytes(3000),
+            header(2, 24, 0, 1) + bytes(24), header(6, 0, 0, 1) + header(3, 0, 0, 1), header(1, 8, 4, 0) + bytes(8),
+        ]  # fmt: skip
+
+        def parse(data: bytes) -> None:
+            with attacked(kind) as (end, raw):
+                end.recv(1, 0, np.zeros(10, np.uint8))
+                end.recv(1, 1, np.zeros(2 * LARGE, np.uint8))
+                end.send(1, 3, np.zeros(2 * LARGE, np.uint8))
+                with contextlib.suppress(OSError):
+                    raw.send(data or b"\0")
+                end.poll(0.0)
+                end.poll(0.0)
+
+        return valid, parse
+
+    make.__name__ = f"streams_of_{kind}"
+    return make
+
+
+for _kind in ("tcp", "shaped", "shm"):
+    parser(ProtocolError, weight=0.3)(_streams(_kind))
+
+
+_SESSION: Any = SimpleNamespace(
+    name=lambda index: f"rank {index}",
+    roll=SimpleNamespace(members=[member(0, 2), member(1, 2)]),
+    member=SimpleNamespace(number=int),
+    strategy=Strategy.parse("ring"),
+)
+
+
+@parser(ProtocolError)
+def messages_of_owners() -> tuple[list[bytes], Parse]:
+    fields = {"kind": str, "clock": int, "values": dict, "waited_s": float, "last": bool}
+    valid = [plain({"kind": "push", "clock": 3, "values": {"lr": 0.1}, "waited_s": 0.5, "last": False})]
+    return valid, lambda data: read_message(_SESSION, 1, "a request", data, fields)
+
+
+@parser(ProtocolError)
+def records_of_owners() -> tuple[list[bytes], Parse]:
+    some = records.Elements.of(np.arange(6, dtype=np.float32))
+    whole = [records.Record(Slice(0, 0, 6), "exp_avg", some), records.Record(Slice(1, 2, 5), "step", 3)]
+    packed = records.pack(whole)
+    table = packed[8 : 8 + int.from_bytes(packed[:8], "little")]
+
+    def parse(data: bytes) -> None:
+        if data[:1] == b"[":  # with a length that is right
+            data = len(data).to_bytes(8, "little") + data + bytes(24)
+        assert all(one.slice.start <= one.slice.stop for one in records.unpack(data, "rank 1", 1))
+
+    return [packed, table], parse
+
+
+@parser(ProtocolError, UsageError)
+def layouts() -> tuple[list[bytes], Parse]:
+    """What rank 0 tells about the buckets."""
+    layers = [Layer(Spec("a", (4, 5)), 0.1, 0.2), Layer(Spec("b", (7,)))]
+    buckets = (Bucket((Slice(1, 0, 7),), "float32"), Bucket((Slice(0, 0, 20),), "float32"))
+    valid = plain(Layout(tuple(layers), buckets, (0.0, 1.0)).plain() | {"passed": [3, 4, False]})
+    return [valid], lambda data: layout._said(_SESSION, layers, data)
+
+
+@parser(ValueError)
+def arrays_of_codecs() -> tuple[list[bytes], Parse]:
+    state = {"own/0/residual": np.arange(7.0), "clock": np.array([3]), "again/1/4": np.ones((2, 3), "f2", "F")}
+    return [saved.as_bytes(state)], saved.from_bytes
+
+
+@parser(ValueError)
+def states_of_elastic_runs() -> tuple[list[bytes], Parse]:
+    state = {"model": {"w": np.ones((2, 3), np.float32), "n": 3}, "steps": [1, (2.5, None)], "scalar": np.float64(2)}
+    return [saving.packed(state)], saving.unpacked
+
+
+@parser(UsageError)
+def tables_of_algorithms() -> tuple[list[bytes], Parse]:
+    def parse(data: bytes) -> None:
+        with contextlib.suppress(ValueError, RecursionError):
+            table = json.loads(data)
+            Choice.read(table).at(5000)
+
+    return [plain([[0, "tree"], [65536, "ring"]])], parse
+
+
+# Elastic runs.
+
+
+def _peers(count: int) -> tuple[Peer, ...]:
+    return tuple(Peer(number, str(number)) for number in range(count))
+
+
+_VIEW = View(1, _peers(3), 3, 4, 0)
+_NEXT = View(2, _peers(2), 3, 5, 1)
+_SAID: list[membership.Message] = [
+    Prepare(_VIEW, (2, 1)), Promise(1, (1, 0), 4, ((1, 1), _NEXT)), Promise(1, (1, 0), 4, None), Commit(_NEXT),
+    Accept(_VIEW, (2, 1), _NEXT), Accepted(1, (1, 0)), Outbid(1, (9, 2)), Report(1, frozenset({2})), Refused("x"),
+    Join("new", (("a", "b"),)),
+]  # fmt: skip
+
+
+@parser(ValueError, weight=2)
+def views() -> tuple[list[bytes], Parse]:
+    """A member reads messages, and acts on them."""
+
+    def parse(data: bytes) -> None:
+        keeper = membership.ViewKeeper(Peer(0, "0"), _VIEW, {"a": "b"})
+        keeper.suspect([2])
+        try:
+            message = membership.from_plain(json.loads(data))
+        except RecursionError:  # of json, before any message
+            return
+        keeper.hear(Peer(1, "1"), message)
+        keeper.timeout()
+        keeper.hear(Peer(1, "1"), message)
+
+    return [plain(membership.to_plain(message)) for message in _SAID], parse
+
+
+@parser()
+def packets() -> tuple[list[bytes], Parse]:
+    """Of a process to the launcher's relay, which ends for none."""
+    relay = Relay(3, 2)
+    line = relay._pairs[1][1]
+    for _, theirs in relay._pairs:
+        theirs.setblocking(False)
+
+    def parse(data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            line.send(data)
+        relay.read(1)
+        assert relay.is_over in (True, False)
+        for _, theirs in relay._pairs:
+            with contextlib.suppress(BlockingIOError):
+                while theirs.recv(1 << 17):
+                    pass
+
+    valid = [
+        plain({"to": 2, "message": membership.to_plain(_SAID[0])}), plain({"ask": 1, "half": [0, 1]}),
+        plain({"done": True, "call": 3}), plain({"view": 2, "members": [0, 1]}),
+    ]  # fmt: skip
+    weakref.finalize(parse, relay.close)
+    return valid, parse
+
+
+# Payloads.
+
+
+@parser(PayloadError, weight=3)
+def payloads() -> tuple[list[bytes], Parse]:
+    """The first byte chooses a codec; the rest is decoded, and merged where the codec can."""
+    spec = Spec("w", (777,))
+    x = np.random.default_rng(0).standard_normal(spec.elements).astype(np.float32)
+    codecs: list[Codec] = []
+    valid = []
+    for name in registry.names("codecs"):
+        for example in registry.get("codecs", name).capabilities.get("examples", (name,)):
+            codec: Codec = build("codecs", read_part(example))
+            if codec.combine == "rounds" or name == "none":
+                continue
+            room = np.zeros(codec.wire_bytes(spec)[1] // 4 + 1, np.uint32)
+            words = codec.encode(x, room, codec.init(spec, 0)).words
+            valid.append(bytes([len(codecs)]) + room[:words].tobytes())
+            codecs.append(codec)
+    into, out = np.zeros(spec.elements + 8, np.float32), np.zeros(4096, np.uint32)
+
+    def parse(data: bytes) -> None:
+        codec = codecs[(data[:1] or b"\0")[0] % len(codecs)]
+        state = codec.init(spec, 0)
+        payload = (
+            np.frombuffer(data[1 : 1 + (len(data) - 1) // 4 * 4], np.uint32)
+            if len(data) > 4
+            else np.zeros(0, np.uint32)
+        )
+        into[spec.elements :] = 7.0
+        with np.errstate(all="ignore"):
+            codec.decode(payload.copy(), into[: spec.elements], state)
+            if isinstance(codec, Merges):
+                codec.merge(payload.copy(), payload.copy(), out, state)
+        assert (into[spec.elements :] == 7.0).all(), "it writes beyond its tensor"
+
+    return valid, parse
+
+
+# Files.
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder, which is removed at the end of the process that has made it."""
+    return tempfile.TemporaryDirectory(prefix="fuzz-")
+
+
+def _folder(name: str) -> Path:
+    path = Path(_scratch().name, name)
+    path.mkdir()
+    return path
+
+
+def _at(folder: Path, read: Callable[[Path], object]) -> Parse:
+    """Parse by a file of these bytes."""
+
+    def parse(data: bytes) -> object:
+        (folder / "file").write_bytes(data)
+        return read(folder / "file")
+
+    return parse
+
+
+@parser(DataError, weight=2)
+def checkpoints() -> tuple[list[bytes], Parse]:
+    """Files of bytes that anybody may have changed, and headers that lie but have the right checksum."""
+    path = _folder("checkpoints") / "whole"
+    about = {"version": 1, "step": 1, "save": "0" * 16, "number": 1, "shard": 0, "shards": 1}
+    parts = saving._Parts({"w": np.ones((2, 3), np.float32), "n": [1, np.arange(3)]})
+    leaves = [(leaf, leaf.copy()) for leaf in parts.leaves.values()]
+    saving.write_shard(path, {**about, "tree": parts.tree}, leaves)
+    whole = path.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    head, body = whole[8:size], whole[size:]
+
+    def parse(data: bytes) -> None:
+        if data[:1] == b"{":
+            data = _signed(data, body)
+        saving.parse_shard(Path("file"), np.frombuffer(data, np.uint8))
+
+    return [whole, head], parse
+
+
+def _signed(head: bytes, body: bytes) -> bytes:
+    """The file of a header with its checksum, where it says that it has one."""
+    free = re.sub(rb'"sha256": "[0-9a-f]{64}"', b'"sha256": "%s"' % (b"0" * 64), head, count=1)
+    digest = hashlib.sha256(free + body).hexdigest().encode()
+    head = free.replace(b"0" * 64, digest, 1)
+    return len(head).to_bytes(8, "little") + head + body
+
+
+@parser(ValueError)
+def samples() -> tuple[list[bytes], Parse]:
+    """A process's part of a timeline: rows and names, one after the other."""
+    file = spans.SpanFile(_folder("samples"), "one", {"process": 3, "session": 0}, lambda: 1.0)
+    begin(file, "run", "bucket 7", key=7, nbytes=8).end()
+    begin(file, "send", "bucket 7", key=7, peer=2).end()
+    file.close()
+    rows, named = (path.read_bytes() for path in file.paths[:2])
+    rows = rows[: 6 * spans._ROW.size]
+    at = len(rows)
+    return [rows + named], lambda data: spans.parse(data[:at], data[at:])
+
+
+@parser(ValueError)
+def flight_memory() -> tuple[list[bytes], Parse]:
+    """The memory of a process that has ended; its beginning is given, the rest is zeros."""
+    where = mmap.mmap(-1, BYTES)
+    one = Flight(where, 1, {"name": "rank 1", "processes": 3, "workers": 3, "run": "r"})
+    one.group(100, 10, [0, 2])
+    one.end(one.begin(1, "bucket", 4))
+    one.fault(ValueError("x"), 1, {2: "bucket 1"})
+    first, second = where[:4096], where[flight.ROWS_AT : flight.ROWS_AT + 512]
+
+    def parse(data: bytes) -> None:
+        memory = bytearray(BYTES)
+        memory[: min(4096, len(data))] = data[:4096]
+        rest = data[4096:8192]
+        memory[flight.ROWS_AT : flight.ROWS_AT + len(rest)] = rest
+        found = flight.parse(bytes(memory))
+        if found is not None:
+            record = flight.merge([found])
+            assert record is None or json.loads(flight.dump(record), parse_constant=_refused)
+
+    return [first + second], parse
+
+
+def _refused(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+@parser(UsageError)
+def flight_records() -> tuple[list[bytes], Parse]:
+    operation = flight.FlightOperation(1, 2, 8, 1, 4, 9.0, 0.0, False, "bucket 1")
+    fault = flight.Fault("PeerLost", "rank 2 died", 2, {2: "bucket 3"})
+    about: dict[str, Any] = {"begun": 1, "processes": 3, "workers": 3, "at_s": 20.0}
+    whole = flight.merge(
+        flight.ProcessFlight(rank, f"rank {rank}", (operation,), fault=fault if rank else None, **about)
+        for rank in range(3)
+    )
+    assert whole is not None
+    return [flight.dump(whole).encode()], _at(_folder("flights"), flight.load)
+
+
+@parser(UsageError, weight=0.5)
+def timelines() -> tuple[list[bytes], Parse]:
+    folder = _folder("timelines")
+    chrome.write(folder / "t.json.gz", [Planted(workers=2, steps=4, buckets=(1000,)).run()])
+    packed = (folder / "t.json.gz").read_bytes()
+
+    def read(path: Path) -> None:
+        for run in read_timeline(path):
+            causes(run)
+
+    return [packed, *[gzip.decompress(packed)] * 3], _at(folder, read)
+
+
+@parser(DataError)
+def traces() -> tuple[list[bytes], Parse]:
+    valid = [
+        b"name,elements,forward_s,backward_s\nconv1,100,0.1,0.2\nfc,20,0.01,0.02\n",
+        b"name,elements,forward_s,backward_s,h2d_s,device,shape,rows\nconv1,6,1e-3,2e-3,0.5,cpu,2x3,0.5\n",
+    ]
+    return valid, _at(_folder("traces"), read_trace)
+
+
+@parser(DataError)
+def networks() -> tuple[list[bytes], Parse]:
+    valid = [to_json(load_network(name)).encode() for name in ("10gbe", "ib100")]
+    return valid, lambda data: parse_network(text(data), "here")
+
+
+@parser(DataError)
+def holdouts() -> tuple[list[bytes], Parse]:
+    valid = plain({"rows": [{"predicted_s": 1.0, "measured_s": 2.0}], "source": "s", "date": "d", "fitted": "f"})
+    return [valid], lambda data: parse_holdout(text(data), "here")
+
+
+_RESULTS = (
+    AccuracyResult, BenchResult, CodecResult, CollectivePrediction, GradientResult, Prediction, Result, StepResult,
+    Tuned,
+)  # fmt: skip
+
+
+@parser(DataError, weight=2)
+def results() -> tuple[list[bytes], Parse]:
+    """Of all kinds: each is read by all."""
+    valid = []
+    for kind in _RESULTS:
+        fields = {one.name: _example(str(one.type)) for one in dataclasses.fields(kind)}
+        valid.append(plain(fields | {"machine": "m"} | {name: [] for name in kind.lists}))
+
+    def parse(data: bytes) -> None:
+        said = text(data)
+        for kind in _RESULTS:
+            with contextlib.suppress(DataError):
+                assert kind.from_json(kind.from_json(said).to_json()) is not None
+
+    return valid, parse
+
+
+def _example(kind: str) -> Any:
+    """A value of a type, from its annotation."""
+    for name, value in (("None", None), ("bool", True), ("int", 3), ("float", 0.5), ("Mapping", {}), ("tuple", [])):
+        if name in kind:
+            return value
+    return "text"
+
+
+@parser(UsageError)
+def explained_results() -> tuple[list[bytes], Parse]:
+    row = Row(
+        "ring", 4, iteration_s=0.1, loading_s=0.001, forward_s=0.02, backward_s=0.04, update_s=0.002, compute_s=0.063,
+        exposed_comm_s=0.002, compute_by_rank_s=(0.06, 0.06), iterations=20, warmup=2,
+    )  # fmt: skip
+    rows = (replace(row, strategy="single", workers=1), row, replace(row, strategy="tree", iteration_s=0.4))
+    tried = Tried("tree", measured_s=0.05, times_s=(0.05,)), Tried("direct", measured_s=0.3), Tried("ps", why="failed")
+    made = Tuned(best="tree", iteration_s=0.05, default="auto", default_iteration_s=0.1, tried=tried, workers=4)
+    measured = [Measured("tcp", "ring", 4, 1000 * size, median_s=1e-3 * size, correct=True) for size in (1, 9, 99)]
+    whole = Result(workload="digits", rows=rows), made, BenchResult(rows=tuple(measured))
+    valid = [one.to_json().encode() for one in whole]
+    return valid, lambda data: explain_result(Path("file"), text(data))
+
+
+@parser(ValueError)
+def metrics() -> tuple[list[bytes], Parse]:
+    valid = [
+        b'syncline_info{rank="1",strategy="ring",workers="2",ports="9000-9001"} 1\nsyncline_steps_total 17\n'
+        b'syncline_sent_bytes_total{peer="0"} 5e3\nsyncline_staleness_steps_count 3\nsyncline_staleness_steps_sum 4\n'
+    ]
+    return valid, lambda data: top.read(data.decode(errors="replace"))
