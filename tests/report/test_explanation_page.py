@@ -27,7 +27,7 @@ def test_a_page_says_the_causes_the_remedies_and_what_changes_would_bring() -> N
     text = " ".join(" ".join(page.text).split())
     for said in (
         "ring: an iteration takes 200 ms, median of 8, 4 workers.", "slow_rank", "rank 1 is slow.",
-        "Remedy: look at rank 1.", "50 %", "rank 1 as fast as the median", "90.0 ms to 120 ms", "measured",
+        "Remedy: look at rank 1.", "50 %", "rank 1 as fast as the median", "predicted (90.0 ms to 120 ms)", "measured",
         "A remark.", "backward on rank 1", "messages 0 to 1",
     ):  # fmt: skip
         assert said in text

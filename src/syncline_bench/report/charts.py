@@ -64,7 +64,7 @@ STAGES: Mapping[str, Key] = {
 }
 """The parts of an iteration in the stacked bars, by their fields."""
 _REST = Key("rest", "#999999")
-_COST, _LEG, _AFTER = Key("", PALETTE[1]), Key("", PALETTE[0]), Key("after the change", PALETTE[2])
+_COST, _LEG, _AFTER = Key("", PALETTE[1]), Key("", PALETTE[0]), Key("after the change", PALETTE[3])
 _SAME_STAGES = {"wait": "exposed_comm", "optimizer": "update"}
 _MOST_LEGS = 8
 BARE_COLOR, ADDED_COLOR = PALETTE[0], PALETTE[4]
@@ -179,7 +179,7 @@ def _after_changes(found: Explanation) -> list[Chart]:
         " waited for communication.",
         [Bar("as it is", parts, units.seconds(found.iteration_s)), *after],
         "milliseconds per iteration",
-        keys=[*(key for key, width in parts if width), *([_AFTER] if after else [])],
+        keys=[*(key for key, width in parts if width > 0.005e3 * found.iteration_s), *([_AFTER] if after else [])],
     )
 
 

@@ -56,6 +56,13 @@ class Change:
     high_s: Annotated[float | None, "the high end"] = None
     measured: Annotated[bool, "measured in the same file, else predicted"] = False
 
+    @property
+    def known(self) -> str:
+        """Whether it was measured or predicted, with its interval."""
+        if self.low_s is None or self.high_s is None:
+            return "measured" if self.measured else "predicted"
+        return f"predicted ({units.seconds(self.low_s)} to {units.seconds(self.high_s)})"
+
 
 @dataclass(frozen=True)
 class Leg:
@@ -163,19 +170,23 @@ class Explanation(ResultFile):
     def changes_table(self) -> Table[Change]:
         """What changes would bring."""
 
-        def interval(one: Change) -> str:
-            return units.MISSING if one.low_s is None else f"{units.seconds(one.low_s)} to {units.seconds(one.high_s)}"
-
         columns: tuple[Column[Change], ...] = (
             Column("change", "change", kind="name"),
             Column("iteration", "iteration_s", units.seconds),
-            Column("interval", by=interval, when=lambda one: one.low_s is not None, means="the prediction's interval"),
-            Column("known by", by=_known_by, means="whether the change was measured or predicted"),
+            Column(
+                "less",
+                by=lambda one: units.percent(self._gain(one)),
+                when=self._gain,
+                means="the share of the iteration that it saves",
+            ),
         )
         return Table(columns, self.changes, title="Changes")
 
     def _part(self, seconds: float) -> float | None:
         return seconds / self.iteration_s if self.iteration_s else None
+
+    def _gain(self, change: Change) -> float | None:
+        return 1 - change.iteration_s / self.iteration_s if self.iteration_s else None
 
     def _share(self, cause: Cause) -> str:
         if not self.iteration_s or not cause.seconds:
@@ -189,17 +200,10 @@ class Explanation(ResultFile):
         ]
 
     def _change(self, change: Change) -> str:
-        found = f"{change.change}: {units.seconds(change.iteration_s)} {_known_by(change)}"
-        if change.low_s is not None and change.high_s is not None:
-            found += f" ({units.seconds(change.low_s)} to {units.seconds(change.high_s)})"
-        if self.iteration_s:
-            gain = 1 - change.iteration_s / self.iteration_s
+        found = f"{change.change}: {units.seconds(change.iteration_s)} {change.known}"
+        if (gain := self._gain(change)) is not None:
             found += f", {units.percent(abs(gain))} {'less' if gain >= 0 else 'more'}"
         return f"{found}."
-
-
-def _known_by(change: Change) -> str:
-    return "measured" if change.measured else "predicted"
 
 
 def _linked(cls: type, data: Mapping[str, Any]) -> Any:

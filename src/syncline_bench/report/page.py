@@ -164,7 +164,9 @@ def explanation_page(found: Explanation) -> str:
         return f"{cause.said}.", f"Remedy: {cause.remedy}." if cause.remedy else ""
 
     tables = [_section(causes.title, causes, [Key(one.cause, "") for one in causes.rows], under)]
-    tables += [_section(changes.title, changes, [Key(one.change, "") for one in changes.rows])]
+    tables += [
+        _section(changes.title, changes, [Key(one.change, "") for one in changes.rows], lambda one: (one.known,))
+    ]
     ended = bool(found.causes) and found.causes[0].cause == "failure"
     words = legend((cause.cause, CAUSES.get(cause.cause, "")) for cause in found.causes)
     facts = (
