@@ -61,7 +61,7 @@ KEYS = 1 << KEY_BITS
 """The number of run keys. Tags with the highest bit set belong to single messages and to reducers."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for every small collective, and a frozen one takes four times as long
 class Sign:
     """The identity of a run, SIGN_WORDS numbers that ranks publish to each other in shared memory (``kernels.board``).
 
