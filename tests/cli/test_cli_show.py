@@ -90,13 +90,18 @@ def test_strategies_lists_every_word() -> None:
 def test_a_picture_has_an_arrow_and_a_label_for_every_transfer(
     tmp_path: Path, algorithm: str, options: list[str]
 ) -> None:
-    """Those to one rank in one step share a text; copies are dashed. It is XML, and what was there is replaced."""
+    """Equal ones to one rank in one step share a label. Copies are dashed, and no label is cut. What was there is
+    replaced.
+    """
     target = tmp_path / "plan.svg"
     target.write_text("old")
     assert call("show", algorithm, *options, "--svg", str(target)).output == ""
     picture = ElementTree.parse(target).getroot()
     lines = [path for path in picture.iter(f"{SVG}path") if path.get("stroke-width")]
-    labels = [word for text in picture.iter(f"{SVG}text") for word in str(text.text).split() if word[0] in "+="]
+    texts = [text for text in picture.iter(f"{SVG}text") if str(text.text)[0] in "+="]
+    found = [re.findall(r"([+=]\S+)(?: x(\d+))?", str(text.text)) for text in texts]
+    labels = [label for one in found for label, count in one for _ in range(int(count or 1))]
+    assert all(int(text.get("x", 0)) + 7 * len(str(text.text)) < int(picture.get("width", 0)) for text in texts)
     group = Group(4) if algorithm == "ring" else Group(3, 2)
     plan = build("algorithms", read_part(algorithm), group)
     assert len(lines) == len(labels) == len(plan)

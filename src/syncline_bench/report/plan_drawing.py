@@ -9,6 +9,7 @@ two tables are always complete.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import groupby
@@ -60,7 +61,7 @@ def _head(plan: Plan) -> list[str]:
 
 # A picture -----------------------------------------------------------------------------------------------------------
 
-_APART, _HIGH, _LEFT, _TOP = 84, 62, 62, 40
+_APART, _HIGH, _LEFT, _TOP, _LETTER = 84, 62, 62, 40, 7
 _COLOURS = {"reduce": "#0072B2", "copy": "#D55E00"}
 """As the first two of all charts; copies are dashed as well, for readers who do not tell colours apart."""
 _MOST_ARROWS = 400
@@ -73,8 +74,12 @@ def plan_svg(plan: Plan) -> str:
             f"a picture of {len(plan)} transfers is too dense to read: show fewer ranks, or leave out --svg"
         )
     place = {step: _TOP + _HIGH * number for number, step in enumerate(np.unique(plan.step).tolist())}
-    across = [_LEFT + _APART * rank for rank in range(plan.world)]
-    width, height = across[-1] + _APART // 2, _TOP + _HIGH * len(place) + 8
+    labels = _labels(plan)
+    long = {where: _LETTER * len(text) + 8 for where, text in labels.items()}
+    apart = max(_APART, *long.values(), 0)
+    across = [_LEFT + apart * rank for rank in range(plan.world)]
+    last = max(_APART // 2, *(pixels for (rank, _), pixels in long.items() if rank == plan.world - 1), 0)
+    width, height = across[-1] + last, _TOP + _HIGH * len(place) + 8
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         ' role="img" font-family="sans-serif" font-size="12" fill="currentColor">',
@@ -85,14 +90,24 @@ def plan_svg(plan: Plan) -> str:
         lines.append(f'<text x="{x}" y="16" text-anchor="middle">{name}</text>')
         lines.append(f'<path d="M{x} {_TOP - 14}V{height}" stroke="currentColor" opacity="0.2"/>')
     lines += [f'<text x="4" y="{y + _HIGH // 2}" opacity="0.7">step {step}</text>' for step, y in place.items()]
-    labels: dict[tuple[int, int], list[str]] = {}
     for transfer in plan:
         x, y, to = across[transfer.src], place[transfer.step], across[transfer.dst]
         lines += _arrow(x, y, to, y + _HIGH - 20, transfer.op)
-        labels.setdefault((to, y), []).append(_token(transfer).partition("<")[0])
-    for (x, y), tokens in labels.items():
-        lines.append(f'<text x="{x + 4}" y="{y + _HIGH - 6}" font-size="11">{" ".join(tokens)}</text>')
+    for (rank, step), text in labels.items():
+        x, y = across[rank] + 4, place[step] + _HIGH - 6
+        lines.append(f'<text x="{x}" y="{y}" font-size="11">{text}</text>')
     return "\n".join([*lines, "</svg>\n"])
+
+
+def _labels(plan: Plan) -> dict[tuple[int, int], str]:
+    """What each rank receives in each step; what arrives from several ranks has their number."""
+    found: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+    for transfer in plan:
+        found[transfer.dst, transfer.step][_token(transfer).partition("<")[0]] += 1
+    return {
+        where: " ".join(token + f" x{count}" * (count > 1) for token, count in tokens.items())
+        for where, tokens in found.items()
+    }
 
 
 def _arrow(x: int, y: int, to: int, end: int, op: str) -> Iterator[str]:
