@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import resource
 import subprocess
 import sys
@@ -63,8 +64,16 @@ def look(proc: Proc, **more: Any) -> list[Finding]:
 
 def test_a_taken_core_is_found_with_the_process_that_takes_it(tmp_path: Path) -> None:
     found = only(look(Proc(tmp_path, idle=100, process=98)), "warn")
-    assert "process 4711 (odd) name) 98 % of a core, last on core 1" in found.text
-    assert "4711" in found.remedy
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert f"process 4711 ({user}, odd) name) 98 % of a core, last on core 1" in found.text
+    assert f"Wait for process 4711 ({user}, odd) name), or run elsewhere" in found.remedy
+    assert "taskset" in found.remedy
+
+
+def test_taskset_is_advised_only_if_the_free_cores_are_enough(tmp_path: Path) -> None:
+    found = look(Proc(tmp_path, idle=100, process=98), processes=2)
+    assert "run elsewhere" in only(found, "warn").remedy
+    assert "taskset" not in found[0].remedy
 
 
 def test_what_the_job_itself_uses_takes_no_core(tmp_path: Path) -> None:

@@ -99,3 +99,23 @@ def test_ranks_that_consolidate_after_different_numbers_of_steps_are_told_these(
     says = r"consolidate \(call \d+, step [12]\) .* consolidate \(call \d+, step [12]\); .*join\(\)"
     with pytest.raises(Exception, match=says):
         on_group(group, "ring sync=local(steps=4)", 2, sgd, body, weight=1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "together", "said"),
+    [
+        (3, False, ["rank 0: replicas differ: 1 step since the last exchange of weights, under sync=local(steps=2)"]),
+        (3, True, []),
+        (2, False, []),
+    ],
+)
+def test_replicas_that_differ_at_the_end_are_told_once(
+    group: Any, caplog: pytest.LogCaptureFixture, steps: int, together: bool, said: list[str]
+) -> None:
+    def body(here: Here) -> None:
+        shares(here, range(steps))
+        if together:
+            consolidate(here)
+
+    on_group(group, "ring sync=local(steps=2)", 2, sgd, body, weight=1)
+    assert [one.getMessage().partition(";")[0] for one in caplog.records] == said

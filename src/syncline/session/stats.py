@@ -127,6 +127,8 @@ class Pace:
         """The number of finished steps."""
         self.timed = 0, 0.0, 0.0
         """The number of timed steps, their total time and the time of the last one, in seconds."""
+        self.apart = 0
+        """The steps since an exchange gave all workers the same weights, if workers make steps alone; else 0."""
         self.samples: Callable[[], float | None] = lambda: None
         """Returns the sum of the weights of batches, if batches have weights."""
         self.errors: Mapping[int, Squares] = {}

@@ -22,7 +22,9 @@ from ..plans.check import check_mixing
 from ..plans.messages import Program
 from ..session.communicator import Array, compiled
 from ..session.session import Session
+from ..session.stats import Pace
 from ..session.tickets import CALLS, CONSOLIDATE, JOINED, Meeting, step_argument
+from ..strategy.words import write
 from ..sync import Advises, Agrees, Averages, Elements, Mixes, mixes_of
 from ..sync._periodic import agree_in_blocks
 
@@ -116,8 +118,11 @@ class WeightExchange:
         self.since = 0
         """The steps that this worker has made alone since the last exchange of weights."""
         self._agreed_at: int | None = 0  # the run's steps up to the last exchange; None: unknown since a resumption
-        if isinstance(mode, Advises) and session.rank == 0 and not session.alone:
-            session.process.before_end.append(partial(self._advise, mode))
+        self._pace = session.paces.setdefault(key, Pace())
+        if session.rank == 0 and not session.alone:
+            session.process.before_end.append(partial(_tell_differing, session, self._pace))
+            if isinstance(mode, Advises):
+                session.process.before_end.append(partial(self._advise, mode))
 
     def _advise(self, mode: Advises) -> None:
         """At the end of the run, tell of a mode that it was too short for."""
@@ -181,6 +186,7 @@ class WeightExchange:
         self.rest()
         self.follows = False
         self.since += 1
+        self._pace.apart = self.since
 
     def rest(self) -> None:
         """Take the present weights as agreed if they are equal on all workers, before a joint call between steps."""
@@ -192,10 +198,12 @@ class WeightExchange:
         self._check_alike(meeting)
         self.take_sum(step)
         self.since, self._agreed_at = 0, step + 1
+        self._pace.apart = 0
 
     def forget(self) -> None:
         """Begin again from the present weights, after a state without agreed weights was loaded."""
         self.since, self.follows, self._agreed_at = 0, False, None
+        self._pace.apart = 0
 
     def consolidate(self, step: int, counted: Callable[[], float], met: Callable[[Meeting], None]) -> None:
         """Give all workers the final weights without changing the further course of the run.
@@ -211,6 +219,7 @@ class WeightExchange:
         if self.put_own(meeting.share()):
             self._memory.add_up(self._add)
         self.take_final()
+        self._pace.apart = 0
 
     def _add(self, array: Array) -> None:
         """Sum a bucket among the workers alone, without servers or codec."""
@@ -316,6 +325,19 @@ class AgreedWeights(WeightExchange):
         if self._mode.remembers:
             self._memory.load(self._remembered, saved["memory"])
         self._mark = self._agreed_at = None
+
+
+def _tell_differing(session: Session, pace: Pace) -> None:
+    """At the end of the run, tell of replicas that differ. Holds no model, which the script may have released."""
+    if pace.apart:
+        steps = "1 step" if pace.apart == 1 else f"{pace.apart} steps"
+        log.warning(
+            "%s: replicas differ: %s since the last exchange of weights, under sync=%s; call syncline.consolidate()"
+            " (JAX: syncline.jax.consolidate) before you evaluate or use the weights",
+            session.name(session.rank),
+            steps,
+            write("sync", session.strategy.sync),
+        )
 
 
 def weight_exchange(session: Session, key: int, mode: Averages, memory: WeightMemory) -> WeightExchange:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 import platform
+import pwd
 import re
 import resource
 import socket
@@ -100,6 +102,17 @@ def _use(proc: Path, usable: Collection[int]) -> _Use:
     return _Use(total, busy, processes)
 
 
+def _user_of(entry: Path) -> str:
+    """The user of a process: other people's work is not to be ended."""
+    try:
+        owner = entry.stat().st_uid
+        return pwd.getpwuid(owner).pw_name
+    except OSError:
+        return "unknown user"  # it has ended
+    except KeyError:
+        return f"user {owner}"
+
+
 def cores(
     processes: int = 1,
     usable: Collection[int] | None = None,
@@ -127,15 +140,17 @@ def cores(
     takers = [pid for pid in used if pid not in {os.getpid(), *ours} and used[pid] >= _TAKER]
     takers = sorted((pid for pid in takers if after.processes[pid][2] in usable), key=lambda pid: -used[pid])[:3]
     if taken >= _TAKEN:
-        names = {pid: f"process {pid} ({after.processes[pid][1]})" for pid in takers}
+        names = {pid: f"process {pid} ({_user_of(proc / str(pid))}, {after.processes[pid][1]})" for pid in takers}
         how = "; ".join(
             f"{name} {units.percent(used[pid])} of a core, last on core {after.processes[pid][2]}"
             for pid, name in names.items()
         )
         how = how or "no visible process takes a fifth of a core"
         text = f"other processes take {taken:.1f} of {len(usable)} usable cores: {how}"
-        what = ", ".join(names.values()) or "the other work on this machine"
-        found.append(Finding("cores", "warn", text, f"End {what}, or keep the ranks off those cores with taskset."))
+        remedy = f"Wait for {', '.join(names.values()) or 'the other work on this machine'}, or run elsewhere"
+        if len(usable) - math.ceil(taken) >= processes:  # else no choice of cores leaves one for each process
+            remedy += ", or keep the ranks off the cores in use with taskset"
+        found.append(Finding("cores", "warn", text, f"{remedy}."))
     return found or [Finding("cores", "ok", f"{count}, and other processes take {taken:.1f} of them")]
 
 

@@ -31,6 +31,7 @@ from syncline.tuning import schedule_choice
 from ..predict.iterations import simulate
 from ..predict.settings import Setting, setting_of, traced
 from ..predict.vary import Varied
+from ..report import units
 from ..report.explanation import Cause, Change
 from ..workloads import EVEN, Speed, Trace, TracedLayer
 from .activity import Activity, ExchangeSpan, Stage, common, total, union
@@ -78,7 +79,10 @@ def outlook(activity: Activity, causes: Sequence[Cause]) -> Outlook:
     if off > MOST_ERROR:
         return Outlook(
             model_s=model_s,
-            remarks=(f"No change is predicted: the model gives {1e3 * model_s:.3g} ms for the run as it is.",),
+            remarks=(
+                f"The prediction is {units.percent(off)} off here ({units.seconds(model_s)}, measured"
+                f" {units.seconds(activity.step_s)}), so it predicts no change.",
+            ),
         )
     tried: list[tuple[str, Varied]] = []
     for name, one in _candidates(now, activity, causes):
