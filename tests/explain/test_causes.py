@@ -12,8 +12,9 @@ from planted import STAGES, Planted, slower
 from syncline.engine.trace import Kind
 from syncline.errors import UsageError
 from syncline.timeline.chrome import RecordedRun
-from syncline_bench.explain.activity import common, observe, thread_of, total, union
-from syncline_bench.explain.causes import LEAST, causes
+from syncline.timeline.spans import TimedSpan
+from syncline_bench.explain.activity import AGREEING, Link, Message, common, observe, thread_of, total, union
+from syncline_bench.explain.causes import LEAST, _bytes_s, causes
 from syncline_bench.explain.path import critical_path
 from syncline_bench.report.explanation import CAUSES
 from timelines import process, span
@@ -97,6 +98,49 @@ def test_small_buckets_are_told_from_a_slow_network() -> None:
     slow = Planted(buckets=(16_384,) * 80, fixed=0.00002, rate=1e7)
     assert words(slow.run())[0] == "network"
     assert "small_buckets" not in words(Planted(buckets=(4_000_000,) * 40).run())
+
+
+def on_shared_memory(run: RecordedRun, agreeing_s: float) -> RecordedRun:
+    """Without messages, and with agreements that take so long, as on busy cores."""
+
+    def late(one: TimedSpan) -> TimedSpan:
+        return one._replace(end_s=one.end_s + agreeing_s) if one.label == AGREEING else one
+
+    kept = [
+        replace(one, spans=tuple(late(span) for span in one.spans if span.kind not in ("send", "receive")))
+        for one in run.processes
+    ]
+    return replace(run, processes=kept)
+
+
+def test_bytes_that_explain_the_time_are_no_fixed_cost() -> None:
+    """16 MB a step on two ranks over shared memory, whose agreements wait for a core, beside a latency that counts."""
+    large = Planted(workers=2, buckets=(16_000_000,), rate=5e9, late=True)
+    large.slow = lambda rank, stage, step: STAGES[stage] / 5  # noqa: ARG005
+    found = words(on_shared_memory(large.run(), 0.01))
+    assert "network" in found
+    assert "fixed_cost" not in found
+    few = Planted(workers=2, buckets=(40_000,), fixed=0.05, late=True).run()
+    (found,) = [one for one in causes(on_shared_memory(few, 0.0)) if one.cause == "fixed_cost"]
+    assert "mostly latency" in found.said
+    assert "short" not in found.said
+    assert "change the training" in (found.remedy or "")
+    assert "consolidate()" in (found.remedy or "")
+
+
+def test_the_time_that_bytes_need_is_told_from_latency() -> None:
+    """Messages of 2 MB take 21 ms: by their bytes, or because any message does."""
+    activity = observe(Planted(workers=2).run())
+    steps = activity.steps.shape[1]
+
+    def needs(latency_s: float) -> float:
+        lasted = [(16, latency_s), *[(2_000_000, 0.021)] * steps]
+        messages = tuple(Message(0, 1, nbytes, 7, 1.0, 1.0, 1.0 + seconds) for nbytes, seconds in lasted)
+        return _bytes_s(replace(activity, links={(0, 1): Link(messages)}), 2e6)
+
+    assert needs(0.0001) == pytest.approx(0.0209, rel=0.01)
+    assert needs(0.02) == pytest.approx(0.001, rel=0.01)
+    assert needs(0.03) == 0.0
 
 
 def test_a_server_that_all_workers_share() -> None:

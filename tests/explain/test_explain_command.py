@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,34 @@ def test_the_page_is_written_beside_the_file(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert Explanation.from_json((tmp_path / "e.json").read_text()).causes[0].said in page.read_text()
     assert call(path, "--report", page, "--json", page).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("planted", "dominates"),
+    [
+        (replace(SLOW, buckets=(400_000,)), True),
+        (Planted(workers=2, buckets=(8_000_000,), rate=6e8, late=True), True),  # 13 ms of 106 ms
+        (Planted(rate=5e7), False),
+        (Planted(slow=slower(None, "loading", 0.3)), False),
+    ],
+)
+def test_the_first_sentence_says_where_communication_can_gain_little(
+    tmp_path: Path, planted: Planted, dominates: bool
+) -> None:
+    path = traced(tmp_path / "t.json", planted.run())
+    assert call(path, "--json", tmp_path / "e.json", columns=1000).exit_code == 0
+    found = Explanation.from_json((tmp_path / "e.json").read_text())
+    said = re.search(r"Computation dominates: communication can gain at most (\d+) % here\.", found.lines()[0])
+    assert (said is not None) is dominates, found.lines()
+    if said is not None:
+        least = [one.seconds for one in found.causes if one.cause in ("network", "no_overlap", "fixed_cost")]
+        assert 100 * max(least, default=0.0) / (found.iteration_s or 0.0) <= int(said[1]) <= 25
+
+
+def test_a_prediction_that_is_off_says_by_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline_bench.explain.changes.MOST_ERROR", 0.0)
+    found = call(traced(tmp_path / "t.json", SLOW.run()), columns=1000).output
+    assert re.search(r"The prediction is \d+ % off here \(.* ms, measured .* ms\), so it predicts no change\.", found)
 
 
 def test_a_healthy_run_says_so(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ A cause counts if it takes ``LEAST`` of an iteration.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,12 @@ SLOWER = 1 / 3
 
 _FEW_BYTES = 4 << 20
 """The size of buckets whose fixed cost no longer counts."""
+
+_MEMORY_RATE = 5e9
+"""Bytes a second of an exchange over shared memory, whose messages are not recorded: a core's copies and additions."""
+
+_TINY_BYTES, _LARGE_BYTES = 1024, 1 << 16
+"""Messages up to the first size take the time of no bytes; those from the second size on show the rate of bytes."""
 
 _SMALL_BYTES = 1 << 20
 _MANY = 4
@@ -327,16 +334,35 @@ def _fixed_cost(activity: Activity, exposed_s: float) -> Cause | None:
     count, nbytes = len(own) / activity.steps.shape[1], sum(one.nbytes for one in own) / activity.steps.shape[1]
     fixed_s = exposed_s * _part_of(activity)
     if count < _MANY or nbytes / count > _SMALL_BYTES:
+        short = ", and the computation is short" if exposed_s > activity.step_s / 2 else ""
         return Cause(
-            "fixed_cost", fixed_s,
-            said="the exchange hardly depends on its bytes: it is mostly latency, and the computation is short",
-            remedy="compute more between exchanges: larger batches, no_sync, or sync=local(steps=8)",
+            "fixed_cost", min(fixed_s, max(0.0, exposed_s - _bytes_s(activity, nbytes))),
+            said=f"the exchange hardly depends on its bytes: it is mostly latency{short}",
+            remedy="compute more between exchanges: larger batches; no_sync and sync=local(steps=8) do it, too, but"
+            " change the training, because workers exchange less often: results differ, and under local the replicas"
+            " differ until consolidate()",
         )  # fmt: skip
     return Cause(
         "small_buckets", fixed_s * max(0.0, 1 - max(1.0, nbytes / _FEW_BYTES) / count),
         said=f"{count:.0f} exchanges an iteration carry {units.size(nbytes / count)} each, mostly at a fixed cost",
         remedy="use larger buckets: schedule=fixed(bucket=25MiB), or schedule=merged, which measures the best size",
     )  # fmt: skip
+
+
+def _bytes_s(activity: Activity, nbytes: float) -> float:
+    """The seconds of an iteration that its bytes need, at the busiest receiver, at the rate of large messages beyond
+    their latency; over shared memory, at the memory's. 0 if the recording does not tell rate and latency apart."""
+    if not activity.links:
+        return nbytes / _MEMORY_RATE
+    lasted = [(one.nbytes, one.end_s - one.ready_s) for link in activity.links.values() for one in link.messages]
+    latency_s = min((seconds for size, seconds in lasted if size <= _TINY_BYTES), default=math.inf)
+    paces = [max(0.0, seconds - latency_s) / size for size, seconds in lasted if size >= _LARGE_BYTES]
+    if not paces or math.isinf(latency_s):
+        return 0.0
+    received = Counter[int]()
+    for (_, dst), link in activity.links.items():
+        received[dst] += link.nbytes
+    return activity.per_step(max(received.values()) * median(paces))
 
 
 def _part_of(activity: Activity) -> float:

@@ -5,6 +5,7 @@ Owns the words for causes. A word is never renamed, because programs read it. Th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -32,6 +33,12 @@ CAUSES: Mapping[str, str] = {
     "failure": "the run ended badly: the process that failed first, or that others waited for",
 }
 """The words for causes, with their meanings."""
+
+
+_COMMUNICATION = {"slow_link", "shared_server", "small_buckets", "no_overlap", "codec", "network", "fixed_cost"}
+_COMPUTING = {"forward", "backward", "optimizer", "script", "update"}
+_MOSTLY, _LITTLE = 0.6, 0.25
+"""The share of a critical path from which computation dominates it, and that of communication up to which it does."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,23 @@ class Explanation(ResultFile):
         if self.iteration_s is None:
             return f"{who}{self.kind}{workers}."
         over = f", median of {self.iterations}" if self.iterations else ""
-        return f"{who}an iteration takes {units.seconds(self.iteration_s)}{over}{workers}."
+        takes = f"{who}an iteration takes {units.seconds(self.iteration_s)}{over}{workers}."
+        return f"{takes} {self.computing}" if self.computing else takes
+
+    @property
+    def computing(self) -> str:
+        """A sentence for a critical path that is mostly the script's computation; else empty."""
+        length = sum(leg.seconds for leg in self.path)
+        if not length or not self.iteration_s:
+            return ""
+        own = sum(leg.seconds for leg in self.path if leg.what in _COMPUTING) / length
+        exchanged_s = sum(leg.seconds for leg in self.path if leg.what in ("message", "exchange"))
+        waited_s = max((cause.seconds for cause in self.causes if cause.cause in _COMMUNICATION), default=0.0)
+        most = max(exchanged_s / length, waited_s / self.iteration_s)
+        if own < _MOSTLY or most > _LITTLE:
+            return ""
+        # Rounded up: "at most" must hold.
+        return f"Computation dominates: communication can gain at most {math.ceil(100 * most)} % here."
 
     def _sound(self) -> str:
         stages = self.stages_s or {}
