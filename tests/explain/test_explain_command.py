@@ -101,6 +101,41 @@ def test_the_first_sentence_says_where_communication_can_gain_little(
         assert 100 * max(least, default=0.0) / (found.iteration_s or 0.0) <= int(said[1]) <= 25
 
 
+@pytest.mark.parametrize(
+    ("workers", "own_s", "busy_s", "said"),
+    [
+        (2, 3.0, 19.6, "or started by its ranks, took 1.4 of the 2 cores of vm"),
+        (4, 4.9, 19.7, "4 processes of the run share the 2 cores of vm"),
+        (2, 9.7, 19.6, "The run itself kept the 2 cores of vm busy"),
+        (2, 3.0, 12.0, ""),
+    ],
+)
+def test_cores_that_are_all_busy_are_named(
+    tmp_path: Path, workers: int, own_s: float, busy_s: float, said: str
+) -> None:
+    """In the slow rank's run, which keeps its cause first."""
+    run = replace(SLOW, workers=workers, slow=slower(1, "backward", 0.2), host=lambda _: "vm").run()
+    cores = {"usable": [0, 1], "wall_s": 10.0, "own_s": own_s, "busy_s": busy_s}
+    path = traced(tmp_path / "t.json", with_cores(run, cores))
+    assert call(path, "--json", tmp_path / "e.json").exit_code == 0
+    found = Explanation.from_json((tmp_path / "e.json").read_text())
+    assert found.causes[0].cause == "slow_rank"
+    assert said in " ".join(found.remarks)
+    assert ("core" in " ".join(found.remarks)) is bool(said)
+
+
+@pytest.mark.parametrize("cores", [5, {"usable": [0]}, {"usable": [], "wall_s": 1, "own_s": 1, "busy_s": 1}])
+def test_an_impossible_use_of_cores_is_refused_in_one_line(tmp_path: Path, cores: object) -> None:
+    result = call(traced(tmp_path / "t.json", with_cores(SLOW.run(), cores)), columns=1000)
+    assert result.exit_code == 2
+    assert "impossible use of cores" in result.output
+    assert result.output.count("\n") == 1
+
+
+def with_cores(run: RecordedRun, cores: object) -> RecordedRun:
+    return replace(run, processes=[replace(one, notes={**one.notes, "cores": cores}) for one in run.processes])
+
+
 def test_a_prediction_that_is_off_says_by_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline_bench.explain.changes.MOST_ERROR", 0.0)
     found = call(traced(tmp_path / "t.json", SLOW.run()), columns=1000).output

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -255,3 +256,31 @@ def test_nothing_is_recorded_where_nobody_asks(recorded: Run, tmp_path: Path, mo
     monkeypatch.setenv("SYNCLINE_TRACE", "")
     recorded()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_use_of_cores_is_measured_between_two_looks(tmp_path: Path) -> None:
+    """Of the usable cores alone, without idle time and waits for disks."""
+    core, ticks = min(os.sched_getaffinity(0)), os.sysconf("SC_CLK_TCK")
+
+    def write(busy: int) -> None:
+        lines = [
+            "cpu 9 9 9 9 9 9 9 9 9 9",
+            f"cpu{core} {busy} 0 {busy} 777 {busy} 0 0 0 9 9",
+            "cpu9999 5 5 5 5 5 5 5 5",
+        ]
+        (tmp_path / "stat").write_text("\n".join([*lines, "ctxt 1"]))
+
+    write(ticks)
+    cores = recording._Cores(tmp_path)
+    write(3 * ticks)
+    until = time.process_time() + 0.02
+    while time.process_time() < until:
+        pass
+    used = cores.used()
+    assert used["busy_s"] == pytest.approx(4.0)
+    assert core in used["usable"]
+    assert 0.02 <= used["own_s"] < 1.0
+    assert 0 < used["wall_s"] < 60
+    (tmp_path / "stat").unlink()
+    with pytest.raises(OSError, match="stat"):
+        recording._Cores(tmp_path)

@@ -177,7 +177,7 @@ def _events(run: RecordedRun, first: int, written: Written, about: dict[str, Any
         said = about[f"{name}, session {session + 1}" if session else name] = {}
         said |= {"clock error (us)": round(error_s * 1e6, 3), "spans": len(process.spans)}
         said |= {"left out": process.left_out} if process.left_out else {}
-        said |= {name: process.notes[name] for name in ("workers", "strategy") if name in process.notes}
+        said |= {name: process.notes[name] for name in ("workers", "strategy", "cores") if name in process.notes}
         written.spans += len(process.spans)
         written.left_out += process.left_out
         written.error_s = max(written.error_s, error_s)

@@ -25,6 +25,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..engine.order import Work
 from ..errors import PeerTimeout, SynclineError
@@ -81,6 +82,29 @@ class _Post:
         self._session.engine.wait(*works, timeout=max(0.0, timeout_s))
 
 
+class _Cores:
+    """The use of this process's cores from now on, by this process and by all: busy cores make a run slow."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._stat, self._usable = proc / "stat", sorted(os.sched_getaffinity(0))
+        self._before = self._now()
+
+    def used(self) -> dict[str, Any]:
+        """The numbers of the cores, and the seconds since the start, of this process and of all on these cores."""
+        wall_s, own_s, busy_s = (after - before for after, before in zip(self._now(), self._before, strict=True))
+        return {"usable": self._usable, "wall_s": wall_s, "own_s": own_s, "busy_s": busy_s}
+
+    def _now(self) -> tuple[float, float, float]:
+        """OSError or ValueError if the kernel does not tell."""
+        names, ticks = {f"cpu{core}" for core in self._usable}, 0
+        for line in self._stat.read_text().splitlines():
+            name, _, counts = line.partition(" ")
+            if name in names:
+                user, nice, system, _, _, *others = map(int, counts.split()[:8])  # without idle, and waits for disks
+                ticks += user + nice + system + sum(others)
+        return time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK")
+
+
 class SessionSpans:
     """This process's part in the recording of its session ``number``.
 
@@ -93,6 +117,7 @@ class SessionSpans:
         self._run, self._identities = "", tuple[str, ...]()
         self._readings: list[Reading] = []
         self._session: Session | None = None
+        self._cores: _Cores | None = None
 
     def attach(self, session: Session) -> None:
         """Start with an established session. Collective."""
@@ -101,6 +126,8 @@ class SessionSpans:
         host = "" if session.roll is None else f" ({session.roll.members[session.index].host})"
         self.file.note(name=f"{role} {number}{host}", process=session.index, workers=workers)
         self.file.note(strategy=str(session.strategy))
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self._cores = _Cores()
         session.process.at_end = self.end
         if session.alone:
             return
@@ -142,6 +169,9 @@ class SessionSpans:
     def end(self, well: bool) -> None:
         """End the recording, ``well`` or after a fault: send the part, or merge all parts, or leave the part."""
         session, target = self._session, self._target
+        with contextlib.suppress(OSError, ValueError):
+            if self._cores is not None:
+                self.file.note(cores=self._cores.used())
         if session is None or target is None or not well:
             self.file.close()
             if target is not None:

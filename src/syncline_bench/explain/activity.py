@@ -14,6 +14,7 @@ message is recorded, so there are no links.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -25,7 +26,7 @@ import numpy as np
 
 from syncline.costs.cluster import Floats
 from syncline.engine.trace import Kind
-from syncline.errors import UsageError
+from syncline.errors import DataError, UsageError
 from syncline.timeline.chrome import RecordedRun, name_of, times_of
 from syncline.timeline.spans import TRAINING, ProcessSpans, TimedSpan
 from syncline.wire.meeting import printable
@@ -35,6 +36,9 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 MOST_STEPS = 24
 """The iterations that are looked at, from the middle of the run."""
+
+_FULL = 0.85
+"""The share of cores' time from which they count as busy all the time."""
 
 AGREEING = "a training step"
 """The label of the exchange in which workers agree on a step before its buckets."""
@@ -121,6 +125,21 @@ class Link:
         return float(self.nbytes / busy_s) if busy_s > 0 else float("inf")
 
 
+class Cores(NamedTuple):
+    """Cores that processes of the run had in common, and how many of them were busy in the mean over the run."""
+
+    host: str
+    number: int
+    processes: int
+    own: float
+    others: float
+
+    @property
+    def full(self) -> bool:
+        """Whether hardly any of them was idle."""
+        return self.own + self.others >= _FULL * self.number
+
+
 @dataclass(frozen=True)
 class Activity:
     """The activity in the iterations that are examined.
@@ -139,6 +158,8 @@ class Activity:
     strategy: str = ""
     error_s: float = 0.0
     hosts: Mapping[int, str] = field(default_factory=dict)
+    cores: tuple[Cores, ...] = ()
+    """Empty if the recording does not tell, as of a run that was killed."""
 
     @property
     def step_s(self) -> float:
@@ -224,6 +245,7 @@ def observe(run: RecordedRun) -> Activity:
         int(process.notes["process"]): _side(process, *timed[int(process.notes["process"])], low, high)
         for process in run.processes
     }
+    hosts = {number: side.name.partition(" (")[2].rstrip(")") for number, side in sides.items()}
     return Activity(
         title=printable(run.title),
         workers=tuple(
@@ -236,7 +258,30 @@ def observe(run: RecordedRun) -> Activity:
         links=_links(run, timed, low, high),
         count=max(map(len, ends)) - 1,
         strategy=str(notes.get("strategy", "")),
-        hosts={number: side.name.partition(" (")[2].rstrip(")") for number, side in sides.items()},
+        hosts=hosts,
+        cores=_cores(run, hosts),
+    )
+
+
+def _cores(run: RecordedRun, hosts: Mapping[int, str]) -> tuple[Cores, ...]:
+    """The use of cores by the processes that have the same. ValueError for notes that no process writes."""
+    alike: dict[tuple[str, tuple[int, ...]], list[tuple[float, float]]] = defaultdict(list)
+    for process in run.processes:
+        if "cores" not in process.notes:
+            continue
+        try:
+            note = process.notes["cores"]
+            wall_s, own_s, busy_s = (float(note[name]) for name in ("wall_s", "own_s", "busy_s"))
+            usable = tuple(map(int, note["usable"]))
+            if not (usable and wall_s > 0 and 0 <= own_s < math.inf and 0 <= busy_s < math.inf):
+                raise ValueError
+        except (TypeError, KeyError, ValueError, OverflowError):
+            raise DataError(f"{name_of(process)!r:.60} has an impossible use of cores: record again") from None
+        alike[hosts[int(process.notes["process"])], usable].append((own_s / wall_s, busy_s / wall_s))
+    return tuple(
+        Cores(host, len(usable), len(uses), own, max(0.0, max(busy for _, busy in uses) - own))
+        for (host, usable), uses in alike.items()
+        for own in [sum(one for one, _ in uses)]
     )
 
 

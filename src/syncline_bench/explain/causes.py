@@ -85,6 +85,30 @@ def exposed(activity: Activity) -> float:
     return float(np.median(activity.stages["wait"].min(axis=0)))
 
 
+_TAKEN = 0.25
+"""The number of cores from which others' use of full cores is named."""
+
+
+def busy_cores(activity: Activity) -> Iterator[str]:
+    """A sentence for cores that were full. It is no cause: what more cores would bring is unknown."""
+    for one in activity.cores:
+        cores = f"the {one.number} core{'s' * (one.number > 1)}{f' of {one.host}' * bool(one.host)}"
+        if not one.full:
+            continue
+        if one.others >= _TAKEN:
+            yield (
+                f"Processes outside the run, or started by its ranks, took {one.others:.1f} of {cores}, and hardly"
+                " any was idle: wait, or run elsewhere; syncline doctor names them."
+            )
+        elif one.processes > one.number:
+            yield f"{one.processes} processes of the run share {cores}: start fewer of them, or add cores."
+        else:
+            yield (
+                f"The run itself kept {cores} busy: its threads are more than the cores, so exchanges and passes slow"
+                " each other; try fewer threads (OMP_NUM_THREADS), fewer ranks, or more cores."
+            )
+
+
 # Ranks
 
 
@@ -145,7 +169,8 @@ def _ranks(activity: Activity) -> Iterator[Cause]:
         yield Cause(
             "jitter", late_s,
             said="each iteration waits for another rank, which is late by chance",
-            remedy="look for other processes on the hosts; sync=ssp(staleness=3) waits less often",
+            remedy="look for other processes on the hosts; sync=ssp(staleness=3) waits less often, but trains"
+            " with older weights",
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ..display import console_beside
 from ..report.explanation import Explanation
 from ..report.files import replace_text, result_paths
 from .activity import Activity, observe
-from .causes import judge
+from .causes import busy_cores, judge
 from .changes import Outlook, outlook
 from .flights import explain_flight, is_flight
 from .path import critical_path
@@ -82,7 +82,7 @@ def explain_activity(activity: Activity) -> Explanation:
     """The explanation of what was recorded of a run."""
     causes = tuple(judge(activity))
     ahead = outlook(activity, causes) if causes else Outlook()
-    return Explanation(
+    found = Explanation(
         kind="timeline",
         name=activity.title or printable(activity.strategy),
         healthy=not causes,
@@ -96,3 +96,6 @@ def explain_activity(activity: Activity) -> Explanation:
         model_s=ahead.model_s,
         remarks=ahead.remarks,
     )
+    if not (causes or found.computing):
+        return found
+    return replace(found, remarks=(*busy_cores(activity), *ahead.remarks))

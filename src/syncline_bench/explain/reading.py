@@ -197,7 +197,7 @@ class _Runs:
                     "session": 0,
                     "name": own,
                     "server": bool(match and match["role"] == "server"),
-                    **{key: notes[key] for key in ("strategy", "workers") if key in notes},
+                    **{key: notes[key] for key in ("strategy", "workers", "cores") if key in notes},
                 },
                 tuple(self._spans.get(pid, ())),
                 int(notes.get("left out", 0)),
