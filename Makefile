@@ -64,7 +64,7 @@ faults: install ## Plant faults in real runs until each has met every strategy, 
 fuzz: install ## Feed a million damaged inputs to all that parses bytes or text of others (two minutes)
 	$(BIN)/python tests/fuzz
 
-soak: install ## Train 100,000 steps over two transports, and see that nothing grows (three minutes)
+soak: install ## Train 100,000 steps over two transports, and see that nothing grows (two minutes)
 	$(BIN)/python benchmarks/soak
 
 gpu: ## Run all that needs a GPU, on a machine that has one, and print a table; PYTHON is what has torch, and is not changed

@@ -619,11 +619,12 @@ def samples() -> tuple[list[bytes], Parse]:
     file = spans.SpanFile(_folder("samples"), "one", {"process": 3, "session": 0}, lambda: 1.0)
     begin(file, "run", "bucket 7", key=7, nbytes=8).end()
     begin(file, "send", "bucket 7", key=7, peer=2).end()
+    file.note(clock=[[1.0, 0.5, 0.25], [2.0, 0.5, 0.25]])
     file.close()
     rows, named = (path.read_bytes() for path in file.paths[:2])
     rows = rows[: 6 * spans._ROW.size]
     at = len(rows)
-    return [rows + named], lambda data: spans.parse(data[:at], data[at:])
+    return [rows + named], lambda data: spans.offset_of(spans.parse(data[:at], data[at:]).notes)
 
 
 @parser(ValueError)

@@ -351,11 +351,11 @@ class Offset:
 
 def offset_of(notes: Mapping[str, Any]) -> Offset:
     """The offset that a process has recorded. Raises ValueError for notes that no process of this version writes."""
-    found = notes.get("clock", [])
-    if not isinstance(found, list) or len(found) > 2:
-        raise ValueError("its clock is not valid")
-    readings = [Reading(*(float(number) for number in one)) for one in found if isinstance(one, list) and len(one) == 3]
-    if len(readings) < len(found) or not all(math.isfinite(sum(vars(reading).values())) for reading in readings):
+    try:
+        readings = [Reading(float(at), float(off), float(trip)) for at, off, trip in notes.get("clock", [])]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("its clock is not valid") from None
+    if len(readings) > 2 or not all(math.isfinite(sum(vars(reading).values())) for reading in readings):
         raise ValueError("its clock is not valid")
     return Offset(tuple(readings))
 
