@@ -1,8 +1,9 @@
 """Training that goes on when workers are lost.
 
-    syncline run -n 3 --elastic 1 examples/elastic.py
+    syncline run -n 3 --elastic 1:3 examples/elastic.py
 
-Kill a worker meanwhile: the others go on at the step that broke, and each image is used once per epoch.
+Kill a worker meanwhile: the others go on at the step that broke, and each image is used once per epoch. A new worker
+takes its place if enough of the training is left.
 """
 
 import os
@@ -31,7 +32,7 @@ def main() -> None:
     sampler = syncline.sampler(train, global_batch=60)
 
     def training() -> None:
-        """It is called again after a loss, and goes on at the sampler's position."""
+        """It is called again after a loss or when a worker joins, and goes on at the sampler's position."""
         while sampler.epoch < EPOCHS:
             print(f"process {os.getpid()}: rank {syncline.rank()} of {syncline.world_size()}, epoch {sampler.epoch}")
             for x, y in DataLoader(train, batch_sampler=sampler):

@@ -180,6 +180,11 @@ class Group:
             rank.line.close()
             rank.output.close()
 
+    def add(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Rank:
+        """Start one more process, with the next index."""
+        self.ranks.append(self._pool._fork(len(self.ranks), function, arguments, {}))
+        return self.ranks[-1]
+
     def hear(self, count: int, *, among: Sequence[int] | None = None, timeout_s: float = LIMIT_S) -> None:
         """Wait until every rank (of those ``among``) has said ``count`` things."""
         deadline = time.monotonic() + timeout_s

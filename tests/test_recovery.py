@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 import syncline
-from syncline.errors import NotBuiltError, PeerLost, SynclineError, UsageError
+from syncline.errors import GroupError, NotBuiltError, PeerLost, SynclineError, UsageError, ViewEnds
 from syncline.launch.relay import VARIABLE, RelayLine
+from syncline.membership import Peer, View
 from syncline.process import process
-from syncline.recovery import Members, _AllDone, _check_shareable, _Groups, _lost
+from syncline.recovery import Members, _AllDone, _check_shareable, _ended, _Groups
 from syncline.saving import packed, unpacked
 from syncline.session.session import Session
 
@@ -23,7 +25,7 @@ from syncline.session.session import Session
 def members() -> Iterator[Members]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        yield Members(RelayLine(theirs, 0, 2, 1))
+        yield Members(RelayLine(theirs, 0, 2, 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -75,11 +77,13 @@ def test_an_elastic_run_needs_a_position(monkeypatch: pytest.MonkeyPatch) -> Non
         syncline.shutdown()
 
 
-def test_only_a_lost_process_is_a_loss() -> None:
-    assert _lost(SynclineError("no")) is None
-    assert _lost(ValueError("no")) is None
-    lost = PeerLost("gone", rank=1)
-    assert _lost(lost) is lost
+def test_only_a_lost_process_or_a_new_worker_ends_a_view() -> None:
+    assert _ended(SynclineError("no")) is None
+    assert _ended(ValueError("no")) is None
+    lost, end, wrapped = PeerLost("gone", rank=1), ViewEnds("a worker joins"), RuntimeError("a worker joins")
+    wrapped.__cause__ = end
+    assert _ended(lost) is lost
+    assert _ended(end) is _ended(wrapped) is end
 
 
 def test_survivors_share_the_values_of_groups() -> None:
@@ -129,3 +133,34 @@ def test_the_end_of_an_earlier_call_ends_no_later_one() -> None:
         assert found._heard({"done": 1, "call": 1}) == []
         with pytest.raises(_AllDone):
             found._heard({"done": 1, "call": 2})
+
+
+def test_a_worker_that_comes_when_all_have_finished_ends() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        found = Members(RelayLine(theirs, 2, 2, 1, 2))
+        assert found.joins
+        with pytest.raises(_AllDone):
+            found._heard({"done": 1})
+
+
+@pytest.mark.parametrize(
+    ("ended", "error", "blamed"),
+    [
+        ([], GroupError("a worker has not come"), {2}),
+        ([], PeerLost("gone", rank=2), {2}),
+        ([], PeerLost("gone", rank=1), set()),
+        ([1], GroupError("a worker has not come"), {1}),
+        ([1, 2], PeerLost("gone", rank=1), {1, 2}),
+    ],
+)
+def test_a_new_worker_is_left_out_unless_an_older_one_is_lost(
+    ended: list[int], error: SynclineError, blamed: set[int]
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        found = Members(RelayLine(theirs, 0, 2, 1, 2))
+        view = View(2, tuple(Peer(number, str(number)) for number in range(3)), 3)
+        for number in ended:
+            ours.send(json.dumps({"ended": number}).encode())
+        assert found._blamed(view, error) == blamed

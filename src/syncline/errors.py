@@ -16,6 +16,7 @@
     │   ├── ProtocolError              it sent data that no process of this version sends
     │   └── PeerTimeout                it is alive, but an operation outlasted its time limit
     ├── MismatchError                  the ranks made different calls at the same point
+    ├── ViewEnds                       an elastic run goes on in another session, which syncline.elastic() begins
     ├── GradientError                  a gradient that cannot be exchanged: missing, sparse, changed
     └── ClosedError                    the session or transport was used after its end
 
@@ -97,6 +98,10 @@ class PeerTimeout(PeerError):
 
 class MismatchError(SynclineError):
     """The ranks called different operations, or with different arguments, at the same point."""
+
+
+class ViewEnds(SynclineError):
+    """A worker joins an elastic run. ``syncline.elastic`` catches this error and goes on in another session."""
 
 
 class GradientError(SynclineError):

@@ -122,6 +122,8 @@ class GlobalBatches:
         self._check, self._log = check, log
         self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
         self._start = 0, 0  # the position that the script has begun at or moved to
+        self.before_batch: Callable[[], None] | None = None
+        """Called before each batch of a worker that is alone and that others may join."""
         self._place(0, 0)
 
     def divide(
@@ -162,6 +164,8 @@ class GlobalBatches:
 
     def _walk(self, walk: object, epoch: int, first: int) -> Iterator[list[int]]:
         for step in range(first, self.order.steps):
+            if self.before_batch is not None:
+                self.before_batch()
             batch = self._batch(epoch, step)
             if walk is self._walking:
                 self._yielded = max(self._yielded, step + 1)

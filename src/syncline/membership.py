@@ -33,8 +33,6 @@ Rules
 * Whoever asks to join states terms (version, model, strategy). Other terms are refused, and nothing changes for the
   run. The caller has authenticated every sender before: here a message's sender is who it says.
 
-No launcher starts a process that joins yet; the rules for it are checked with the others.
-
 Members that fail stop: a process that has forgotten its promises must not come back under its number.
 
 Theory: Lamport, "Paxos made simple", 2001; Oki and Liskov, "Viewstamped Replication", PODC 1988.
@@ -322,7 +320,8 @@ class ViewKeeper:
         self.ready = me.number != JOINING
         """Whether this process has the weights of the view's source."""
         self.suspected: frozenset[int] = frozenset()
-        self._terms, self._least, self._most, self._patience = tuple(sorted(terms.items())), least, most, patience
+        self.state(terms)
+        self._least, self._most, self._patience = least, most, patience
         self._promised: Ballot = _NO_BALLOT
         self._accepted: tuple[Ballot, View] | None = None
         self._highest = 0  # the highest number of a ballot that this process has seen
@@ -334,14 +333,18 @@ class ViewKeeper:
         self._waited = 0  # timeouts for its decision
 
     @classmethod
-    def joining(cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str]) -> ViewKeeper:
+    def joining(cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str], **limits: int) -> ViewKeeper:
         """A process that asks ``contacts`` to let it join. Its first timeout sends the first request."""
-        return cls(Peer(JOINING, name), View(0, tuple(contacts), 0), terms)
+        return cls(Peer(JOINING, name), View(0, tuple(contacts), 0), terms, **limits)
 
     @property
     def coordinator(self) -> int:
         """The number of the member that should propose."""
         return min(self.view.numbers - self.suspected)
+
+    def state(self, terms: Mapping[str, str]) -> None:
+        """From now on a process that joins must have these terms in common with this one."""
+        self._terms = tuple(sorted(terms.items()))
 
     # Events.
 
@@ -368,6 +371,13 @@ class ViewKeeper:
     def broken(self) -> list[Action]:
         """The step under way has failed, whoever is to blame. A timeout then proposes to go on."""
         return [] if self.stopped else self._halt()
+
+    def renew(self) -> list[Action]:
+        """End this view after a step that all have finished. Whoever has asked to join is in the next one."""
+        if self.stopped:
+            return []
+        proposes = self.coordinator == self.me.number and self._round is None
+        return [*self._halt(), *(self._propose() if proposes else [])]
 
     def favoured(self, view: int, half: Iterable[int]) -> list[Action]:
         """The launcher favours this half of that view."""
@@ -492,25 +502,34 @@ class ViewKeeper:
         self.stopped, self._round = reason, None
         return [*self._halt(), Stop(reason)]
 
+    def admits(self, message: Join) -> bool:
+        """Whether this member would let that process join. Otherwise ``hear`` only answers it."""
+        return self.view.named(message.name) is None and not self._refusal(message)
+
+    def _refusal(self, message: Join) -> str:
+        """Why a process that is not a member cannot become one; empty if it can."""
+        if message.number != JOINING:
+            return f"number {message.number} belongs to a member that the others have excluded: join without a number"
+        if message.terms != self._terms:
+            return self._difference(dict(message.terms))
+        others = {name for name in self._joining if name != message.name}
+        if len(self.view.numbers - self.suspected) + len(others) >= self._most:
+            return f"the run has {self._most} members already"
+        return ""
+
     def _join(self, message: Join) -> list[Action]:
         """Let a process join, or refuse it."""
         if self.me.number == JOINING:
             return []
         asker = Peer(message.number, message.name)
-        member = self.view.named(message.name)
-        if message.number != JOINING:
-            reason = f"number {message.number} belongs to a member that the others have excluded: join without a number"
-            return [Send(asker, Refused(reason))]
-        if member is not None:
+        if message.number == JOINING and self.view.named(message.name) is not None:
             return [Send(asker, Commit(self.view))]  # it has not heard that it has joined
-        if message.terms != self._terms:
-            return [Send(asker, Refused(self._difference(dict(message.terms))))]
+        if reason := self._refusal(message):
+            return [Send(asker, Refused(reason))]
         if self.coordinator != self.me.number:
             return [Send(self.view.peer(self.coordinator), message)]
         if message.name in self._joining:
             return []
-        if len(self.view.numbers - self.suspected) + len(self._joining) >= self._most:
-            return [Send(asker, Refused(f"the run has {self._most} members already"))]
         self._joining += (message.name,)
         return [*self._halt(), *self._react()]
 

@@ -21,6 +21,7 @@ from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
 from .launch.environment import Environment, Variables
+from .launch.relay import joins
 from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.checks import Finite, asked_for
 from .session.groups import WorkerGroup, found_group
@@ -77,6 +78,8 @@ class Process:
         self._hooked = False
         self._failed = False
         self._asked = Arguments()  # those of the last ``begin``
+        self.strategy = ""
+        """The strategy that was asked for, as the processes of a run must agree on it."""
         self.elastic: Any = None
         """The members of an elastic run, once the script has called ``syncline.elastic``."""
 
@@ -124,13 +127,16 @@ class Process:
         secret_bytes(asked.secret)
         environment = self._variables.recognise(rank=asked.rank, world_size=asked.world_size, address=asked.address)
         chosen, checks = _choose(asked.strategy, environment), asked_for(asked.check_replicas, asked.check_finite)
-        if self._again:  # workers that owned weights may be lost
+        self.strategy = str(chosen)
+        lone = joins() and not self._again  # it has no place in the run yet: another process has its numbers
+        if self._again or lone:  # workers that owned weights may be lost
             chosen = chosen.with_owners_among(environment.world)
         checks.check_fit(chosen)
-        metrics = _asked_metrics()
-        with self._recorded(environment.rank) as recording, self._kept(environment) as flight:
+        metrics = None if lone else _asked_metrics()
+        with self._recorded(environment.rank, unless=lone) as recording, self._kept(environment) as flight:
             if environment.world == 1 and chosen.servers == 0:
                 self.joined = alone(chosen, recording)
+                self.joined.lone = [] if lone else None
                 if checks.asked:
                     log.warning("%s is without effect: a run of one worker exchanges nothing", checks.asked)
             else:
@@ -171,9 +177,9 @@ class Process:
             raise
 
     @contextlib.contextmanager
-    def _recorded(self, number: int) -> Iterator[SessionSpans | None]:
+    def _recorded(self, number: int, unless: bool) -> Iterator[SessionSpans | None]:
         """Record the session that begins inside, if recording is on. A session that fails to begin leaves nothing."""
-        recording = begin_recording(number, self._recordings)
+        recording = None if unless else begin_recording(number, self._recordings)
         try:
             yield recording
         except BaseException:
@@ -181,6 +187,11 @@ class Process:
                 recording.remove()
             raise
         self._recording, self._recordings = recording, self._recordings + 1
+
+    @property
+    def sessions(self) -> int:
+        """The number of sessions that this process has begun, including those before a run that it has joined."""
+        return self._recordings
 
     @contextlib.contextmanager
     def _kept(self, environment: Environment) -> Iterator[FlightPlace | None]:
@@ -233,13 +244,16 @@ class Process:
             self.end(fetch=False)
         self._failed = failed
 
-    def begin_again(self, rank: int, world: int, run: str, timeout: float) -> None:
-        """Begin another session as ``syncline run`` would have started this process, named ``run``."""
+    def begin_again(self, rank: int, world: int, run: str, number: int, timeout: float) -> None:
+        """Begin another session, named ``run``, as ``syncline run`` would have started this process.
+
+        ``number`` is that of the session, the same on all processes: no earlier one has it.
+        """
         place = {"SYNCLINE_PROCESS": rank, "RANK": rank, "LOCAL_RANK": rank}
         place |= {"SYNCLINE_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ.update({name: str(number) for name, number in place.items()}, SYNCLINE_RUN_ID=run)
         os.environ.pop("SYNCLINE_MEETING_FD", None)  # it belongs to the first session
-        self._inits, self._again = 0, True  # the others may have tried more often
+        self._inits, self._recordings, self._again = 0, number, True  # the others may have tried more often
         forget_records(world if world > 1 else 0)
         self.begin(replace(self._asked, timeout=min(timeout, self._asked.timeout)))
 

@@ -1,4 +1,4 @@
-"""Lets a run go on when a worker is lost: ``run`` calls a training function again, with the workers that are left.
+"""Lets a run go on when a worker is lost, or joins: ``run`` calls a training function again, with the present workers.
 
     def train():
         while sampler.epoch < 10:
@@ -15,24 +15,34 @@ session and agrees with the others on the members that are left (``membership``)
 updates gives its weights, optimizer state and positions to the others, whose values may be one step older. Then
 ``train`` is called again: its samplers begin at the step that broke.
 
+A worker that joins runs the script alone up to ``run``, and asks there. Rank 0 looks for such requests, and announces
+the end of the session in its ticket of a step. All end it before the next step, agree on a view with the new worker,
+and go on as after a loss. If a view with a new worker does not begin, the others go on without that worker.
+
 Agreement needs the training threads of all survivors. A worker that is busy outside Syncline is waited for.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .errors import NotBuiltError, PeerLost, SynclineError, UsageError
+from .errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
 from .global_batches import GlobalBatches, RepeatedBatches, go_on
 from .launch.relay import RelayLine
-from .membership import Action, AskLauncher, Peer, Send, View, ViewKeeper, from_plain, to_plain
+from .membership import JOINING, Action, AskLauncher, Join, Peer, Send, View, ViewKeeper, from_plain, to_plain
 from .process import process
 from .saving import packed, unpacked
 from .session.session import Session
 from .strategy.strategy import Strategy
+from .version import __version__
 from .wire.reports import say
+
+if TYPE_CHECKING:
+    from .frameworks.torch import Given
 
 T = TypeVar("T")
 
@@ -44,6 +54,10 @@ _CONNECT_S = 30.0
 """The time for the survivors to connect to each other, once they have agreed."""
 _ATTEMPTS = 3
 """How many views may break before they begin, beside those that lose a worker."""
+_LOOK_S = 0.5
+"""The time between two looks of rank 0 for a worker that asks to join."""
+_LAUNCHER = Peer(0, "launcher")
+"""Whom a worker that joins asks: the launcher knows the members."""
 _TRANSPORTS = ("auto", "shm", "tcp")
 
 
@@ -67,14 +81,17 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
     """Call ``train`` until it returns, and again whenever a worker is lost meanwhile.
 
     Under ``syncline run --elastic LEAST`` the run goes on while LEAST workers are left, and as long as a majority of
-    the workers survives each loss, or the half that the launcher favours. Otherwise ``train`` is called once, and a
-    loss ends the run.
+    the workers survives each loss, or the half that the launcher favours. Under ``--elastic LEAST:MOST`` a new worker
+    takes the place of a lost one, and ``train`` is called again when it joins. Otherwise ``train`` is called once, and
+    a loss ends the run.
 
     ``train`` must go on where it was: it takes its batches from ``syncline.sampler(global_batch=)``, and calls
     ``commit()`` after every ``optimizer.step()``. Prepared models, their optimizers and these samplers are the same on
-    all workers when it is called again, and so is what ``state`` contains. All workers call ``run`` together.
+    all workers when it is called again, and so is what ``state`` contains. All workers call ``run`` together. A worker
+    that comes too late, when all have finished, ends here with status 0.
 
-    Raises UsageError or NotBuiltError for a run that cannot go on without a worker.
+    Raises UsageError or NotBuiltError for a run that cannot go on without a worker, and RollCallError in a worker that
+    cannot join.
     """
     if process.elastic is None and (line := RelayLine.inherit()) is not None:
         process.elastic = Members(line)
@@ -85,8 +102,10 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
                 sampler.shared = state
         return train()
     members.check(process.session, state)
-    counters = [made.optimizer.register_step_post_hook(members.count) for made in process.prepared if made.optimizer]
+    counters = [given.optimizer.register_step_post_hook(members.count) for given in members.given if given.optimizer]
     try:
+        if members.joins:
+            _join(members, state)
         while True:
             try:
                 result = train()
@@ -95,16 +114,16 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
                 members.tell_done()
                 return result
             except SynclineError as error:
-                lost = _lost(error)
-                if lost is None:
+                ended = _ended(error)
+                if ended is None:
                     raise
             except Exception as error:
-                lost = _lost(error)
-                if lost is None or str(lost) not in str(error):  # else a framework has wrapped the error
+                ended = _ended(error)
+                if ended is None or str(ended) not in str(error):  # else a framework has wrapped the error
                     raise
-            lost.__traceback__ = lost.__context__ = lost.__cause__ = None  # they keep the graph of the broken step
+            ended.__traceback__ = ended.__context__ = ended.__cause__ = None  # they keep the graph of the broken step
             try:
-                members.go_on(lost, state)
+                members.go_on(ended, state)
             except _AllDone:
                 return result
     finally:
@@ -112,10 +131,21 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
             counter.remove()
 
 
-def _lost(error: Exception) -> PeerLost | None:
-    """The loss that an error reports."""
-    if isinstance(error, PeerLost):
+def _join(members: Members, state: Sequence[Stateful]) -> None:
+    """Join the run, or end this process if all have finished."""
+    try:
+        members.join(state)
+    except _AllDone:
+        say("syncline: this worker ends: all others had finished before it could join\n")
+        process.leave()
+
+
+def _ended(error: BaseException) -> PeerLost | ViewEnds | None:
+    """The loss that an error reports, or the end of a view."""
+    if isinstance(error, PeerLost | ViewEnds):
         return error
+    if isinstance(error.__cause__, ViewEnds):
+        return error.__cause__
     engine = None if process.joined is None else process.joined.process.unchecked
     fault = None if engine is None else engine.error
     return fault if isinstance(fault, PeerLost) else None
@@ -127,11 +157,26 @@ class Members:
     def __init__(self, line: RelayLine) -> None:
         self._line = line
         peers = tuple(Peer(number, str(number)) for number in range(line.processes))
-        self._keeper = ViewKeeper(
-            peers[line.number], View(1, peers, len(peers)), {}, least=line.least, patience=_PATIENCE
-        )
+        most = max(line.most, line.processes)
+        if line.joins:
+            contacts, name = [_LAUNCHER], str(line.number)
+            self._keeper = ViewKeeper.joining(name, contacts, {}, least=line.least, most=most, patience=_PATIENCE)
+        else:
+            me, view = peers[line.number], View(1, peers, len(peers))
+            self._keeper = ViewKeeper(me, view, {}, least=line.least, most=most, patience=_PATIENCE)
+        self.given: list[Given] = []
+        """The prepared models, with their optimizers and options."""
+        self._trained = frozenset[int]() if line.joins else self._keeper.view.numbers  # the members of the last session
+        self._over: set[str] = set()  # the names of processes that have ended
+        self._asked, self._look_s = False, 0.0
         self._run = os.environ.get("SYNCLINE_RUN_ID", "")
+        self._sessions = process.sessions - 1  # before the first one of this run
         self._calls = 0  # of syncline.elastic
+
+    @property
+    def joins(self) -> bool:
+        """Whether this process is no member yet."""
+        return self._keeper.me.number == JOINING
 
     def count(self, *_: object) -> None:
         """Count an update of the weights: the hook of the optimizer."""
@@ -142,7 +187,8 @@ class Members:
         self._calls += 1
         for one in state:
             _check_shareable(one)
-        strategy, models = session.strategy, process.prepared
+        strategy = session.strategy
+        self.given = [*(made.given for made in process.prepared), *(session.lone or [])] or self.given
         if strategy.sync.name != "bsp" or not strategy.sync_mode().merges:
             raise NotBuiltError(f"syncline.elastic() works with sync=bsp without backup workers, not with {strategy}")
         _check_owners(strategy)
@@ -152,40 +198,113 @@ class Members:
             raise NotBuiltError("syncline.elastic() works with schedules whose steps end in their iteration: fixed")
         if len(session.family) > 1:
             raise NotBuiltError("syncline.elastic() works without groups of workers")
-        if not session.alone and (len(models) != 1 or models[0].optimizer is None):
+        if (self.joins or not session.alone) and (len(self.given) != 1 or self.given[0].optimizer is None):
             raise NotBuiltError(
                 "syncline.elastic() works with one prepared model of PyTorch and its optimizer: put several into one"
                 " torch.nn.ModuleList, and call syncline.prepare() first"
             )
-        if any(made.replica.normalises_over_ranks for made in models):
+        if any(made.replica.normalises_over_ranks for made in process.prepared):
             raise NotBuiltError("syncline.elastic() works with BatchNorm, not with SyncBatchNorm")
         if not session.global_batches:
             raise UsageError(
                 "syncline.elastic() needs to know where to go on: take the batches from syncline.sampler(global_batch=)"
             )
+        self._keeper.state(
+            {
+                "version": __version__,
+                "strategy": process.strategy,
+                "model": "; ".join(given.described for given in self.given),
+                "data": "; ".join(str(sampler.order) for sampler in session.global_batches),
+                "state": ", ".join(type(one).__name__ for one in state),
+                "call of syncline.elastic()": str(self._calls),
+            }
+        )
         _stay(session)
+        self._watch(session)
         self._line.send({"begun": self._calls})
 
     def tell_done(self) -> None:
         """Tell the others that all have finished their training."""
         self._line.send({"done": self._line.number, "call": self._calls})
 
-    def go_on(self, lost: PeerLost, state: Sequence[Stateful]) -> None:
-        """Go on in a session of the members that are left. Raises an error that says why this process does not."""
+    # Workers that join.
+
+    def join(self, state: Sequence[Stateful]) -> None:
+        """Become a member of the run, with the values of the others. RollCallError if they do not take this process."""
+        self._begin_view(self._keeper.timeout, None, state)
+
+    def _watch(self, session: Session) -> None:
+        """Let a session end when a worker joins."""
+        if not self._line.most:
+            return
+        session.renewed = self._is_asked
+        if session.alone and session.lone is None:
+            session.lone = []
+        for sampler in session.global_batches:
+            sampler.before_batch = self._end_alone if session.alone else None
+
+    def _is_asked(self) -> bool:
+        """Whether a process asks to join that the members will take. Others are answered."""
+        now_s = time.monotonic()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            self._line.look()
+            packets = [*self._line.kept]
+            self._line.kept.clear()
+            for packet in packets:
+                self._note_end(packet)
+            for packet in packets:
+                join = _join_in(packet)
+                if join is None or self._keeper.admits(join):
+                    self._line.kept.append(packet)  # until the view ends
+                else:
+                    self._tell(self._heard(packet))
+                self._asked |= join is not None and self._keeper.admits(join) and join.name not in self._over
+        return self._asked
+
+    def _end_alone(self) -> None:
+        """End the session of a worker that is alone, between two batches, if another one joins."""
+        if self._is_asked():
+            raise ViewEnds("a worker joins the run: syncline.elastic() goes on with it in another session")
+
+    # Views.
+
+    def go_on(self, ended: PeerLost | ViewEnds, state: Sequence[Stateful]) -> None:
+        """Go on in a session of the present members. Raises an error that says why this process does not."""
+        self._begin_view(lambda: self._halt(ended), ended, state)
+
+    def _halt(self, ended: PeerLost | ViewEnds) -> list[Action]:
+        """End the present view, because of a loss or for a worker that joins."""
+        keeper = self._keeper
+        if isinstance(ended, PeerLost):
+            members = keeper.view.members
+            suspects = [members[ended.rank].number] if 0 <= ended.rank < len(members) else []
+            return [*keeper.suspect(suspects), *keeper.broken()]
+        actions, view = keeper.broken(), keeper.view
+        while self._line.kept:
+            actions += self._heard(self._line.kept.popleft())
+        return actions if keeper.view != view else [*actions, *keeper.renew()]
+
+    def _begin_view(
+        self, first: Callable[[], list[Action]], ended: Exception | None, state: Sequence[Stateful]
+    ) -> None:
+        """Carry out the ``first`` actions, agree on a view, and begin its session with the values of its source."""
         from .frameworks.torch import keep_values
 
         assert process.joined is not None
-        before, samplers = list(process.prepared), list(process.joined.global_batches)
-        members = self._keeper.view.members
-        suspects = [members[lost.rank].number] if 0 <= lost.rank < len(members) else []
-        actions = [*self._keeper.suspect(suspects), *self._keeper.broken()]
+        samplers = list(process.joined.global_batches)
+        if isinstance(ended, ViewEnds) and not process.joined.alone:
+            with suppress(SynclineError):
+                process.joined.barrier()  # a worker that is busy is waited for as in a step, and is not suspected
+        actions = first()
+        self._asked = False
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
-            view = self._agree(actions, lost)
-            put_back = [keep_values(made) for made in before]
+            view = self._agree(actions, ended)
+            put_back = [keep_values(given) for given in self.given]
             try:
                 self._begin(view)
-                self._restore(view, before, samplers, state)
+                self._restore(view, samplers, state)
             except UsageError:
                 raise
             except SynclineError as error:
@@ -193,27 +312,59 @@ class Members:
                 process.lose()
                 for put in put_back:  # they may be in part those of a source that is lost
                     put()
-                actions = self._keeper.broken()
+                actions = [*self._keeper.suspect(self._blamed(view, error)), *self._keeper.broken()]
             else:
                 self._keeper.restored()
+                self._trained = view.numbers
                 return
-        raise PeerLost(f"{lost}; the workers that are left cannot connect", rank=lost.rank, host=lost.host)
+        raise self._failed(ended, "the workers that are left cannot connect")
 
-    def _agree(self, actions: list[Action], lost: PeerLost) -> View:
+    def _blamed(self, view: View, error: SynclineError) -> frozenset[int]:
+        """Whom to leave out after a view broke before it began: those that have ended, or else those that were new.
+
+        Nobody if an older member is lost whose end is not known yet: without the new ones too few might be left.
+        """
+        self._line.look()
+        for packet in self._line.kept:
+            self._note_end(packet)
+        over = frozenset(peer.number for peer in view.members if peer.name in self._over)
+        new = view.numbers - self._trained if self._trained else frozenset[int]()
+        if isinstance(error, PeerLost) and 0 <= error.rank < len(view.members):
+            new = new if view.members[error.rank].number in new else frozenset()
+        return over or new
+
+    def _failed(self, ended: Exception | None, why: str) -> SynclineError:
+        """The error of a process that does not go on."""
+        if isinstance(ended, PeerLost):
+            return PeerLost(f"{ended}; {why}", rank=ended.rank, host=ended.host)
+        return RollCallError(f"this worker cannot join the run: {why}") if ended is None else GroupError(why)
+
+    def _agree(self, actions: list[Action], ended: Exception | None) -> View:
         """Carry out actions and wait for packets, until a view is decided."""
         keeper = self._keeper
         while True:
-            for action in actions:
-                if isinstance(action, Send):
-                    self._line.send({"to": action.to.number, "message": to_plain(action.message)})
-                elif isinstance(action, AskLauncher):
-                    self._line.send({"ask": action.view, "half": sorted(action.half)})
+            self._tell(actions)
             if keeper.stopped:
-                raise PeerLost(f"{lost}; the run cannot go on: {keeper.stopped}", rank=lost.rank, host=lost.host)
+                what = "" if self.joins else "the run cannot go on: "
+                raise self._failed(ended, f"{what}{keeper.stopped}")
             if not keeper.halted:
-                self._line.send({"view": keeper.view.number, "members": sorted(keeper.view.numbers)})
-                return keeper.view
+                view = keeper.view
+                actions = keeper.suspect(peer.number for peer in view.members if peer.name in self._over)
+                if not actions:
+                    self._line.send({"view": view.number, "members": [int(peer.name) for peer in view.members]})
+                    return view
+                continue
             actions = self._heard(self._line.receive(_TICK_S))
+
+    def _tell(self, actions: Sequence[Action]) -> None:
+        """Send what actions ask for."""
+        for action in actions:
+            if isinstance(action, Send) and action.to == _LAUNCHER:
+                self._line.send({"join": to_plain(action.message)})
+            elif isinstance(action, Send):
+                self._line.send({"to": int(action.to.name), "message": to_plain(action.message)})
+            elif isinstance(action, AskLauncher):
+                self._line.send({"ask": action.view, "half": sorted(action.half)})
 
     def _heard(self, packet: dict[str, Any] | None) -> list[Action]:
         """Handle a packet, or None for a timeout."""
@@ -221,45 +372,61 @@ class Members:
         if packet is None:
             return keeper.timeout()
         if "from" in packet:
-            number = packet["from"]
-            return keeper.hear(Peer(number, str(number)), from_plain(packet["message"]))
+            name, message = str(packet["from"]), from_plain(packet["message"])
+            if isinstance(message, Join) and message.name in self._over:
+                return []  # it has died since
+            return keeper.hear(keeper.view.named(name) or Peer(JOINING, name), message)
         if "view" in packet:
             return keeper.favoured(packet["view"], packet["half"])
         if "done" in packet:
-            if packet["done"] in keeper.view.numbers and packet.get("call") == self._calls:
+            if self.joins or (keeper.view.named(str(packet["done"])) and packet.get("call") == self._calls):
                 raise _AllDone
             return []
-        return keeper.suspect([packet["ended"]])
+        self._note_end(packet)
+        peer = keeper.view.named(str(packet["ended"]))
+        return [] if peer is None else keeper.suspect([peer.number])
+
+    def _note_end(self, packet: dict[str, Any]) -> None:
+        """Note the end of a process, if the packet tells one."""
+        if "ended" in packet:
+            self._over.add(str(packet["ended"]))
 
     def _begin(self, view: View) -> None:
         """Begin the session of a view."""
-        rank = view.members.index(self._keeper.me)
-        process.begin_again(rank, len(view.members), f"{self._run}.{view.number}", _CONNECT_S)
-        process.session.numbers = tuple(peer.number for peer in view.members)
+        rank, run = view.members.index(self._keeper.me), f"{self._run}.{view.number}"
+        process.begin_again(rank, len(view.members), run, self._sessions + view.number - 1, _CONNECT_S)
+        process.session.numbers = tuple(int(peer.name) for peer in view.members)
+        process.session.view = view.number
         _stay(process.session)
 
-    def _restore(
-        self, view: View, before: Sequence[Any], samplers: Sequence[GlobalBatches], state: Sequence[Stateful]
-    ) -> None:
+    def _restore(self, view: View, samplers: Sequence[GlobalBatches], state: Sequence[Stateful]) -> None:
         """Give all members the values of the view's source."""
         from .frameworks.torch import prepare_again
 
         session = process.session
         root = [peer.number for peer in view.members].index(view.source)
-        for made in before:
-            again = prepare_again(session, made, root)
+        for given in self.given:
+            again = prepare_again(session, given, root)
             if again is not None:
                 process.prepared.append(again)
-        shared: list[Stateful] = [*(_Groups(made.optimizer) for made in before), *state]
+        shared: list[Stateful] = [*(_Groups(given.optimizer) for given in self.given), *state]
         mine = packed([[one.state_dict() for one in each] for each in (shared, samplers)])
         values, positions = unpacked(mine if session.alone else session.tell_all(mine, root))
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
         go_on(session, samplers, positions)
+        self._watch(session)
         if session.rank == 0:
             where = ", ".join(f"step {sampler.step} of epoch {sampler.epoch}" for sampler in samplers)
-            left = len(view.members)
-            say(f"syncline: {left} worker{'s go' if left > 1 else ' goes'} on (view {view.number}) at {where}\n")
+            left, new = len(view.members), len(view.numbers - self._trained)
+            who = f"{left} worker{'s go' if left > 1 else ' goes'} on{f', {new} of them new,' if new else ''}"
+            say(f"syncline: {who} (view {view.number}) at {where}\n")
+
+
+def _join_in(packet: dict[str, Any]) -> Join | None:
+    """The request to join in a packet, if it has one."""
+    message = from_plain(packet["message"]) if "from" in packet else None
+    return message if isinstance(message, Join) else None
 
 
 class _Groups:

@@ -84,7 +84,11 @@ def test_metrics_of_a_run_are_shown_by_top_and_a_taken_port_ends_it_before_its_t
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["-n", "2", "--elastic", "3"], "--elastic 3 needs more workers than -n 2 starts"),
+        (["-n", "2", "--elastic", "3"], "--elastic 3 needs 3 workers, more than -n 2 starts"),
+        (["-n", "2", "--elastic", "3:3"], "--elastic 3:3 needs 3 workers, more than -n 2 starts"),
+        (["-n", "4", "--elastic", "4:2"], "--elastic 4:2 allows 2 workers at once, fewer than -n 4 starts"),
+        (["-n", "3", "--elastic", "1:2"], "--elastic 1:2 allows 2 workers at once, fewer than -n 3 starts"),
+        *((["-n", "2", "--elastic", text], "is not LEAST or LEAST:MOST") for text in ("0:2", "0", "1:", ":2", "two")),
         (["-n", "2", "--servers", "1", "--elastic", "1"], "--elastic works without servers"),
         (["-n", "2", "--strategy", "ps", "--elastic", "1"], "--elastic works without servers"),
         (["-n", "1", "--samples", "/nowhere/samples.jsonl"], "there is no folder /nowhere for samples.jsonl"),

@@ -24,9 +24,9 @@ hear = lambda: json.loads(line.recv(65536))
 BEGUN = "send(begun=1)\n"
 
 
-def run(script: str, processes: int = 2, least: int = 1, begun: str = BEGUN) -> Outcome:
+def run(script: str, processes: int = 2, least: int = 1, most: int | None = None, begun: str = BEGUN) -> Outcome:
     command = [sys.executable, "-I", "-S", "-c", TALK + begun + script]
-    with LocalRun(command, processes, relay=Relay(processes, least), grace_s=0.1) as started:
+    with LocalRun(command, processes, relay=Relay(processes, least, most), grace_s=0.1) as started:
         return started.wait(LIMIT_S)
 
 
@@ -59,7 +59,7 @@ def test_packets_reach_whom_they_are_for_and_name_their_sender() -> None:
 
 def test_one_half_of_a_view_is_favoured() -> None:
     found = Relay(4, 1)
-    ends = [RelayLine(socket.socket(fileno=os.dup(found.inherited(rank))), rank, 4, 1) for rank in range(4)]
+    ends = [RelayLine(socket.socket(fileno=os.dup(found.inherited(rank))), rank, 4, 1, 0) for rank in range(4)]
     for rank, half in ((2, [2, 3]), (0, [0, 1]), (3, [2, 3])):
         ends[rank].send({"ask": 1, "half": half})
         found.read(rank)
@@ -81,7 +81,7 @@ def test_one_half_of_a_view_is_favoured() -> None:
         end._sock.close()
 
 
-@pytest.mark.parametrize("value", ["", "3", "a:0:2:1", "999999:0:2:1"])
+@pytest.mark.parametrize("value", ["", "3", "a:0:2:1:0", "999999:0:2:1:0"])
 def test_there_is_no_line_without_a_valid_variable(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(relays.VARIABLE, value)
     assert RelayLine.inherit() is None
@@ -89,10 +89,10 @@ def test_there_is_no_line_without_a_valid_variable(monkeypatch: pytest.MonkeyPat
 
 def test_a_line_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Relay(2, 2)
-    monkeypatch.setenv(relays.VARIABLE, f"{os.dup(found.inherited(1))}:1:2:2")
+    monkeypatch.setenv(relays.VARIABLE, f"{os.dup(found.inherited(1))}:1:2:2:0")
     line = RelayLine.inherit()
     assert line is not None
-    assert (line.number, line.processes, line.least) == (1, 2, 2)
+    assert (line.number, line.processes, line.least, line.most, line.joins) == (1, 2, 2, 0, False)
     line._sock.close()
     found.close()
 
@@ -113,3 +113,60 @@ def test_a_failure_before_the_first_call_ends_the_run() -> None:
     outcome = run("if rank: sys.exit(5)\nsignal.pause()", begun="")
     assert outcome.status == 5
     assert [(ending.rank, ending.told) for ending in outcome.endings] == [(1, False), (0, True)]
+
+
+def test_a_lost_process_is_replaced_and_asks_the_first_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "_PAUSE_S", 0.0)
+    outcome = run(
+        "if rank == 1: assert hear() == {'ended': 0}; send(view=2, members=[1])\n"
+        "if rank == 2: assert os.environ['WORLD_SIZE'] == '1'; send(join=['Join'])\n"
+        "if rank == 1: assert hear() == {'from': 2, 'message': ['Join']}; send(view=3, members=[1, 2])\n"
+        "sys.exit(3 * (rank == 0))",
+        most=2,
+    )
+    assert outcome.status == 0, outcome.text
+    assert outcome.text == "rank 0 ended with status 3"
+    assert sorted(ending.name for ending in outcome.endings) == ["rank 0", "rank 1", "worker 2 (a replacement)"]
+
+
+def test_replacements_that_end_early_come_to_an_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(relays, "_PAUSE_S", 0.0)
+    ended = "if rank == 0: assert [hear() for _ in range(4)] == [{'ended': number} for number in range(1, 5)]\n"
+    outcome = run(ended + "sys.exit(rank)", most=2)
+    assert outcome.status == 0, outcome.text
+    assert [(ending.rank, ending.status) for ending in outcome.endings[:4]] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert "3 replacements in turn have ended within 60 s: no more are started" in capfd.readouterr().err
+
+
+def test_the_pause_before_a_start_grows_with_early_ends_and_shrinks_after_a_late_one() -> None:
+    found = Relay(3, 1, 3)
+    found._obey(0, {"begun": 1})
+    assert found.due(0.0) is None
+    found.note_end(1, 9, 100.0)
+    assert found.due(100.0) == 1.0
+    assert found.due(105.0) == 0.0
+    assert found.replace(105.0) == 3
+    assert found.due(105.0) is None
+    found.note_end(3, 9, 110.0)
+    assert found.due(110.0) == 2.0
+    assert found.replace(112.0) == 4
+    found._obey(0, {"view": 2, "members": [0, 2, 4]})
+    assert found.due(112.0) is None
+    found.note_end(4, 9, 200.0)
+    assert found.due(200.0) == 1.0
+    found._obey(0, {"view": 3, "members": [0]})  # worker 2 is left behind and lives
+    assert (found.due(201.0), found.replace(201.0)) == (0.0, 5)
+    assert found.due(202.0) is None  # three live
+    found.note_end(0, 0, 300.0)
+    assert found.due(400.0) is None
+    found.close()
+
+
+def test_nobody_is_replaced_unless_that_is_asked_for() -> None:
+    found = Relay(3, 1)
+    found._obey(0, {"begun": 1})
+    found.note_end(1, 9, 100.0)
+    assert found.due(200.0) is None
+    found.close()

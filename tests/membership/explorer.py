@@ -65,7 +65,7 @@ class Explorer:
         self, keepers: Sequence[ViewKeeper], *, faults: int, timeouts: int, steps: int = 1, kinds: str = "cfld"
     ) -> None:
         """``steps`` is the most that a member finishes in a view. ``kinds`` of faults: c(rash), f(alse suspicion),
-        l(oss), d(uplication).
+        l(oss), d(uplication), and r(enewal): a member ends the view without a fault.
         """
         self._keepers: list[ViewKeeper] = []
         self._watched: list[tuple[tuple[int, int], ...]] = []  # for each keeper whom it may suspect: process and number
@@ -132,6 +132,8 @@ class Explorer:
                 return keeper.suspect([argument])
             case "timeout":
                 return keeper.timeout()
+            case "renew":
+                return keeper.renew()
             case "favoured":
                 view, half = self._values[argument]
                 return keeper.favoured(view, half)
@@ -238,6 +240,9 @@ class Explorer:
             if world.timeouts and keeper.halted:
                 later = world._replace(timeouts=world.timeouts - 1)
                 yield f"timeout of {i}", self._after(later, i, "timeout", None, world.net)
+            if world.faults and "r" in self._kinds and not keeper.halted:
+                later = world._replace(faults=world.faults - 1)
+                yield f"{i} renews its view", self._after(later, i, "renew", None, world.net)
             if world.faults and "c" in self._kinds:
                 yield f"{i} crashes", self._crash(world._replace(faults=world.faults - 1), i)
         for i, number, is_open in self.suspicions(world):

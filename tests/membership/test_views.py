@@ -63,7 +63,7 @@ def test_no_interleaving_breaks_a_rule(members: int, faults: int, kinds: str, ti
 
 @pytest.mark.parametrize(
     ("members", "faults", "kinds", "steps"),
-    [(1, 2, ALL, 1), (2, 1, CRASHES, 0)],
+    [(1, 2, ALL, 1), (2, 1, CRASHES, 0), (1, 2, "cr", 1), (2, 1, "r", 0)],
 )
 def test_no_interleaving_of_a_join_breaks_a_rule(members: int, faults: int, kinds: str, steps: int) -> None:
     group = founders(members)
@@ -274,6 +274,25 @@ def test_who_joins_begins_with_the_weights_of_the_others() -> None:
     assert keeper.finished == 1
     assert not keeper.halted
     assert ("p1", Halt()) in run.said
+
+
+def test_a_view_is_renewed_after_a_step_with_who_has_asked() -> None:
+    run = Run(2)
+    for keeper in run.keepers.values():
+        keeper.finish()
+    join = Join("new", tuple(sorted(TERMS.items())))
+    assert run.keepers["p0"].admits(join)
+    run.carry_out("p1", run.keepers["p1"].renew())
+    assert run.keepers["p1"].halted
+    run.carry_out("p0", run.keepers["p0"].renew())
+    (view,) = run.views()
+    assert (view.number, view.step, len(view.members)) == (2, 1, 2)
+    run.ask("new")
+    assert not run.keepers["p0"].admits(join)  # it is a member
+    assert not run.keepers["p0"].admits(Join("other", (("version", "2"),)))
+    for keeper in run.keepers.values():
+        keeper.state({"version": "2"})
+    assert run.keepers["p0"].admits(Join("other", (("version", "2"),)))
 
 
 @pytest.mark.parametrize(

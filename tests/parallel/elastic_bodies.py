@@ -1,8 +1,10 @@
-"""What ranks of an elastic run do: train, and die or break at given steps."""
+"""What ranks of an elastic run do: train, and die, break or wait for a new worker at given steps."""
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from syncline.process import process
 from syncline.recovery import _Groups
 from syncline.session.session import Session
 
+WAIT_S = 60.0
 SAMPLES, BATCH, EPOCHS = 22, 6, 3
 STEPS = 4  # of an epoch
 
@@ -46,33 +49,67 @@ def learn(x: torch.Tensor, y: torch.Tensor, model: torch.nn.Module, optimizer: A
     scheduler.step()
 
 
+def die(*_: object) -> None:
+    """End this process at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_a_join() -> None:
+    """Wait until a worker asks to join, on the worker that looks for it."""
+    members: recovery.Members = process.elastic
+    members._look_s = 0.0
+    while not members._is_asked():
+        members._look_s = 0.0
+        assert select.select([members._line._sock], [], [], WAIT_S)[0]
+
+
 def train(line: Connection, index: int, processes: int, address: str, least: int, plan: dict[str, Any]) -> None:
     """Train elastically. ``plan`` has what happens to this process, and at which step of the run."""
     fd = recv_handle(line)
     host, _, port = address.rpartition(":")
-    number, world = str(index), str(processes)
+    number, joins = str(index), index >= processes
+    place, world = ("0", "1") if joins else (number, str(processes))
+    variable = f"{fd}:{index}:{processes}:{least}:{plan.get('most', 0)}"
     os.environ.update(
-        {relay.VARIABLE: f"{fd}:{index}:{processes}:{least}", "SYNCLINE_LAUNCHER": str(os.getppid())},
-        SYNCLINE_PROCESS=number, SYNCLINE_PROCESSES=world, RANK=number, WORLD_SIZE=world, LOCAL_RANK=number,
+        {relay.VARIABLE: variable, "SYNCLINE_LAUNCHER": str(os.getppid())},
+        SYNCLINE_PROCESS=place, SYNCLINE_PROCESSES=world, RANK=place, WORLD_SIZE=world, LOCAL_RANK=place,
         SYNCLINE_SAMPLES=plan.get("samples", ""), LOCAL_WORLD_SIZE=world, MASTER_ADDR=host,
         SYNCLINE_MEETING_PORT=port, SYNCLINE_RUN_ID="elastic",
     )  # fmt: skip
-    what, when = plan.get(number, ("", -1))
+    happenings = plan.get(number, [])
+    happenings = [happenings] if happenings and isinstance(happenings[0], str) else happenings
 
     def happen(now: str, step: int) -> None:
         points.on = step in Points.STEPS
-        if what == now and when == step:
+        if [now, step] in happenings:
             if now == "raise":
                 raise RuntimeError("a bug of one worker")
+            if now == "join":
+                line.send("waits")
+                await_a_join()
+                return
             os.kill(os.getpid(), signal.SIGSTOP if now == "stop" else signal.SIGKILL)
 
     points = Points(plan.get("die", {}).get(number, ""))
     if "die" in plan:
         points.watch()
-    if what == "restoring":  # it dies with the weights that the others wait for
-        recovery.Members._restore = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    for when in ("beginning", "restoring"):  # it dies before it connects, or with the weights that others wait for
+        if [when, -1] in happenings:
+            setattr(recovery.Members, {"beginning": "_begin", "restoring": "_restore"}[when], die)
+    recovery._CONNECT_S = plan.get("connect_s", recovery._CONNECT_S)
+    recovery._LOOK_S = math.inf  # it looks for new workers where the plan says so
     syncline.init(plan["strategy"], secret=SECRET, liveness=2.0)
-    line.send([*learn_all(happen), syncline.rank(), syncline.world_size(), points.passed])
+
+    def made() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
+        x, y, model, *rest = problem()
+        if ["other", -1] in happenings:
+            model = torch.nn.Sequential(model)
+        elif joins:  # the others must replace these values
+            torch.nn.init.constant_(model.weight, 9.0)
+        return x, y, model, *rest
+
+    learnt = learn_all(happen, made)
+    line.send([*learnt, syncline.rank(), list(syncline.stats().members), points.passed])
     syncline.shutdown()
 
 
@@ -128,9 +165,11 @@ def _kind(packet: dict[str, Any]) -> str:
     return str(packet["message"][0]) if "message" in packet else next(iter(packet))
 
 
-def learn_all(happen: Callable[[str, int], None] = lambda *_: None) -> tuple[list[float], float, int]:
+def learn_all(
+    happen: Callable[[str, int], None] = lambda *_: None, made: Callable[[], Any] = problem
+) -> tuple[list[float], float, int]:
     """All epochs in a run that has begun: the weights, the learning rate, and the calls of the training function."""
-    x, y, model, optimizer, scheduler = problem()
+    x, y, model, optimizer, scheduler = made()
     syncline.prepare(model, optimizer, weight="batch")
     sampler = syncline.sampler(SAMPLES, global_batch=BATCH, seed=4)
     calls = 0
@@ -140,7 +179,7 @@ def learn_all(happen: Callable[[str, int], None] = lambda *_: None) -> tuple[lis
         calls += 1
         while sampler.epoch < EPOCHS:
             for batch in sampler:
-                for now in ("before", "stop", "raise"):
+                for now in ("join", "before", "stop", "raise"):
                     happen(now, sampler.epoch * STEPS + sampler.step)
                 learn(x[batch], y[batch], model, optimizer, scheduler)
                 sampler.commit()

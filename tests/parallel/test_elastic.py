@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import selectors
+import select
 import signal
 import sys
 import threading
@@ -35,15 +35,13 @@ OWNERS = "ps(servers=3, on=workers, update=worker)"
 @contextmanager
 def started(pool: Pool, address: str, processes: int, least: int = 1, **plan: Any) -> Iterator[tuple[Group, Relay]]:
     """The processes of a run, and the launcher's relay, which a thread serves."""
-    relay, over = Relay(processes, least), threading.Event()
-    selector = selectors.DefaultSelector()
-    for rank, sock in enumerate(relay.sockets()):
-        selector.register(sock, selectors.EVENT_READ, rank)
+    relay, over = Relay(processes, least, plan.get("most")), threading.Event()
 
     def serve() -> None:
         while not over.is_set():
-            for key, _ in selector.select(0.1):
-                relay.read(key.data)
+            lines = relay.sockets()
+            for sock in select.select(lines, [], [], 0.1)[0]:
+                relay.read(lines.index(sock))
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -54,8 +52,16 @@ def started(pool: Pool, address: str, processes: int, least: int = 1, **plan: An
         yield group, relay
         over.set()
         thread.join()
-    selector.close()
     relay.close()
+
+
+def replace(group: Group, relay: Relay, first: int, address: str, processes: int, least: int = 1, **plan: Any) -> None:
+    """Start a new worker, as a launcher does, once the ``first`` member waits for it."""
+    group.hear(1, among=[first], timeout_s=LIMIT_S)
+    assert group.ranks[first].said.pop() == "waits"
+    number = relay.replace(0.0)
+    rank = group.add(bodies.train, [number, processes, address, least, {"strategy": "ring", **plan}])
+    send_handle(rank.line, relay.inherited(number), rank.pid)
 
 
 def lose(group: Group, relay: Relay, rank: int) -> None:
@@ -97,19 +103,25 @@ def repeated(log: Path) -> list[float]:
             syncline.shutdown()
 
 
-def check(group: Group, survivors: list[int], calls: int, log: Path) -> None:
+def check(group: Group, survivors: list[int], calls: int | list[int], log: Path) -> None:
     """The survivors have trained on, in one view, to the weights of a run without losses, and bit for bit to those of
-    the log."""
+    the log. ``calls`` of the training function are those of each, or of all."""
     group.hear(1, among=survivors, timeout_s=LIMIT_S)
     weights, rate = expected()
     again = repeated(log)
     for rank, index in enumerate(survivors):
-        found, lr, called, new_rank, world, _ = group.ranks[index].said[-1]
+        found, lr, called, new_rank, members, _ = group.ranks[index].said[-1]
         assert found == again
         np.testing.assert_allclose(found, weights, rtol=1e-9, atol=1e-12)
-        assert (lr, called, new_rank, world) == (pytest.approx(rate, rel=1e-12), calls, rank, len(survivors))
+        made = calls if isinstance(calls, int) else calls[rank]
+        assert (lr, called, new_rank, members) == (pytest.approx(rate, rel=1e-12), made, rank, survivors)
     group.end(LIMIT_S, among=survivors)
     assert [group.ranks[index].status for index in survivors] == [0] * len(survivors)
+
+
+def members_of_steps(log: Path) -> list[list[int]]:
+    """The members at each step."""
+    return [line["members"] for line in read_log(str(log)).values()]
 
 
 def test_three_workers_then_two_then_one(pool: Pool, address: str, tmp_path: Path) -> None:
@@ -119,7 +131,7 @@ def test_three_workers_then_two_then_one(pool: Pool, address: str, tmp_path: Pat
         lose(group, relay, 2)
         lose(group, relay, 0)
         check(group, [1], 3, log)
-    members = [line["members"] for line in read_log(str(log)).values()]
+    members = members_of_steps(log)
     assert members[:2] == [[0, 1, 2]] * 2
     assert members[2:6] == [[0, 1]] * 4
     assert members[7:] == [[1]] * 5
@@ -167,6 +179,79 @@ def test_a_second_loss_at_any_point(pool: Pool, addresses: Callable[[], str], tm
             dies(pool, addresses(), log, rank, point)
 
 
+def test_three_workers_then_two_then_three(pool: Pool, address: str, tmp_path: Path) -> None:
+    """A worker is lost and another one joins, then the same with rank 0."""
+    log = tmp_path / "samples.jsonl"
+    plan = {"samples": str(log), "most": 3, "1": ("before", 2), "0": [("join", 4), ("before", 7)], "2": ("join", 9)}
+    with started(pool, address, 3, **plan) as (group, relay):
+        lose(group, relay, 1)
+        replace(group, relay, 0, address, 3, **plan)
+        lose(group, relay, 0)
+        replace(group, relay, 2, address, 3, **plan)
+        check(group, [2, 3, 4], [5, 3, 1], log)
+    members = members_of_steps(log)
+    assert members[:2] == [[0, 1, 2]] * 2
+    assert members[2:5] == [[0, 2]] * 3
+    assert members[5:7] == [[0, 2, 3]] * 2
+    assert members[7:10] == [[2, 3]] * 3
+    assert members[10:] == [[2, 3, 4]] * 2
+
+
+def test_a_worker_joins_one_that_is_alone_after_another_has_died_while_joining(
+    pool: Pool, address: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "samples.jsonl"
+    plan = {"samples": str(log), "most": 2, "0": ("before", 2), "1": [("join", 4), ("join", 6)], "2": ("restoring", -1)}
+    with started(pool, address, 2, **plan) as (group, relay):
+        lose(group, relay, 0)
+        replace(group, relay, 1, address, 2, **plan)
+        lose(group, relay, 2)
+        replace(group, relay, 1, address, 2, **plan)
+        check(group, [1, 3], [4, 1], log)
+
+
+def test_who_has_another_model_is_refused_and_who_dies_while_joining_is_left_out(
+    pool: Pool, address: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "samples.jsonl"
+    plan = {
+        "samples": str(log),
+        "most": 3,
+        "0": [("join", 4), ("join", 6)],
+        "2": ("before", 2),
+        "3": ("other", -1),
+        "4": ("restoring", -1),
+    }
+    with started(pool, address, 3, **plan) as (group, relay):
+        lose(group, relay, 2)
+        replace(group, relay, 0, address, 3, **plan)
+        lose(group, relay, 3)
+        assert "RollCallError: this worker cannot join the run: this run has model" in group.ranks[3].printed()
+        group.ranks[0].said.append("waits")  # still
+        replace(group, relay, 0, address, 3, **plan)
+        lose(group, relay, 4)
+        replace(group, relay, 0, address, 3, **plan)
+        check(group, [0, 1, 5], [4, 4, 1], log)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_before_it_connects_is_left_out(pool: Pool, address: str, tmp_path: Path) -> None:
+    log = tmp_path / "samples.jsonl"
+    plan = {
+        "samples": str(log),
+        "most": 3,
+        "0": ("join", 4),
+        "2": ("before", 2),
+        "3": ("beginning", -1),
+        "connect_s": 2.0,
+    }
+    with started(pool, address, 3, **plan) as (group, relay):
+        lose(group, relay, 2)
+        replace(group, relay, 0, address, 3, **plan)
+        lose(group, relay, 3)
+        check(group, [0, 1], 3, log)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["direct transport=tcp", "tree", "auto", OWNERS])
 @pytest.mark.parametrize(("what", "when"), [("before", 0), ("after", 11), ("raise", 5)])
@@ -191,7 +276,7 @@ def test_a_loss_under_a_codec(pool: Pool, address: str, strategy: str, near: flo
         first, second = (group.ranks[index].said[-1] for index in (0, 2))
         np.testing.assert_allclose(first[0], expected()[0], atol=near)
         assert second[0] == first[0]
-        assert [first[2:], second[2:]] == [[2, 0, 2], [2, 1, 2]]
+        assert [first[2:5], second[2:5]] == [[2, 0, [0, 2]], [2, 1, [0, 2]]]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ class Rank:
 
     def __init__(self, rule: str | None) -> None:
         self.strategy, self.choice, self.rank = Strategy.parse("ring schedule=fixed"), None, 0
-        self.layers, self.buckets = (), ()
+        self.layers, self.buckets, self.renewed = (), (), None
         self.rule, self.arrays = rule, ()
         said = None if rule is None else lambda: str(self.rule)
         me: Any = self

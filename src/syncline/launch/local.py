@@ -155,7 +155,7 @@ class LocalRun:
     ``stop_s`` seconds, ranks at most ``LEFT_S`` if the context is left first.
 
     With a ``relay`` the run is elastic: the end of a process ends no other one, until all members that are left have
-    ended, or too few are left to go on.
+    ended, or too few are left to go on. It also decides when a replacement is started for a lost process.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class LocalRun:
         self._env, self._pass_fds = dict(env or {}), tuple(pass_fds)
         self._on_output, self._grace_s, self._stop_s = on_output, grace_s, stop_s
         self._ranked, self._relay = ranked, relay
-        self._placements = [place(rank) for rank in range(processes)]
+        self._place, self._placements = place, [place(rank) for rank in range(processes)]
+        self._shared: dict[str, str] = {}  # the environment of all processes
         self._children: list[Child] = []
         self._endings: list[Ending] = []
         self._partial: dict[int, bytes] = {}
@@ -271,7 +272,7 @@ class LocalRun:
         address, port = self._reserved[0].getsockname()[:2]
         with bind(port) as door:
             door.listen(2 * self._processes + 128)
-            shared = {
+            self._shared = {
                 **_inherited(),
                 "MASTER_ADDR": address,
                 "SYNCLINE_MEETING_PORT": str(port),
@@ -281,23 +282,36 @@ class LocalRun:
                 "SYNCLINE_SECRET": secrets.token_hex(32),
                 "SYNCLINE_SERVERS": str(self._servers),
             }
-            if self._relay is not None:
-                for rank, sock in enumerate(self._relay.sockets()):
-                    self._selector.register(sock, selectors.EVENT_READ, rank)
             seats = worker_places([placement.host for placement in self._placements], self._servers)
             for rank, seat in enumerate(seats):
-                own = {"SYNCLINE_PROCESS": str(rank), **seat, "MASTER_PORT": str(self._reserved[1].getsockname()[1])}
-                own |= self._reports.environ(rank)
-                fds = (*self._pass_fds, self._reports.fd)
-                if self._relay is not None:
-                    own |= self._relay.environ(rank)
-                    fds = (*fds, self._relay.inherited(rank))
+                own = {"SYNCLINE_PROCESS": str(rank), **seat}
+                fds: tuple[int, ...] = ()
                 if rank == 0 and self._processes > 1:  # a single process would keep it, and its children inherit it
                     own["SYNCLINE_MEETING_FD"] = str(door.fileno())
-                    fds = (*fds, door.fileno())
+                    fds = (door.fileno(),)
                 if rank >= self._processes - self._servers:
                     own["MASTER_PORT"] = NO_GROUP
-                self._start_one(rank, shared | self._env | own, fds)
+                self._start_ranked(rank, own, fds)
+
+    def _start_ranked(self, rank: int, own: Mapping[str, str], fds: tuple[int, ...] = ()) -> None:
+        """Start a process with variables of its own and further descriptors."""
+        environ = {**self._shared, **self._env, "MASTER_PORT": str(self._reserved[1].getsockname()[1]), **own}
+        environ |= self._reports.environ(rank)
+        fds = (*self._pass_fds, self._reports.fd, *fds)
+        if self._relay is not None:
+            self._selector.register(self._relay.sockets()[rank], selectors.EVENT_READ, rank)
+            environ |= self._relay.environ(rank)
+            fds = (*fds, self._relay.inherited(rank))
+        self._start_one(rank, environ, fds)
+
+    def _replace_lost(self) -> None:
+        """Start a replacement for a lost process, if one is due. It is alone until it joins."""
+        if self._relay is None or self._stopped is not None or self._due or self._relay.due(time.monotonic()) != 0:
+            return
+        rank = self._relay.replace(time.monotonic())
+        self._placements.append(self._place(rank))
+        (seat,) = worker_places([""], 0)
+        self._start_ranked(rank, {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", **seat})
 
     def _start_one(self, rank: int, environ: Mapping[str, str], fds: Sequence[int]) -> None:
         placement = self._placements[rank]
@@ -313,6 +327,8 @@ class LocalRun:
         """Wait for events once and handle them, and send due signals."""
         if self._due:
             timeout_s = min(timeout_s, max(0.0, self._due[0][0] - time.monotonic()))
+        elif self._relay is not None and (wait_s := self._relay.due(time.monotonic())) is not None:
+            timeout_s = min(timeout_s, wait_s)
         ended: list[Child] = []
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj == self._bell:
@@ -329,6 +345,7 @@ class LocalRun:
         # If several processes ended at the same moment, a killed one is the likelier cause.
         for child in sorted(ended, key=lambda child: ((child.look() or 0) <= 128, child.rank)):
             self._note(child)
+        self._replace_lost()
         while self._due and self._due[0][0] <= time.monotonic():
             self._tell(self._due.popleft()[1])
 
@@ -343,10 +360,15 @@ class LocalRun:
         if first:
             self._failed = status
         if self._relay is not None:
-            self._relay.note_end(child.rank, status)
+            if told := self._relay.note_end(child.rank, status, time.monotonic()):
+                reports.say(f"syncline: {told}\n")
+            self._selector.unregister(self._relay.sockets()[child.rank])
+            self._relay.drop(child.rank)
             first = self._relay.is_over and not self._due
         if first and self._stopped is None:
-            at = time.monotonic() + self._grace_s
+            left = {child.rank for child in self._children if child.look() is None}
+            outside = self._relay is not None and left.isdisjoint(self._relay.members)
+            at = time.monotonic() + (min(LEFT_S, self._grace_s) if outside else self._grace_s)
             self._due = deque([(at, signal.SIGTERM), (at + TERM_S, signal.SIGKILL)])
 
     def _take_requests(self) -> None:
@@ -369,6 +391,8 @@ class LocalRun:
         if not self._ranked:
             return Path(self._command[0]).name
         notes = [self._placements[rank].host]
+        if rank >= self._processes:
+            return f"worker {rank} ({', '.join(filter(None, ['a replacement', *notes]))})"
         workers = self._processes - self._servers
         if rank >= workers:
             notes.append(f"server {rank - workers}")

@@ -3,6 +3,9 @@
 The launcher relays packets between processes, tells all when one has ended, and favours one half of a view if each of
 two halves could go on (``membership``). Each process inherits one end of a socket pair, so the sender of a packet is
 known. A packet is a JSON object. A packet that a full socket does not take is lost, which the protocol allows.
+
+A process has the number of its line, which no other process of the run gets. A replacement for a lost process has the
+next number, and asks to join through its line. The launcher passes that on to the first member.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import os
 import socket
 import stat
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,28 +22,51 @@ from typing import Any
 from ..errors import GroupError
 
 VARIABLE = "SYNCLINE_ELASTIC"
-"""The environment variable with the descriptor of a process's end, its number, all processes, and the least number."""
+"""The environment variable with the descriptor of a process's end and numbers: its own, the number of processes at the
+start, and the least and the greatest number of members (0: nobody joins)."""
 
 PACKET_BYTES = 1 << 16
 
 
-class Relay:
-    """The launcher's side. The run goes on as long as ``least`` processes are left."""
+_PAUSE_S = 1.0
+"""From the loss of a worker to the start of a replacement; twice as long after each replacement that ends early."""
+_EARLY_S = 60.0
+"""A replacement that fails within this time has ended early."""
+_EARLY = 3
+"""After so many replacements in turn that ended early, there are no more."""
 
-    def __init__(self, processes: int, least: int) -> None:
-        self._least = least
-        self._pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(processes)]
+
+class Relay:
+    """The launcher's side. The run goes on as long as ``least`` processes are left.
+
+    With ``most`` lost processes are replaced, until as many are members as at the start; at most so many live at once.
+    """
+
+    def __init__(self, processes: int, least: int, most: int | None = None) -> None:
+        self._processes, self._least, self._most = processes, least, most
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._favoured: dict[int, list[int]] = {}  # by view
         self._view = 0
         self._begun = False  # a process has called ``syncline.elastic``
-        self._ended: dict[int, int] = {}  # status, by rank
+        self._ended: dict[int, int] = {}  # status, by number
+        self._order = list(range(processes))  # the members by their ranks
+        self._started: dict[int, float] = {}  # when each replacement was started that lives
+        self._joined: set[int] = set()  # those of them that have been members
+        self._early, self._next_s = 0, 0.0
+        self._finished = False  # whether a process has said or shown that the training is over
         self.members = set(range(processes))
-        """The ranks of the processes in the latest view."""
-        for ours, _ in self._pairs:
-            ours.setblocking(False)
+        """The numbers of the processes in the latest view."""
+        for _ in range(processes):
+            self._add()
+
+    def _add(self) -> int:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._pairs.append((ours, theirs))
+        return len(self._pairs) - 1
 
     def sockets(self) -> list[socket.socket]:
-        """The ends of the launcher, by rank."""
+        """The ends of the launcher, by number."""
         return [ours for ours, _ in self._pairs]
 
     def inherited(self, rank: int) -> int:
@@ -48,7 +75,34 @@ class Relay:
 
     def environ(self, rank: int) -> dict[str, str]:
         """The variables for the environment of a process."""
-        return {VARIABLE: f"{self.inherited(rank)}:{rank}:{len(self._pairs)}:{self._least}"}
+        return {VARIABLE: f"{self.inherited(rank)}:{rank}:{self._processes}:{self._least}:{self._most or 0}"}
+
+    # Replacements.
+
+    def due(self, now_s: float) -> float | None:
+        """The seconds until a replacement must be started; None if none is wanted."""
+        if self._most is None or self._early >= _EARLY or self._finished or self.is_over:
+            return None
+        living = len(self._pairs) - len(self._ended)
+        members = len(self.members - self._ended.keys()) + len(self._started.keys() - self._joined)
+        return max(0.0, self._next_s - now_s) if members < self._processes and living < self._most else None
+
+    def replace(self, now_s: float) -> int:
+        """Make a line for a replacement, which is started now. Returns its number."""
+        number = self._add()
+        self._started[number] = now_s
+        self._next_s = now_s + _PAUSE_S
+        return number
+
+    def _note_loss(self, rank: int, status: int, now_s: float) -> str:
+        """Plan the next start after a loss. Returns what the user should know."""
+        begun_s = self._started.pop(rank, None)
+        if begun_s is not None and status:
+            self._early = self._early + 1 if now_s - begun_s < _EARLY_S else 0
+        self._next_s = max(self._next_s, now_s + _PAUSE_S * 2**self._early)
+        if self._most is None or self._early < _EARLY or begun_s is None or not status:
+            return ""
+        return f"{_EARLY} replacements in turn have ended within {_EARLY_S:.0f} s: no more are started"
 
     def read(self, rank: int) -> None:
         """Handle the packets of a process."""
@@ -69,20 +123,35 @@ class Relay:
         elif "begun" in packet:
             self._begun = True
         elif "done" in packet:
+            self._finished = True
             self._tell_others(rank, {**packet, "done": rank})
         elif "ask" in packet:
             half = self._favoured.setdefault(int(packet["ask"]), packet["half"])
             self._tell(rank, {"view": packet["ask"], "half": half})
+        elif "join" in packet:
+            first = next((member for member in self._order if member not in self._ended), None)
+            if self._finished:
+                self._tell(rank, {"done": self._order[0]})
+            elif first is not None and rank >= self._processes:
+                self._tell(first, {"from": rank, "message": packet["join"]})
         elif packet["view"] > self._view:
-            members = {int(member) for member in packet["members"]}
-            if members and members <= set(range(len(self._pairs))):
-                self._view, self.members = packet["view"], members
+            members = [int(member) for member in packet["members"]]
+            if members and set(members) <= set(range(len(self._pairs))):
+                self._view, self._order, self.members = packet["view"], members, set(members)
+                self._joined |= self.members
 
-    def note_end(self, rank: int, status: int) -> None:
-        """Note that a process has ended, and tell the others."""
+    def note_end(self, rank: int, status: int, now_s: float = 0.0) -> str:
+        """Note that a process has ended, and tell the others. Returns what the user should know, if anything."""
         self.read(rank)  # what it said before
         self._ended[rank] = status
+        self._finished |= not status
         self._tell_others(rank, {"ended": rank})
+        return self._note_loss(rank, status, now_s)
+
+    def drop(self, rank: int) -> None:
+        """Close the line of a process whose end was noted."""
+        for sock in self._pairs[rank]:
+            sock.close()
 
     @property
     def is_over(self) -> bool:
@@ -117,24 +186,41 @@ class Relay:
                 sock.close()
 
 
-class RelayLine:
-    """A process's side: its number among ``processes``, and the ``least`` number of them that go on."""
+def joins() -> bool:
+    """Whether the launcher has started this process as a replacement, which joins a run under way."""
+    numbers = _numbers()
+    return numbers is not None and numbers[1] >= numbers[2]
 
-    def __init__(self, sock: socket.socket, number: int, processes: int, least: int) -> None:
-        self._sock, self.number, self.processes, self.least = sock, number, processes, least
+
+def _numbers() -> list[int] | None:
+    """The descriptor and the numbers in the variable. None without a valid one."""
+    parts = os.environ.get(VARIABLE, "").split(":")
+    return list(map(int, parts)) if len(parts) == 5 and all(part.isdecimal() for part in parts) else None
+
+
+class RelayLine:
+    """A process's side: its ``number``, the number of ``processes`` at the start, and the ``least`` and ``most``
+    members with which the run goes on. A process with a higher number than those at the start ``joins`` the run.
+    """
+
+    def __init__(self, sock: socket.socket, number: int, processes: int, least: int, most: int) -> None:
+        self._sock, self.number, self.processes, self.least, self.most = sock, number, processes, least, most
+        self.joins = number >= processes
+        self.kept: deque[dict[str, Any]] = deque()
+        """The packets that were looked at and not received yet."""
 
     @classmethod
     def inherit(cls) -> RelayLine | None:
         """The line of this process. None if its launcher has not made one."""
-        parts = os.environ.get(VARIABLE, "").split(":")
-        if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        numbers = _numbers()
+        if numbers is None:
             return None
-        fd, number, processes, least = map(int, parts)
+        fd, *rest = numbers
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 return None
             os.set_inheritable(fd, False)
-            return cls(socket.socket(fileno=fd), number, processes, least)
+            return cls(socket.socket(fileno=fd), *rest)
         except OSError:
             return None
 
@@ -143,8 +229,17 @@ class RelayLine:
         with suppress(OSError):
             self._sock.send(json.dumps(packet).encode())
 
+    def look(self) -> None:
+        """Move all packets that have come to ``kept``. Does not wait."""
+        self._sock.setblocking(False)
+        with suppress(OSError):
+            while data := self._sock.recv(PACKET_BYTES):
+                self.kept.append(json.loads(data))
+
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """The next packet. None after ``timeout_s``. GroupError if the launcher has ended."""
+        if self.kept:
+            return self.kept.popleft()
         self._sock.settimeout(timeout_s)
         try:
             data = self._sock.recv(PACKET_BYTES)

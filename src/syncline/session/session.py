@@ -84,6 +84,13 @@ class Session(Communicator):
         """The pool that distributes batches, once a sampler uses one."""
         self.numbers: tuple[int, ...] | None = None
         """The processes' numbers in an elastic run, which has lost others; None if they are the ranks."""
+        self.view = 1
+        """The number of this group of members in an elastic run."""
+        self.renewed: Callable[[], bool] | None = None
+        """In an elastic run: whether the workers must end this session after the present step. Rank 0's answer counts.
+        """
+        self.lone: list[Any] | None = None
+        """What models of PyTorch were prepared with, while this process is alone and is to join a run."""
         self.global_batches: list[Any] = []
         """The samplers with global batches."""
         self.coordination = Coordination()
@@ -493,6 +500,8 @@ class Session(Communicator):
             timed_s=timed_s,
             samples=pace.samples(),
             compression_error=error_of(paces),
+            members=self.numbers or tuple(map(self.member.number, range(self.group.workers))),
+            view=self.view,
         )
         if self.member.alone:
             return made

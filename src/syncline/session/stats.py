@@ -36,6 +36,9 @@ class Stats:
     worker's batches, None if ``prepare`` got no ``weight`` of batches. ``compression_error`` is the norm of this
     worker's residuals divided by the norm of its gradients, None unless it was asked for. ``at_s`` is the time of these
     totals, by ``time.perf_counter``. A run of one worker counts no steps.
+
+    ``members`` has the numbers of the run's workers by rank. In an elastic run a worker keeps its number, and ``view``
+    counts the groups of members so far, which change by losses and new workers.
     """
 
     strategy: str
@@ -56,6 +59,8 @@ class Stats:
     timed_s: float = 0.0
     samples: float | None = None
     compression_error: float | None = None
+    members: tuple[int, ...] = ()
+    view: int = 1
 
     @property
     def chosen(self) -> str:

@@ -27,7 +27,7 @@ from ..compression.saved import Saved
 from ..costs.plans import LinearCost, fit_line
 from ..engine.order import CodedOrder, Exchanger, Lane, Order, When, Work
 from ..engine.step import BucketPhase, Phase
-from ..errors import MismatchError, UsageError
+from ..errors import MismatchError, UsageError, ViewEnds
 from ..kernels import cpu
 from ..nouns import Bucket, Layer
 from ..plans.messages import Program
@@ -54,6 +54,9 @@ from .weights import Mix
 
 REPLACES = 1
 """Flag of rank 0's ticket: another layout replaces this one after the step."""
+
+_RENEWS = 1 << 31
+"""Flag of rank 0's ticket in an elastic run: all end the session after the step, because a worker joins."""
 
 _RULE_AT = 32
 """The first bit of the digest of the optimizer's rule in a ticket's flags."""
@@ -197,6 +200,7 @@ class BucketExchange:
         self._exchanges = 0  # in this layout
         self._shown: Meeting | None = None  # of the last step, if rank 0's announcement in it counts
         self._replaces = False
+        self._last: Meeting | None = None  # of the last step, if others may join the run
         self.measured = self.schedule.measures == 0
         """Whether measuring is finished, so that the schedule asks for no other layout."""
         self.times: MeasuresLayers | None = None
@@ -434,6 +438,8 @@ class BucketExchange:
         found = REPLACES if self.times is not None and self.times.last else 0
         if self.choosing is not None:
             found |= self.choosing.flags()
+        if self.session.renewed is not None and self.session.rank == 0 and self.session.renewed():
+            found |= _RENEWS
         if self._rule is not None:
             found |= zlib.crc32(self._rule().encode()) << _RULE_AT
         return found
@@ -444,6 +450,8 @@ class BucketExchange:
         watches = self.choosing is not None and not self.choosing.over
         if watches or not self.measured:
             self._shown = meeting
+        if self.session.renewed is not None:
+            self._last = meeting
 
     @property
     def replaces(self) -> bool:
@@ -456,6 +464,14 @@ class BucketExchange:
             if self.choosing is not None:
                 self.choosing.saw(tickets)
         return self._replaces
+
+    def check_view(self) -> None:
+        """Raise ViewEnds before a step if rank 0's ticket in the step before has announced the end of the session."""
+        meeting = self._last
+        if meeting is not None:
+            self.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
+            if meeting.tickets()[0].flags & _RENEWS:
+                raise ViewEnds("a worker joins the run: syncline.elastic() goes on with it in another session")
 
     def replace_layout(self) -> None:
         """Replace the buckets by those for the measured times, or by another schedule's.

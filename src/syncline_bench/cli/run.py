@@ -51,9 +51,9 @@ def _check_script(script: str, module: bool) -> None:
 )
 @click.option(
     "--elastic",
-    type=click.IntRange(min=1),
-    metavar="LEAST",
-    help="Go on without workers that end early, while LEAST are left: for scripts with syncline.elastic().",
+    metavar="LEAST[:MOST]",
+    help="Go on without workers that end early, while LEAST are left; with MOST, start new ones in their place, at most"
+    " so many at once: for scripts with syncline.elastic().",
 )
 @click.option(
     "--samples",
@@ -85,7 +85,7 @@ def run(
     metrics: str | None,
     check_replicas: int | None,
     check_finite: str | None,
-    elastic: int | None,
+    elastic: str | None,
     samples_path: Path | None,
     timeline_path: Path | None,
     flight_path: Path,
@@ -180,18 +180,25 @@ def _new_log(path: Path) -> str:
     return str(path.resolve())
 
 
-def _relay(workers: int, servers: int, least: int | None) -> Relay | None:
+def _relay(workers: int, servers: int, elastic: str | None) -> Relay | None:
     """The relay of an elastic run. UsageError for numbers that cannot work."""
     from syncline.errors import UsageError
     from syncline.launch.relay import Relay
 
-    if least is None:
+    if elastic is None:
         return None
+    least, colon, most = (int(part) if part.isdecimal() else part for part in elastic.partition(":"))
+    if not isinstance(least, int) or (colon and not isinstance(most, int)) or least < 1:
+        raise UsageError(f"--elastic {elastic} is not LEAST or LEAST:MOST, two numbers of workers from 1")
     if servers:
         raise UsageError("--elastic works without servers: a server that ends takes its part of the weights along")
     if least > workers:
-        raise UsageError(f"--elastic {least} needs more workers than -n {workers} starts")
-    return Relay(workers, least)
+        raise UsageError(f"--elastic {elastic} needs {least} workers, more than -n {workers} starts")
+    if not isinstance(most, int):
+        return Relay(workers, least)
+    if most < workers:
+        raise UsageError(f"--elastic {elastic} allows {most} workers at once, fewer than -n {workers} starts")
+    return Relay(workers, least, most)
 
 
 def _flight_memory(path: Path, processes: int) -> FlightMemory:

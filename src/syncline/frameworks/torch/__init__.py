@@ -24,9 +24,9 @@ OLDEST = (2, 7)
 check_packages("torch", {"torch": OLDEST})  # before the other files, which use what an older version does not have
 
 from .options import Options  # noqa: E402
-from .prepare import Prepared, keep_values, let_go, prepare, prepare_again, release  # noqa: E402
+from .prepare import Given, Prepared, keep_values, let_go, prepare, prepare_again, release  # noqa: E402
 
-__all__ = ["Options", "Prepared", "adapt", "keep_values", "prepare", "prepare_again", "release"]
+__all__ = ["Given", "Options", "Prepared", "adapt", "keep_values", "prepare", "prepare_again", "release"]
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
@@ -44,6 +44,9 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
             from .repeating import Repeating
 
             Repeating(session, model, optimizer, chosen)
+        if session.lone is not None:
+            before = [given for given in session.lone if given.model is not model]
+            session.lone[:] = [*before, Given(model, optimizer, chosen)]
         return Handed(result)
     made = prepare(session, model, optimizer, chosen)
     return None if made is None else Handed(result, made)

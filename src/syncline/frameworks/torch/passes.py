@@ -414,6 +414,8 @@ class TrainedReplica(Replica):
         self._touched = True
         if not self._synchronises:
             return
+        if self.session.renewed is not None:
+            self.exchange.check_view()
         if self.deferred is not None and self.deferred.local is not None:
             self.deferred.local.forget()
         if (

@@ -14,6 +14,7 @@ has the others' weights.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,26 @@ from .supported import check_own_values, check_parameters, checked_alone, foreig
 
 
 @dataclass(frozen=True)
+class Given:
+    """What ``prepare`` was given."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+    options: Options
+
+    @property
+    def described(self) -> str:
+        """A text that differs between models whose tensors or modules differ, and between optimizers."""
+        tensors = Selection(self.model, self.options).tensors()
+        parts = [_described(name, tensor) for name, tensor in tensors]
+        parts += [f"{name} {type(module).__qualname__}" for name, module in self.model.named_modules()]
+        digest = zlib.crc32("\n".join([*parts, *self.options.agreed]).encode())
+        elements = sum(tensor.numel() for _, tensor in tensors)
+        kind, made = type(self.model).__name__, type(self.optimizer).__name__
+        return f"{kind} of {elements:,} elements in {len(tensors)} tensors, with {made} ({digest:08x})"
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The result of ``prepare`` on a worker. ``client`` is set if servers hold the weights; else ``optimizer`` may
     be None."""
@@ -54,6 +75,11 @@ class Prepared:
     optimizer: torch.optim.Optimizer | None
     replica: TrainedReplica
     client: Client | None
+
+    @property
+    def given(self) -> Given:
+        """What ``prepare`` was given."""
+        return Given(self.model, self.optimizer, self.replica.options)
 
     def consolidate(self) -> None:
         """Give all workers the newest weights; all of them must call it."""
@@ -255,9 +281,9 @@ def _copy_optimizer(
             optimizer.state[parameter] = state
 
 
-def keep_values(before: Prepared) -> Callable[[], None]:
+def keep_values(before: Given) -> Callable[[], None]:
     """Copy the values of a model and its optimizer's state. The returned call puts them back into a released model."""
-    tensors = [tensor for _, tensor in Selection(before.model, before.replica.options).tensors()]
+    tensors = [tensor for _, tensor in Selection(before.model, before.options).tensors()]
     kept = [tensor.detach().clone() for tensor in tensors]
     state = {} if before.optimizer is None else dict(before.optimizer.state)
 
@@ -272,7 +298,7 @@ def keep_values(before: Prepared) -> Callable[[], None]:
     return put_back
 
 
-def prepare_again(session: Session, before: Prepared, root: int) -> Prepared | None:
+def prepare_again(session: Session, before: Given, root: int) -> Prepared | None:
     """Make a released model and its optimizer part of another session, all workers with the values of ``root``.
 
     Gradients of a step that broke are dropped. None if this worker is alone.
@@ -280,7 +306,7 @@ def prepare_again(session: Session, before: Prepared, root: int) -> Prepared | N
     before.model.zero_grad(set_to_none=True)
     if session.alone:
         return None
-    model, optimizer, options = before.model, before.optimizer, before.replica.options
+    model, optimizer, options = before.model, before.optimizer, before.options
     selection = Selection(model, options)
     with torch.no_grad():
         copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()], root, everyone=False)
