@@ -31,7 +31,7 @@ def members() -> Iterator[Members]:
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("ps(servers=1, on=workers)", r"optimizer's state, .*: use ps\(servers=1, on=workers, update=worker\)"),
+        ("ps(servers=1, on=workers)", r"state, .*: use ps\(servers=1, on=workers, replicas=1\)"),
         ("ps(servers=1, on=workers) sync=asp", "sync=bsp without backup"),
         ("ps(servers=1, on=workers) sync=bsp(backup=1)", "sync=bsp without backup"),
         ("ring sync=local(steps=4)", "sync=bsp without backup"),

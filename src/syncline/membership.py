@@ -27,6 +27,7 @@ Rules
 * The members of the next view are a quorum of the present one, without the suspected, and those who join.
 * A member that has promised trains no more in the present view. So the finished steps of a promise stay true, and the
   next view begins with the most that were finished: ``View.source`` has these weights, and gives them to the others.
+  (With ``newest=False`` it begins with the fewest. Members differ by one step at most, and know the step before too.)
   A member counts these steps once it has them (``restored``): the source may be lost before.
 * Numbers of members are never used twice. A member that the others have excluded learns that, and stops. Its process
   may join anew, and gets another number.
@@ -297,7 +298,7 @@ class ViewKeeper:
     A founder gets the first view, and trains. A process that joins gets an empty view whose members are those to ask
     (``joining``), and trains once ``Train`` comes. ``terms`` must be those of the other members. A view has ``least``
     to ``most`` members. Messages without an answer are sent again at ``patience`` timeouts before the silent members
-    are suspected.
+    are suspected. With ``newest=False`` a view begins with the fewest steps that a member has finished.
     """
 
     def __init__(
@@ -309,8 +310,9 @@ class ViewKeeper:
         least: int = 1,
         most: int = 1 << 16,
         patience: int = 1,
+        newest: bool = True,
     ) -> None:
-        self.me, self.view = me, view
+        self.me, self.view, self.newest = me, view, newest
         self.halted = me.number == JOINING
         """Whether no step may be begun or finished."""
         self.stopped = ""
@@ -620,11 +622,14 @@ class ViewKeeper:
         return [*self._send(self.view.numbers - self.suspected - {self.me.number}), *self._advance()]
 
     def _next(self, made: _Round, answered: frozenset[int]) -> View:
-        step, source = max((made.promises[number].finished, -number) for number in answered)
+        steps = {number: made.promises[number].finished for number in answered}
+        known = [step for step in steps.values() if step >= 0]  # others have no weights yet
+        step = (max if self.newest else min)(known, default=-1)
+        source = min(number for number in answered if steps[number] == step)
         fresh = self.view.fresh
         stay = tuple(peer for peer in self.view.members if peer.number in answered)
         come = tuple(Peer(fresh + i, name) for i, name in enumerate(self._joining[: self._most - len(stay)]))
-        return View(self.view.number + 1, stay + come, fresh + len(come), step, -source)
+        return View(self.view.number + 1, stay + come, fresh + len(come), step, source)
 
     def _commit(self, view: View) -> list[Action]:
         everyone = {*self.view.members, *view.members} - {self.me}

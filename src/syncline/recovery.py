@@ -42,7 +42,7 @@ from .version import __version__
 from .wire.reports import say
 
 if TYPE_CHECKING:
-    from .frameworks.torch import Given
+    from .frameworks.torch import Given, Held
 
 T = TypeVar("T")
 
@@ -71,6 +71,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> object:
         """Go on from the state of another worker."""
         ...
+
+
+class _PartsLost(Exception):
+    """Nobody who is left has some part of the weights and their optimizer state."""
 
 
 class _AllDone(Exception):
@@ -172,6 +176,7 @@ class Members:
         self._run = os.environ.get("SYNCLINE_RUN_ID", "")
         self._sessions = process.sessions - 1  # before the first one of this run
         self._calls = 0  # of syncline.elastic
+        self._earlier: list[int] = []  # for each model, the steps that were finished before its owners' clock began
 
     @property
     def joins(self) -> bool:
@@ -192,6 +197,7 @@ class Members:
         if strategy.sync.name != "bsp" or not strategy.sync_mode().merges:
             raise NotBuiltError(f"syncline.elastic() works with sync=bsp without backup workers, not with {strategy}")
         _check_owners(strategy)
+        self._keeper.newest = strategy.roles is None or not strategy.server_holds_weights
         if strategy.collective is not None or strategy.transport.name not in _TRANSPORTS:
             raise NotBuiltError(f"syncline.elastic() works over transport=auto, shm and tcp, not with {strategy}")
         if strategy.schedule_object().apply != "step":
@@ -221,7 +227,13 @@ class Members:
         )
         _stay(session)
         self._watch(session)
+        self._count_from_here()
         self._line.send({"begun": self._calls})
+
+    def _count_from_here(self) -> None:
+        """Note the steps that were finished before those of the owners' clocks."""
+        clients = [made.client for made in process.prepared]
+        self._earlier = [self._keeper.finished - (0 if client is None else client.owned.steps) for client in clients]
 
     def tell_done(self) -> None:
         """Tell the others that all have finished their training."""
@@ -289,7 +301,7 @@ class Members:
         self, first: Callable[[], list[Action]], ended: Exception | None, state: Sequence[Stateful]
     ) -> None:
         """Carry out the ``first`` actions, agree on a view, and begin its session with the values of its source."""
-        from .frameworks.torch import keep_values
+        from .frameworks.torch import hold_parts, keep_values
 
         assert process.joined is not None
         samplers = list(process.joined.global_batches)
@@ -298,13 +310,17 @@ class Members:
                 process.joined.barrier()  # a worker that is busy is waited for as in a step, and is not suspected
         actions = first()
         self._asked = False
+        before = zip(process.prepared, self._earlier, strict=True)
+        held = [hold_parts(made, earlier) for made, earlier in before] or [None] * len(self.given)
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
             view = self._agree(actions, ended)
             put_back = [keep_values(given) for given in self.given]
             try:
                 self._begin(view)
-                self._restore(view, samplers, state)
+                self._restore(view, held, samplers, state)
+            except _PartsLost as error:
+                raise self._failed(ended, f"the run cannot go on: {error}") from None
             except UsageError:
                 raise
             except SynclineError as error:
@@ -316,6 +332,7 @@ class Members:
             else:
                 self._keeper.restored()
                 self._trained = view.numbers
+                self._count_from_here()
                 return
         raise self._failed(ended, "the workers that are left cannot connect")
 
@@ -399,14 +416,22 @@ class Members:
         process.session.view = view.number
         _stay(process.session)
 
-    def _restore(self, view: View, samplers: Sequence[GlobalBatches], state: Sequence[Stateful]) -> None:
-        """Give all members the values of the view's source."""
-        from .frameworks.torch import prepare_again
+    def _restore(
+        self, view: View, held: Sequence[Held | None], samplers: Sequence[GlobalBatches], state: Sequence[Stateful]
+    ) -> None:
+        """Give all members the values of the view's source, and what they have ``held`` of each model in parts."""
+        from .frameworks.torch import copy_again, prepare_again, put_together_again
 
         session = process.session
         root = [peer.number for peer in view.members].index(view.source)
-        for given in self.given:
-            again = prepare_again(session, given, root)
+        for given, parts in zip(self.given, held, strict=True):
+            copy_again(session, given, root, whole=parts is None)
+            if parts is not None and (missing := put_together_again(session, given, parts, view.step)):
+                raise _PartsLost(
+                    f"both workers with the optimizer's state of part {missing[0]} are lost: start again from your last"
+                    " checkpoint"
+                )
+            again = prepare_again(session, given)
             if again is not None:
                 process.prepared.append(again)
         shared: list[Stateful] = [*(_Groups(given.optimizer) for given in self.given), *state]
@@ -450,12 +475,13 @@ class _Groups:
 def _check_owners(strategy: Strategy) -> None:
     """Raise NotBuiltError for owners whose loss would end the run."""
     roles = strategy.roles
-    if roles is None or not (roles.apart or roles.holds_weights):
+    if roles is None or not (roles.apart or (roles.holds_weights and not roles.replicas)):
         return
-    what = "server processes" if roles.apart else "owners that hold the optimizer's state"
+    what = "server processes" if roles.apart else "owners that alone hold the optimizer's state"
     raise NotBuiltError(
         f"syncline.elastic() works without {what}, not with {strategy}: use"
-        f" ps(servers={roles.owners}, on=workers, update=worker), or an allreduce such as ring"
+        f" ps(servers={roles.owners}, on=workers, replicas=1), in which a second worker has each owner's state, or"
+        " update=worker, under which owners hold nothing"
     )
 
 

@@ -32,6 +32,30 @@ def test_a_push_and_a_pull_are_between_one_worker_and_the_owners(workers: int, o
         np.testing.assert_allclose(push.bytes_sent(owners)[worker], len(others))
 
 
+@pytest.mark.parametrize("local", ["false", "true"])
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1, 2, 2)])
+def test_every_owner_has_a_follower_of_its_own(nodes: tuple[int, ...], local: str) -> None:
+    """It gets the sums by the push, on another host if one turn of the owners allows that."""
+    for owners in range(1, len(nodes) + 1):
+        strategy = Strategy.parse(f"ps(servers={owners}, on=workers, local={local}, replicas=1)")
+        group, roles = Group(len(nodes), nodes=nodes), strategy.roles
+        assert roles is not None
+        places, followers = roles.places(group), roles.followers(group)
+        assert len(set(followers)) == owners
+        assert all(place != follower for place, follower in zip(places, followers, strict=True))
+        if nodes != (0, 0, 0, 1) and len(set(nodes)) > 1 and owners != 3:
+            assert all(nodes[place] != nodes[follower] for place, follower in zip(places, followers, strict=True))
+        push, pull = strategy.halves(group)
+        check(push)
+        check(pull)
+        chunks = push.chunks // owners
+        copies = {
+            (push[i].src, push[i].dst, push[i].chunk, push[i].count) for i in range(len(push)) if push[i].op == "copy"
+        }
+        assert copies == {(places[i], followers[i], i * chunks, chunks) for i in range(owners)}
+    assert Strategy.parse("ps(servers=1, on=workers, replicas=1)").roles.followers(Group(1)) == ()  # type: ignore[union-attr]
+
+
 def test_workers_turn_to_the_owners_after_their_own_number_first() -> None:
     roles = Strategy.parse("ps(servers=3)").roles
     assert roles is not None

@@ -62,6 +62,19 @@ def test_no_interleaving_breaks_a_rule(members: int, faults: int, kinds: str, ti
 
 
 @pytest.mark.parametrize(
+    ("members", "faults", "timeouts"),
+    [(3, 1, 0), pytest.param(3, 2, 1, marks=pytest.mark.slow), pytest.param(4, 1, 0, marks=pytest.mark.slow)],
+)
+def test_members_go_back_by_one_step_at_most(members: int, faults: int, timeouts: int) -> None:
+    """Where weights are in parts. Some course goes back: a member has finished a step that the next view repeats."""
+    group = founders(members, newest=False)
+    explorer = Explorer(group, faults=faults, timeouts=timeouts, kinds=CRASHES)
+    found = explored(explorer)
+    keepers = [explorer.keeper(world, i) for world in found for i in explorer.living(world)]
+    assert any(keeper.finished > keeper.view.step for keeper in keepers if keeper.view.number > 1 and not keeper.ready)
+
+
+@pytest.mark.parametrize(
     ("members", "faults", "kinds", "steps"),
     [(1, 2, ALL, 1), (2, 1, CRASHES, 0), (1, 2, "cr", 1), (2, 1, "r", 0)],
 )

@@ -6,6 +6,7 @@ import math
 import os
 import select
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,7 +24,9 @@ from syncline.launch import relay
 from syncline.membership import ViewKeeper
 from syncline.process import process
 from syncline.recovery import _Groups
+from syncline.serving.owner import Owner
 from syncline.session.session import Session
+from syncline.training.owners import OwnedModel
 
 WAIT_S = 60.0
 SAMPLES, BATCH, EPOCHS = 22, 6, 3
@@ -88,6 +91,7 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
                 line.send("waits")
                 await_a_join()
                 return
+            time.sleep(0.3 if now == "rested" else 0.0)
             os.kill(os.getpid(), signal.SIGSTOP if now == "stop" else signal.SIGKILL)
 
     points = Points(plan.get("die", {}).get(number, ""))
@@ -98,6 +102,9 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
             setattr(recovery.Members, {"beginning": "_begin", "restoring": "_restore"}[when], die)
     recovery._CONNECT_S = plan.get("connect_s", recovery._CONNECT_S)
     recovery._LOOK_S = math.inf  # it looks for new workers where the plan says so
+    for what, step in happenings:
+        if what in ("updates", "updated", "late"):
+            in_step(what, step)
     syncline.init(plan["strategy"], secret=SECRET, liveness=2.0)
 
     def made() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -111,6 +118,30 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     learnt = learn_all(happen, made)
     line.send([*learnt, syncline.rank(), list(syncline.stats().members), points.passed])
     syncline.shutdown()
+
+
+def in_step(what: str, when: int) -> None:
+    """Die when about to make an update of a step (``updates``), or once it is made and the follower may lack it.
+
+    ``late``: begin the pulls of the step after the others have made it and one of them has died.
+    """
+    traced, pulls = Owner._traced, OwnedModel._pulls
+
+    def update(owner: Owner, action: Any, bucket: int) -> None:
+        if what == "updated" or action.clock != when + 1:
+            traced(owner, action, bucket)
+        if action.clock == when + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def pull(owned: OwnedModel) -> Any:
+        if owned.steps == when + 1 and not owned.exchange.session.numbers:  # in the first view
+            time.sleep(0.7)
+        return pulls(owned)
+
+    if what == "late":
+        OwnedModel._pulls = pull  # type: ignore[method-assign]
+    else:
+        Owner._traced = update  # type: ignore[method-assign]
 
 
 class Points:
@@ -139,8 +170,10 @@ class Points:
         members = recovery.Members
         for owner, name in (
             (members, "count"), (GlobalBatches, "commit"), (SampleLog, "write"), (members, "go_on"),
-            (type(process), "lose"), (torch_frameworks, "keep_values"), (type(process), "begin_again"),
-            (torch_frameworks, "prepare_again"), (Session, "tell_all"), (_Groups, "load_state_dict"),
+            (torch_frameworks, "hold_parts"), (type(process), "lose"), (torch_frameworks, "keep_values"),
+            (type(process), "begin_again"), (torch_frameworks, "copy_again"),
+            (torch_frameworks, "put_together_again"), (torch_frameworks, "prepare_again"),
+            (Session, "tell_all"), (_Groups, "load_state_dict"),
             (GlobalBatches, "divide"), (ViewKeeper, "restored"), (relay.RelayLine, "send"),
             (relay.RelayLine, "receive"), (members, "tell_done"),
         ):  # fmt: skip
@@ -183,7 +216,8 @@ def learn_all(
                     happen(now, sampler.epoch * STEPS + sampler.step)
                 learn(x[batch], y[batch], model, optimizer, scheduler)
                 sampler.commit()
-                happen("after", sampler.epoch * STEPS + sampler.step)
+                for now in ("after", "rested"):
+                    happen(now, sampler.epoch * STEPS + sampler.step)
 
     syncline.elastic(course, [scheduler])
     weights = [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -30,6 +31,7 @@ from syncline.sampling import SampleOrder
 
 LIMIT_S = 60.0
 OWNERS = "ps(servers=3, on=workers, update=worker)"
+REPLICAS = "ps(servers=2, on=workers, replicas=1) schedule=fixed(bucket=40)"
 
 
 @contextmanager
@@ -86,16 +88,18 @@ def expected() -> tuple[np.ndarray[Any, Any], float]:
 
 def repeated(log: Path) -> list[float]:
     """The weights after the steps of the log in this process. The log must have each sample of an epoch once, in the
-    order of a run without losses."""
+    order of a run without losses. Owners that update weights have got the sums that workers get without such owners."""
     order, counted = SampleOrder(bodies.SAMPLES, seed=4, global_batch=bodies.BATCH), read_log(str(log))
     assert sorted(counted) == list(product(range(bodies.EPOCHS), range(bodies.STEPS)))
     for epoch in range(bodies.EPOCHS):
         used = [index for step in range(bodies.STEPS) for index in counted[epoch, step]["samples"]]
         assert used == order.indices(epoch).tolist()
+    sums = log.with_suffix(".sums")
+    sums.write_text(log.read_text().replace("replicas=1", "update=worker"))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
             patch.delenv(name, raising=False)
-        patch.setenv(REPEATS, str(log))
+        patch.setenv(REPEATS, str(sums))
         syncline.init()
         try:
             return bodies.learn_all()[0]
@@ -137,12 +141,12 @@ def test_three_workers_then_two_then_one(pool: Pool, address: str, tmp_path: Pat
     assert members[7:] == [[1]] * 5
 
 
-def dies(pool: Pool, address: str, log: Path, rank: int, point: str) -> list[list[str]]:
+def dies(pool: Pool, address: str, log: Path, rank: int, point: str, strategy: str = "ring") -> list[list[str]]:
     """Lose the last of four workers, and another one at a point meanwhile. The others must end with the weights of the
     log. Returns the points that each of the three has passed."""
     log.unlink(missing_ok=True)
     plan = {"3": ("before", 5), "die": {str(rank): point}}
-    with started(pool, address, 4, samples=str(log), **plan) as (group, relay):
+    with started(pool, address, 4, samples=str(log), strategy=strategy, **plan) as (group, relay):
         waiting, survivors = {0, 1, 2, 3}, []
         while waiting:
             ready = connection.wait([group.ranks[index].line for index in waiting], LIMIT_S)
@@ -170,13 +174,14 @@ def test_a_second_loss_during_the_agreement(pool: Pool, address: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_second_loss_at_any_point(pool: Pool, addresses: Callable[[], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ring", f"{REPLICAS} transport=tcp"])
+def test_a_second_loss_at_any_point(pool: Pool, addresses: Callable[[], str], tmp_path: Path, strategy: str) -> None:
     log = tmp_path / "samples.jsonl"
-    passed = dies(pool, addresses(), log, 0, "")
+    passed = dies(pool, addresses(), log, 0, "", strategy)
     assert "before send Accept 1" in passed[0]
     for rank, points in enumerate(passed):
         for point in points:
-            dies(pool, addresses(), log, rank, point)
+            dies(pool, addresses(), log, rank, point, strategy)
 
 
 def test_three_workers_then_two_then_three(pool: Pool, address: str, tmp_path: Path) -> None:
@@ -263,6 +268,16 @@ def test_a_loss_at_any_step(pool: Pool, address: str, tmp_path: Path, strategy: 
         check(group, [0, 2], 2, log)
 
 
+def test_an_owner_is_lost_with_an_update_that_others_lack(pool: Pool, address: str, tmp_path: Path) -> None:
+    """Owner 0 is killed when it has updated one of two buckets, at the first step; then owner 1, and one goes on."""
+    log = tmp_path / "samples.jsonl"
+    plan: dict[str, Any] = {"0": ("updated", 0), "1": ("before", 5), "samples": str(log)}
+    with started(pool, address, 3, strategy=REPLICAS, **plan) as (group, relay):
+        lose(group, relay, 0)
+        lose(group, relay, 1)
+        check(group, [2], 3, log)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "near"),
@@ -277,6 +292,45 @@ def test_a_loss_under_a_codec(pool: Pool, address: str, strategy: str, near: flo
         np.testing.assert_allclose(first[0], expected()[0], atol=near)
         assert second[0] == first[0]
         assert [first[2:5], second[2:5]] == [[2, 0, [0, 2]], [2, 1, [0, 2]]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "when"), [("before", 0), ("updates", 5), ("updated", 11), ("after", 11)])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_an_owner_is_lost_at_any_step(
+    pool: Pool, address: str, tmp_path: Path, what: str, when: int, victim: int
+) -> None:
+    """At the first step, at the last one, and after it; worker 2 owns nothing, and so makes no updates."""
+    log = tmp_path / "samples.jsonl"
+    plan: dict[str, Any] = {str(victim): (what, when), "samples": str(log)}
+    with started(pool, address, 3, strategy=f"{REPLICAS} transport=tcp", **plan) as (group, relay):
+        survives = victim == 2 and what.startswith("update")
+        if not survives:
+            lose(group, relay, victim)
+        check(group, [rank for rank in range(3) if survives or rank != victim], 2 - survives, log)
+
+
+@pytest.mark.slow
+def test_a_step_that_only_some_have_finished_is_repeated_by_all(pool: Pool, address: str, tmp_path: Path) -> None:
+    """Owner 0 has finished the step, and goes back: worker 2 was late and cannot get its weights any more."""
+    log = tmp_path / "samples.jsonl"
+    plan: dict[str, Any] = {"1": ("rested", 5), "2": ("late", 4), "samples": str(log)}
+    with started(pool, address, 3, strategy=f"{REPLICAS} transport=tcp", **plan) as (group, relay):
+        lose(group, relay, 1)
+        check(group, [0, 2], 2, log)
+    lines = map(json.loads, log.read_text().splitlines())
+    assert [line["members"] for line in lines if (line["epoch"], line["step"]) == (1, 0)] == [[0, 1, 2], [0, 2]]
+
+
+@pytest.mark.slow
+def test_owner_and_follower_are_lost_at_once(pool: Pool, address: str) -> None:
+    plan: dict[str, Any] = {"0": ("before", 3), "1": ("before", 3)}
+    with started(pool, address, 5, strategy=REPLICAS, **plan) as (group, relay):
+        lose(group, relay, 0)
+        lose(group, relay, 1)
+        group.end(LIMIT_S)
+        for rank in group.ranks[2:]:
+            assert "both workers with the optimizer's state of part 0 are lost" in rank.printed()
 
 
 @pytest.mark.slow

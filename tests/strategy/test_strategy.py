@@ -352,7 +352,8 @@ def test_what_a_part_may_be_told_is_found_out_once(monkeypatch: pytest.MonkeyPat
 def test_the_vocabulary_shows_arguments() -> None:
     words = vocabulary()
     texts = {item.text for item in words}
-    assert {"auto", "ring", "ps(servers=1, on=ranks, update=server, local=false)", "fixed(bucket=25MiB)"} <= texts
+    server = "ps(servers=1, on=ranks, update=server, local=false, replicas=0)"
+    assert {"auto", "ring", server, "fixed(bucket=25MiB)"} <= texts
     assert all(item.summary for item in words)
     assert [item.word for item in words] == sorted((item.word for item in words), key=list(WORDS).index)
 

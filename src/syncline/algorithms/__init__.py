@@ -27,7 +27,8 @@ class Roles:
     dedicated processes after the workers if ``apart``, else workers (``spread``). Owners that hold the weights also
     apply the update; others only sum, and every worker updates by itself. ``halves`` makes the plans of push and pull
     for a group; ``beside`` is the algorithm for values that the workers reduce among themselves. ``local`` says that
-    the workers of a host make one push out of theirs.
+    the workers of a host make one push out of theirs. With ``replicas`` a second worker, the follower, also gets the
+    sums of each owner and makes the same updates.
     """
 
     owners: int
@@ -36,6 +37,7 @@ class Roles:
     halves: Callable[[Group], tuple[Plan, Plan]]
     beside: str = "ring"
     local: bool = False
+    replicas: int = 0
 
     @property
     def servers(self) -> int:
@@ -47,6 +49,22 @@ class Roles:
         if self.apart:
             return tuple(range(group.workers, group.workers + self.owners))
         return spread(group, self.owners)
+
+    def followers(self, group: Group) -> tuple[int, ...]:
+        """The workers that follow the owners, in part order; empty without replicas, and in a group of one worker.
+
+        Followers of different owners differ. They stand on other hosts than their owners where one turn of the owners
+        allows that.
+        """
+        if not self.replicas or group.workers == 1:
+            return ()
+        seats = places = self.places(group)
+        if len(places) == 1:
+            seats = (*places, *(worker for worker in range(group.workers) if worker != places[0]))
+        turns = [tuple(seats[(part + k) % len(seats)] for part in range(len(places))) for k in range(1, len(seats))]
+        node = {worker: number for number, ranks in enumerate(group.members_by_node()) for worker in ranks}
+        apart = (turn for turn in turns if all(node[a] != node[b] for a, b in zip(places, turn, strict=True)))
+        return next(apart, turns[0])
 
     def halves_of(self, group: Group, worker: int) -> tuple[Plan, Plan]:
         """The plans of push and pull for one worker alone. The part that it owns itself does not travel.

@@ -12,6 +12,9 @@ With ``local`` the workers of a host first add up their gradients among themselv
 its share for the whole host, so that an array crosses the host's port once in each direction, whatever the number of
 workers behind it. The workers of a host push directly to one of them that serves. Jiang et al., "A unified
 architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters" (BytePS), OSDI 2020.
+
+With ``replicas=1`` every server sends its sums on to a second worker, the follower, which makes the same updates and so
+has the same optimizer state, as in the chains of van Renesse and Schneider, "Chain replication", OSDI 2004.
 """
 
 from __future__ import annotations
@@ -33,9 +36,16 @@ _MOST_CHUNKS = 1024
 """With more chunks the bookkeeping costs more than exactly equal shares gain."""
 
 
-def _roles(servers: int, on: Literal["ranks", "workers"], update: Literal["server", "worker"], local: bool) -> Roles:
-    halves = partial(push_and_pull, servers=servers, on=on, local=local)
-    return Roles(servers, apart=on == "ranks", holds_weights=update == "server", halves=halves, local=local)
+def _roles(
+    servers: int,
+    on: Literal["ranks", "workers"],
+    update: Literal["server", "worker"],
+    local: bool,
+    replicas: Literal[0, 1],
+) -> Roles:
+    halves = partial(push_and_pull, servers=servers, on=on, local=local, replicas=replicas)
+    holds = update == "server"
+    return Roles(servers, apart=on == "ranks", holds_weights=holds, halves=halves, local=local, replicas=replicas)
 
 
 @register("algorithms", "ps", goal="allreduce", always_print=("servers",), roles=_roles)
@@ -46,11 +56,13 @@ def ps(
     on: Literal["ranks", "workers"] = "ranks",
     update: Literal["server", "worker"] = "server",  # noqa: ARG001 - updates do not change which rank sends what
     local: bool = False,
+    replicas: Literal[0, 1] = 0,  # noqa: ARG001 - only a push has followers; workers have the sums anyway
 ) -> Plan:
     """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
 
     With ``local`` the workers of a host add up their gradients first, and the host pushes and pulls once. If not all
-    workers serve, the serving workers are on different hosts as far as possible.
+    workers serve, the serving workers are on different hosts as far as possible. With ``replicas=1`` a second worker
+    follows each worker that serves.
 
     Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server: 2N(a
     + nb) (Li et al. 2014). With ``local``, N is the number of hosts on the network, and nb inside hosts is added.
@@ -65,13 +77,23 @@ def ps(
 
 
 def push_and_pull(
-    group: Group, *, servers: int = 1, on: Literal["ranks", "workers"] = "ranks", local: bool = False
+    group: Group,
+    *,
+    servers: int = 1,
+    on: Literal["ranks", "workers"] = "ranks",
+    local: bool = False,
+    replicas: Literal[0, 1] = 0,
 ) -> tuple[Plan, Plan]:
     """The two halves of a server that holds the weights: gradients are reduced to it, weights are copied from it.
 
-    With dedicated servers they have transfers even for one worker, unlike the whole plan.
+    With dedicated servers they have transfers even for one worker, unlike the whole plan. With ``replicas`` the first
+    half ends with copies of the sums to the followers.
     """
     chunks, pushes, pulls, owners = _transfers(group, servers, on, local)
+    followers = _roles(servers, on, "server", local, replicas).followers(group)
+    shares = chunks // servers
+    for part, follower in enumerate(followers):
+        pushes.append((1 + int(local), owners[part * shares], follower, part * shares, shares, COPY))
     return (
         Plan.of("ps push", group, chunks, pushes, goal="reduce_scatter", owners=owners),
         Plan.of("ps pull", group, chunks, pulls, goal="all_gather", owners=owners),

@@ -51,6 +51,10 @@ class Merged:
         """Start this process's part in the pull; under a codec, the counterpart of a reduction's second half."""
         return self._engine.start(self._pull[number], when)
 
+    def followed(self) -> list[Holding]:
+        """Empty, unless plans have followers."""
+        return []
+
     def exchanges(self, apart: bool) -> Posted:
         """The owner's part, one for all workers together."""
         return Posted(self._engine, self, self._model.layout.priorities, apart)
@@ -64,6 +68,9 @@ class Planned(Merged):
     def __init__(self, session: Session, model: Model) -> None:
         super().__init__(session, model)
         self._index = session.index
+        roles = session.strategy.roles
+        assert roles is not None
+        self._follower = dict(zip(roles.places(session.group), roles.followers(session.group), strict=False))
         self._plan, half = session.strategy.halves(session.group)
         push, pull, labels = compiled(self._plan, session.index), compiled(half, session.index), model.layout.labels
         first, arrays = model.first_key, list(zip(model.gradients, model.weights, strict=True))
@@ -76,7 +83,15 @@ class Planned(Merged):
         model, index = self._model, self._index
         if index not in self._plan.owners:
             return None
-        return planned(model.layout.buckets, model.gradients, model.weights, self._plan, index)
+        return planned(model.layout.buckets, model.gradients, model.weights, self._plan.owners, index)
+
+    def followed(self) -> list[Holding]:
+        """The chunks whose sums the plan copies to this process."""
+        model, index = self._model, self._index
+        if index not in self._follower.values():
+            return []
+        followers = [self._follower[owner] for owner in self._plan.owners]
+        return planned(model.layout.buckets, model.gradients, model.weights, followers, index)
 
     def know(self, records: Sequence[Record]) -> None:
         """Do nothing: the next pull sends whole weights, not differences."""

@@ -21,6 +21,7 @@ pass over gradients and both weights in blocks that stay in the cache.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -59,11 +60,17 @@ class Owner:
     ``buckets`` are those that workers push one by one, or ``ALL`` if one message announces a whole step. ``version``
     counts the updates of the weights; those of the last update may still be in progress, bucket by bucket. ``lags``
     has, for each worker, the number of updates made between the sending of weights and the push computed from them, in
-    its last push and the bucket with the most.
+    its last push and the bucket with the most. ``follows`` is the shard of another owner, which gets the same updates.
     """
 
     def __init__(
-        self, session: Session, shard: Shard, pushes: Pushes, answers: Answers, buckets: Sequence[int] = (ALL,)
+        self,
+        session: Session,
+        shard: Shard,
+        pushes: Pushes,
+        answers: Answers,
+        buckets: Sequence[int] = (ALL,),
+        follows: Shard | None = None,
     ) -> None:
         self._session, self.shard, self.pushes, self._answers = session, shard, pushes, answers
         mode = session.strategy.sync_mode()
@@ -75,6 +82,9 @@ class Owner:
         factor = application_of(mode).compensate
         self._compensation = Compensation(shard.holdings, session.group.workers, factor) if factor else None
         self._leaving: tuple[bytes, bytes | None] = b"", None  # packed state and weights for the new owners
+        self.follows = follows
+        self._since, self._last = 0, 0  # the steps before the shards' first update and after the last one told
+        self._updating, self._ended = threading.Lock(), False
 
     def handle(self, request: Request) -> None:
         """Handle a worker's message; raises MismatchError if it is out of turn or contradicts another worker's."""
@@ -90,6 +100,7 @@ class Owner:
                     pushes.add(action.worker, action.bucket, action.values["scale"] * times)
             elif isinstance(action, Apply):
                 self.version += 1
+                self._last = action.clock
                 if action.worker != ALL:
                     self.lags[action.worker] = max(self.lags[action.worker], action.lag)
                 pushes.update(action.worker, action.bucket, partial(self._update, action))
@@ -98,7 +109,37 @@ class Owner:
                     self._compensation.note(action.workers, action.bucket)
                 answers.release(action)
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards that this process updates: its own, and the one that it follows."""
+        return [self.shard] if self.follows is None else [self.shard, self.follows]
+
+    def hold(self) -> dict[int, list[list[Record] | None]]:
+        """End all updates. Returns the contents of the ``shards`` after each of the last two steps, by step.
+
+        A loss may have broken an update under way: parts that have made it are given as they were before.
+        """
+        with self._updating:
+            self._ended = True
+        return {clock: [one.after(clock, self._since) for one in self.shards] for clock in self._recent}
+
+    @property
+    def _recent(self) -> range:
+        return range(max(0, self._last - 2), self._last + 1)
+
     def _update(self, action: Apply, bucket: int) -> None:
+        """Apply an update. With replicas, keep what it changes, because a loss may break the step elsewhere."""
+        roles = self._session.strategy.roles
+        if roles is None or not roles.replicas:
+            self._traced(action, bucket)
+            return
+        with self._updating:
+            if not self._ended:
+                for shard in self.shards:
+                    shard.keep(bucket, action.clock)
+                self._traced(action, bucket)
+
+    def _traced(self, action: Apply, bucket: int) -> None:
         """Apply an update, with a span for the observer."""
         observer = self._session.observer
         if observer is None:
@@ -124,7 +165,8 @@ class Owner:
             if self._compensation is not None:
                 self._compensation.correct(action.worker, bucket, values["scale"])
             groups = self._applied(action.newest["groups"])
-            self.shard.apply(bucket, groups, values["scale"] * times, action.worker)
+            for shard in self.shards:
+                shard.apply(bucket, groups, values["scale"] * times, action.worker)
         except Exception as error:
             if isinstance(error, SynclineError) and not isinstance(error, UsageError):
                 raise
@@ -144,19 +186,22 @@ class Owner:
         """
         self._leaving = pack(self.shard.state()), pack(self.shard.weights()) if keeps else None
 
-    def move_in(self, holdings: Sequence[Holding]) -> None:
+    def move_in(self, holdings: Sequence[Holding], followed: Sequence[Holding] = ()) -> None:
         """Take over these slices in the new layout, with the state that the owners share; all owners call this."""
-        mine = {held.slice.tensor for held in holdings}
+        mine = {held.slice.tensor for held in (*holdings, *followed)}
         (state, weights), self._leaving = self._leaving, (b"", None)
         learnt = [one for one in self._shared(state) if one.slice.tensor in mine]
-        self.shard = Shard(holdings, self.shard.build, learnt, apart=self.shard.apart)
+        build, apart = self.shard.build, self.shard.apart
+        self.shard, self._since = Shard(holdings, build, learnt, apart=apart), self._last
+        if self.follows is not None:
+            self.follows = Shard(followed, build, learnt, apart=apart)
         if weights is not None:
             self.shard.load_weights(one for one in self._shared(weights) if one.slice.tensor in mine)
 
     def _shared(self, data: bytes) -> Iterator[Record]:
         session, roles = self._session, self._session.strategy.roles
         assert roles is not None
-        owners = roles.places(session.group)
+        owners = tuple(dict.fromkeys((*roles.places(session.group), *roles.followers(session.group))))
         for process, told in zip(owners, session.everyone.share(owners, data, REPLACING), strict=True):
             yield from unpack(told, session.name(process), session.member.number(process))
 

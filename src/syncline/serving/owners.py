@@ -110,14 +110,15 @@ class Owners(Protocol):
 class LocalOwners:
     """Owners that are the workers themselves: every call is collective.
 
-    ``shard`` belongs to this rank, and is None if it owns nothing.
+    ``shard`` belongs to this rank, and is None if it neither owns nor follows. ``follows`` is the shard that it
+    follows.
     """
 
     answers_one = False
 
-    def __init__(self, session: Session, shard: Shard | None, buckets: int) -> None:
+    def __init__(self, session: Session, shard: Shard | None, buckets: int, follows: Shard | None = None) -> None:
         self._session = session
-        self._owner = None if shard is None else Owner(session, shard, self, self)
+        self._owner = None if shard is None else Owner(session, shard, self, self, follows=follows)
         self._updating = self._updating_of(buckets)
         self._pushes: dict[int, Work] = {}  # the last push of each bucket
         self._open: Callable[[], None] = _nothing  # lets the updates of the last step told begin
@@ -223,13 +224,34 @@ class LocalOwners:
 
     def load(self, records: list[Record]) -> None:
         """Collective in effect: every owner keeps its own slices."""
-        if self.shard is not None:
-            self.shard.load(records)
+        for shard in self._shards:
+            shard.load(records)
 
     def replace(self, weights: list[Record]) -> None:
         """Every owner keeps its own slices."""
-        if self.shard is not None:
-            self.shard.load_weights(weights)
+        for shard in self._shards:
+            shard.load_weights(weights)
+
+    @property
+    def _shards(self) -> list[Shard]:
+        return [] if self._owner is None else self._owner.shards
+
+    def hold(self) -> dict[int, dict[int, list[Record]]]:
+        """End all updates. Returns the contents of the parts that this rank owns or follows after the last steps.
+
+        By step, and by the number of the part: all parts for the last step that this rank has finished, and for the
+        step before unless an update of the next has begun here.
+        """
+        if self._owner is None:
+            return {}
+        roles, group = self._session.strategy.roles, self._session.group
+        assert roles is not None
+        mine, rank = [roles.places(group), roles.followers(group)], self._session.index
+        parts = [one.index(rank) if rank in one else None for one in mine]
+        return {
+            clock: {part: one for part, one in zip(parts, found, strict=False) if part is not None and one is not None}
+            for clock, found in self._owner.hold().items()
+        }
 
     def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
         """Every owner keeps its own slices."""
@@ -243,7 +265,7 @@ class LocalOwners:
     def move_in(self, traffic: Traffic, buckets: int) -> None:
         """Collective: the owners share their slices."""
         if self._owner is not None:
-            self._owner.move_in(traffic.holdings() or [])
+            self._owner.move_in(traffic.holdings() or [], traffic.followed())
         self._updating, self._pushes = self._updating_of(buckets), {}
 
 

@@ -36,7 +36,6 @@ from ..engine.order import When, Work
 from ..errors import UsageError
 from ..nouns import Bucket, Slice, numpy_dtype
 from ..plans.messages import chunk_edges
-from ..plans.plan import Plan
 from ..session.layout import Layout
 from .protocol import ALL
 from .records import Array, Elements, Record, State, Value, states_of, write_into
@@ -128,6 +127,8 @@ class Shard:
         workers: int = 1,
     ) -> None:
         self.holdings, self.build, self.apart = tuple(holdings), build, apart
+        self._clocks: dict[int, int] = {}  # the steps that updated parts contain
+        self._before: dict[int, list[Record]] = {}  # what they were before their last update
         self.slices = tuple(held.slice for held in self.holdings)
         self._whole = build(self.holdings)
         self._parts: dict[int, tuple[Sequence[int], list[Optimizer]]] = {}
@@ -150,6 +151,37 @@ class Shard:
             if part is not None:
                 optimizers = part[1]
                 optimizers[worker if len(optimizers) > 1 else 0].apply(groups, scale)
+
+    def keep(self, bucket: int, clock: int) -> None:
+        """Keep copies of the slices of a bucket, or of ``ALL``, and of their state: the update of ``clock`` follows."""
+        for number in self._parts if bucket == ALL else [bucket]:
+            if number in self._parts:
+                self._before[number] = _copies(self._of(number), self._before.get(number, ()))
+                self._clocks[number] = clock
+
+    def after(self, clock: int, since: int) -> list[Record] | None:
+        """Weights and state as they were after the step ``clock``, None if they are not known any more.
+
+        Parts that ``keep`` has not seen are as they were after the step ``since``.
+        """
+        found: list[Record] = []
+        for number in self._parts:
+            now = self._clocks.get(number, since)
+            if clock == now:
+                found += _copies(self._of(number))
+            elif clock == now - 1 and number in self._before:
+                found += self._before[number]
+            else:
+                return None
+        return found
+
+    def _of(self, number: int) -> list[Record]:
+        """Weights and state of a part."""
+        mine, (optimizer, *_) = self._parts[number]
+        found = [Record(self.slices[index], WEIGHTS, Elements.of(self.holdings[index].weights)) for index in mine]
+        for index, state in zip(mine, optimizer.state(), strict=True):
+            found += [Record(self.slices[index], key, value) for key, value in state.items()]
+        return found
 
     def told(self, what: Told) -> list[Record]:
         """The records that a worker asks for."""
@@ -198,14 +230,37 @@ class Shard:
         write_into(records, [(held.slice, held.weights) for held in self.holdings])
 
 
+def _copies(records: Sequence[Record], old: Sequence[Record] = ()) -> list[Record]:
+    """Copies of records, in the memory of ``old`` copies where these are alike: fresh memory costs page faults."""
+    found = []
+    for number, record in enumerate(records):
+        value = record.value
+        if isinstance(value, Elements):
+            before = old[number].value if number < len(old) else None
+            if isinstance(before, Elements) and before.data.size == value.data.size:
+                np.copyto(before.data, value.data)
+                value = Elements(value.dtype, value.shape, before.data)
+            else:
+                value = Elements(value.dtype, value.shape, value.data.copy())
+        found.append(Record(record.slice, record.key, value))
+    return found
+
+
 def planned(
-    buckets: Sequence[Bucket], gradients: Sequence[Array], weights: Sequence[Array], push: Plan, index: int
+    buckets: Sequence[Bucket],
+    gradients: Sequence[Array],
+    weights: Sequence[Array],
+    owners: Sequence[int],
+    index: int,
 ) -> list[Holding]:
-    """The holdings of process ``index`` under a push plan, tensor by tensor; the workers' weights are its own."""
+    """The holdings of process ``index``, tensor by tensor; the workers' weights are its own.
+
+    ``owners`` are those of the chunks of a push plan.
+    """
     found = []
     for number, (bucket, gradient, weight) in enumerate(zip(buckets, gradients, weights, strict=True)):
-        edges, first = chunk_edges(bucket.elements, push.chunks), 0
-        for owner, chunks in groupby(push.owners):  # the neighbouring chunks of an owner are one part
+        edges, first = chunk_edges(bucket.elements, len(owners)), 0
+        for owner, chunks in groupby(owners):  # the neighbouring chunks of an owner are one part
             last = first + len(list(chunks))
             if owner == index:
                 found += held(number, bucket, gradient, weight, edges[first], edges[last])
@@ -396,6 +451,10 @@ class Traffic(Protocol):
 
     def holdings(self) -> list[Holding] | None:
         """The slices that this process owns, None if it is no owner."""
+        ...
+
+    def followed(self) -> list[Holding]:
+        """The slices of another owner whose updates this process makes too."""
         ...
 
     @property

@@ -79,6 +79,10 @@ class Single:
         """With separate weights if the owner is also a worker."""
         return None if self._owned is None else self._owned.holdings()
 
+    def followed(self) -> list[Holding]:
+        """Empty: pushes are not merged."""
+        return []
+
     def know(self, records: Sequence[Record]) -> None:
         """Do nothing: the next pull sends whole weights, or updates of weights that the owner knows."""
 

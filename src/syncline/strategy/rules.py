@@ -170,6 +170,25 @@ def _servers_are_needed(given: Combination) -> Fault | None:
     return reason, variants(given.architecture, lambda roles: roles.owners >= 1)
 
 
+def _replicas_follow_merged_pushes(given: Combination) -> Fault | None:
+    roles = given.roles
+    if roles is None or not roles.replicas:
+        return None
+    reason = f"in {write('algorithms', given.architecture)} a second worker makes every owner's updates"
+    without = variants(given.architecture, lambda roles: not roles.replicas)
+    if roles.apart:
+        others = variants(given.architecture, lambda roles: not roles.apart)
+        return f"{reason}, but server processes have no followers", [*others, *without]
+    if not roles.holds_weights:
+        return f"{reason}, but with update=worker all workers make them", without
+    if not build("sync", given.sync).merges:
+        return f"{reason}, for which all pushes of a step must be one, but {_apart(given)}", [{"sync": BSP}, *without]
+    if given.codec != NONE:
+        why = f"from sums of gradients, but under codec={given.codec.name} owners get payloads"
+        return f"{reason} {why}", [{"codec": NONE}, *without]
+    return None
+
+
 def _weights_follow_updates(given: Combination) -> Fault | None:
     if not given.server_holds_weights or given.codec == AUTO:
         return None
@@ -531,6 +550,7 @@ RULES: tuple[Rule, ...] = (
     _native_sends_what_it_is_given,
     _nccl_knows_collectives_only,
     _servers_are_needed,
+    _replicas_follow_merged_pushes,
     _weights_follow_updates,
     _memory_needs_feedback,
     _rounds_need_sums,

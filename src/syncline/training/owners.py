@@ -260,10 +260,12 @@ def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Recor
             session.barrier()  # no push may be applied before the state is loaded
             session.process.before_end.append(partial(remote.leave, None))
         return remote
-    holdings = traffic.holdings()
-    shard = None if holdings is None else shard_of(session, holdings, build, learnt, apart=apart)
+    holdings, followed = traffic.holdings(), traffic.followed()
+    updates = holdings is not None or followed
+    shard = shard_of(session, holdings or [], build, learnt, apart=apart) if updates else None
     if together:
-        return LocalOwners(session, shard, traffic.buckets)
+        follows = shard_of(session, followed, build, learnt, apart=apart) if followed else None
+        return LocalOwners(session, shard, traffic.buckets, follows)
     remote = RemoteOwners(session)
     over = None if shard is None else serve_beside(session, shard, traffic)
     session.process.before_end.append(partial(remote.leave, over))

@@ -24,9 +24,34 @@ OLDEST = (2, 7)
 check_packages("torch", {"torch": OLDEST})  # before the other files, which use what an older version does not have
 
 from .options import Options  # noqa: E402
-from .prepare import Given, Prepared, keep_values, let_go, prepare, prepare_again, release  # noqa: E402
+from .prepare import (  # noqa: E402
+    Given,
+    Held,
+    Prepared,
+    copy_again,
+    hold_parts,
+    keep_values,
+    let_go,
+    prepare,
+    prepare_again,
+    put_together_again,
+    release,
+)
 
-__all__ = ["Given", "Options", "Prepared", "adapt", "keep_values", "prepare", "prepare_again", "release"]
+__all__ = [
+    "Given",
+    "Held",
+    "Options",
+    "Prepared",
+    "adapt",
+    "copy_again",
+    "hold_parts",
+    "keep_values",
+    "prepare",
+    "prepare_again",
+    "put_together_again",
+    "release",
+]
 
 
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:

@@ -207,6 +207,18 @@ def put_together(session: Session, optimizer: Any) -> None:
     _restore(optimizer, _in_order(whole_state(records, optimizer._syncline_parameters), optimizer.param_groups))
 
 
+def forget_pieces(optimizer: Any) -> None:
+    """Make a parted optimizer a plain one without state."""
+    if isinstance(optimizer, Parted):
+        _restore(optimizer, {})
+
+
+def take_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
+    """Give a plain optimizer this state, in the order in which it would have created it."""
+    optimizer.state.clear()
+    optimizer.state.update(_in_order(state, optimizer.param_groups))
+
+
 def hide_step(optimizer: torch.optim.Optimizer) -> Any:
     """Remove a scheduler's wrapper of the plain step from the object, because the new class has another step.
 

@@ -14,8 +14,9 @@ has the others' weights.
 from __future__ import annotations
 
 import contextlib
+import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,9 @@ import torch
 
 from ...errors import SynclineError, UsageError
 from ...serving.owner import check_kept
-from ...serving.records import pack, unpack
+from ...serving.owners import LocalOwners
+from ...serving.records import Record, pack, unpack
+from ...serving.shard import WEIGHTS
 from ...session.layout import decide_layout
 from ...session.session import Session
 from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
@@ -34,7 +37,15 @@ from ...training.owners import OwnedModel, add_up, serve_model
 from .averaging import Averaging
 from .choosing import Choosing
 from .hooks import steps_of
-from .optimizer import defer_steps, end_deferred_steps, give_back, put_together, take_over
+from .optimizer import (
+    defer_steps,
+    end_deferred_steps,
+    forget_pieces,
+    give_back,
+    put_together,
+    take_over,
+    take_state,
+)
 from .options import Named, Options, Selection
 from .own_values import OwnValues, copy_with, name_of
 from .partial_optimizer import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
@@ -172,6 +183,11 @@ def _checked_together(
     check_same_model(session, first_key, tensors, *said)
     if optimizer is not None and strategy.server_holds_weights:
         check_own_values(strategy, optimizer, probed.own)
+        if strategy.roles is not None and strategy.roles.replicas and any(probed.own):
+            raise UsageError(
+                f"{type(optimizer).__name__} changes {_names(probed.own)} in its steps, which replicas=1 does not keep"
+                " for a second owner: use ps(on=workers, update=worker), or an optimizer that does not"
+            )
     return probed
 
 
@@ -283,6 +299,7 @@ def _copy_optimizer(
 
 def keep_values(before: Given) -> Callable[[], None]:
     """Copy the values of a model and its optimizer's state. The returned call puts them back into a released model."""
+    forget_pieces(before.optimizer)  # ``hold_parts`` has had them before
     tensors = [tensor for _, tensor in Selection(before.model, before.options).tensors()]
     kept = [tensor.detach().clone() for tensor in tensors]
     state = {} if before.optimizer is None else dict(before.optimizer.state)
@@ -298,21 +315,73 @@ def keep_values(before: Given) -> Callable[[], None]:
     return put_back
 
 
-def prepare_again(session: Session, before: Given, root: int) -> Prepared | None:
-    """Make a released model and its optimizer part of another session, all workers with the values of ``root``.
+def copy_again(session: Session, before: Given, root: int, whole: bool) -> None:
+    """Give a released model and its optimizer the values of ``root``. Gradients of a step that broke are dropped.
 
-    Gradients of a step that broke are dropped. None if this worker is alone.
+    The optimizer's state is copied if each worker has the ``whole`` of it. What workers own in parts follows by
+    ``put_together_again``.
     """
     before.model.zero_grad(set_to_none=True)
     if session.alone:
-        return None
-    model, optimizer, options = before.model, before.optimizer, before.options
-    selection = Selection(model, options)
+        return
+    selection = Selection(before.model, before.options)
     with torch.no_grad():
         copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()], root, everyone=False)
-    if optimizer is not None:
-        _copy_optimizer(session, optimizer, [parameter for _, parameter in selection.trained()], root)
-    return prepare(session, model, optimizer, options)
+    if before.optimizer is not None and whole:
+        _copy_optimizer(session, before.optimizer, [parameter for _, parameter in selection.trained()], root)
+
+
+def prepare_again(session: Session, before: Given) -> Prepared | None:
+    """Make a released model and its optimizer part of another session. None if this worker is alone."""
+    return None if session.alone else prepare(session, before.model, before.optimizer, before.options)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights and optimizer state of the parts that a worker owns or follows, by the number of finished steps."""
+
+    client: Client
+    parts: Mapping[int, Mapping[int, Sequence[Record]]]
+
+
+def hold_parts(before: Prepared, earlier: int) -> Held | None:
+    """What this worker owns and follows of a model after the last steps, ``earlier`` of which were before its clock.
+
+    None for a model whose workers have all of it. Owners make no more updates.
+    """
+    if before.client is None:
+        return None
+    owned = before.client.owned
+    parts = owned.owners.hold() if isinstance(owned.owners, LocalOwners) else {}
+    return Held(before.client, {earlier + clock: records for clock, records in parts.items()})
+
+
+def put_together_again(session: Session, before: Given, kept: Held, step: int) -> list[int]:
+    """Give a released model and its optimizer the weights and the state of all parts after ``step`` steps.
+
+    Owner and follower of a part have the same: the first rank gives it. Returns the parts that nobody has.
+    """
+    held = kept.parts.get(step, {})
+    shown = [json.loads(one) for one in session.gather(json.dumps(sorted(held)).encode())] if not session.alone else []
+    givers = shown or [sorted(held)]
+    missing = sorted({*range(kept.client.owned.owners.count)} - {part for parts in givers for part in parts})
+    if missing:
+        with contextlib.suppress(SynclineError):  # a worker that raises must not disturb the others' gather
+            session.barrier()
+        return missing
+    mine = [part for part in givers[session.rank] if all(part not in parts for parts in givers[: session.rank])]
+    data = pack(record for part in mine for record in held[part])
+    told = [data] if session.alone else session.gather(data)
+    name, number = session.name, session.member.number
+    records = [record for rank, one in enumerate(told) for record in unpack(one, name(rank), number(rank))]
+    parameters = kept.client.parameters
+    whole = whole_state(records, parameters)
+    with torch.no_grad():
+        for parameter, state in whole.items():
+            parameter.copy_(state.pop(WEIGHTS))
+    if before.optimizer is not None:
+        take_state(before.optimizer, {parameter: state for parameter, state in whole.items() if state})
+    return []
 
 
 def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
