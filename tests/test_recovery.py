@@ -22,10 +22,10 @@ from syncline.session.session import Session
 
 
 @contextmanager
-def members() -> Iterator[Members]:
+def members(most: int = 0) -> Iterator[Members]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        yield Members(RelayLine(theirs, 0, 2, 1, 0))
+        yield Members(RelayLine(theirs, 0, 2, 1, most))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,14 @@ def test_what_cannot_go_on_is_refused(group: Any, strategy: str, words: str) -> 
             found.check(session)
 
     group(strategy, 2, body)
+
+
+def test_nobody_joins_workers_that_hold_parts_of_the_state(group: Any) -> None:
+    def body(session: Session) -> None:
+        with members(most=3) as found, pytest.raises(NotBuiltError, match=r"use --elastic LEAST without .* update=wor"):
+            found.check(session)
+
+    group("ps(servers=2, on=workers, replicas=1)", 2, body)
 
 
 def test_without_a_launcher_that_lets_it_go_on_the_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,7 +335,7 @@ class ViewKeeper:
         self._waited = 0  # timeouts for its decision
 
     @classmethod
-    def joining(cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str], **limits: int) -> ViewKeeper:
+    def joining(cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str], **limits: Any) -> ViewKeeper:
         """A process that asks ``contacts`` to let it join. Its first timeout sends the first request."""
         return cls(Peer(JOINING, name), View(0, tuple(contacts), 0), terms, **limits)
 

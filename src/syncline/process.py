@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -70,6 +70,7 @@ class Process:
         self._rendezvous: Rendezvous | None = None
         self._variables = Variables()
         self._inits = 0
+        self._check: Callable[[], None] | None = None  # called while others are waited for
         self._again = False  # whether the session follows one that has lost a worker
         self._recording: SessionSpans | None = None
         self._recordings = 0
@@ -210,7 +211,7 @@ class Process:
             self._rendezvous.close()
             self._rendezvous = None
         if self._rendezvous is None:
-            self._rendezvous = Rendezvous(environment)
+            self._rendezvous = Rendezvous(environment, self._check)
         return self._rendezvous
 
     def end(self, fetch: bool) -> None:
@@ -244,11 +245,15 @@ class Process:
             self.end(fetch=False)
         self._failed = failed
 
-    def begin_again(self, rank: int, world: int, run: str, number: int, timeout: float) -> None:
+    def begin_again(
+        self, rank: int, world: int, run: str, number: int, timeout: float, check: Callable[[], None]
+    ) -> None:
         """Begin another session, named ``run``, as ``syncline run`` would have started this process.
 
-        ``number`` is that of the session, the same on all processes: no earlier one has it.
+        ``number`` is that of the session, the same on all processes: no earlier one has it. ``check`` is called while
+        this process waits for the others; it raises to end the wait.
         """
+        self._check = check
         place = {"SYNCLINE_PROCESS": rank, "RANK": rank, "LOCAL_RANK": rank}
         place |= {"SYNCLINE_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ.update({name: str(number) for name, number in place.items()}, SYNCLINE_RUN_ID=run)

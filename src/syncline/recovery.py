@@ -196,7 +196,7 @@ class Members:
         self.given = [*(made.given for made in process.prepared), *(session.lone or [])] or self.given
         if strategy.sync.name != "bsp" or not strategy.sync_mode().merges:
             raise NotBuiltError(f"syncline.elastic() works with sync=bsp without backup workers, not with {strategy}")
-        _check_owners(strategy)
+        _check_owners(strategy, joins=bool(self._line.most))
         self._keeper.newest = strategy.roles is None or not strategy.server_holds_weights
         if strategy.collective is not None or strategy.transport.name not in _TRANSPORTS:
             raise NotBuiltError(f"syncline.elastic() works over transport=auto, shm and tcp, not with {strategy}")
@@ -341,9 +341,7 @@ class Members:
 
         Nobody if an older member is lost whose end is not known yet: without the new ones too few might be left.
         """
-        self._line.look()
-        for packet in self._line.kept:
-            self._note_end(packet)
+        self._look_for_ends()
         over = frozenset(peer.number for peer in view.members if peer.name in self._over)
         new = view.numbers - self._trained if self._trained else frozenset[int]()
         if isinstance(error, PeerLost) and 0 <= error.rank < len(view.members):
@@ -403,6 +401,12 @@ class Members:
         peer = keeper.view.named(str(packet["ended"]))
         return [] if peer is None else keeper.suspect([peer.number])
 
+    def _look_for_ends(self) -> None:
+        """Note the ends of processes of which the launcher has told. Does not wait."""
+        self._line.look()
+        for packet in self._line.kept:
+            self._note_end(packet)
+
     def _note_end(self, packet: dict[str, Any]) -> None:
         """Note the end of a process, if the packet tells one."""
         if "ended" in packet:
@@ -411,10 +415,18 @@ class Members:
     def _begin(self, view: View) -> None:
         """Begin the session of a view."""
         rank, run = view.members.index(self._keeper.me), f"{self._run}.{view.number}"
-        process.begin_again(rank, len(view.members), run, self._sessions + view.number - 1, _CONNECT_S)
+        number = self._sessions + view.number - 1
+        process.begin_again(rank, len(view.members), run, number, _CONNECT_S, self._check_members)
         process.session.numbers = tuple(int(peer.name) for peer in view.members)
         process.session.view = view.number
         _stay(process.session)
+
+    def _check_members(self) -> None:
+        """Raise PeerLost if a member has ended, so that the others do not wait for it."""
+        self._look_for_ends()
+        for rank, peer in enumerate(self._keeper.view.members):
+            if peer.name in self._over:
+                raise PeerLost(f"process {peer.name} has ended before all were connected", rank=rank)
 
     def _restore(
         self, view: View, held: Sequence[Held | None], samplers: Sequence[GlobalBatches], state: Sequence[Stateful]
@@ -425,7 +437,7 @@ class Members:
         session = process.session
         root = [peer.number for peer in view.members].index(view.source)
         for given, parts in zip(self.given, held, strict=True):
-            copy_again(session, given, root, whole=parts is None)
+            copy_again(session, given, root, parts is None)
             if parts is not None and (missing := put_together_again(session, given, parts, view.step)):
                 raise _PartsLost(
                     f"both workers with the optimizer's state of part {missing[0]} are lost: start again from your last"
@@ -472,9 +484,14 @@ class _Groups:
                     group[name] = value
 
 
-def _check_owners(strategy: Strategy) -> None:
-    """Raise NotBuiltError for owners whose loss would end the run."""
+def _check_owners(strategy: Strategy, joins: bool) -> None:
+    """Raise NotBuiltError for owners whose loss would end the run, and for followers where workers join."""
     roles = strategy.roles
+    if roles is not None and roles.replicas and joins:
+        raise NotBuiltError(
+            f"no worker can join {strategy}, whose optimizer's state is in parts: use --elastic LEAST without a"
+            f" greatest number, or ps(servers={roles.owners}, on=workers, update=worker)"
+        )
     if roles is None or not (roles.apart or (roles.holds_weights and not roles.replicas)):
         return
     what = "server processes" if roles.apart else "owners that alone hold the optimizer's state"

@@ -83,10 +83,13 @@ class MeetingAddress:
 
 
 class Rendezvous:
-    """This process's way to the meetings of its run. One object serves all groups that the process joins in turn."""
+    """This process's way to the meetings of its run. One object serves all groups that the process joins in turn.
 
-    def __init__(self, environment: Environment) -> None:
-        self.asked = environment
+    ``check`` is called in every wait for other processes; it raises to end the wait.
+    """
+
+    def __init__(self, environment: Environment, check: Callable[[], None] | None = None) -> None:
+        self.asked, self._check = environment, check
         self._environment: Environment | None = environment if environment.address or environment.store else None
         self._kept: socket.socket | None = None  # reserves the port that rank 0 has published over MPI
         self._inherited = environment.meeting_fd
@@ -119,8 +122,10 @@ class Rendezvous:
             if environment.rank == 0:
                 client = self._serve(environment, run, given, interface, deadline, sealing)
             else:
-                client = _call(environment, run, given, deadline, sealing)
+                client = _call(environment, run, given, deadline, sealing, self._check)
             client.limit(deadline, timeout)
+            if self._check is not None:
+                client.look_after(self._check)
             key = client.enter()
             yield Joined(client, given or key, environment, sealing)
         except BaseException as error:
@@ -226,7 +231,14 @@ def secret_bytes(secret: str | bytes | None) -> bytes:
     return os.fsencode(secret) if isinstance(secret, str) else secret
 
 
-def _call(environment: Environment, run: str, secret: bytes, deadline: float, tls: Credentials | None) -> MeetingClient:
+def _call(
+    environment: Environment,
+    run: str,
+    secret: bytes,
+    deadline: float,
+    tls: Credentials | None,
+    check: Callable[[], None] | None,
+) -> MeetingClient:
     """The other ranks: find the meeting's address, and connect as soon as rank 0 serves it."""
     limit_s = max(0.0, deadline - time.monotonic())
     at = MeetingAddress(environment.address, environment.port)
@@ -249,6 +261,8 @@ def _call(environment: Environment, run: str, secret: bytes, deadline: float, tl
                     log.warning("rank %d: the process at %s, where rank 0 should be, has another secret", rank, where)
         if time.monotonic() >= deadline:
             raise _unreachable(rank, where, bool(secret), failure, limit_s) from failure
+        if check is not None:
+            check()
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
         if environment.agent_store:  # its value may be from an earlier start

@@ -267,7 +267,7 @@ class MeetingClient:
         self._frames = Frames(told(world))
         self._lock = threading.Lock()
         self._limit_s, self.deadline = 0.0, time.monotonic()
-        self._look_after: Callable[[], None] | None = None
+        self._checks: list[Callable[[], None]] = []
 
     def limit(self, deadline: float, limit_s: float) -> None:
         """Set the deadline (time.monotonic) of all further calls, and the time limit that errors mention."""
@@ -286,16 +286,16 @@ class MeetingClient:
         return Roll(me.index, read_roll(self._expect(Kind.ROLL)[1], me.world), run, secret)
 
     def look_after(self, check: Callable[[], None]) -> None:
-        """Call ``check`` in all further waits. It raises to end the wait."""
-        self._look_after = check
+        """Call ``check`` too in all further waits. It raises to end the wait."""
+        self._checks.append(check)
 
     def check(self) -> None:
         """Raise the fault that ends this start, if it has arrived. Does not wait."""
         with self._lock:
             if (said := self._look()) is not None:
                 raise self._confused(f"sent {said[0].name.lower()}")
-        if self._look_after is not None:
-            self._look_after()
+        for check in self._checks:
+            check()
 
     def set(self, key: str, value: bytes) -> None:
         """Write a note of this process."""
@@ -356,12 +356,12 @@ class MeetingClient:
                 asked, deadline = True, time.monotonic() + _WORD_S
                 self._send(frame(Kind.LATE, b"%d" % round(self._limit_s)))
                 continue
-            self._sock.settimeout(left if self._look_after is None else min(left, _CHECK_S))
+            self._sock.settimeout(min(left, _CHECK_S) if self._checks else left)
             with contextlib.suppress(TimeoutError):
                 self._feed(self._receive())
                 continue
-            if self._look_after is not None:
-                self._look_after()
+            for check in self._checks:
+                check()
         if said[0] not in kinds:
             raise self._confused(f"sent {said[0].name.lower()}")
         return said

@@ -305,6 +305,7 @@ def keep_values(before: Given) -> Callable[[], None]:
     state = {} if before.optimizer is None else dict(before.optimizer.state)
 
     def put_back() -> None:
+        forget_pieces(before.optimizer)  # of a session that broke before it began
         with torch.no_grad():
             for tensor, copy in zip(tensors, kept, strict=True):
                 tensor.copy_(copy)
