@@ -91,7 +91,7 @@ class TestCombinations:
                 "ps(servers=1, on=workers, replicas=1) sync=ssp(staleness=2)",
                 r"must be one, .* is 'ps\(servers=1, on=workers, replicas=1\)'",
             ),
-            ("ps(on=workers, replicas=1) codec=int8", r"get payloads; .* is 'ps\(servers=1, on=workers, replicas=1\)'"),
+            ("ps(on=workers, replicas=1) codec=qsgd", r"get payloads; .* is 'ps\(servers=1, on=workers, replicas=1\)'"),
             ("ps(on=workers, replicas=2)", "replicas of ps"),
             (
                 "ring sync=bsp(backup=1)",
