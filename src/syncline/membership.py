@@ -582,7 +582,10 @@ class ViewKeeper:
         if made is None:
             return []
         if made.view is not None:
-            return self._commit(made.view) if self._is_quorum(made.accepted) else []
+            if self._is_quorum(made.accepted):
+                return self._commit(made.view)
+            waits = self.view.numbers - self.suspected - made.accepted
+            return [] if waits else self._propose()  # all that are left have answered, and they are too few
         if self.view.numbers - self.suspected - made.answered:
             return []
         answered = made.answered - self.suspected

@@ -171,6 +171,7 @@ class Run:
         self.keepers = {keeper.me.name: keeper for keeper in founders(count, **limits)}
         self.gone: set[str] = set()
         self.favours = self.restores = True
+        self.last_promise = ""  # whose last message its first promise is
         self.said: list[tuple[str, Action]] = []
 
     def carry_out(self, name: str, actions: list[Action]) -> None:
@@ -178,6 +179,8 @@ class Run:
         keeper = self.keepers[name]
         for action in actions:
             self.said.append((name, action))
+            if isinstance(action, Send) and isinstance(action.message, Promise) and name == self.last_promise:
+                self.gone.add(name)
             if isinstance(action, Send) and action.to.name not in self.gone and action.to.name in self.keepers:
                 me = keeper.me
                 self.carry_out(action.to.name, self.keepers[action.to.name].hear(me, action.message))
@@ -259,6 +262,16 @@ def test_half_of_a_view_goes_on_only_if_the_launcher_favours_it(members: int) ->
         run.carry_out(first.me.name, first.timeout())
     assert f"of {members} are left" in first.stopped
     assert ("p" + str(members // 2), Stop(first.stopped)) in run.said
+
+
+def test_a_death_after_the_promise_needs_no_timeout() -> None:
+    run = Run(4)
+    run.last_promise = "p1"
+    run.lose("p3")
+    assert all(run.keepers[name].halted for name in ("p0", "p2"))
+    run.lose("p1")
+    (view,) = run.views()
+    assert (view.number, [peer.name for peer in view.members]) == (3, ["p0", "p2"])
 
 
 def test_less_than_half_stops_at_once() -> None:
