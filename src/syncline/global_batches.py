@@ -82,11 +82,11 @@ def read_log(path: str) -> dict[tuple[int, int], dict[str, Any]]:
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             if text.startswith("{") and not text.endswith("}"):
                 continue
             line = None
-        if not isinstance(line, dict) or not line.keys() >= _FIELDS:
+        if not _is_line(line):
             raise UsageError(f"line {number} of {path} is none of syncline run --samples")
         if line["sampler"]:
             raise NotBuiltError(f"{path} has the steps of several samplers: only those of one can be repeated")
@@ -94,7 +94,20 @@ def read_log(path: str) -> dict[tuple[int, int], dict[str, Any]]:
     return found
 
 
-_FIELDS = {"sampler", "epoch", "step", "members", "strategy", "algorithms", "samples"}
+def _is_line(line: Any) -> bool:
+    """Whether decoded JSON has the fields of a line, with values of their types."""
+    if not isinstance(line, dict):
+        return False
+    numbers: list[Any] = [line.get(name) for name in ("sampler", "epoch", "step")]
+    lists: list[Any] = [line.get(name) for name in ("members", "samples", "algorithms")]
+    if not all(isinstance(one, list) for one in lists) or not isinstance(line.get("strategy"), str):
+        return False
+    members, samples, algorithms = lists
+    return (
+        bool(members)
+        and all(type(number) is int for number in (*numbers, *members, *samples))
+        and all(isinstance(one, list) and [type(value) for value in one] == [int, str] for one in algorithms)
+    )
 
 
 class GlobalBatches:

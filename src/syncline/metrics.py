@@ -49,7 +49,7 @@ _READERS = 8
 _GIVES_WAY_S = 1.0
 """The time after which a reader gives way if all places are taken: it is silent, or sends a byte now and then."""
 _FRESH_S = 0.1
-"""The time for which an answer is sent again, so that many readers cost training no more than ten."""
+"""The time for which an answer is sent again, so that many readers read the counters no more often than ten."""
 
 
 @dataclass(frozen=True)

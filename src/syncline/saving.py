@@ -231,6 +231,8 @@ def unpacked(data: bytes) -> Any:
     try:
         tree, leaves = json.loads(data)
         return _whole(tree, {name: _leaf(*row) for name, *row in leaves}, {})
+    except MemoryError:
+        raise
     except Exception as error:  # the frameworks raise many types for malformed data
         raise ValueError(f"{len(data)} bytes are not a packed state: {error!r:.200}") from error
 

@@ -31,7 +31,7 @@ PROMISED_S = 10.0
 HARMLESS = ("clock", "stranger")
 NAMED = re.compile(rf"\b(rank|process) {VICTIM}\b|counts? \d+ processes|\bis taken by\b")
 """The texts by which an error names the culprit: its rank, or what is wrong with a group that does not form."""
-_ANY = re.compile(r"\brank \d+\b")
+_OTHER = re.compile(rf"\brank (?!{VICTIM}\b)\d+\b")
 
 _SHARED = Path("/dev/shm")
 _PORT = 29500  # free on every new host
@@ -104,7 +104,7 @@ def _judge(group: Group, cell: Cell) -> str:
     wrong = next((wrong for rank in judged if (wrong := _wrong(rank, NAMED))), "")
     if wrong or cell.fault not in OF_LINKS or (cell.point == "end" and victim.status == 0):
         return wrong
-    return _wrong(victim, _ANY)  # to which the others are out of reach
+    return _wrong(victim, _OTHER)  # to which the others are out of reach
 
 
 def place_of_point(cell: Cell) -> int:

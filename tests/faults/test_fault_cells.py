@@ -10,6 +10,7 @@ from fault_cells import FAULTS, POINTS, STRATEGIES, TRANSPORTS, Cell, cells, cov
 
 from pool import Pool
 from syncline.errors import UsageError
+from syncline_bench.lab import Lab
 
 
 def test_every_pair_of_values_that_can_meet_meets_in_the_covering() -> None:
@@ -43,7 +44,10 @@ def ranks() -> Iterator[Pool]:
     ids=str,
 )
 def test_a_cell_ends_as_promised(ranks: Pool, cell: Cell) -> None:
-    try:
-        assert run_cell(ranks, cell) == ""
-    except UsageError as error:  # there is no lab
-        pytest.skip(str(error))
+    if cell.transport == "hosts":
+        try:
+            with Lab(1):
+                pass
+        except UsageError as error:
+            pytest.skip(str(error))
+    assert run_cell(ranks, cell) == ""

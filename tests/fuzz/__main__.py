@@ -25,6 +25,8 @@ def main() -> int:
     asked.add_argument("--only", default="")
     given = asked.parse_args()
     chosen = [parser for parser in PARSERS if given.only in parser.name]
+    if not chosen:
+        asked.error(f"no parser has {given.only!r} in its name")
     share = given.inputs / sum(parser.weight for parser in chosen)
     faults = total = 0
     for parser in chosen:

@@ -18,6 +18,8 @@ from parsers import Parser
 
 MOST_S = 2.0
 """The CPU time of one input."""
+WAITS_S = 10.0
+"""The time of one input, with waits."""
 MOST_BYTES = 256 << 20
 """The memory that the parsing of one input may take."""
 GROWTH_BYTES = 64 << 20
@@ -72,17 +74,19 @@ def fuzz(parser: Parser, count: int, seed: int = 0) -> list[Fault]:
 def _tried(parser: Parser, parse: object, data: bytes) -> str:
     """What is wrong with the end of a parse; empty if nothing is."""
     signal.setitimer(signal.ITIMER_PROF, MOST_S)
+    signal.setitimer(signal.ITIMER_REAL, WAITS_S)
     try:
         parse(data)  # type: ignore[operator]
     except parser.errors:
         return ""
     except _TooLong:
-        return f"takes more than {MOST_S:g} s"
+        return f"takes more than {MOST_S:g} s of CPU time, or {WAITS_S:g} s"
     except Exception as error:
         where = [f"{Path(one.filename).name}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__)]
         return f"{type(error).__name__} at {' '.join(where[-3:])}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
     return ""
 
 
@@ -91,7 +95,7 @@ def _bounded() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise _TooLong
 
-    handler = signal.signal(signal.SIGPROF, end)
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGPROF, signal.SIGALRM)}
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, limits[1]))
@@ -99,7 +103,8 @@ def _bounded() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.signal(signal.SIGPROF, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _resident_bytes() -> int:

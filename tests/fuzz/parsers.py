@@ -39,12 +39,14 @@ from syncline.engine.trace import begin
 from syncline.errors import (
     DataError,
     HandshakeError,
+    NotBuiltError,
     ProtocolError,
     RollCallError,
     StrategyError,
     SynclineError,
     UsageError,
 )
+from syncline.global_batches import read_log
 from syncline.launch import environment
 from syncline.launch.relay import Relay
 from syncline.membership import Accept, Accepted, Commit, Join, Outbid, Peer, Prepare, Promise, Refused, Report, View
@@ -611,6 +613,13 @@ def _signed(head: bytes, body: bytes) -> bytes:
     digest = hashlib.sha256(free + body).hexdigest().encode()
     head = free.replace(b"0" * 64, digest, 1)
     return len(head).to_bytes(8, "little") + head + body
+
+
+@parser(UsageError, NotBuiltError)
+def logs_of_steps() -> tuple[list[bytes], Parse]:
+    how = {"strategy": "ring", "algorithms": [[0, "ring"]], "members": [0, 1], "samples": [3, 1]}
+    lines = [plain({"sampler": 0, "epoch": 1, "step": step, **how}) for step in range(2)]
+    return lines, _at(_folder("steps"), lambda file: read_log(str(file)))
 
 
 @parser(ValueError)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from typing import Any
 
 import pytest
 
 from syncline.errors import GroupError
+from syncline.launch import local
 from syncline.launch import relay as relays
+from syncline.launch.child import Child
 from syncline.launch.local import LocalRun, Outcome
 from syncline.launch.relay import Relay, RelayLine
 
@@ -170,3 +173,22 @@ def test_nobody_is_replaced_unless_that_is_asked_for() -> None:
     found.note_end(1, 9, 100.0)
     assert found.due(200.0) is None
     found.close()
+
+
+def test_a_replacement_that_cannot_be_started_ends_no_other_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def child(rank: int, *how: Any) -> Child:
+        if rank >= 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return Child(rank, *how)
+
+    monkeypatch.setattr(local, "Child", child)
+    monkeypatch.setattr(relays, "_PAUSE_S", 0.01)
+    script = "if rank: sys.exit(3)\nassert hear() == {'ended': 1}\n__import__('time').sleep(0.5)"
+    command = [sys.executable, "-I", "-S", "-c", TALK + BEGUN + script]
+    with LocalRun(command, 2, relay=Relay(2, 1, 2), grace_s=0.1) as started:
+        assert started.wait(LIMIT_S).status == 0
+    said = capfd.readouterr().err
+    assert said.count("no replacement for a lost worker could be started") == 3
+    assert "it was the last of 3 tries" in said

@@ -308,10 +308,18 @@ class LocalRun:
         """Start a replacement for a lost process, if one is due. It is alone until it joins."""
         if self._relay is None or self._stopped is not None or self._due or self._relay.due(time.monotonic()) != 0:
             return
-        rank = self._relay.replace(time.monotonic())
+        try:
+            rank = self._relay.replace(time.monotonic())
+        except OSError as error:
+            reports.say(f"syncline: {self._relay.note_no_start(time.monotonic(), error)}\n")
+            return
         self._placements.append(self._place(rank))
         (seat,) = worker_places([""], 0)
-        self._start_ranked(rank, {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", **seat})
+        try:
+            self._start_ranked(rank, {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", **seat})
+        except OSError as error:  # the others must not end for it
+            self._selector.unregister(self._relay.sockets()[rank])
+            reports.say(f"syncline: {self._relay.note_no_start(time.monotonic(), error, rank)}\n")
 
     def _start_one(self, rank: int, environ: Mapping[str, str], fds: Sequence[int]) -> None:
         placement = self._placements[rank]

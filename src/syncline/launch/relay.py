@@ -94,6 +94,17 @@ class Relay:
         self._next_s = now_s + _PAUSE_S
         return number
 
+    def note_no_start(self, now_s: float, error: OSError, rank: int | None = None) -> str:
+        """Note that a replacement could not be started. Returns what the user should know."""
+        if rank is not None:
+            self._ended[rank] = 1
+            self._started.pop(rank)
+            self.drop(rank)
+        self._early += 1
+        self._next_s = now_s + _PAUSE_S * 2**self._early
+        last = f": it was the last of {_EARLY} tries" if self._early >= _EARLY else ""
+        return f"no replacement for a lost worker could be started ({error}){last}"
+
     def _note_loss(self, rank: int, status: int, now_s: float) -> str:
         """Plan the next start after a loss. Returns what the user should know."""
         begun_s = self._started.pop(rank, None)

@@ -467,6 +467,7 @@ class Watcher:
         if not reason.startswith(FAILED) or first_time(reason.removeprefix(FAILED)):
             say(f"syncline: {self._roll.name(self._roll.index)}: {error}\n")
 
+    @needed
     def _insist(self) -> None:
         """End the process if the user's thread does not return."""
         if not self._came_back.wait(max(0.0, self._insists_from - time.monotonic())):

@@ -216,8 +216,9 @@ def _flight_memory(path: Path, processes: int) -> FlightMemory:
 
 
 def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome) -> None:
-    """Write the flight record of a failed run if it tells something. Prints the file and the verdict, or why there is
-    no file.
+    """Write the flight record of a failed run if it tells something. Prints the file and the verdict.
+
+    If there is none, it says so only where a file of an earlier run could be taken for it.
     """
     from syncline.errors import UsageError
     from syncline.timeline.flight import dump
@@ -227,6 +228,8 @@ def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome) -> None:
     ended = {ending.rank: ending.how for ending in outcome.endings if ending.status and not ending.told}
     record = memory.record(-1 if outcome.culprit is None else outcome.culprit[0], ended)
     if record is None or not record.tells:
+        if memory.fds and path.exists():
+            click.echo(f"syncline: nobody waited, so there is no flight record; {path} is of an earlier run", err=True)
         return
     try:
         replace_text(path, dump(record))

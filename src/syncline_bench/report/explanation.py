@@ -160,8 +160,8 @@ class Explanation(ResultFile):
             return ""
         own = sum(leg.seconds for leg in self.path if leg.what in _COMPUTING) / length
         exchanged_s = sum(leg.seconds for leg in self.path if leg.what in ("message", "exchange"))
-        waited_s = max((cause.seconds for cause in self.causes if cause.cause in _COMMUNICATION), default=0.0)
-        most = max(exchanged_s / length, waited_s / self.iteration_s)
+        waited_s = sum(cause.seconds for cause in self.causes if cause.cause in _COMMUNICATION)
+        most = max(exchanged_s / length, min(1.0, waited_s / self.iteration_s))
         if own < _MOSTLY or most > _LITTLE:
             return ""
         # Rounded up: "at most" must hold.
