@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +16,9 @@ import torch
 import syncline
 from syncline.errors import GroupError, NotBuiltError, PeerLost, SynclineError, UsageError, ViewEnds
 from syncline.launch.relay import VARIABLE, RelayLine
-from syncline.membership import Peer, View
+from syncline.membership import Peer, Refused, Send, View
 from syncline.process import process
-from syncline.recovery import Members, _AllDone, _check_shareable, _ended, _Groups
+from syncline.recovery import Members, _AllDone, _check_shareable, _ended, _Groups, _join_in
 from syncline.saving import packed, unpacked
 from syncline.session.session import Session
 
@@ -172,3 +174,38 @@ def test_a_new_worker_is_left_out_unless_an_older_one_is_lost(
         for number in ended:
             ours.send(json.dumps({"ended": number}).encode())
         assert found._blamed(view, error) == blamed
+
+
+def test_a_message_of_another_version_is_refused() -> None:
+    with members(most=3) as found:
+        packet = {"from": 7, "message": ["Join", "7", [], -1, "a field of a newer version"]}
+        (sent,) = found._heard(packet)
+        assert isinstance(sent, Send)
+        assert (sent.to.name, type(sent.message)) == ("7", Refused)
+        assert _join_in(packet) is None
+
+
+def test_nobody_joins_after_the_call() -> None:
+    """A request that came too late must not end the run, in which nothing would go on with it."""
+    script = """
+import json, os, socket
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+os.environ["SYNCLINE_ELASTIC"] = f"{theirs.fileno()}:0:1:1:2"
+import syncline
+from syncline.membership import Join, to_plain
+from syncline.process import process
+syncline.init("ring")
+sampler = syncline.sampler(list(range(12)), global_batch=6)
+
+def train():
+    asks = to_plain(Join("1", process.elastic._keeper._terms))
+    ours.send(json.dumps({"from": 1, "message": asks}).encode())
+    process.elastic._look_s = 0.0
+
+syncline.elastic(train)
+for batch in sampler:
+    sampler.commit()
+print(sampler.epoch)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr

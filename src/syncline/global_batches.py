@@ -134,6 +134,8 @@ class GlobalBatches:
         self.order, self._rank, self._world = order, rank, world
         self._check, self._log = check, log
         self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
+        self._made: tuple[int, int, int, SampleLog | None] | None = None
+        """The last commit: its epoch, its first step, the one after, and the log of its workers."""
         self._start = 0, 0  # the position that the script has begun at or moved to
         self.before_batch: Callable[[], None] | None = None
         """Called before each batch of a worker that is alone and that others may join."""
@@ -144,15 +146,20 @@ class GlobalBatches:
     ) -> None:
         """Continue at the position of ``state_dict`` with the parts of another rank and world.
 
-        Its last step is logged again with the workers so far: the one that wrote may have been lost before.
+        Its last steps are logged again with the workers that have made them: the one that wrote may have been lost
+        before.
         """
-        start = self._start
+        start, mine = self._start, (self.epoch, self.step)
         self.load_state_dict(state)
         self._start = start
         if log is not None and log.writes and (self.epoch, self.step) > start:
-            epoch, step = (self.epoch, self.step - 1) if self.step else (self.epoch - 1, self.order.steps - 1)
-            assert self._log is not None
-            self._log.write(epoch, step, self._batch(epoch, step))
+            epoch, end = (self.epoch, self.step) if self.step else (self.epoch - 1, self.order.steps)
+            first, made = end - 1, self._log
+            if self._made is not None and mine == (self.epoch, self.step):  # else others were a step ahead
+                epoch, first, end, made = self._made
+            assert made is not None
+            for step in range(first, end):
+                made.write(epoch, step, self._batch(epoch, step))
         self._rank, self._world, self._check, self._log = rank, world, check, log
 
     def _place(self, epoch: int, step: int) -> None:
@@ -216,6 +223,7 @@ class GlobalBatches:
         if self._log is not None and self._log.writes:
             for step in range(self.step, self.step + steps):
                 self._log.write(self.epoch, step, self._batch(self.epoch, step))
+        self._made = self.epoch, self.step, self.step + steps, self._log
         self.step += steps
         if self.step == self.order.steps:
             self._place(self.epoch + 1, 0)

@@ -71,7 +71,7 @@ class Process:
         self._variables = Variables()
         self._inits = 0
         self._check: Callable[[], None] | None = None  # called while others are waited for
-        self._again = False  # whether the session follows one that has lost a worker
+        self._again = False  # whether the session follows one with other members
         self._recording: SessionSpans | None = None
         self._recordings = 0
         self._metrics: Metrics | None = None
@@ -263,7 +263,7 @@ class Process:
         self.begin(replace(self._asked, timeout=min(timeout, self._asked.timeout)))
 
     def leave(self) -> NoReturn:
-        """End a server whose workers have left, with status 0."""
+        """End a server whose workers have left, or a worker that comes too late, with status 0."""
         self.end(fetch=True)
         sys.exit(0)
 

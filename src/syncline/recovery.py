@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from .errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
 from .global_batches import GlobalBatches, RepeatedBatches, go_on
 from .launch.relay import RelayLine
-from .membership import JOINING, Action, AskLauncher, Join, Peer, Send, View, ViewKeeper, from_plain, to_plain
+from .membership import JOINING, Action, AskLauncher, Join, Peer, Refused, Send, View, ViewKeeper, from_plain, to_plain
 from .process import process
 from .saving import packed, unpacked
 from .session.session import Session
@@ -133,6 +133,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
     finally:
         for counter in counters:
             counter.remove()
+        members.end_call()
 
 
 def _join(members: Members, state: Sequence[Stateful]) -> None:
@@ -202,6 +203,11 @@ class Members:
             raise NotBuiltError(f"syncline.elastic() works over transport=auto, shm and tcp, not with {strategy}")
         if strategy.schedule_object().apply != "step":
             raise NotBuiltError("syncline.elastic() works with schedules whose steps end in their iteration: fixed")
+        if strategy.roles is not None and strategy.roles.replicas and strategy.schedule_object().measures:
+            raise NotBuiltError(
+                f"syncline.elastic() works with replicas=1 and schedules that keep their buckets, not with {strategy}:"
+                " use schedule=fixed"
+            )
         if len(session.family) > 1:
             raise NotBuiltError("syncline.elastic() works without groups of workers")
         if (self.joins or not session.alone) and (len(self.given) != 1 or self.given[0].optimizer is None):
@@ -254,6 +260,14 @@ class Members:
             session.lone = []
         for sampler in session.global_batches:
             sampler.before_batch = self._end_alone if session.alone else None
+
+    def end_call(self) -> None:
+        """Let no worker join any more: outside ``syncline.elastic`` nothing would go on with it."""
+        self._asked = False
+        if process.joined is not None:
+            process.joined.renewed = None
+            for sampler in process.joined.global_batches:
+                sampler.before_batch = None
 
     def _is_asked(self) -> bool:
         """Whether a process asks to join that the members will take. Others are answered."""
@@ -387,7 +401,11 @@ class Members:
         if packet is None:
             return keeper.timeout()
         if "from" in packet:
-            name, message = str(packet["from"]), from_plain(packet["message"])
+            name = str(packet["from"])
+            try:
+                message = from_plain(packet["message"])
+            except ValueError:  # only a process that joins may have another version
+                return [Send(Peer(JOINING, name), Refused(f"this run has version {__version__}, and not yours"))]
             if isinstance(message, Join) and message.name in self._over:
                 return []  # it has died since
             return keeper.hear(keeper.view.named(name) or Peer(JOINING, name), message)
@@ -462,8 +480,10 @@ class Members:
 
 def _join_in(packet: dict[str, Any]) -> Join | None:
     """The request to join in a packet, if it has one."""
-    message = from_plain(packet["message"]) if "from" in packet else None
-    return message if isinstance(message, Join) else None
+    with suppress(ValueError):
+        message = from_plain(packet["message"]) if "from" in packet else None
+        return message if isinstance(message, Join) else None
+    return None
 
 
 class _Groups:

@@ -104,7 +104,12 @@ def test_run_refuses_what_cannot_work(tmp_path: Path, options: list[str], words:
 
 def test_run_goes_on_without_a_worker_and_names_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script, log = tmp_path / "train.py", tmp_path / "samples.jsonl"
-    script.write_text("import os, sys; print(os.environ['SYNCLINE_SAMPLES']); sys.exit(int(os.environ['RANK']))")
+    script.write_text(
+        "import os, sys\n"
+        "os.write(int(os.environ['SYNCLINE_ELASTIC'].split(':')[0]), b'{\"begun\": 1}')\n"
+        "os.write(1, os.environ['SYNCLINE_SAMPLES'].encode() + b'\\n')\n"
+        "sys.exit(int(os.environ['RANK']))\n"
+    )
     log.write_text("of an earlier run")
     result = call("run", "-n", "2", "--elastic", "1", "--samples", str(log), str(script))
     assert result.exit_code == 0
@@ -119,7 +124,7 @@ def test_run_goes_on_without_a_worker_and_names_it(tmp_path: Path, capfd: pytest
         ("weights", "line 1 of LOG is none of syncline run --samples"),
         ('{"epoch": 0}\n', "line 1 of LOG is none of syncline run --samples"),
         (
-            '{"sampler": 1, "members": [], "strategy": "", "algorithms": [], "epoch": 0, "step": 0, "samples": []}',
+            '{"sampler": 1, "members": [0], "strategy": "", "algorithms": [], "epoch": 0, "step": 0, "samples": []}',
             "LOG has the steps of several samplers",
         ),
     ],

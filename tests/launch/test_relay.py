@@ -192,3 +192,14 @@ def test_a_replacement_that_cannot_be_started_ends_no_other_process(
     said = capfd.readouterr().err
     assert said.count("no replacement for a lost worker could be started") == 3
     assert "it was the last of 3 tries" in said
+
+
+def test_a_replacement_that_ends_well_before_it_joins_ends_no_training() -> None:
+    found = Relay(2, 1, 2)
+    found._obey(0, {"begun": 1})
+    found.note_end(1, 9, 0.0)
+    found._obey(0, {"view": 2, "members": [0]})
+    number = found.replace(2.0)
+    found.note_end(number, 0, 3.0)
+    assert found.due(100.0) == 0.0
+    found.close()

@@ -352,3 +352,20 @@ def test_a_line_that_a_killed_writer_has_begun_is_left_out(tmp_path: Path) -> No
         ((0, 0), [1], [0, 1, 2]),
         ((0, 1), [1], [3, 4, 5]),
     ]
+
+
+def test_a_step_is_logged_again_with_the_workers_that_made_it(tmp_path: Path) -> None:
+    """Two losses without a step between them: the second one's survivor logs it, though it has had a view since."""
+    file = str(tmp_path / "samples.jsonl")
+    how = {"strategy": "ring", "algorithms": []}
+    batches = GlobalBatches(
+        SampleOrder(24, seed=4, global_batch=4), 2, 3, log=SampleLog(file, 0, [0, 1, 2], False, how)
+    )
+    walk = iter(batches)
+    for _ in range(2):
+        next(walk)
+    batches.commit(2)
+    for rank, members in ((1, [0, 2]), (0, [2])):
+        log = SampleLog(file, 0, members, rank == 0, how)
+        batches.divide(batches.state_dict(), rank, len(members), lambda: None, log)
+    assert {at: line["members"] for at, line in read_log(file).items()} == {(0, 0): [0, 1, 2], (0, 1): [0, 1, 2]}

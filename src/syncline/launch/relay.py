@@ -83,6 +83,8 @@ class Relay:
         """The seconds until a replacement must be started; None if none is wanted."""
         if self._most is None or self._early >= _EARLY or self._finished or self.is_over:
             return None
+        if any(now_s - self._started[number] > _EARLY_S for number in self._joined & self._started.keys()):
+            self._early = 0  # one that stays
         living = len(self._pairs) - len(self._ended)
         members = len(self.members - self._ended.keys()) + len(self._started.keys() - self._joined)
         return max(0.0, self._next_s - now_s) if members < self._processes and living < self._most else None
@@ -155,7 +157,7 @@ class Relay:
         """Note that a process has ended, and tell the others. Returns what the user should know, if anything."""
         self.read(rank)  # what it said before
         self._ended[rank] = status
-        self._finished |= not status
+        self._finished |= not status and rank in self.members
         self._tell_others(rank, {"ended": rank})
         return self._note_loss(rank, status, now_s)
 
@@ -174,6 +176,11 @@ class Relay:
         left = sum(not self._ended.get(rank) for rank in self.members)
         early = not self._begun and any(self._ended.values())
         return self.members <= self._ended.keys() or early or left < self._least or 2 * left < len(self.members)
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether ranks are no longer the numbers of processes."""
+        return self._order != list(range(self._processes))
 
     @property
     def succeeded(self) -> bool:

@@ -83,7 +83,7 @@ class Session(Communicator):
         self.pools: Any = None
         """The pool that distributes batches, once a sampler uses one."""
         self.numbers: tuple[int, ...] | None = None
-        """The processes' numbers in an elastic run, which has lost others; None if they are the ranks."""
+        """The processes' numbers in an elastic run whose members have changed; None if they are the ranks."""
         self.view = 1
         """The number of this group of members in an elastic run."""
         self.renewed: Callable[[], bool] | None = None

@@ -145,7 +145,7 @@ def run(
         went_on = "" if outcome.status else "; the run went on"
         click.echo(f"syncline: {outcome.text}{went_on}", err=True)
     if outcome.status:
-        _keep_flight(flight, flight_path, outcome)
+        _keep_flight(flight, flight_path, outcome, renumbered=relay is not None and relay.renumbered)
     flight.close()
     sys.exit(outcome.status)
 
@@ -215,7 +215,7 @@ def _flight_memory(path: Path, processes: int) -> FlightMemory:
     return FlightMemory(processes)
 
 
-def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome) -> None:
+def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome, renumbered: bool) -> None:
     """Write the flight record of a failed run if it tells something. Prints the file and the verdict.
 
     If there is none, it says so only where a file of an earlier run could be taken for it.
@@ -226,7 +226,9 @@ def _keep_flight(memory: FlightMemory, path: Path, outcome: Outcome) -> None:
     from ..report.files import replace_text
 
     ended = {ending.rank: ending.how for ending in outcome.endings if ending.status and not ending.told}
-    record = memory.record(-1 if outcome.culprit is None else outcome.culprit[0], ended)
+    culprit = -1 if outcome.culprit is None else outcome.culprit[0]
+    # The record has ranks, the launcher has numbers of processes: those of an elastic run may differ.
+    record = memory.record(-1, {}) if renumbered else memory.record(culprit, ended)
     if record is None or not record.tells:
         if memory.fds and path.exists():
             click.echo(f"syncline: nobody waited, so there is no flight record; {path} is of an earlier run", err=True)
