@@ -182,7 +182,7 @@ EVERY = "SYNCLINE_EVERY_POINT" in os.environ
 def test_a_second_loss_at_any_point(pool: Pool, addresses: Callable[[], str], tmp_path: Path, strategy: str) -> None:
     log = tmp_path / "samples.jsonl"
     passed = dies(pool, addresses(), log, 0, "", strategy)
-    assert "before send Accept 1" in passed[0]
+    assert any("before send Accept 1" in points for points in passed.values())
     for rank, points in passed.items():
         for point in points if EVERY else points[rank::29]:
             dies(pool, addresses(), log, rank, point, strategy)
