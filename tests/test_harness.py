@@ -59,7 +59,7 @@ def test_files_that_are_to_begin_are_there(shared: Any) -> None:
 
 def test_files_of_tests_have_names_of_their_own() -> None:
     """Folders of tests are no packages: of two modules of one name the second is not run."""
-    names = Counter(path.name for path in HERE.rglob("*.py") if path.name != "conftest.py")
+    names = Counter(path.name for path in HERE.rglob("*.py") if path.name not in ("conftest.py", "__main__.py"))
     assert not [name for name, count in names.items() if count > 1]
 
 

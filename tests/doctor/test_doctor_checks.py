@@ -235,6 +235,7 @@ def test_a_broken_part_of_another_package_is_named(
     points = {"syncline.codecs": [EntryPoint("mine", "nonesuch.part", "syncline.codecs")]}
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: points.get(group, []))
     monkeypatch.setattr(registry, "_loaded", set())
+    monkeypatch.setattr(registry, "_begun", set())
     monkeypatch.setattr(registry, "_left_out", {kind: {} for kind in registry.KINDS})
     found = only(checks.plugins(), "warn")
     assert "codec 'mine'" in found.text

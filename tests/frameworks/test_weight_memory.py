@@ -31,7 +31,9 @@ def allocate(nbytes: int, dtype: Any) -> Any:
 
 
 def exchange_of(mode: Any, rank: int, memory: WeightMemory) -> WeightExchange:
-    session: Any = SimpleNamespace(world_size=WORKERS, rank=rank, alone=False, process=SimpleNamespace(before_end=[]))
+    session: Any = SimpleNamespace(
+        world_size=WORKERS, rank=rank, alone=False, process=SimpleNamespace(before_end=[]), paces={}
+    )
     return weight_exchange(session, 0, mode, memory)
 
 

@@ -122,7 +122,7 @@ def test_a_lost_process_is_replaced_and_asks_the_first_member(monkeypatch: pytes
     monkeypatch.setattr(relays, "_PAUSE_S", 0.0)
     outcome = run(
         "if rank == 1: assert hear() == {'ended': 0}; send(view=2, members=[1])\n"
-        "if rank == 2: assert os.environ['WORLD_SIZE'] == '1'; send(join=['Join'])\n"
+        "if rank == 2: assert os.environ['WORLD_SIZE'] == '1'; send(join=['Join']); assert hear() == {'ended': 1}\n"
         "if rank == 1: assert hear() == {'from': 2, 'message': ['Join']}; send(view=3, members=[1, 2])\n"
         "sys.exit(3 * (rank == 0))",
         most=2,
