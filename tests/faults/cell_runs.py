@@ -52,7 +52,7 @@ def run_cell(pool: Pool, cell: Cell) -> str:
     between = cell.transport == "hosts"
     text = f"{'ring' if backend else cell.strategy} transport={'tcp' if between else cell.transport}"
     processes = WORKERS + Strategy.parse(text).servers
-    before = set(_SHARED.iterdir())
+    before = _in_shared_memory()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     strategy = f"backend {text}" if backend else text
     try:
@@ -60,7 +60,7 @@ def run_cell(pool: Pool, cell: Cell) -> str:
             how = [processes, address, strategy, cell.fault, cell.point, str(folder), hosts]
             with pool.start(cell_bodies.run, [[index, *how] for index in range(processes)]) as group:
                 found = _judge(group, cell)
-        left = set(_SHARED.iterdir()) - before
+        left = _in_shared_memory() - before
         return found or (f"left in /dev/shm: {', '.join(sorted(path.name for path in left))}" if left else "")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -75,6 +75,11 @@ def _places(hosts: int) -> Iterator[tuple[str, list[int]]]:
     with Lab(hosts) as lab:
         assert lab._switch is not None
         yield f"{lab.address(0)}:{_PORT}", [*(host.pid for host in lab._hosts), lab._switch.pid]
+
+
+def _in_shared_memory() -> set[Path]:
+    """The files in shared memory, but those of MPI libraries, which other tests may use meanwhile."""
+    return {path for path in _SHARED.iterdir() if not path.name.startswith(("mpich_shm_", "sm_segment"))}
 
 
 def _judge(group: Group, cell: Cell) -> str:
