@@ -8,8 +8,8 @@ is busy.
 
 A pacer is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990; a token bucket with a debt). It computes the time at
 which all passed bytes would have gone through at the rate, and lets more pass while that time is less than a quantum
-ahead. It makes up for late wake-ups, up to a limit; a pause of the sender gives no credit. At most ``rate * t +
-burst_bytes`` pass in t seconds.
+ahead. It makes up for late wake-ups, up to a limit; a pause gives no credit. At most ``rate * t + burst_bytes`` pass in
+t seconds.
 ``Shape``, ``Pacer`` and ``DelayLine`` are arithmetic, without I/O or clock.
 """
 
@@ -87,7 +87,6 @@ class Pacer:
         self._rate = bytes_per_s
         self._ahead_s = QUANTUM_S if bytes_per_s is None else max(QUANTUM_S, PACKET_BYTES / bytes_per_s)
         self._free_at = float("-inf")  # when all passed bytes would have gone through
-        self._paused = False  # since the last bytes nothing has waited to pass
 
     @property
     def burst_bytes(self) -> float:
@@ -98,8 +97,7 @@ class Pacer:
         """Bytes that may pass at ``now``: 0, or at least a packet."""
         if self._rate is None:
             return WINDOW_BYTES
-        self._free_at = max(self._free_at, now if self._paused else now - LATE_S)
-        self._paused = False
+        self._free_at = max(self._free_at, now - LATE_S)
         # Half a byte more, or a quantum of exactly one packet would round down to none.
         count = int((now + self._ahead_s - self._free_at) * self._rate + 0.5)
         return count if count >= PACKET_BYTES else 0
@@ -110,13 +108,9 @@ class Pacer:
             self._free_at += nbytes / self._rate
 
     def rest(self, now: float) -> None:
-        """Note that no bytes were found waiting at ``now``. Some may wait from now on, unseen until a late wake-up."""
+        """Note that no connection wants to pass at ``now``: the port does not save up unused time."""
         if self._rate is not None:
             self._free_at = max(self._free_at, now)
-
-    def pause(self) -> None:
-        """Note that no bytes wait, and that none will before the next call of ``allowance``."""
-        self._paused = True
 
     @property
     def opens_at(self) -> float:
@@ -324,7 +318,7 @@ class ShapedLoop(Loop):
             except OSError:
                 self._lose(fd)
             self._out.spend(granted - line.granted)
-        self._out.pause()
+        self._out.rest(self._clock())
 
     def _writable(self) -> list[int]:
         return [fd for fd, link in self._links.items() if not link.idle and self._lines[fd].writable]
