@@ -8,7 +8,7 @@ is busy.
 
 A pacer is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990; a token bucket with a debt). It computes the time at
 which all passed bytes would have gone through at the rate, and lets more pass while that time is less than a quantum
-ahead. It makes up for late wake-ups, up to a limit; a pause gives no credit. At most ``rate * t + burst_bytes`` pass in
+ahead. It makes up for late wake-ups up to a limit, and so for a pause. At most ``rate * t + burst_bytes`` pass in
 t seconds.
 ``Shape``, ``Pacer`` and ``DelayLine`` are arithmetic, without I/O or clock.
 """
