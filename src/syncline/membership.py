@@ -375,7 +375,7 @@ class ViewKeeper:
         return [] if self.stopped else self._halt()
 
     def renew(self) -> list[Action]:
-        """End this view after a step that all have finished. Whoever has asked to join is in the next one."""
+        """End this view after a step that all have finished. The next one has the processes that have asked to join."""
         if self.stopped:
             return []
         proposes = self.coordinator == self.me.number and self._round is None

@@ -203,11 +203,6 @@ class Members:
             raise NotBuiltError(f"syncline.elastic() works over transport=auto, shm and tcp, not with {strategy}")
         if strategy.schedule_object().apply != "step":
             raise NotBuiltError("syncline.elastic() works with schedules whose steps end in their iteration: fixed")
-        if strategy.roles is not None and strategy.roles.replicas and strategy.schedule_object().measures:
-            raise NotBuiltError(
-                f"syncline.elastic() works with replicas=1 and schedules that keep their buckets, not with {strategy}:"
-                " use schedule=fixed"
-            )
         if len(session.family) > 1:
             raise NotBuiltError("syncline.elastic() works without groups of workers")
         if (self.joins or not session.alone) and (len(self.given) != 1 or self.given[0].optimizer is None):
@@ -511,6 +506,11 @@ def _check_owners(strategy: Strategy, joins: bool) -> None:
         raise NotBuiltError(
             f"no worker can join {strategy}, whose optimizer's state is in parts: use --elastic LEAST without a"
             f" greatest number, or ps(servers={roles.owners}, on=workers, update=worker)"
+        )
+    if roles is not None and roles.replicas and strategy.schedule_object().measures:
+        raise NotBuiltError(  # new buckets come without the state of the step before
+            f"syncline.elastic() works with replicas=1 and schedules that keep their buckets, not with {strategy}:"
+            " use schedule=fixed"
         )
     if roles is None or not (roles.apart or (roles.holds_weights and not roles.replicas)):
         return

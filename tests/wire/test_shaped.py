@@ -70,10 +70,11 @@ def test_who_has_much_to_send_gets_the_whole_rate_although_it_wakes_late(rate: f
 
 
 @given(rates, st.floats(1.0, 1e5))
-def test_a_pause_gives_no_credit(rate: float, pause: float) -> None:
+def test_a_pause_gives_credit_up_to_a_limit_and_none_once_noted(rate: float, pause: float) -> None:
     pacer = Pacer(rate)
     pacer.rest(0.0)
     pacer.spend(pacer.allowance(0.0))
+    assert pacer.allowance(pause * (1 + QUANTUM_S)) <= pacer.burst_bytes + 1
     pacer.rest(pause * (1 + QUANTUM_S))
     assert pacer.allowance(pause * (1 + QUANTUM_S)) <= max(rate * QUANTUM_S, PACKET_BYTES) + 1
 

@@ -191,7 +191,7 @@ class Explanation(ResultFile):
         return Table(columns, self.causes, title="Causes")
 
     def changes_table(self) -> Table[Change]:
-        """What changes would bring."""
+        """The gains of changes, measured or predicted."""
 
         columns: tuple[Column[Change], ...] = (
             Column("change", "change", kind="name"),

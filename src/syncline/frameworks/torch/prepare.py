@@ -59,7 +59,7 @@ from .supported import check_own_values, check_parameters, checked_alone, foreig
 
 @dataclass(frozen=True)
 class Given:
-    """What ``prepare`` was given."""
+    """A model with the arguments of its ``prepare``, which outlive the session."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -89,7 +89,7 @@ class Prepared:
 
     @property
     def given(self) -> Given:
-        """What ``prepare`` was given."""
+        """The arguments of ``prepare`` for this model."""
         return Given(self.model, self.optimizer, self.replica.options)
 
     def consolidate(self) -> None:
@@ -319,7 +319,7 @@ def keep_values(before: Given) -> Callable[[], None]:
 def copy_again(session: Session, before: Given, root: int, whole: bool) -> None:
     """Give a released model and its optimizer the values of ``root``. Gradients of a step that broke are dropped.
 
-    The optimizer's state is copied if each worker has the ``whole`` of it. What workers own in parts follows by
+    The optimizer's state is copied if each worker has the ``whole`` of it. Parts that single workers own follow by
     ``put_together_again``.
     """
     before.model.zero_grad(set_to_none=True)
@@ -346,9 +346,11 @@ class Held:
 
 
 def hold_parts(before: Prepared, earlier: int) -> Held | None:
-    """What this worker owns and follows of a model after the last steps, ``earlier`` of which were before its clock.
+    """The parts of a model that this worker owns or follows, after its last steps.
 
-    None for a model whose workers have all of it. Owners make no more updates.
+    Its clock does not count the first ``earlier`` steps.
+
+    None for a model that every worker has whole. Owners make no more updates.
     """
     if before.client is None:
         return None

@@ -3,7 +3,8 @@
 ``global_batches.RepeatedBatches`` yields the parts of a step's workers. Each part goes through the script's loop. The
 gradients of all but the last part are taken away after ``backward``, so that ``optimizer.step()`` finds none and
 changes nothing. After the last part the gradients are added as the plan of these workers adds them, chunk by chunk, and
-``optimizer.step()`` gets their mean. What else the loop changes is put back before each further part.
+``optimizer.step()`` gets their mean. Values of groups, shared objects and buffers are put back before each further
+part.
 
 The sums are equal bit for bit to those of a run by plans of Syncline, of float32 and float64, whose buckets were not
 replaced by measuring.
