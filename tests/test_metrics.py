@@ -112,6 +112,7 @@ def test_a_scrape_shows_what_stats_count(group: Any, strategy: str, capfd: pytes
     assert status == 200
     assert "metrics at http://127.0.0.1:" in capfd.readouterr().err
     assert found['syncline_steps_total{rank="0"}'] == stats.steps == 5
+    assert found['syncline_repairs_total{rank="0"}'] == stats.repairs == 0
     assert found['syncline_step_seconds_count{rank="0"}'] == stats.timed_steps == 4
     assert found['syncline_step_seconds_sum{rank="0"}'] == stats.timed_s >= stats.step_s > 0
     assert found['syncline_blocked_seconds_total{rank="0"}'] >= stats.blocked_s > 0

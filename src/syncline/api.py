@@ -50,6 +50,7 @@ def init(
     tls: str | None = None,
     check_replicas: int | None = None,
     check_finite: bool | Literal["warn"] | None = None,
+    elastic: int | tuple[int, int | None] | None = None,
 ) -> None:
     """Join this run's processes.
 
@@ -71,6 +72,10 @@ def init(
     bit for bit before every n-th step, and with ``check_finite=True`` each looks at its gradients before they are sent.
     A fault ends the run with an error that names rank, parameter and step. ``check_finite="warn"`` only warns, as a
     GradScaler needs. The defaults are ``SYNCLINE_CHECK_REPLICAS`` and ``SYNCLINE_CHECK_FINITE``.
+
+    ``elastic=(2, 8)`` says with how many workers ``syncline.elastic`` may go on: 2 to 8, or with ``elastic=2`` at least
+    two. It is refused unless the launcher was started with ``--elastic`` and allows these numbers. It defaults to
+    ``SYNCLINE_ELASTIC`` (``2:8``), which ``syncline run`` reads too.
     """
     process.begin(
         Arguments(
@@ -86,6 +91,7 @@ def init(
             tls=tls,
             check_replicas=check_replicas,
             check_finite=check_finite,
+            elastic=elastic,
         )
     )
 

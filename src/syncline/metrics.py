@@ -361,6 +361,7 @@ class _Collector:
 def counters_of(stats: Stats) -> Iterable[tuple[str, str, list[float]]]:
     """The plain counters: name, meaning and value."""
     yield "syncline_steps", "Finished steps, including those before a resumed checkpoint.", [float(stats.steps)]
+    yield "syncline_repairs", "Lost workers without which an elastic run has gone on.", [float(stats.repairs)]
     yield "syncline_blocked_seconds", "Time for which the training thread was blocked in Syncline.", [stats.blocked_s]
     if stats.samples is not None:
         yield "syncline_samples", "Weights of this rank's batches, summed.", [stats.samples]

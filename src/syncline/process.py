@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
-from .launch.environment import Environment, Variables
-from .launch.relay import joins
+from .launch.environment import REPEATS, Environment, Variables
+from .launch.relay import Range, joins, range_asked
 from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.checks import Finite, asked_for
 from .session.groups import WorkerGroup, found_group
@@ -56,6 +56,7 @@ class Arguments:
     tls: str | None = None
     check_replicas: int | None = None
     check_finite: Finite | None = None
+    elastic: int | tuple[int, int | None] | None = None
 
 
 class Process:
@@ -81,6 +82,8 @@ class Process:
         self._asked = Arguments()  # those of the last ``begin``
         self.strategy = ""
         """The strategy that was asked for, as the processes of a run must agree on it."""
+        self.range: Range | None = None
+        """The numbers of workers of an elastic run that the script or the user asks for."""
         self.elastic: Any = None
         """The members of an elastic run, once the script has called ``syncline.elastic``."""
 
@@ -126,6 +129,7 @@ class Process:
         self._asked = asked
         self._watch_exceptions()
         secret_bytes(asked.secret)
+        self.range = None if os.environ.get(REPEATS) else range_asked(asked.elastic)
         environment = self._variables.recognise(rank=asked.rank, world_size=asked.world_size, address=asked.address)
         chosen, checks = _choose(asked.strategy, environment), asked_for(asked.check_replicas, asked.check_finite)
         self.strategy = str(chosen)
@@ -156,6 +160,7 @@ class Process:
                     recording=recording,
                     flight=flight,
                     checks=checks,
+                    elastic="" if self.range is None else str(self.range),
                 )
                 self._variables.count_workers(environment, chosen.servers)
         if metrics is not None:

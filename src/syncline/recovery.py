@@ -98,6 +98,8 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
     cannot join.
     """
     if process.elastic is None and (line := RelayLine.inherit()) is not None:
+        if process.range is not None:
+            line.narrow(process.range)
         process.elastic = Members(line)
     members: Members | None = process.elastic
     if members is None:
@@ -177,6 +179,7 @@ class Members:
         self._run = os.environ.get("SYNCLINE_RUN_ID", "")
         self._sessions = process.sessions - 1  # before the first one of this run
         self._calls = 0  # of syncline.elastic
+        self._repairs = 0  # the lost workers without which the run has gone on
         self._earlier: list[int] = []  # for each model, the steps that were finished before its owners' clock began
 
     @property
@@ -220,6 +223,7 @@ class Members:
             {
                 "version": __version__,
                 "strategy": process.strategy,
+                "elastic": str(process.range),
                 "model": "; ".join(given.described for given in self.given),
                 "data": "; ".join(str(sampler.order) for sampler in session.global_batches),
                 "state": ", ".join(type(one).__name__ for one in state),
@@ -340,7 +344,7 @@ class Members:
                 actions = [*self._keeper.suspect(self._blamed(view, error)), *self._keeper.broken()]
             else:
                 self._keeper.restored()
-                self._trained = view.numbers
+                self._trained, self._repairs = view.numbers, process.session.repairs
                 self._count_from_here()
                 return
         raise self._failed(ended, "the workers that are left cannot connect")
@@ -460,8 +464,9 @@ class Members:
             if again is not None:
                 process.prepared.append(again)
         shared: list[Stateful] = [*(_Groups(given.optimizer) for given in self.given), *state]
-        mine = packed([[one.state_dict() for one in each] for each in (shared, samplers)])
-        values, positions = unpacked(mine if session.alone else session.tell_all(mine, root))
+        repairs = self._repairs + len(self._trained - view.numbers)
+        mine = packed([[one.state_dict() for one in shared], [one.state_dict() for one in samplers], repairs])
+        values, positions, session.repairs = unpacked(mine if session.alone else session.tell_all(mine, root))
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
         go_on(session, samplers, positions)

@@ -47,8 +47,10 @@ _COLUMNS = (
     ("sent MB/s", "sent_mb_per_s", "{:.1f}"),
     ("stale", "staleness", "{:.1f}"),
     ("error", "compression_error", "{:.3f}"),
+    ("repairs", "repairs", "{}"),
 )
-"""The title of each column, the name in ``Stats.since``, and the format. A table has a column if any rank has it."""
+"""The title of each column, the name of its values, those of ``Stats.since`` among them, and the format. A table has a
+column if any rank has it."""
 
 
 class Address(NamedTuple):
@@ -89,6 +91,8 @@ class Watched:
         self.fault, self.seen = "", answer
         if self.past:
             self.values |= answer.stats.since(self.past[0])
+        if answer.stats.repairs:
+            self.values["repairs"] = answer.stats.repairs
         self.past.append(answer.stats)
 
 
@@ -282,6 +286,7 @@ def read(text: str) -> Seen:
             timed_s=numbers.get("syncline_step_seconds_sum", 0.0),
             samples=numbers.get("syncline_samples_total"),
             compression_error=numbers.get("syncline_compression_error"),
+            repairs=int(numbers.get("syncline_repairs_total", 0)),
         ),
     )
 

@@ -68,15 +68,15 @@ def test_columns_of_staleness_and_errors_are_there_if_a_rank_has_them() -> None:
     more = (
         'syncline_staleness_steps_count{rank="0"} 4.0\nsyncline_staleness_steps_sum{rank="0"} 6.0\n'
         'syncline_version_lag_count{rank="0"} 4.0\nsyncline_version_lag_sum{rank="0"} 0.0\n'
-        'syncline_compression_error{rank="0"} 0.125\n'
+        'syncline_compression_error{rank="0"} 0.125\nsyncline_repairs_total{rank="0"} 2.0\n'
     )
     plain = lambda _: read(answer(ports="0-0"))  # noqa: E731
     watch = Watch([Address("h", 9400)], asking(plain, lambda _: read(answer(ports="0-0", steps=9, more=more))))
     for _ in range(2):
         watch.refresh()
     text = drawn(watch)
-    assert text.splitlines()[1].split()[-2:] == ["stale", "error"]
-    assert text.splitlines()[2].split()[-2:] == ["1.5", "0.125"]
+    assert text.splitlines()[1].split()[-3:] == ["stale", "error", "repairs"]
+    assert text.splitlines()[2].split()[-3:] == ["1.5", "0.125", "2"]
     assert max(map(len, text.splitlines())) <= 60
 
 

@@ -102,7 +102,12 @@ def test_run_refuses_what_cannot_work(tmp_path: Path, options: list[str], words:
     assert words in result.output
 
 
-def test_run_goes_on_without_a_worker_and_names_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", [["--elastic", "1"], []])
+def test_run_goes_on_without_a_worker_and_names_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    if not option:
+        monkeypatch.setenv("SYNCLINE_ELASTIC", "1")
     script, log = tmp_path / "train.py", tmp_path / "samples.jsonl"
     script.write_text(
         "import os, sys\n"
@@ -111,7 +116,7 @@ def test_run_goes_on_without_a_worker_and_names_it(tmp_path: Path, capfd: pytest
         "sys.exit(int(os.environ['RANK']))\n"
     )
     log.write_text("of an earlier run")
-    result = call("run", "-n", "2", "--elastic", "1", "--samples", str(log), str(script))
+    result = call("run", "-n", "2", *option, "--samples", str(log), str(script))
     assert result.exit_code == 0
     assert result.output == "syncline: rank 1 ended with status 1; the run went on\n"
     assert capfd.readouterr().out.splitlines() == [str(log)] * 2

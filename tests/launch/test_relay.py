@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from syncline.errors import GroupError
+from syncline.errors import GroupError, UsageError
 from syncline.launch import local
 from syncline.launch import relay as relays
 from syncline.launch.child import Child
@@ -98,6 +98,68 @@ def test_a_line_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (line.number, line.processes, line.least, line.most, line.joins) == (1, 2, 2, 0, False)
     line._sock.close()
     found.close()
+
+
+SERVED = "5:0:4:2:8"  # 4 processes, of 2 to 8 members
+CLOSED = "5:0:4:2:0"  # nobody joins
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "found"),
+    [
+        (None, "", None),
+        (None, SERVED, None),
+        ((2, 8), SERVED, (2, 8)),
+        ((3, 6), SERVED, (3, 6)),
+        ([2, 4], CLOSED, (2, 4)),
+        (2, SERVED, (2, None)),
+        ((2, None), CLOSED, (2, None)),
+    ],
+)
+def test_a_script_asks_for_numbers_that_its_launcher_serves(
+    monkeypatch: pytest.MonkeyPatch, given: Any, variable: str, found: Any
+) -> None:
+    monkeypatch.setenv(relays.VARIABLE, variable)
+    assert relays.range_asked(given) == found
+
+
+ASKED, REMEDY = "the script asks for an elastic run of", "start it with syncline run -n 8 --elastic 2:8, or leave"
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "words"),
+    [
+        ((2, 8), "", f"{ASKED} 2 to 8 workers, but its launcher lets no run go on when a worker is lost: {REMEDY}"),
+        (None, "2:8", REMEDY),
+        (2, "", f"{ASKED} at least 2 workers, but .* syncline run -n 2 --elastic 2, or leave"),
+        ((1, 8), SERVED, "the launcher ends it when fewer than 2 are left: use syncline run --elastic 1:8"),
+        ((2, 9), SERVED, "the launcher lets at most 8 take part: use syncline run --elastic 2:9"),
+        ((2, 8), CLOSED, "the launcher lets at most 4 take part: use syncline run --elastic 2:8"),
+        ((2, 3), SERVED, "but 4 were started: use syncline run -n 3"),
+        ((6, 8), SERVED, "but 4 were started: use syncline run -n 8"),
+        (None, "2;8", "SYNCLINE_ELASTIC: 2;8 is not LEAST or LEAST:MOST"),
+        (None, "3:2", "SYNCLINE_ELASTIC=3:2: give the least and the greatest number of workers"),
+        *(
+            (wrong, SERVED, "give the least and the greatest number of workers, two numbers from 1 in this order")
+            for wrong in ((0, 2), 0, -1, (3, 2), (2, 3, 4), "2:8", True, (2.0, 8), (True, 8))
+        ),
+    ],
+)
+def test_numbers_of_workers_that_cannot_be_are_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, given: Any, variable: str, words: str
+) -> None:
+    monkeypatch.setenv(relays.VARIABLE, variable)
+    with pytest.raises(UsageError, match=words):
+        relays.range_asked(given)
+
+
+def test_members_are_no_more_and_no_fewer_than_a_script_asks_for() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for most, asked, found in ((8, (3, 6), (3, 6)), (8, (3, None), (3, 8)), (0, (3, 4), (3, 0))):
+            line = RelayLine(theirs, 0, 4, 2, most)
+            line.narrow(asked)
+            assert (line.least, line.most) == found
 
 
 @pytest.mark.parametrize(("processes", "least"), [(3, 1), (2, 2)])

@@ -105,7 +105,7 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     for what, step in happenings:
         if what in ("updates", "updated", "late"):
             in_step(what, step)
-    syncline.init(plan["strategy"], secret=SECRET, liveness=2.0)
+    syncline.init(plan["strategy"], secret=SECRET, liveness=2.0, elastic=plan.get("asks"))
 
     def made() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
         x, y, model, *rest = problem()
@@ -116,7 +116,8 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
         return x, y, model, *rest
 
     learnt = learn_all(happen, made)
-    line.send([*learnt, syncline.rank(), list(syncline.stats().members), points.passed])
+    stats = syncline.stats()
+    line.send([*learnt, syncline.rank(), list(stats.members), stats.repairs, points.passed])
     syncline.shutdown()
 
 

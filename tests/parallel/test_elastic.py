@@ -114,7 +114,7 @@ def check(group: Group, survivors: list[int], calls: int | list[int], log: Path)
     weights, rate = expected()
     again = repeated(log)
     for rank, index in enumerate(survivors):
-        found, lr, called, new_rank, members, _ = group.ranks[index].said[-1]
+        found, lr, called, new_rank, members, *_ = group.ranks[index].said[-1]
         assert found == again
         np.testing.assert_allclose(found, weights, rtol=1e-9, atol=1e-12)
         made = calls if isinstance(calls, int) else calls[rank]
@@ -191,13 +191,15 @@ def test_a_second_loss_at_any_point(pool: Pool, addresses: Callable[[], str], tm
 def test_three_workers_then_two_then_three(pool: Pool, address: str, tmp_path: Path) -> None:
     """A worker is lost and another one joins, then the same with rank 0."""
     log = tmp_path / "samples.jsonl"
-    plan = {"samples": str(log), "most": 3, "1": ("before", 2), "0": [("join", 4), ("before", 7)], "2": ("join", 9)}
+    happens = {"1": ("before", 2), "0": [("join", 4), ("before", 7)], "2": ("join", 9)}
+    plan = {"samples": str(log), "most": 3, "asks": (1, 3), **happens}
     with started(pool, address, 3, **plan) as (group, relay):
         lose(group, relay, 1)
         replace(group, relay, 0, address, 3, **plan)
         lose(group, relay, 0)
         replace(group, relay, 2, address, 3, **plan)
         check(group, [2, 3, 4], [5, 3, 1], log)
+        assert [group.ranks[index].said[-1][5] for index in (2, 3, 4)] == [2, 2, 2]  # losses repaired
     members = members_of_steps(log)
     assert members[:2] == [[0, 1, 2]] * 2
     assert members[2:5] == [[0, 2]] * 3

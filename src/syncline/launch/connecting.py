@@ -108,13 +108,14 @@ def connect_session(
     recording: SessionSpans | None = None,
     flight: FlightPlace | None = None,
     checks: Checks = Checks(),  # noqa: B008 - a frozen value
+    elastic: str = "",
 ) -> Session:
     """Join the processes that meet at ``point`` under the name ``run``: workers, then the strategy's servers.
 
     ``secret``, ``interface``, ``timeout`` and ``tls`` are as in ``syncline.init``. If the strategy leaves the
     architecture open, the workers measure the best algorithm for each size (``tuning``). A ``recording`` goes on until
     the session ends. ``flight`` is the memory for this process's flight record. All processes must ask for the same
-    ``checks``.
+    ``checks``, and for the same numbers of workers of an ``elastic`` run.
     """
     check_asked(strategy)
     tls = tls or os.environ.get("SYNCLINE_TLS")  # here, so that it holds for every session, whoever begins it
@@ -132,7 +133,7 @@ def connect_session(
             address = listen_address(environment, interface)
             terms = {"strategy": str(strategy), "version": __version__, folder.VARIABLE: traced}
             terms[algorithm_choice.VARIABLE] = algorithm_choice.mode()
-            terms["checks"] = checks.asked
+            terms |= {"checks": checks.asked, "elastic": elastic}
             doors = Listener(address, run_id(run), joined.secret, environment.rank, environment.world, tls=joined.tls)
             with closing(doors):
                 roll = client.call_roll(doors.describe(terms), run, joined.secret)

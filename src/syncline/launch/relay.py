@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 from collections import deque
@@ -19,13 +20,89 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import GroupError
+from ..errors import GroupError, UsageError
 
 VARIABLE = "SYNCLINE_ELASTIC"
 """The environment variable with the descriptor of a process's end and numbers: its own, the number of processes at the
-start, and the least and the greatest number of members (0: nobody joins)."""
+start, and the least and the greatest number of members (0: nobody joins). A user may set it to LEAST or LEAST:MOST,
+which then holds for ``syncline run`` and for ``syncline.init``."""
+
+_LINE = re.compile(r"\d+(:\d+){4}", re.ASCII)
 
 PACKET_BYTES = 1 << 16
+
+
+Range = tuple[int, int | None]
+"""The least and the greatest number of workers of an elastic run; None for the number that the launcher allows."""
+
+
+def read_range(text: str, name: str) -> Range:
+    """The numbers in a text. Raises UsageError, which begins with ``name``, for other texts."""
+    least, colon, most = text.partition(":")
+    if not _is_number(least) or (colon and not _is_number(most)) or int(least) < 1:
+        raise UsageError(f"{name} {text} is not LEAST or LEAST:MOST, two numbers of workers from 1")
+    return int(least), int(most) if colon else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def range_asked(given: object) -> Range | None:
+    """The numbers that a script asks for with ``init(elastic=)``, or else the user by the variable; None for none.
+
+    Raises UsageError for other values, and for numbers that the launcher of this process does not serve.
+    """
+    if given is None:
+        text = text_of_user()
+        asked = _checked(read_range(text, f"{VARIABLE}:"), f"{VARIABLE}={text}") if text else None
+    else:
+        asked = _checked((given, None) if isinstance(given, int) else given, f"elastic={given!r}")
+    if asked is not None:
+        _check_served(asked)
+    return asked
+
+
+def text_of_user() -> str:
+    """The variable as a user has set it. A launcher sets it otherwise, for its own processes."""
+    text = os.environ.get(VARIABLE, "")
+    return "" if _LINE.fullmatch(text) else text
+
+
+def _checked(pair: object, said: str) -> Range:
+    """The numbers if they are a range. Raises UsageError for other values; ``said`` is how they were given."""
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        least, most = pair
+        if type(least) is int and least >= 1 and (most is None or (type(most) is int and most >= least)):
+            return least, most
+    raise UsageError(
+        f"{said}: give the least and the greatest number of workers, two numbers from 1 in this order, such as"
+        " elastic=(2, 8), or the least one alone, as elastic=2"
+    )
+
+
+def _check_served(asked: Range) -> None:
+    """Raise UsageError if the launcher of this process does not let a run go on with these numbers of workers."""
+    least, most = asked
+    wanted = f"{least}:{most}" if most else str(least)
+    called = f"the script asks for an elastic run of {least} to {most} workers" if most else (
+        f"the script asks for an elastic run of at least {least} workers")  # fmt: skip
+    numbers = _numbers()
+    if numbers is None:
+        raise UsageError(
+            f"{called}, but its launcher lets no run go on when a worker is lost: start it with syncline run -n"
+            f" {most or least} --elastic {wanted}, or leave elastic= and {VARIABLE} out"
+        )
+    *_, processes, fewest, allowed = numbers
+    if fewest > least:
+        why = f"the launcher ends it when fewer than {fewest} are left"
+    elif most is not None and most > max(allowed, processes):
+        why = f"the launcher lets at most {max(allowed, processes)} take part"
+    elif processes > (most or processes) or processes < least:
+        raise UsageError(f"{called}, but {processes} were started: use syncline run -n {most or least}")
+    else:
+        return
+    raise UsageError(f"{called}, but {why}: use syncline run --elastic {wanted}")
 
 
 _PAUSE_S = 1.0
@@ -212,8 +289,8 @@ def joins() -> bool:
 
 def _numbers() -> list[int] | None:
     """The descriptor and the numbers in the variable. None without a valid one."""
-    parts = os.environ.get(VARIABLE, "").split(":")
-    return list(map(int, parts)) if len(parts) == 5 and all(part.isdecimal() for part in parts) else None
+    text = os.environ.get(VARIABLE, "")
+    return list(map(int, text.split(":"))) if _LINE.fullmatch(text) else None
 
 
 class RelayLine:
@@ -226,6 +303,12 @@ class RelayLine:
         self.joins = number >= processes
         self.kept: deque[dict[str, Any]] = deque()
         """The packets that were looked at and not received yet."""
+
+    def narrow(self, asked: Range) -> None:
+        """Go on with no other numbers of members than a script asks for."""
+        self.least = asked[0]
+        if self.most and asked[1] is not None:
+            self.most = asked[1]
 
     @classmethod
     def inherit(cls) -> RelayLine | None:

@@ -86,6 +86,8 @@ class Session(Communicator):
         """The processes' numbers in an elastic run whose members have changed; None if they are the ranks."""
         self.view = 1
         """The number of this group of members in an elastic run."""
+        self.repairs = 0
+        """The lost workers without which the run has gone on."""
         self.renewed: Callable[[], bool] | None = None
         """In an elastic run: whether the workers must end this session after the present step. Rank 0's answer counts.
         """
@@ -502,6 +504,7 @@ class Session(Communicator):
             compression_error=error_of(paces),
             members=self.numbers or tuple(map(self.member.number, range(self.group.workers))),
             view=self.view,
+            repairs=self.repairs,
         )
         if self.member.alone:
             return made

@@ -38,7 +38,8 @@ class Stats:
     totals, by ``time.perf_counter``. A run of one worker counts no steps.
 
     ``members`` has the numbers of the run's workers by rank. In an elastic run a worker keeps its number, and ``view``
-    counts the groups of members so far, which change by losses and new workers.
+    counts the groups of members so far, which change by losses and new workers. ``repairs`` counts the lost workers
+    without which the run has gone on.
     """
 
     strategy: str
@@ -61,6 +62,7 @@ class Stats:
     compression_error: float | None = None
     members: tuple[int, ...] = ()
     view: int = 1
+    repairs: int = 0
 
     @property
     def chosen(self) -> str:

@@ -53,7 +53,7 @@ def _check_script(script: str, module: bool) -> None:
     "--elastic",
     metavar="LEAST[:MOST]",
     help="Go on without workers that end early, while LEAST are left; with MOST, start new ones in their place, at most"
-    " so many at once: for scripts with syncline.elastic().",
+    " so many at once: for scripts with syncline.elastic(). SYNCLINE_ELASTIC is the default.",
 )
 @click.option(
     "--samples",
@@ -183,20 +183,18 @@ def _new_log(path: Path) -> str:
 def _relay(workers: int, servers: int, elastic: str | None) -> Relay | None:
     """The relay of an elastic run. UsageError for numbers that cannot work."""
     from syncline.errors import UsageError
-    from syncline.launch.relay import Relay
+    from syncline.launch.relay import VARIABLE, Relay, read_range, text_of_user
 
+    name = "--elastic" if elastic is not None else f"{VARIABLE}:"
+    elastic = text_of_user() or None if elastic is None else elastic
     if elastic is None:
         return None
-    least, colon, most = (int(part) if part.isdecimal() else part for part in elastic.partition(":"))
-    if not isinstance(least, int) or (colon and not isinstance(most, int)) or least < 1:
-        raise UsageError(f"--elastic {elastic} is not LEAST or LEAST:MOST, two numbers of workers from 1")
+    least, most = read_range(elastic, name)
     if servers:
         raise UsageError("--elastic works without servers: a server that ends takes its part of the weights along")
     if least > workers:
         raise UsageError(f"--elastic {elastic} needs {least} workers, more than -n {workers} starts")
-    if not isinstance(most, int):
-        return Relay(workers, least)
-    if most < workers:
+    if most is not None and most < workers:
         raise UsageError(f"--elastic {elastic} allows {most} workers at once, fewer than -n {workers} starts")
     return Relay(workers, least, most)
 
