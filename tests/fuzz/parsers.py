@@ -502,7 +502,7 @@ def packets() -> tuple[list[bytes], Parse]:
     """Of a process to the launcher's relay, which ends for none."""
     relay = Relay(3, 2)
     line = relay._pairs[1][1]
-    for _, theirs in relay._pairs:
+    for _, theirs in relay._pairs.values():
         theirs.setblocking(False)
 
     def parse(data: bytes) -> None:
@@ -510,7 +510,7 @@ def packets() -> tuple[list[bytes], Parse]:
             line.send(data)
         relay.read(1)
         assert relay.is_over in (True, False)
-        for _, theirs in relay._pairs:
+        for _, theirs in relay._pairs.values():
             with contextlib.suppress(BlockingIOError):
                 while theirs.recv(1 << 17):
                     pass

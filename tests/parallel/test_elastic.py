@@ -41,9 +41,9 @@ def started(pool: Pool, address: str, processes: int, least: int = 1, **plan: An
 
     def serve() -> None:
         while not over.is_set():
-            lines = relay.sockets()
+            lines = {sock: number for number, sock in relay.sockets().items()}
             for sock in select.select(lines, [], [], 0.1)[0]:
-                relay.read(lines.index(sock))
+                relay.read(lines[sock])
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

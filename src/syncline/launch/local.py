@@ -52,6 +52,8 @@ TIMED_OUT = 124
 """The exit status of a run that exceeded its time limit, as with timeout(1)."""
 
 _REASON_CHARS = 400
+_ENDINGS = 8
+"""Of so many ended replacements the endings are kept."""
 _READ_BYTES = 1 << 16
 _STALE = (
     *("TORCHELASTIC_", "SYNCLINE_MEETING_", "SYNCLINE_PROCESS", "SYNCLINE_RUN_ID", "SYNCLINE_TRACE_PARTS"),
@@ -122,11 +124,15 @@ class Ending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run: exit status, endings in order, and the rank that failed first with its reason, if known."""
+    """The end of a run: exit status, endings in order, and the rank that failed first with its reason, if known.
+
+    ``endings`` has those of the last replacements only; ``before`` is the number of the others.
+    """
 
     status: int
     endings: tuple[Ending, ...]
     culprit: tuple[int, str] | None = None
+    before: int = 0
 
     @property
     def text(self) -> str:
@@ -142,6 +148,8 @@ class Outcome:
             # The way a process ended says more than other ranks' reports, but less than its own error.
             known = first.status and not first.told and not reason.startswith(reports.FAILED)
             told = [first.text if known else f"{first.name} {_first_line(reason)}", *rest]
+        if self.before:
+            told.append(f"{self.before} earlier replacement{'s' * (self.before > 1)} ended too")
         return "; ".join(told) or "all processes ended with status 0"
 
 
@@ -155,7 +163,8 @@ class LocalRun:
     ``stop_s`` seconds, ranks at most ``LEFT_S`` if the context is left first.
 
     With a ``relay`` the run is elastic: the end of a process ends no other one, until all members that are left have
-    ended, or too few are left to go on. It also decides when a replacement is started for a lost process.
+    ended, or too few are left to go on. It also decides when a replacement is started for a lost process. What a
+    process has held in the launcher is free as soon as it has ended.
     """
 
     def __init__(
@@ -182,10 +191,12 @@ class LocalRun:
         self._env, self._pass_fds = dict(env or {}), tuple(pass_fds)
         self._on_output, self._grace_s, self._stop_s = on_output, grace_s, stop_s
         self._ranked, self._relay = ranked, relay
-        self._place, self._placements = place, [place(rank) for rank in range(processes)]
+        self._place, self._placements = place, {rank: place(rank) for rank in range(processes)}
         self._shared: dict[str, str] = {}  # the environment of all processes
         self._children: list[Child] = []
+        self._running = 0
         self._endings: list[Ending] = []
+        self._before = 0  # ended replacements whose endings are not kept
         self._partial: dict[int, bytes] = {}
         self._due: deque[tuple[float, int]] = deque()  # future signals: time, number
         self._reserved: list[socket.socket] = []  # reserve the ports during the run
@@ -210,7 +221,7 @@ class LocalRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if len(self._endings) < len(self._children):
+            if self._running:
                 if self._ranked:  # another launcher needs the time to end its own ranks
                     self._stop_s = min(self._stop_s, LEFT_S)
                 self.stop(signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM)
@@ -220,16 +231,17 @@ class LocalRun:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process numbers in rank order."""
+        """The process numbers in rank order; in an elastic run, of those that have not ended."""
         return tuple(child.pid for child in self._children)
 
     def poll(self, timeout_s: float = 0.0) -> Outcome | None:
         """The outcome once all processes have ended. Waits for events for at most ``timeout_s``."""
-        if len(self._endings) < len(self._children):
+        if self._running:
             self._turn(timeout_s)
-        if len(self._endings) < len(self._children):
+        if self._running:
             return None
-        self._drain()
+        for child in self._children:
+            self._drain(child)
         return self._outcome()
 
     def _outcome(self) -> Outcome:
@@ -237,7 +249,7 @@ class LocalRun:
         if self._stopped is not None:
             return Outcome(self._stopped, endings)
         if self._relay is not None:
-            return Outcome(0 if self._relay.succeeded else self._failed or 0, endings)
+            return Outcome(0 if self._relay.succeeded else self._failed or 0, endings, before=self._before)
         culprit = self._reports.culprit()
         first = next((ending for ending in endings if culprit is not None and ending.rank == culprit[0]), None)
         if first is None:
@@ -282,7 +294,7 @@ class LocalRun:
                 "SYNCLINE_SECRET": secrets.token_hex(32),
                 "SYNCLINE_SERVERS": str(self._servers),
             }
-            seats = worker_places([placement.host for placement in self._placements], self._servers)
+            seats = worker_places([placement.host for placement in self._placements.values()], self._servers)
             for rank, seat in enumerate(seats):
                 own = {"SYNCLINE_PROCESS": str(rank), **seat}
                 fds: tuple[int, ...] = ()
@@ -313,12 +325,13 @@ class LocalRun:
         except OSError as error:
             reports.say(f"syncline: {self._relay.note_no_start(time.monotonic(), error)}\n")
             return
-        self._placements.append(self._place(rank))
+        self._placements[rank] = self._place(rank)
         (seat,) = worker_places([""], 0)
         try:
             self._start_ranked(rank, {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", **seat})
         except OSError as error:  # the others must not end for it
             self._selector.unregister(self._relay.sockets()[rank])
+            del self._placements[rank]
             reports.say(f"syncline: {self._relay.note_no_start(time.monotonic(), error, rank)}\n")
 
     def _start_one(self, rank: int, environ: Mapping[str, str], fds: Sequence[int]) -> None:
@@ -326,6 +339,7 @@ class LocalRun:
         command = (*placement.prefix, *self._command)
         child = Child(rank, command, {**environ, **placement.env}, fds, self._on_output is not None)
         self._children.append(child)
+        self._running += 1
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         if child.output is not None:
             os.set_blocking(child.output.fileno(), False)
@@ -364,6 +378,7 @@ class LocalRun:
         vanished = not status and self._reports.present(child.rank)
         status = 1 if vanished else status
         self._endings.append(Ending(child.rank, self._name(child.rank), status, self._told, vanished))
+        self._running -= 1
         first = status and self._failed is None
         if first:
             self._failed = status
@@ -372,12 +387,29 @@ class LocalRun:
                 reports.say(f"syncline: {told}\n")
             self._selector.unregister(self._relay.sockets()[child.rank])
             self._relay.drop(child.rank)
+            self._free(child)
             first = self._relay.is_over and not self._due
         if first and self._stopped is None:
             left = {child.rank for child in self._children if child.look() is None}
             outside = self._relay is not None and left.isdisjoint(self._relay.members)
             at = time.monotonic() + (min(LEFT_S, self._grace_s) if outside else self._grace_s)
             self._due = deque([(at, signal.SIGTERM), (at + TERM_S, signal.SIGKILL)])
+
+    def _free(self, child: Child) -> None:
+        """Free what an ended process of an elastic run has held, and end the processes that it has started."""
+        self._drain(child)
+        if child.output is not None and not child.output.closed:
+            self._selector.unregister(child.output)
+        if child.look():
+            child.signal(signal.SIGKILL)
+        child.close()
+        self._children.remove(child)
+        replaced = [ending for ending in self._endings if ending.rank >= self._processes]
+        if child.rank >= self._processes:
+            del self._placements[child.rank]
+        for ending in replaced[:-_ENDINGS]:
+            self._endings.remove(ending)
+            self._before += 1
 
     def _take_requests(self) -> None:
         while self._requests:
@@ -423,16 +455,15 @@ class LocalRun:
             self._on_output(child.rank, line.decode(errors="replace").removesuffix("\r"))
         return True
 
-    def _drain(self) -> None:
-        """Pass on the rest in the pipes of ended processes. Processes that these started may still hold them open."""
+    def _drain(self, child: Child) -> None:
+        """Pass on the rest in an ended process's pipe. Processes that it has started may still hold it open."""
         if self._on_output is None:
             return
-        for child in self._children:
-            while child.output is not None and not child.output.closed and self._read(child):
-                pass
-            rest = self._partial.pop(child.rank, b"")
-            if rest:
-                self._on_output(child.rank, rest.decode(errors="replace"))
+        while child.output is not None and not child.output.closed and self._read(child):
+            pass
+        rest = self._partial.pop(child.rank, b"")
+        if rest:
+            self._on_output(child.rank, rest.decode(errors="replace"))
 
     def _close(self) -> None:
         if self._relay is not None:

@@ -106,11 +106,15 @@ def _check_served(asked: Range) -> None:
 
 
 _PAUSE_S = 1.0
-"""From the loss of a worker to the start of a replacement; twice as long after each replacement that ends early."""
-_EARLY_S = 60.0
-"""A replacement that fails within this time has ended early."""
-_EARLY = 3
-"""After so many replacements in turn that ended early, there are no more."""
+"""From the loss of a worker to the start of a replacement; twice as long after each replacement that fails."""
+_STAY_S = 2.0
+"""A replacement fails if it ends before it is a member, or by itself with an error within this time after that."""
+_FAILURES = 3
+"""After so many replacements in turn that failed, there are no more."""
+_KEPT = 64
+"""Of so many ended processes that are no members, and of so many views, the relay remembers how they ended."""
+_SIGNALLED = 128
+"""The status of a process that a signal has ended is greater."""
 
 
 class Relay:
@@ -121,15 +125,17 @@ class Relay:
 
     def __init__(self, processes: int, least: int, most: int | None = None) -> None:
         self._processes, self._least, self._most = processes, least, most
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._pairs: dict[int, tuple[socket.socket, socket.socket]] = {}  # by number
+        self._fresh = 0  # the first number that no process has had
         self._favoured: dict[int, list[int]] = {}  # by view
         self._view = 0
         self._begun = False  # a process has called ``syncline.elastic``
-        self._ended: dict[int, int] = {}  # status, by number
+        self._ended: dict[int, int] = {}  # status, by number: of members, and of the last others
+        self._failed = False  # a process has ended with an error
         self._order = list(range(processes))  # the members by their ranks
-        self._started: dict[int, float] = {}  # when each replacement was started that lives
-        self._joined: set[int] = set()  # those of them that have been members
-        self._early, self._next_s = 0, 0.0
+        self._started: set[int] = set()  # the replacements that live and have not stayed long enough to be trusted
+        self._joined: dict[int, float | None] = {}  # those of them that are members, and since when
+        self._failures, self._next_s = 0, 0.0
         self._finished = False  # whether a process has said or shown that the training is over
         self.members = set(range(processes))
         """The numbers of the processes in the latest view."""
@@ -139,12 +145,13 @@ class Relay:
     def _add(self) -> int:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        self._pairs.append((ours, theirs))
-        return len(self._pairs) - 1
+        number, self._fresh = self._fresh, self._fresh + 1
+        self._pairs[number] = ours, theirs
+        return number
 
-    def sockets(self) -> list[socket.socket]:
+    def sockets(self) -> dict[int, socket.socket]:
         """The ends of the launcher, by number."""
-        return [ours for ours, _ in self._pairs]
+        return {number: ours for number, (ours, _) in self._pairs.items()}
 
     def inherited(self, rank: int) -> int:
         """The descriptor that a process inherits."""
@@ -154,22 +161,24 @@ class Relay:
         """The variables for the environment of a process."""
         return {VARIABLE: f"{self.inherited(rank)}:{rank}:{self._processes}:{self._least}:{self._most or 0}"}
 
+    def _lives(self, number: int) -> bool:
+        return number in self._pairs and number not in self._ended
+
     # Replacements.
 
     def due(self, now_s: float) -> float | None:
         """The seconds until a replacement must be started; None if none is wanted."""
-        if self._most is None or self._early >= _EARLY or self._finished or self.is_over:
+        self._look_who_stays(now_s)
+        if self._most is None or self._failures >= _FAILURES or self._finished or self.is_over:
             return None
-        if any(now_s - self._started[number] > _EARLY_S for number in self._joined & self._started.keys()):
-            self._early = 0  # one that stays
-        living = len(self._pairs) - len(self._ended)
-        members = len(self.members - self._ended.keys()) + len(self._started.keys() - self._joined)
+        living = sum(map(self._lives, self._pairs))
+        members = sum(map(self._lives, self.members)) + len(self._started - self._joined.keys())
         return max(0.0, self._next_s - now_s) if members < self._processes and living < self._most else None
 
     def replace(self, now_s: float) -> int:
         """Make a line for a replacement, which is started now. Returns its number."""
         number = self._add()
-        self._started[number] = now_s
+        self._started.add(number)
         self._next_s = now_s + _PAUSE_S
         return number
 
@@ -177,22 +186,35 @@ class Relay:
         """Note that a replacement could not be started. Returns what the user should know."""
         if rank is not None:
             self._ended[rank] = 1
-            self._started.pop(rank)
+            self._started.discard(rank)
             self.drop(rank)
-        self._early += 1
-        self._next_s = now_s + _PAUSE_S * 2**self._early
-        last = f": it was the last of {_EARLY} tries" if self._early >= _EARLY else ""
+        self._failures += 1
+        self._next_s = now_s + _PAUSE_S * 2**self._failures
+        last = f": it was the last of {_FAILURES} tries" if self._failures >= _FAILURES else ""
         return f"no replacement for a lost worker could be started ({error}){last}"
+
+    def _look_who_stays(self, now_s: float) -> None:
+        self._joined |= {number: now_s for number, since_s in self._joined.items() if since_s is None}
+        for number in [number for number, since_s in self._joined.items() if now_s - (since_s or 0.0) >= _STAY_S]:
+            self._failures = 0
+            self._started.remove(number)
+            del self._joined[number]
 
     def _note_loss(self, rank: int, status: int, now_s: float) -> str:
         """Plan the next start after a loss. Returns what the user should know."""
-        begun_s = self._started.pop(rank, None)
-        if begun_s is not None and status:
-            self._early = self._early + 1 if now_s - begun_s < _EARLY_S else 0
-        self._next_s = max(self._next_s, now_s + _PAUSE_S * 2**self._early)
-        if self._most is None or self._early < _EARLY or begun_s is None or not status:
+        self._look_who_stays(now_s)
+        failed = False
+        if rank in self._started:
+            self._started.remove(rank)
+            failed = self._joined.pop(rank, None) is None or 0 < status <= _SIGNALLED
+            self._failures = self._failures + 1 if failed else 0
+        self._next_s = max(self._next_s, now_s + _PAUSE_S * 2**self._failures)
+        if self._most is None or self._failures < _FAILURES or not failed:
             return ""
-        return f"{_EARLY} replacements in turn have ended within {_EARLY_S:.0f} s: no more are started"
+        return (
+            f"{_FAILURES} replacements in turn have ended before they joined, or with an error within {_STAY_S:g} s"
+            " after that: no more are started"
+        )
 
     def read(self, rank: int) -> None:
         """Handle the packets of a process."""
@@ -216,31 +238,43 @@ class Relay:
             self._finished = True
             self._tell_others(rank, {**packet, "done": rank})
         elif "ask" in packet:
-            half = self._favoured.setdefault(int(packet["ask"]), packet["half"])
-            self._tell(rank, {"view": packet["ask"], "half": half})
+            self._tell(rank, {"view": packet["ask"], "half": self._favour(int(packet["ask"]), packet["half"])})
         elif "join" in packet:
-            first = next((member for member in self._order if member not in self._ended), None)
+            first = next(filter(self._lives, self._order), None)
             if self._finished:
                 self._tell(rank, {"done": self._order[0]})
             elif first is not None and rank >= self._processes:
                 self._tell(first, {"from": rank, "message": packet["join"]})
         elif packet["view"] > self._view:
             members = [int(member) for member in packet["members"]]
-            if members and set(members) <= set(range(len(self._pairs))):
+            if members and all(0 <= member < self._fresh for member in members):
                 self._view, self._order, self.members = packet["view"], members, set(members)
-                self._joined |= self.members
+                self._joined |= dict.fromkeys(self._started & self.members - self._joined.keys())
+
+    def _favour(self, view: int, half: list[int]) -> list[int]:
+        """The half of a view that is favoured. None of one so old that this was forgotten: its successor is known."""
+        if view not in self._favoured and view < self._view - _KEPT:
+            return [-1]
+        found = self._favoured.setdefault(view, half)
+        while len(self._favoured) > _KEPT:
+            del self._favoured[min(self._favoured)]
+        return found
 
     def note_end(self, rank: int, status: int, now_s: float = 0.0) -> str:
         """Note that a process has ended, and tell the others. Returns what the user should know, if anything."""
         self.read(rank)  # what it said before
         self._ended[rank] = status
+        self._failed |= status != 0
+        others = [number for number in self._ended if number not in self.members]
+        for number in others[:-_KEPT]:
+            del self._ended[number]
         self._finished |= not status and rank in self.members
         self._tell_others(rank, {"ended": rank})
         return self._note_loss(rank, status, now_s)
 
     def drop(self, rank: int) -> None:
         """Close the line of a process whose end was noted."""
-        for sock in self._pairs[rank]:
+        for sock in self._pairs.pop(rank):
             sock.close()
 
     @property
@@ -250,9 +284,10 @@ class Relay:
         A failure before any process has called ``syncline.elastic`` is one too many: the others may wait for a process
         that never comes.
         """
-        left = sum(not self._ended.get(rank) for rank in self.members)
-        early = not self._begun and any(self._ended.values())
-        return self.members <= self._ended.keys() or early or left < self._least or 2 * left < len(self.members)
+        living = sum(map(self._lives, self.members))
+        left = living + sum(self._ended.get(rank) == 0 for rank in self.members)
+        early = not self._begun and self._failed
+        return not living or early or left < self._least or 2 * left < len(self.members)
 
     @property
     def renumbered(self) -> bool:
@@ -265,20 +300,19 @@ class Relay:
         return any(self._ended.get(rank) == 0 for rank in self.members)
 
     def _tell_others(self, rank: int, packet: Mapping[str, Any]) -> None:
-        for other in range(len(self._pairs)):
+        for other in self._pairs:
             if other != rank and other not in self._ended:
                 self._tell(other, packet)
 
     def _tell(self, rank: int, packet: Mapping[str, Any]) -> None:
-        if 0 <= rank < len(self._pairs):
+        if rank in self._pairs:
             with suppress(OSError):
                 self._pairs[rank][0].send(json.dumps(packet).encode())
 
     def close(self) -> None:
         """Close both ends of every line."""
-        for pair in self._pairs:
-            for sock in pair:
-                sock.close()
+        for number in [*self._pairs]:
+            self.drop(number)
 
 
 def joins() -> bool:
