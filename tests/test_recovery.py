@@ -16,7 +16,7 @@ import torch
 import syncline
 from syncline.errors import GroupError, NotBuiltError, PeerLost, SynclineError, UsageError, ViewEnds
 from syncline.launch.relay import VARIABLE, RelayLine
-from syncline.membership import Peer, Refused, Send, View
+from syncline.membership import Commit, Peer, Refused, Send, View, to_plain
 from syncline.process import process
 from syncline.recovery import Members, _AllDone, _check_shareable, _ended, _Groups, _join_in
 from syncline.saving import packed, unpacked
@@ -191,6 +191,17 @@ def test_a_message_of_another_version_is_refused() -> None:
         assert isinstance(sent, Send)
         assert (sent.to.name, type(sent.message)) == ("7", Refused)
         assert _join_in(packet) is None
+
+
+def test_a_member_whose_name_is_no_number_is_not_taken_over() -> None:
+    with members() as found:
+        view = View(2, (Peer(0, "0"), Peer(1, "../1")), 2)
+        (sent,) = found._heard({"from": 1, "message": to_plain(Commit(view))})
+        assert isinstance(sent, Send)
+        assert isinstance(sent.message, Refused)
+        assert found._keeper.view.number == 1
+        for nonsense in ({}, {"from": [], "message": 1}, {"view": 1, "half": 3}, {"ended": {}}, {"done": 9}):
+            assert found._heard(nonsense) == []
 
 
 def test_nobody_joins_after_the_call() -> None:

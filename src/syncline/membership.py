@@ -184,8 +184,9 @@ def from_plain(data: Any) -> Message:
     try:
         kind, *values = data
         return _READ[kind](*values)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"no message about members: {data!r:.200}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        shown = "it is nested too deeply" if isinstance(error, RecursionError) else f"{data!r:.200}"
+        raise ValueError(f"no message about members: {shown}") from error
 
 
 def _number(value: Any) -> int:

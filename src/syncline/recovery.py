@@ -26,14 +26,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
 from .global_batches import GlobalBatches, RepeatedBatches, go_on
 from .launch.relay import RelayLine
-from .membership import JOINING, Action, AskLauncher, Join, Peer, Refused, Send, View, ViewKeeper, from_plain, to_plain
+from .membership import (
+    JOINING,
+    Action,
+    AskLauncher,
+    Join,
+    Message,
+    Peer,
+    Refused,
+    Send,
+    View,
+    ViewKeeper,
+    from_plain,
+    to_plain,
+)
 from .process import process
 from .saving import packed, unpacked
 from .session.session import Session
@@ -399,23 +413,24 @@ class Members:
         keeper = self._keeper
         if packet is None:
             return keeper.timeout()
-        if "from" in packet:
+        if _is_number(packet.get("from")):
             name = str(packet["from"])
             try:
-                message = from_plain(packet["message"])
+                message = _message_in(packet)
             except ValueError:  # only a process that joins may have another version
                 return [Send(Peer(JOINING, name), Refused(f"this run has version {__version__}, and not yours"))]
             if isinstance(message, Join) and message.name in self._over:
                 return []  # it has died since
             return keeper.hear(keeper.view.named(name) or Peer(JOINING, name), message)
-        if "view" in packet:
-            return keeper.favoured(packet["view"], packet["half"])
-        if "done" in packet:
-            if self.joins or (keeper.view.named(str(packet["done"])) and packet.get("call") == self._calls):
-                raise _AllDone
-            return []
+        half = packet.get("half")
+        if _is_number(packet.get("view")) and isinstance(half, list) and all(type(one) is int for one in half):
+            return keeper.favoured(packet["view"], half)
+        if "done" in packet and (
+            self.joins or (keeper.view.named(str(packet["done"])) and packet.get("call") == self._calls)
+        ):
+            raise _AllDone
         self._note_end(packet)
-        peer = keeper.view.named(str(packet["ended"]))
+        peer = keeper.view.named(str(packet.get("ended")))
         return [] if peer is None else keeper.suspect([peer.number])
 
     def _look_for_ends(self) -> None:
@@ -426,7 +441,7 @@ class Members:
 
     def _note_end(self, packet: dict[str, Any]) -> None:
         """Note the end of a process, if the packet tells one."""
-        if "ended" in packet:
+        if _is_number(packet.get("ended")):
             self._over.add(str(packet["ended"]))
 
     def _begin(self, view: View) -> None:
@@ -481,9 +496,34 @@ class Members:
 def _join_in(packet: dict[str, Any]) -> Join | None:
     """The request to join in a packet, if it has one."""
     with suppress(ValueError):
-        message = from_plain(packet["message"]) if "from" in packet else None
+        message = _message_in(packet) if "from" in packet else None
         return message if isinstance(message, Join) else None
     return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _message_in(packet: dict[str, Any]) -> Message:
+    """The message in a packet. ValueError for another one, and if a process in it has a name that is no number."""
+    message = from_plain(packet.get("message"))
+    for name in _names_in(message):
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise ValueError(f"the name {name!r:.40} is no number of a line")
+    return message
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """The names of all processes in a message, or in a part of one."""
+    if isinstance(value, Peer | Join):
+        yield value.name
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from _names_in(getattr(value, one.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _names_in(item)
 
 
 class _Groups:

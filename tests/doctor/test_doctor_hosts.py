@@ -20,6 +20,7 @@ from syncline.launch.rendezvous import Rendezvous
 from syncline.wire.handshake import run_id
 from syncline.wire.listener import Listener, bind_here
 from syncline.wire.meeting import Member
+from syncline.wire.meeting_sockets import MeetingClient
 from syncline_bench.doctor import hosts
 from syncline_bench.doctor.checks import Finding, Way
 from syncline_bench.doctor.hosts import Links, Offset, Seen, judged, partners
@@ -190,10 +191,42 @@ def test_each_pair_meets_once_in_turns_without_conflict(count: int) -> None:
 def test_notes_are_read_as_they_are_written() -> None:
     (one, _) = seen(2)
     one.unreached = {1: "timed out"}
-    assert Seen.from_json(one.to_json()) == one
+    assert Seen.from_json(one.to_json(), range(2)) == one
     told, read = links(3, lambda *pair: None if pair == (0, 1) else GBIT), Links()
-    read.add_json(told.to_json())
+    for rank in range(3):  # each tells of the streams that come to it, and of the clocks that it has asked for
+        rates = {pair: rate for pair, rate in told.rates.items() if pair[1] == rank}
+        clocks = {pair: offset for pair, offset in told.clocks.items() if pair[0] == rank}
+        read.add_json(Links(rates, clocks).to_json(), rank, range(3))
     assert read == told
+
+
+@pytest.mark.parametrize(
+    ("what", "note"),
+    [
+        ("seen", b"{}"),
+        ("seen", b"[" * 60_000),
+        ("seen", b'{"rank": 0, "host": "h1", "way": {}, "versions": {}, "findings": [], "unreached": {"-1": "x"}}'),
+        ("links", b"[[[0, 1, NaN]], []]"),
+        ("links", b"[[[0, 2, 1e9]], []]"),
+    ],
+)
+@pytest.mark.usefixtures("apart")
+def test_a_note_that_makes_no_sense_is_a_finding_and_the_others_count(
+    monkeypatch: pytest.MonkeyPatch, what: str, note: bytes
+) -> None:
+    told = MeetingClient.set
+
+    def planted(self: MeetingClient, key: str, value: bytes) -> None:
+        told(self, key, note if key == f"{what}/1" else value)
+
+    monkeypatch.setattr(MeetingClient, "set", planted)
+    with ThreadPoolExecutor(3) as pool:
+        found, *others = pool.map(lambda one: hosts.findings(one, 20.0), environments(3))
+    assert others == [None, None]
+    assert found is not None
+    senseless = [one for one in found if "makes no sense" in one.text]
+    assert [(one.status, one.text.startswith("what rank 1 (h1, pid")) for one in senseless] == [("fail", True)]
+    assert any(one.text.startswith("h0: much; ok too: ") and "h2" in one.text for one in found)
 
 
 # Real ranks, in threads, each of which says that it is on a host of its own.

@@ -62,7 +62,12 @@ def mutated(draw: random.Random, valid: Sequence[bytes]) -> bytes:
 
 
 def _restructured(draw: random.Random, text: bytes) -> bytes:
-    """JSON with other values, keys or items at some places."""
+    """JSON with other values, keys or items at some places: of lines of JSON one is changed."""
+    if b"}\n{" in text:
+        lines = text.split(b"\n")
+        at = draw.randrange(len(lines))
+        lines[at] = _restructured(draw, lines[at])
+        return b"\n".join(lines)
     whole = [json.loads(text)]
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         holder: Any = whole

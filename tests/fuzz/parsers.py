@@ -13,56 +13,69 @@ import gzip
 import hashlib
 import json
 import mmap
+import os
 import re
 import socket
+import ssl
 import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 from attacks import LARGE, attacked
+from mutations import MOST_BYTES
 from planted import Planted
 from plays import member
 from test_tls import write
 from test_transport_faults import Scripted, frame
 
 from frames import header
-from syncline import membership, registry, saving
+from syncline import membership, metrics, recovery, registry, saving
 from syncline.codecs import Codec, Merges, PayloadError
 from syncline.compression import saved
 from syncline.engine.flight import BYTES, Flight
 from syncline.engine.trace import begin
 from syncline.errors import (
     DataError,
+    GroupError,
     HandshakeError,
+    MismatchError,
     NotBuiltError,
+    PeerLost,
     ProtocolError,
     RollCallError,
     StrategyError,
     SynclineError,
     UsageError,
 )
-from syncline.global_batches import read_log
-from syncline.launch import environment
+from syncline.global_batches import RepeatedBatches
+from syncline.launch import address, environment, relay, rendezvous
+from syncline.launch.environment import Environment
 from syncline.launch.relay import Relay
 from syncline.membership import Accept, Accepted, Commit, Join, Outbid, Peer, Prepare, Promise, Refused, Report, View
 from syncline.nouns import Bucket, Layer, Rate, Seconds, Size, Slice, Spec
+from syncline.sampling import Pool, Pools, SampleOrder
 from syncline.serving import records
 from syncline.serving.messages import read_message
-from syncline.session import layout
+from syncline.session import layout, tickets
 from syncline.session.layout import Layout
 from syncline.strategy.choice import Choice
 from syncline.strategy.grammar import read_part, read_value
 from syncline.strategy.strategy import Strategy
 from syncline.strategy.words import build
-from syncline.timeline import chrome, flight, spans
+from syncline.timeline import chrome, flight, flight_memory, spans
+from syncline.timeline.folder import write_all
+from syncline.torch_backend import mailbox
 from syncline.transports import zmq
 from syncline.transports._frames import HEADER_BYTES
-from syncline.wire import culprit, handshake, watch
+from syncline.transports.tcp import Tcp
+from syncline.wire import culprit, handshake, reports, watch
 from syncline.wire.meeting import (
     AMOUNT,
     HEARD,
@@ -79,8 +92,11 @@ from syncline.wire.meeting import (
 )
 from syncline.wire.meeting import frame as meeting_frame
 from syncline.wire.tls import FILES, Credentials, credentials
-from syncline_bench import top
+from syncline_bench import messages, top
+from syncline_bench.doctor.checks import Finding, Way
+from syncline_bench.doctor.hosts import Links, Offset, Seen, judged, read_reached
 from syncline_bench.explain.causes import causes
+from syncline_bench.explain.flights import explain_flight
 from syncline_bench.explain.reading import read_timeline
 from syncline_bench.explain.results import explain_result
 from syncline_bench.predict.networks import inline, load_network, parse_holdout, parse_network, to_json
@@ -89,6 +105,7 @@ from syncline_bench.report.bench import BenchResult, CodecResult, GradientResult
 from syncline_bench.report.comparison import Result, Row
 from syncline_bench.report.predictions import CollectivePrediction, Prediction
 from syncline_bench.report.tuning import Tried, Tuned
+from syncline_bench.workloads import cifar10
 from syncline_bench.workloads._trace import read_trace
 
 Parse = Callable[[bytes], object]
@@ -199,6 +216,25 @@ def certificates() -> tuple[list[bytes], Parse]:
     return [mark.join(path.read_bytes() for path in files)], parse
 
 
+@parser(UsageError)
+def variables_of_runs() -> tuple[list[bytes], Parse]:
+    """What launchers and users set for the parts of a run, one variable a line."""
+    names = relay.VARIABLE, reports.VARIABLE, flight_memory.MEMORY, flight_memory.PROCESS, metrics.VARIABLE
+    valid = [b"3:0:2:1:4\n3:0\n4\n1\n9400", b"2:4", b"3:2:2:1:0\n3:1\n4\n0\nlocalhost:9400,error=50"]
+
+    def parse(data: bytes) -> None:
+        values = [line.replace("\0", "") for line in text(data).split("\n")]
+        with mock.patch.dict(os.environ, dict(zip(names, values, strict=False))):
+            relay.joins()
+            relay.range_asked(None)
+            reports._inherited()
+            flight_memory._inherited()
+            flight_memory.forget_records(0)
+            metrics.serving_of(os.environ)
+
+    return valid, parse
+
+
 # What strangers and peers say while a group forms.
 
 
@@ -271,6 +307,60 @@ def rolls() -> tuple[list[bytes], Parse]:
             while (found := frames.take()) is not None:
                 if found[0] is Kind.ROLL:
                     read_roll(found[1], 2)
+
+    return valid, parse
+
+
+@parser(GroupError, weight=0.5)
+def words_of_stores() -> tuple[list[bytes], Parse]:
+    """The address of rank 0 in a store of torch, to which anybody may write."""
+    valid = [plain(["10.0.0.1", 29500, "00ff"]), plain(["fe80::1%eth0", 1, ""]), plain(["gpu-1.example.org", 9, "00"])]
+
+    def parse(data: bytes) -> None:
+        store = SimpleNamespace(wait=lambda *_: None, get=lambda _: data)
+        at = rendezvous.look_up(Environment("torchrun", 1, 2, store=store), "run", 5.0)
+        assert re.fullmatch(r"[^\s/]+", at.address)
+        assert 0 < at.port < 1 << 16
+
+    return valid, parse
+
+
+@parser(GroupError)
+def words_over_mpi() -> tuple[list[bytes], Parse]:
+    """The address of rank 0, as it tells all processes that mpirun has started."""
+    here = Environment("mpirun", 1, 2, address="")
+    valid = [plain({"address": "10.0.0.1", "port": 29500, "run": "00ff", "secret": "ff00"})]
+    return valid, lambda data: address._told(here, data)
+
+
+@parser(OSError, HandshakeError, weight=0.5)
+def handshakes_of_tls() -> tuple[list[bytes], Parse]:
+    """What a process that calls, or that is called, says in place of TLS's handshake; the first byte chooses."""
+    sides = [Credentials("on", b"a secret", b"a run", rank) for rank in range(2)]
+    ends = socket.socketpair()
+    said = []
+    with ends[0], ends[1]:
+        calling, called = sides[1].wrap(ends[0], listening=False), ends[1]
+        calling.setblocking(False)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            calling.do_handshake()
+        said.append(b"\1" + called.recv(MOST_BYTES))
+        calling.close()
+    valid = [*said, b"\0" + said[0][1:]]
+
+    def parse(data: bytes) -> None:
+        listening = data[:1] == b"\1"
+        here, there = socket.socketpair()
+        with here, there:
+            there.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                there.send(data[1:])
+            made = sides[not listening]
+            with made.wrap(here, listening=listening) as sealed:
+                sealed.setblocking(False)
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    sealed.do_handshake()
+                    made.check(sealed, 1)
 
     return valid, parse
 
@@ -402,6 +492,67 @@ for _kind in ("tcp", "shaped", "shm"):
     parser(ProtocolError, weight=0.3)(_streams(_kind))
 
 
+@parser(SynclineError, weight=0.1)
+def streams_under_tls() -> tuple[list[bytes], Parse]:
+    """Of a peer of the run, or, if the first byte is 1, of somebody who has taken over its wire."""
+    sides = [Credentials("on", b"a secret", b"a run", rank) for rank in range(2)]
+    valid = [b"\0" + header(1, 5, 0, 0) + b"abcde" + header(2, 0, 1, 0), b"\1\x17\x03\x03\0\x20" + bytes(32)]
+
+    def parse(data: bytes) -> None:
+        with contextlib.ExitStack() as stack:
+            ends = [stack.enter_context(end) for end in socket.socketpair()]
+            mine, theirs = (stack.enter_context(sides[i].wrap(ends[i], listening=i == 0)) for i in range(2))
+            for end in 2 * (theirs, mine):
+                end.setblocking(False)
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+            here = Tcp(0, {1: mine})
+            stack.callback(here.close)
+            here.recv(1, 0, np.zeros(10, np.uint8))
+            with contextlib.suppress(OSError):
+                send = partial(socket.socket.send, theirs) if data[:1] == b"\1" else theirs.send
+                send(data[1:] or b"\0")
+            here.poll(0.0)
+            here.poll(0.0)
+
+    return valid, parse
+
+
+@parser(MismatchError)
+def tickets_of_ranks() -> tuple[list[bytes], Parse]:
+    """The rows of the table that workers exchange at each call."""
+    mine = tickets.Ticket(tickets.ALLREDUCE, 3, 17, 1.0, tickets.sized(5, "float32"))
+    step = tickets.Ticket(tickets.STEP, 4, tickets.step_argument(3, 9), 2.0, 0)
+    valid = [tickets.ticket_table(3, rank, one).tobytes() for one in (mine, step) for rank in range(3)]
+    valid += [tickets.ticket_table(1, 0, one).tobytes() * 3 for one in (mine, step)]
+
+    def parse(data: bytes) -> None:
+        size = 3 * tickets.TICKET_BYTES
+        table = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8).reshape(3, -1)
+        own = step if data[:1] == bytes([tickets.STEP]) else mine
+        meeting = tickets.Meeting(
+            None, table, own, lambda _, theirs: MismatchError(f"{theirs.text} {tickets.remedy(theirs, own)}")
+        )
+        meeting.tickets()
+        meeting.share()
+
+    return valid, parse
+
+
+@parser(ProtocolError)
+def mail() -> tuple[list[bytes], Parse]:
+    """Messages with tags between two ranks, as torch.distributed sends them: the header, and small data with it."""
+    pack = mailbox._HEADER.pack
+    valid = [pack(7, 5, 1) + b"abcde", pack(0, 1 << 20, 1), pack(-1, 0, 1)]
+    us: Any = SimpleNamespace(name=lambda rank: f"rank {rank}", ranks=[0, 1], process=SimpleNamespace(fail=lambda e: e))
+
+    def parse(data: bytes) -> None:
+        found = mailbox.Mailbox(us)._opened(1, SimpleNamespace(result=data, label="receive"))  # type: ignore[arg-type]
+        assert found.nbytes >= len(found.body)
+
+    return valid, parse
+
+
 _SESSION: Any = SimpleNamespace(
     name=lambda index: f"rank {index}",
     roll=SimpleNamespace(members=[member(0, 2), member(1, 2)]),
@@ -415,6 +566,24 @@ def messages_of_owners() -> tuple[list[bytes], Parse]:
     fields = {"kind": str, "clock": int, "values": dict, "waited_s": float, "last": bool}
     valid = [plain({"kind": "push", "clock": 3, "values": {"lr": 0.1}, "waited_s": 0.5, "last": False})]
     return valid, lambda data: read_message(_SESSION, 1, "a request", data, fields)
+
+
+@parser(ProtocolError)
+def requests_of_samplers() -> tuple[list[bytes], Parse]:
+    """What a worker asks of the process that keeps the pool of samples."""
+    valid = [plain({"kind": "take", "sampler": 0, "epoch": 3}), plain({"kind": "leave"})]
+
+    def parse(data: bytes) -> None:
+        nothing: Any = lambda *_, **__: SimpleNamespace(label="", result=data)  # noqa: E731
+        engine = SimpleNamespace(promise=nothing, fulfil=nothing, then=nothing)
+        process = SimpleNamespace(before_end=[])
+        names = {"called": str, "recv": nothing, "send": nothing, "engine": engine, "process": process}
+        session: Any = SimpleNamespace(**vars(_SESSION), **names, world_size=3, rank=0, alone=False)
+        pools = Pools(session)
+        pools._kept.append(Pool(100, 7, 3))
+        pools._take(1, nothing())
+
+    return valid, parse
 
 
 @parser(ProtocolError)
@@ -475,7 +644,7 @@ _NEXT = View(2, _peers(2), 3, 5, 1)
 _SAID: list[membership.Message] = [
     Prepare(_VIEW, (2, 1)), Promise(1, (1, 0), 4, ((1, 1), _NEXT)), Promise(1, (1, 0), 4, None), Commit(_NEXT),
     Accept(_VIEW, (2, 1), _NEXT), Accepted(1, (1, 0)), Outbid(1, (9, 2)), Report(1, frozenset({2})), Refused("x"),
-    Join("new", (("a", "b"),)),
+    Join("new", (("a", "b"),)), Join("3", ()), Commit(View(2, (*_peers(2), Peer(3, "x")), 4, 5, 1)),
 ]  # fmt: skip
 
 
@@ -487,9 +656,10 @@ def views() -> tuple[list[bytes], Parse]:
         keeper = membership.ViewKeeper(Peer(0, "0"), _VIEW, {"a": "b"})
         keeper.suspect([2])
         try:
-            message = membership.from_plain(json.loads(data))
-        except RecursionError:  # of json, before any message
+            said = json.loads(data)
+        except RecursionError:
             return
+        message = membership.from_plain(said)
         keeper.hear(Peer(1, "1"), message)
         keeper.timeout()
         keeper.hear(Peer(1, "1"), message)
@@ -520,6 +690,35 @@ def packets() -> tuple[list[bytes], Parse]:
         plain({"done": True, "call": 3}), plain({"view": 2, "members": [0, 1]}),
     ]  # fmt: skip
     weakref.finalize(parse, relay.close)
+    return valid, parse
+
+
+@parser(GroupError, recovery._AllDone)
+def packets_of_launchers() -> tuple[list[bytes], Parse]:
+    """Of the launcher, and of other processes through it, to a member and to a process that joins."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+
+    def parse(data: bytes) -> None:
+        for number in (0, 3):
+            ours.send(data or b"\0")
+            line = relay.RelayLine(theirs, number, 3, 1, 4)
+            found = recovery.Members(line)
+            found._halt(PeerLost("gone", rank=2))
+            packet = line.receive(0.1)
+            if packet is not None:
+                recovery._join_in(packet)
+            found._tell(found._heard(packet))
+            found._tell(found._heard(None))
+            assert all(int(peer.name) < 1 << 32 for peer in found._keeper.view.members if number == 0)
+            with contextlib.suppress(BlockingIOError):
+                while ours.recv(1 << 17):
+                    pass
+
+    valid = [plain({"from": 1, "message": membership.to_plain(message)}) for message in _SAID]
+    valid += [plain(each) for each in ({"view": 1, "half": [0, 1]}, {"ended": 2}, {"done": 1, "call": 0})]
+    for end in (ours, theirs):
+        weakref.finalize(parse, end.close)
     return valid, parse
 
 
@@ -615,11 +814,50 @@ def _signed(head: bytes, body: bytes) -> bytes:
     return len(head).to_bytes(8, "little") + head + body
 
 
+@parser(DataError)
+def folders_of_checkpoints() -> tuple[list[bytes], Parse]:
+    """One of two files of a save, whose header lies and has the right checksum, read with the other one."""
+    folder = _folder("saves")
+    save = {"version": 1, "step": 1, "save": "0" * 16, "number": 1, "shards": 2}
+    files = [folder / f"step-1-{'0' * 16}" / f"shard-0000{shard}-of-00002.safetensors" for shard in range(2)]
+    files[0].parent.mkdir()
+    parts = saving._Parts({"w": np.ones((2, 3), np.float32), "n": [1, np.arange(3), (None, 2.5)]})
+    for shard, leaf in enumerate(parts.leaves.values()):
+        saving.write_shard(files[shard], {**save, "shard": shard, "tree": parts.tree}, [(leaf, leaf.copy())])
+    whole = files[0].read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    head, body = whole[8:size], whole[size:]
+    alone: Any = SimpleNamespace(
+        rank=0, world_size=1, name=lambda _: "rank 0", gather=lambda said: [said], tell_all=lambda said, _: said
+    )
+    found = saving.Checkpoints(lambda: alone, folder, 2)
+
+    def parse(data: bytes) -> None:
+        files[0].write_bytes(_signed(data, body) if data[:1] == b"{" else data)
+        found.load(1)
+
+    return [whole, head], parse
+
+
 @parser(UsageError, NotBuiltError)
 def logs_of_steps() -> tuple[list[bytes], Parse]:
-    how = {"strategy": "ring", "algorithms": [[0, "ring"]], "members": [0, 1], "samples": [3, 1]}
-    lines = [plain({"sampler": 0, "epoch": 1, "step": step, **how}) for step in range(2)]
-    return lines, _at(_folder("steps"), lambda file: read_log(str(file)))
+    """A run's samples, and their repetition for an epoch."""
+    order = SampleOrder(4, shuffle=False, global_batch=2)
+    how = {"strategy": "ring", "algorithms": [[0, "ring"]], "members": [0, 1]}
+    lines = [
+        plain({"sampler": 0, "epoch": 0, "step": step, **how, "samples": [2 * step, 2 * step + 1]}) for step in range(2)
+    ]
+
+    def read(path: Path) -> None:
+        repeated = RepeatedBatches(order, str(path))
+        assert len(repeated) >= order.steps
+        for _ in repeated:
+            line = repeated.line
+            Strategy.parse(line["strategy"])
+            Choice.read(line["algorithms"] or [[0, "ring"]])
+            repeated.commit()
+
+    return [b"\n".join(lines), *lines], _at(_folder("steps"), read)
 
 
 @parser(ValueError)
@@ -636,8 +874,58 @@ def samples() -> tuple[list[bytes], Parse]:
     return [rows + named], lambda data: spans.offset_of(spans.parse(data[:at], data[at:]).notes)
 
 
+@parser(UsageError, weight=0.1)
+def recordings() -> tuple[list[bytes], Parse]:
+    """Of two processes: the files of one as they come, merged with the other's, and read as a timeline."""
+    folder = _folder("recordings")
+    parts = folder / "parts"
+    parts.mkdir(0o700)
+    for process in range(2):
+        file = spans.SpanFile(
+            parts, f"process-{process}-0", {"process": process, "session": 0, "run": "r", "workers": 2}
+        )
+        begin(file, "run", "bucket 7", key=7, nbytes=8).end()
+        begin(file, "send", "bucket 7", key=7, peer=1 - process, phase="step 1").end()
+        file.note(
+            clock=[[1.0, 0.5, 0.25]], name=f"rank {process}", strategy="ring", cores={"usable": [0], "wall_s": 1.0}
+        )
+        file.close()
+        paths = file.paths
+    rows, named = (path.read_bytes() for path in paths[:2])
+    rows = rows[: 4 * spans._ROW.size]
+    at = len(rows)
+
+    def parse(data: bytes) -> None:
+        paths[0].write_bytes(data[:at])
+        paths[1].write_bytes(data[at:])
+        write_all(folder / "t.json", parts)
+        for run in read_timeline(folder / "t.json"):
+            with contextlib.suppress(UsageError):
+                causes(run)
+
+    return [rows + named], parse
+
+
+@parser()
+def memory_of_reports() -> tuple[list[bytes], Parse]:
+    """What ranks tell their launcher in memory that it shares with them: who failed first, and who is there."""
+    memory = reports.Reports(3)
+    with mock.patch.dict(os.environ, memory.environ(1)):
+        reports.blame(1, "rank 1", "failed: x", own=True)
+    valid = os.pread(memory.fd, 64, 0)
+
+    def parse(data: bytes) -> None:
+        os.pwrite(memory.fd, data[: 1 << 14], 0)
+        found = memory.culprit()
+        assert found is None or len(found[1]) < 1 << 16
+        assert memory.present(2) in (True, False)
+
+    weakref.finalize(parse, memory.close)
+    return [valid], parse
+
+
 @parser(ValueError)
-def flight_memory() -> tuple[list[bytes], Parse]:
+def flight_parts() -> tuple[list[bytes], Parse]:
     """The memory of a process that has ended; its beginning is given, the rest is zeros."""
     where = mmap.mmap(-1, BYTES)
     one = Flight(where, 1, {"name": "rank 1", "processes": 3, "workers": 3, "run": "r"})
@@ -673,7 +961,7 @@ def flight_records() -> tuple[list[bytes], Parse]:
         for rank in range(3)
     )
     assert whole is not None
-    return [flight.dump(whole).encode()], _at(_folder("flights"), flight.load)
+    return [flight.dump(whole).encode()], _at(_folder("flights"), explain_flight)
 
 
 @parser(UsageError, weight=0.5)
@@ -687,6 +975,47 @@ def timelines() -> tuple[list[bytes], Parse]:
             causes(run)
 
     return [packed, *[gzip.decompress(packed)] * 3], _at(folder, read)
+
+
+@parser(ValueError)
+def notes_of_doctor() -> tuple[list[bytes], Parse]:
+    """What a host tells rank 0 of itself and its links, and rank 0 of the hosts; it is judged with two sound ones."""
+    way = Way("10.0.0.1", "eth0", 1500, "it leads to rank 0", "eth0 (10.0.0.1)")
+    hosts = [
+        Seen(rank, f"h{rank}", way, {"torch": "2.13.0"}, [Finding("memory", "ok", "much")], {}) for rank in range(3)
+    ]
+    links = Links({(0, 1): 1e9, (2, 1): None}, {(1, 0): Offset(0.5, 1e-4), (1, 2): Offset(0.0, 1e-4)})
+    told = replace(hosts[1], unreached={2: "timed out"}).to_json()
+
+    def parse(data: bytes) -> None:
+        seen, heard = list(hosts), Links(dict(links.rates), dict(links.clocks))
+        if data[:1] == b"{":
+            seen[1] = Seen.from_json(data, range(3))
+            seen[1].rank = 1
+        elif b"]]," in data:
+            heard.add_json(data, 1, range(3))
+        else:
+            there, failed = read_reached(data, range(3))
+            assert {*there, *(rank for pair in failed for rank in pair)} <= {0, 1, 2}
+        for finding in judged(seen, heard, 3):
+            assert finding.text.isprintable()
+
+    return [told, links.to_json(), plain([[0, 1, 2], [[0, 1]]])], parse
+
+
+@parser(DataError, weight=0.2)
+def pictures_of_cifar10() -> tuple[list[bytes], Parse]:
+    """Where the data are, as the user says, with one of their files as it comes."""
+    folder = _folder("pictures")
+    part = bytes(cifar10.RECORD_BYTES)
+    for name in cifar10.PARTS:
+        (folder / f"{name}.bin").write_bytes(part)
+
+    def parse(data: bytes) -> None:
+        (folder / f"{cifar10.PARTS[0]}.bin").write_bytes(data)
+        cifar10.read(folder)
+
+    return [part], parse
 
 
 @parser(DataError)
@@ -756,8 +1085,14 @@ def explained_results() -> tuple[list[bytes], Parse]:
     return valid, lambda data: explain_result(Path("file"), text(data))
 
 
+@parser(SynclineError)
+def reports_of_benches() -> tuple[list[bytes], Parse]:
+    """What a process that is measured reports to its starter."""
+    return [plain({"kind": "error", "text": "x"})], lambda data: messages._parse(1, data)
+
+
 @parser(ValueError)
-def metrics() -> tuple[list[bytes], Parse]:
+def answers_of_metrics() -> tuple[list[bytes], Parse]:
     valid = [
         b'syncline_info{rank="1",strategy="ring",workers="2",ports="9000-9001"} 1\nsyncline_steps_total 17\n'
         b'syncline_sent_bytes_total{peer="0"} 5e3\nsyncline_staleness_steps_count 3\nsyncline_staleness_steps_sum 4\n'

@@ -76,7 +76,18 @@ def test_one_half_of_a_view_is_favoured() -> None:
     found.read(0)
     assert ends[0].receive(LIMIT_S) == {"view": 2, "half": [0]}
     assert ends[1].receive(0.01) is None
-    nonsense = [b"nonsense", b"[]", b"{}", b"[" * 60_000, b'{"to": 1e999, "message": 1}', b'{"to": 9, "message": []}']
+    found._pairs[0][0].send(b"[1]")  # of no launcher
+    assert ends[0].receive(LIMIT_S) is None
+    nonsense = [
+        b"nonsense",
+        b"[]",
+        b"{}",
+        b'{"ask": 3, "half": 7}',
+        b'{"view": 1e999, "members": [0]}',
+        b"[" * 60_000,
+        b'{"to": 1e999, "message": 1}',
+        b'{"to": 9, "message": []}',
+    ]
     for packet in [*nonsense, b'{"view": 5, "members": [9]}', b'{"view": 5, "members": []}']:
         ends[1]._sock.send(packet)
         found.read(1)
@@ -89,7 +100,7 @@ def test_one_half_of_a_view_is_favoured() -> None:
         end._sock.close()
 
 
-@pytest.mark.parametrize("value", ["", "3", "a:0:2:1:0", "999999:0:2:1:0"])
+@pytest.mark.parametrize("value", ["", "3", "a:0:2:1:0", "999999:0:2:1:0", f"{'9' * 5000}:0:2:1:0"])
 def test_there_is_no_line_without_a_valid_variable(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(relays.VARIABLE, value)
     assert RelayLine.inherit() is None

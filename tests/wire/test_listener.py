@@ -279,8 +279,11 @@ def test_interfaces_and_addresses() -> None:
     with pytest.raises(UsageError, match=r"'nowhere0' has no IPv4 address .*there are .*lo"):
         interface_address("nowhere0")
     assert addresses_towards("127.0.0.1", 80) == ["127.0.0.1"]
-    with pytest.raises(GroupError, match="cannot resolve the address 'no such name'"):
-        addresses_towards("no such name", 80)
+    for name in ("no such name", "a..b", f"{'a' * 64}.org"):
+        with pytest.raises(GroupError, match="cannot resolve the address"):
+            addresses_towards(name, 80)
+        with pytest.raises(OSError, match=r"Name or service not known|is no name of a host"):
+            dial((name, 80), RUN, SECRET, 1, 0, "data", LIMIT_S)
 
 
 def test_the_doors_close_with_all_that_nobody_took() -> None:

@@ -64,15 +64,30 @@ def _over_mpi(
         }
     rank, world = environment.rank, environment.world
     data = share(json.dumps(told).encode(), rank=rank, world=world, timeout_s=timeout)
-    told = json.loads(data)
-    found = replace(
-        environment,
-        address=str(told["address"]),
-        port=int(told["port"]),
-        run_id=environment.run_id or str(told["run"]),
-        secret=environment.secret or str(told["secret"]).encode(),
-    )
-    return found, kept
+    return _told(environment, data), kept
+
+
+def _told(environment: Environment, data: bytes) -> Environment:
+    """The environment with what rank 0 tells over MPI. GroupError for anything else."""
+    try:
+        told = json.loads(data)
+        texts = [told[name] for name in ("address", "run", "secret")]
+        port = told["port"]
+        if not all(isinstance(text, str) and text.isprintable() for text in texts) or type(port) is not int:
+            raise ValueError
+        address, run, secret = texts
+        return replace(
+            environment,
+            address=address,
+            port=port,
+            run_id=environment.run_id or run,
+            secret=environment.secret or secret.encode(),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
+        raise GroupError(
+            "what rank 0 tells over MPI is no address in the format of this version: run the same version of Syncline"
+            " on all hosts"
+        ) from error
 
 
 def listen_address(environment: Environment, interface: str | None) -> str:
@@ -112,8 +127,9 @@ def addresses_towards(address: str, port: int) -> list[str]:
     """
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise GroupError(f"cannot resolve the address {address!r}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        why = getattr(error, "strerror", None) or error
+        raise GroupError(f"cannot resolve the address {address!r:.80}: {why}") from error
     addresses: dict[str, None] = {}
     failures: list[OSError] = []
     for family, kind, proto, _, end in found:
@@ -166,7 +182,7 @@ def interface_address(name: str) -> str:
     try:
         socket.getaddrinfo(name, 0, flags=socket.AI_NUMERICHOST)
         return name
-    except OSError:
+    except (OSError, UnicodeError):
         pass
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -27,7 +27,7 @@ VARIABLE = "SYNCLINE_ELASTIC"
 start, and the least and the greatest number of members (0: nobody joins). A user may set it to LEAST or LEAST:MOST,
 which then holds for ``syncline run`` and for ``syncline.init``."""
 
-_LINE = re.compile(r"\d+(:\d+){4}", re.ASCII)
+_LINE = re.compile(r"\d{1,9}(:\d{1,9}){4}", re.ASCII)
 
 PACKET_BYTES = 1 << 16
 
@@ -238,17 +238,18 @@ class Relay:
             self._finished = True
             self._tell_others(rank, {**packet, "done": rank})
         elif "ask" in packet:
-            self._tell(rank, {"view": packet["ask"], "half": self._favour(int(packet["ask"]), packet["half"])})
+            view, half = int(packet["ask"]), [int(number) for number in packet["half"]]
+            self._tell(rank, {"view": view, "half": self._favour(view, half)})
         elif "join" in packet:
             first = next(filter(self._lives, self._order), None)
             if self._finished:
                 self._tell(rank, {"done": self._order[0]})
             elif first is not None and rank >= self._processes:
                 self._tell(first, {"from": rank, "message": packet["join"]})
-        elif packet["view"] > self._view:
+        elif (view := int(packet["view"])) > self._view:
             members = [int(member) for member in packet["members"]]
             if members and all(0 <= member < self._fresh for member in members):
-                self._view, self._order, self.members = packet["view"], members, set(members)
+                self._view, self._order, self.members = view, members, set(members)
                 self._joined |= dict.fromkeys(self._started & self.members - self._joined.keys())
 
     def _favour(self, view: int, half: list[int]) -> list[int]:
@@ -369,10 +370,11 @@ class RelayLine:
         self._sock.setblocking(False)
         with suppress(OSError):
             while data := self._sock.recv(PACKET_BYTES):
-                self.kept.append(json.loads(data))
+                if (packet := _read(data)) is not None:
+                    self.kept.append(packet)
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next packet. None after ``timeout_s``. GroupError if the launcher has ended."""
+        """The next packet. None after ``timeout_s``, or for nonsense. GroupError if the launcher has ended."""
         if self.kept:
             return self.kept.popleft()
         self._sock.settimeout(timeout_s)
@@ -384,5 +386,12 @@ class RelayLine:
             data = b""
         if not data:
             raise GroupError("syncline run has ended, over which the workers that are left would have agreed to go on")
-        packet: dict[str, Any] = json.loads(data)
-        return packet
+        return _read(data)
+
+
+def _read(data: bytes) -> dict[str, Any] | None:
+    """The packet in these bytes. None for nonsense, such as a packet that was too long: it counts as lost."""
+    with suppress(ValueError, RecursionError):
+        packet = json.loads(data)
+        return packet if isinstance(packet, dict) else None
+    return None

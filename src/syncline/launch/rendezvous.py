@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import queue
+import re
 import secrets
 import socket
 import stat
@@ -61,6 +62,7 @@ _KNOCK_S = 5.0
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _VALUE_BYTES = 4096
+_ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255}")
 
 
 @dataclass(frozen=True)
@@ -335,7 +337,9 @@ def look_up(environment: Environment, run: str, limit_s: float) -> MeetingAddres
         address, port, key = json.loads(value)
         if type(port) is not int or not 0 < port < 1 << 16:
             raise ValueError
-        return MeetingAddress(str(address), port, bytes.fromhex(key))
+        if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
+            raise ValueError
+        return MeetingAddress(address, port, bytes.fromhex(key))
     except (ValueError, TypeError, RecursionError) as error:
         raise GroupError(
             f"the meeting's address in {environment.store_name} is not in the format of this version: does another"

@@ -287,6 +287,7 @@ def parse(rows: bytes, names: bytes) -> ProcessSpans:
     if len(rows) < _ROW.size or rows[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it does not start like a file of this version")
     notes, texts = parse_names(names)
+    offset_of(notes)  # raises for a clock that is not valid
     spans: list[TimedSpan] = []
     text = dict(enumerate(texts)).get
     for row in _ROW.iter_unpack(rows[_ROW.size : len(rows) // _ROW.size * _ROW.size]):

@@ -414,7 +414,10 @@ def dial(
     hello = partial(handshake.hello, run, source, target, purpose)
     if isinstance(where, str):
         return _dial_end(socket.AF_UNIX, f"\0{where}", hello, secret, deadline, check)
-    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    except UnicodeError:  # of a part that is empty or too long
+        raise socket.gaierror(socket.EAI_NONAME, f"{where[0]!r:.80} is no name of a host") from None
     ends = list(dict.fromkeys((family, end) for family, *_, end in found))
     failures: list[OSError | HandshakeError] = []
     for number, (family, end) in enumerate(ends):

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from syncline.errors import GroupError, HandshakeError, SynclineError
 from syncline.launch.child import end_with_launcher
@@ -33,10 +33,13 @@ from syncline.launch.rendezvous import Joined, Rendezvous
 from syncline.version import __version__
 from syncline.wire.handshake import run_id
 from syncline.wire.listener import Listener, dial, read_exactly
+from syncline.wire.meeting import printable
 
 from ..lab.lab import arrival_rate, fill
 from ..report import units
-from .checks import INTERFACE, LIMIT_S, Finding, Way, checks_of, cores, examined, interfaces, versions_here, way
+from .checks import INTERFACE, LIMIT_S, Finding, Status, Way, checks_of, cores, examined, interfaces, versions_here, way
+
+T = TypeVar("T")
 
 wall_clock: Callable[[], float] = time.time
 """The clock whose offset between hosts is measured."""
@@ -50,6 +53,7 @@ _SLICE_S = 0.05
 _ASKED = 8
 _POLL_S = 0.02
 _SPARE_S = 10.0
+_SAME_VERSION = "run the same version of Syncline on all hosts"
 
 _SLOW = 0.5
 """The share of the fastest link's rate below which a link is slow."""
@@ -83,13 +87,20 @@ class Seen:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Seen:
-        """Read a note."""
-        told = json.loads(text)
-        told["way"] = Way(**told["way"])
-        told["findings"] = [Finding(**one) for one in told["findings"]]
-        told["unreached"] = {int(peer): str(why) for peer, why in told["unreached"].items()}
-        return cls(**told)
+    def from_json(cls, text: bytes, ranks: Collection[int]) -> Seen:
+        """Read a note. Raises ValueError for other text, and for ranks that are not among ``ranks``."""
+        told = _parsed(text, dict)
+        found = cls(
+            _rank(told.get("rank"), ranks),
+            _line(told.get("host")),
+            _made(Way, told.get("way")),
+            {_line(name): _line(version) for name, version in _of(told.get("versions"), dict).items()},
+            [_made(Finding, one) for one in _of(told.get("findings"), list)],
+            {_rank(_whole(peer), ranks): _line(why) for peer, why in _of(told.get("unreached"), dict).items()},
+        )
+        if any(one.status not in get_args(Status) for one in found.findings):
+            raise ValueError("a finding has an unknown status")
+        return found
 
 
 @dataclass
@@ -104,11 +115,72 @@ class Links:
         rates = [[*pair, rate] for pair, rate in self.rates.items()]
         return json.dumps([rates, [[*pair, *offset] for pair, offset in self.clocks.items()]]).encode()
 
-    def add_json(self, text: bytes) -> None:
-        """Add a note."""
-        rates, clocks = json.loads(text)
-        self.rates |= {(source, target): rate for source, target, rate in rates}
-        self.clocks |= {(source, target): Offset(*offset) for source, target, *offset in clocks}
+    def add_json(self, text: bytes, rank: int, ranks: Collection[int]) -> None:
+        """Add the note of a rank, on its links from and to ``ranks``. Raises ValueError for other text."""
+        rates, clocks = _parsed(text, list)
+        heard, own = Links(), {rank} & set(ranks)
+        for source, target, rate in _rows(rates):
+            pair = _rank(source, ranks), _rank(target, own)
+            heard.rates[pair] = None if rate is None else _measured(rate, 0.0)
+        for source, target, ahead_s, trip_s in _rows(clocks):
+            pair = _rank(source, own), _rank(target, ranks)
+            heard.clocks[pair] = Offset(_measured(ahead_s), _measured(trip_s, 0.0))
+        self.rates |= heard.rates
+        self.clocks |= heard.clocks
+
+
+_MOST = 1e15
+"""The greatest number that a note may contain, in bits/s or seconds."""
+
+
+def _parsed(text: bytes, kind: type) -> Any:
+    """The JSON of a note. Its values are of no known types yet."""
+    try:
+        return _of(json.loads(text), kind)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _of(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.40} is no {kind.__name__}")
+    return value
+
+
+def _rows(value: Any) -> list[list[Any]]:
+    return [_of(row, list) for row in _of(value, list)]
+
+
+def _line(value: Any) -> str:
+    """A text of another host, which must not control a terminal or begin a line."""
+    return printable(_of(value, str)).replace("\n", " ")
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(f"{text!r:.40} is no rank")
+    return int(text)
+
+
+def _rank(value: Any, ranks: Collection[int]) -> int:
+    if _of(value, int) not in ranks:
+        raise ValueError(f"rank {value!r:.40} checks no host")
+    return int(value)
+
+
+def _measured(value: Any, least: float = -_MOST) -> float:
+    if type(value) not in (int, float) or not least <= value <= _MOST:
+        raise ValueError(f"{value!r:.40} is no measurement")
+    return float(value)
+
+
+def _made(kind: type[T], told: Any) -> T:
+    """A value of a class of plain fields."""
+    kinds = get_type_hints(kind)
+    if _of(told, dict).keys() != kinds.keys():
+        raise ValueError(f"{told!r:.40} is no {kind.__name__}")
+    plain = {name: _of(told[name], each) if each in (int, bool) else _line(told[name]) for name, each in kinds.items()}
+    return kind(**plain)
 
 
 def findings(environment: Environment, timeout_s: float) -> list[Finding] | None:
@@ -187,18 +259,34 @@ class _Ranks:
         mine = Seen(self._rank, me.host, self._here, versions_here(), self._examine(), unreached)
         self._client.set(f"seen/{self._rank}", mine.to_json())
         if self._rank == 0:
-            for note in self._notes("seen", notes_s):
-                self._seen.append(Seen.from_json(note))
-            there = [one.rank for one in self._seen]
-            failed = [(one.rank, peer) for one in self._seen for peer in one.unreached]
-            self._client.set("reached/0", json.dumps([there, failed]).encode())
-        there, failed = json.loads(self._reached(2 * notes_s))
+            self._hear("seen", notes_s, self._add_seen)
+            unmet = [(one.rank, peer) for one in self._seen for peer in one.unreached]
+            self._client.set("reached/0", json.dumps([[one.rank for one in self._seen], unmet]).encode())
+        try:
+            there, failed = read_reached(self._reached(2 * notes_s), self._leads)
+        except ValueError as error:
+            raise GroupError(f"what rank 0 says about the hosts makes no sense ({error}): {_SAME_VERSION}") from None
         if self._rank in there:
-            self._measure(there, {(source, target) for source, target in failed})
+            self._measure(there, failed)
         self._client.set(f"links/{self._rank}", self._links.to_json())
         if self._rank == 0:
-            for note in self._notes("links", notes_s):
-                self._links.add_json(note)
+            seen = [one.rank for one in self._seen]
+            self._hear("links", notes_s, lambda lead, note: self._links.add_json(note, lead, seen))
+
+    def _add_seen(self, lead: int, note: bytes) -> None:
+        seen = Seen.from_json(note, self._leads)
+        if seen.rank != lead:
+            raise ValueError(f"it is of rank {seen.rank}")
+        self._seen.append(seen)
+
+    def _hear(self, name: str, limit_s: float, add: Callable[[int, bytes], None]) -> None:
+        """Add the notes as they come. A note that makes no sense is a finding, and the others still count."""
+        for lead, note in self._notes(name, limit_s):
+            try:
+                add(lead, note)
+            except ValueError as error:
+                text = f"what {self._roll.name(lead)} has found makes no sense: {error}"
+                self._faults.append(Finding("reach", "fail", text, _SAME_VERSION.capitalize() + "."))
 
     def _examine(self) -> list[Finding]:
         """This host's own findings. Hosts that are one machine, such as those of a lab, share its cores and memory."""
@@ -240,7 +328,7 @@ class _Ranks:
             time.sleep(_POLL_S)
         return note
 
-    def _notes(self, name: str, limit_s: float) -> Iterator[bytes]:
+    def _notes(self, name: str, limit_s: float) -> Iterator[tuple[int, bytes]]:
         """The notes of the ranks that check hosts. A finding names the ranks that owe a note after ``limit_s``."""
         waiting, deadline = list(self._leads), time.monotonic() + limit_s
         while waiting and time.monotonic() < deadline:
@@ -248,7 +336,7 @@ class _Ranks:
                 note = self._client.get(f"{name}/{lead}")
                 if note is not None:
                     waiting.remove(lead)
-                    yield note
+                    yield lead, note
             time.sleep(_POLL_S if waiting else 0.0)
         for lead in waiting:
             text = f"{self._roll.name(lead)} has not answered within {limit_s:.0f} s"
@@ -292,6 +380,13 @@ def _ask(sock: socket.socket) -> Offset:
     (theirs,) = _CLOCK.unpack(read_exactly(sock, _CLOCK.size, time.monotonic() + _TURN_S))
     trip_s = time.perf_counter() - begun
     return Offset(theirs - before - trip_s / 2, trip_s)
+
+
+def read_reached(note: bytes, ranks: Collection[int]) -> tuple[list[int], set[Pair]]:
+    """The ranks that are there, and the pairs without a connection. Raises ValueError for other text."""
+    there, failed = _parsed(note, list)
+    pairs = {(_rank(source, ranks), _rank(target, ranks)) for source, target in _rows(failed)}
+    return [_rank(rank, ranks) for rank in _of(there, list)], pairs
 
 
 def partners(rank: int, ranks: Sequence[int]) -> Iterator[int]:
