@@ -54,6 +54,17 @@ class HostCopier:
         """The last work that was queued in that direction so far; the other direction may be behind."""
         return self._streams[direction].last
 
+    def export(self, tensor: torch.Tensor) -> list[Any]:
+        """Its number: ranks are threads of one process."""
+        _EXPORTED.append(tensor)
+        return [len(_EXPORTED) - 1]
+
+    def attach(self, told: Any, like: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        found = _EXPORTED[told[0]]
+        assert found.shape == like.shape
+        return found
+
     def mark(self) -> _Done:
         """Passed: what a CPU was told to compute, it has."""
         return _passed()
@@ -154,6 +165,8 @@ class _Done(threading.Event):
 
 
 _Order = tuple[Callable[[], object], _Done, _Done]  # what to do, what it is behind, its end
+
+_EXPORTED: list[torch.Tensor] = []
 
 _INTERPRETING = threading.Lock()
 """Triton's interpreter serves one thread at a time."""

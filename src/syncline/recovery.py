@@ -218,6 +218,10 @@ class Members:
         self._keeper.newest = strategy.roles is None or not strategy.server_holds_weights
         if strategy.collective is not None or strategy.transport.name not in _TRANSPORTS:
             raise NotBuiltError(f"syncline.elastic() works over transport=auto, shm and tcp, not with {strategy}")
+        if strategy.on_device:
+            raise NotBuiltError(
+                f"syncline.elastic() works without {strategy}: memory of a GPU ends with its worker; use direct"
+            )
         if strategy.schedule_object().apply != "step":
             raise NotBuiltError("syncline.elastic() works with schedules whose steps end in their iteration: fixed")
         if len(session.family) > 1:

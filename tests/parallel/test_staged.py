@@ -37,11 +37,11 @@ def test_staged_processes_train_as_one(pool: Pool, address: str, strategy: str, 
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch is built without CUDA")
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_processes_that_share_a_gpu_train_as_one(pool: Pool, address: str, transport: str) -> None:
+@pytest.mark.parametrize("strategy", ["ring transport=shm", "ring transport=tcp", "direct(on=device) transport=shm"])
+def test_processes_that_share_a_gpu_train_as_one(pool: Pool, address: str, strategy: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this machine has no CUDA device")
-    case = everyone(2, address, f"ring transport={transport}", 4)
+    case = everyone(2, address, strategy, 4)
     with pool.start(staging_bodies.train_on_gpu, case) as group:
         one, two = group.results()
     wanted = steps("adam", "float64", 4)

@@ -11,6 +11,8 @@ libraries call the halves pairwise or "scattered" exchange (Thakur, Rabenseifner
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from ..nouns import Group
@@ -19,8 +21,10 @@ from ..registry import register
 
 
 @register("algorithms", "direct", goal="allreduce")
-def direct(group: Group) -> Plan:
+def direct(group: Group, *, on: Literal["host", "device"] = "host") -> Plan:  # noqa: ARG001 - the plan is the same
     """Allreduce in which each rank owns a part: all contributions go to its owner, and the owner sends the sum to all.
+
+    With on=device the ranks of one host add the gradients of models on GPUs in the memory of these.
 
     Cost: 2(N-1)a + 2(N-1)/N nb + (N-1)/N ng, in two steps (Thakur, Rabenseifner, Gropp 2005).
     """

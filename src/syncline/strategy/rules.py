@@ -66,6 +66,11 @@ class Combination:
         """Whether the message library's own collectives sum inside hosts, as part of a plan."""
         return bool(self.architecture.arguments.get("inside") == "native")
 
+    @property
+    def on_device(self) -> bool:
+        """Whether ranks add gradients in the memory of GPUs."""
+        return bool(self.architecture.arguments.get("on") == "device")
+
     @cached_property
     def collective(self) -> Collective | None:
         """The library's collective that replaces a plan; None if there is a plan."""
@@ -147,6 +152,24 @@ def _native_needs_its_library(given: Combination) -> Fault | None:
     reason = f"{name} calls the transport's own collectives, and transport={given.transport.name} has none"
     plan = with_arguments(given.architecture, inside="ring") if given.native_inside else AUTO
     return reason, [{"transport": Part("torch")}, {"transport": Part("mpi")}, {"architecture": plan}]
+
+
+def _gpus_add_whole_gradients_of_one_host(given: Combination) -> Fault | None:
+    if not given.on_device:
+        return None
+    reason, without = "with on=device ranks add", {"architecture": with_arguments(given.architecture, on="host")}
+    if given.transport.name not in ("shm", "inproc"):
+        why = f"in the memory of one host's GPUs, which transport={given.transport.name} does not promise"
+        return f"{reason} {why}", [{"transport": Part("shm")}, without]
+    if given.codec != NONE:
+        return f"{reason} gradients as they are, and codec={given.codec.name} encodes them", [{"codec": NONE}, without]
+    if given.sync.name != "bsp" or given.sync.arguments.get("backup"):
+        why = f"every rank's gradients in every step, and sync={write('sync', given.sync)} does not"
+        return f"{reason} {why}", [{"sync": BSP}, without]
+    if given.schedule != AUTO and build("schedules", given.schedule).phases != "whole":
+        why = f"in one phase, and schedule={given.schedule.name} exchanges in two"
+        return f"{reason} {why}", [{"schedule": AUTO}, without]
+    return None
 
 
 def _native_sends_what_it_is_given(given: Combination) -> Fault | None:
@@ -548,6 +571,7 @@ def _servers_that_sum_remember_one_thing(given: Combination) -> Fault | None:
 RULES: tuple[Rule, ...] = (
     _native_needs_its_library,
     _native_sends_what_it_is_given,
+    _gpus_add_whole_gradients_of_one_host,
     _nccl_knows_collectives_only,
     _servers_are_needed,
     _replicas_follow_merged_pushes,

@@ -238,6 +238,8 @@ class BucketExchange:
         layers = self.layout.layers
         self._coder = self.staging.coder if self.session.computes_on_device(layers) else None
         arrays = self.in_place(self.storages[0])
+        on_device = self.session.strategy.on_device and self.session.world_size > 1
+        self._sums = self.staging.sums(self.session, self.storages) if on_device else None
         self._compress(self.session.compression(layers, self.layout.buckets, arrays, self._coder))
 
     @property
@@ -303,7 +305,7 @@ class BucketExchange:
         """
         place, staging = self.place(operation.step), self.staging
         gate = after if after is not None or meeting is None else meeting.work
-        if staging.device is None or self._coder is not None:
+        if staging.device is None or self._coder is not None or self._sums is not None:
             return self._exchange(operation, place, meeting, gate, priority)
         pair, label = self.storages[place].pair(operation.bucket), f"bucket {operation.bucket}"
         if after is None:
@@ -316,7 +318,7 @@ class BucketExchange:
         self, operation: BucketPhase, place: int, meeting: Meeting | None, gate: Work | None, priority: float
     ) -> Work:
         before, number = None, operation.bucket
-        if self._coder is not None:
+        if self._coder is not None or self._sums is not None:
             pair, mark = self.storages[place].pair(number), self.staging.mark()
             before = partial(self._check_and_weigh, partial(self.staging.hand_over, pair, mark), meeting)
         elif meeting is not None and operation.phase != "all_gather":
@@ -397,6 +399,9 @@ class BucketExchange:
         if self._compressions:
             key, label = self._key(place, number, phase), self.layout.labels[number]
             return session.coded_order(self._compressions[place], number, key, label)
+        if self._sums is not None:
+            key, label = self._key(place, number, phase), self.layout.labels[number]
+            return session.reducers_order(self._sums.reducers(place, number), key, label)
         nbytes = self.storages[place].arrays[number].nbytes
         if phase == "allreduce":
             return self._plain(place, number, phase, session.bucket_program(nbytes))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..compression.reducers import Device
+from ..compression.reducers import Device, Reducer
 from ..engine.engine import Engine
 from ..engine.order import Work
-from ..errors import MismatchError
+from ..errors import MismatchError, UsageError
 from ..nouns import Bucket, Layer, Spec, numpy_dtype
 from ..session.communicator import Array
 from ..session.layout import Layout, decide_layout, place_bucket, place_tensors
@@ -26,6 +26,14 @@ from ..session.tickets import BUCKET_KEYS
 
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
 """Allocates memory of the given size in bytes, as an array of the given element type."""
+
+
+class DeviceSummed(Protocol):
+    """Makes the reducers that add the gradients of a bucket where the device has them."""
+
+    def reducers(self, place: int, number: int) -> Callable[[], Sequence[Callable[[], Reducer]]]:
+        """What makes the reducers of a bucket in the storage at ``place``."""
+        ...
 
 
 class Staging:
@@ -44,6 +52,11 @@ class Staging:
     def coder(self) -> Device | None:
         """Encodes and decodes on the device, if the device can. Buckets then need neither ``down`` nor ``up``."""
         return None
+
+    def sums(self, session: Session, storages: Sequence[Any]) -> DeviceSummed:  # noqa: ARG002
+        """Adds gradients in the device's memory. All ranks call it. Buckets then need neither ``down`` nor ``up``."""
+        text = "direct(on=device) adds gradients in the memory of GPUs, and this model is not on one: use direct"
+        raise session.fail(UsageError(text))
 
     def mark(self) -> Any:
         """The present point in the training thread's queue."""

@@ -37,7 +37,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -50,9 +50,11 @@ from ...engine.engine import Engine
 from ...engine.order import Work
 from ...engine.trace import begin
 from ...errors import NotBuiltError, SynclineError, UsageError
+from ...session.session import Session
 from ...training.memory import Staging
 from ...wire.scratch import Scratch
-from .storage import Array, Pair
+from .device_sums import DeviceSums, map_blocks
+from .storage import Array, Pair, Storage
 
 log = logging.getLogger("syncline")
 
@@ -72,6 +74,7 @@ class Staged(Staging):
         self._copier, self._fail = copier, fail
         self._pinned: list[torch.Tensor] = []
         self._watches = {direction: _Watch(fail) for direction in _DIRECTIONS}
+        self._sums: DeviceSums | None = None
         self._open = True
 
     def allocate(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
@@ -96,6 +99,13 @@ class Staged(Staging):
             return None
         room = _PinnedScratch(partial(self._pages, allocate=lambda size: np.empty(size, np.uint8)))
         return Coder(room, *(_Stream(self._copier, direction, watch) for direction, watch in self._watches.items()))
+
+    def sums(self, session: Session, storages: Sequence[Storage]) -> DeviceSums:
+        if self._sums is None:
+            blocks = map_blocks(session, storages, self._copier.export, self._copier.attach)
+            down, up = (_Stream(self._copier, direction, self._watches[direction]) for direction in _DIRECTIONS)
+            self._sums = DeviceSums(session.rank, storages, blocks, down, up)
+        return self._sums
 
     def mark(self) -> torch.cuda.Event:
         return self._copier.mark()
@@ -141,6 +151,8 @@ class Staged(Staging):
             watch.close()
         with contextlib.suppress(Exception):  # a broken device was reported before, and the process must still end
             self._copier.synchronize()
+        if self._sums is not None:
+            self._sums.close()
         while self._pinned:
             self._copier.unpin(self._pinned.pop())
         self._copier.close()
@@ -264,6 +276,32 @@ class CudaCopier:
             done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # the waiting thread sleeps
             done.record(self._down)
         return done
+
+    def export(self, tensor: torch.Tensor) -> list[Any]:
+        """What one other process of this host needs to ``attach`` to the memory of a tensor, as values of JSON."""
+        storage = tensor.untyped_storage()
+        device, *told = storage._share_cuda_()  # type: ignore[no-untyped-call] # counts one more user of the memory
+        return [str(torch.cuda.get_device_properties(device).uuid)] + [
+            one.hex() if isinstance(one, bytes) else one for one in told
+        ]
+
+    def attach(self, told: Any, like: torch.Tensor) -> torch.Tensor:
+        """The memory that another process has exported, as a flat tensor with the type and size of another one."""
+        uuid, handle, nbytes, offset, counter, counter_offset, event, waits = told
+        devices = range(torch.cuda.device_count())
+        device = next((one for one in devices if str(torch.cuda.get_device_properties(one).uuid) == uuid), None)
+        if device is None:
+            raise UsageError(f"GPU {uuid} is not visible here: let all ranks of a host see all its GPUs")
+        if nbytes != like.untyped_storage().nbytes():
+            raise UsageError(f"it has {nbytes} bytes and not {like.untyped_storage().nbytes()}")
+        if device != self.device.index and not torch.cuda.can_device_access_peer(self.device, device):
+            raise UsageError(f"{self.device} cannot access the memory of GPU {uuid}")
+        handle, counter, event = (bytes.fromhex(one) for one in (handle, counter, event))
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device, handle, nbytes, offset, counter, counter_offset, event, waits
+        )
+        found = torch.empty(0, dtype=like.dtype, device=storage.device).set_(storage)
+        return found[: like.numel()]
 
     @property
     def codes(self) -> bool:
