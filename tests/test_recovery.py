@@ -33,7 +33,7 @@ def members(most: int = 0) -> Iterator[Members]:
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("ps(servers=1, on=workers)", r"state, .*: use ps\(servers=1, on=workers, replicas=1\)"),
+        ("ps(servers=1, on=workers)", r"state, .*: use 'ps\(servers=1, on=workers, replicas=1\) "),
         ("ps(servers=1, on=workers) sync=asp", "sync=bsp without backup"),
         ("ps(servers=1, on=workers) sync=bsp(backup=1)", "sync=bsp without backup"),
         ("ring sync=local(steps=4)", "sync=bsp without backup"),
@@ -50,7 +50,7 @@ def test_what_cannot_go_on_is_refused(group: Any, strategy: str, words: str) -> 
 
 def test_nobody_joins_workers_that_hold_parts_of_the_state(group: Any) -> None:
     def body(session: Session) -> None:
-        with members(most=3) as found, pytest.raises(NotBuiltError, match=r"use --elastic LEAST without .* update=wor"):
+        with members(most=3) as found, pytest.raises(NotBuiltError, match="only if no worker can join"):
             found.check(session)
 
     group("ps(servers=2, on=workers, replicas=1)", 2, body)
@@ -58,10 +58,20 @@ def test_nobody_joins_workers_that_hold_parts_of_the_state(group: Any) -> None:
 
 def test_followers_need_buckets_that_stay(group: Any) -> None:
     def body(session: Session) -> None:
-        with members() as found, pytest.raises(NotBuiltError, match=r"keep their buckets, .*: use schedule=fixed"):
+        with members() as found, pytest.raises(NotBuiltError, match=r"keep their buckets, .*: use .* schedule=fixed'"):
             found.check(session)
 
     group("ps(servers=2, on=workers, replicas=1) schedule=merged", 2, body)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "ps(on=workers) sync=asp", "ps sync=ssp(staleness=2)"])
+def test_every_process_refuses_at_init_and_waits_for_no_other(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    """Nobody listens where rank 0 should be, and the script may never come to ``syncline.elastic``."""
+    monkeypatch.setenv(VARIABLE, "9999:1:2:1:0")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NotBuiltError, match=r"use 'ps\(servers=1, on=workers, replicas=1\)'; or leave --elastic out"):
+        syncline.init(strategy=strategy, timeout=60)
 
 
 def test_without_a_launcher_that_lets_it_go_on_the_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:

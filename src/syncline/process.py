@@ -21,13 +21,13 @@ from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
 from .launch.environment import REPEATS, Environment, Variables
-from .launch.relay import Range, joins, range_asked
+from .launch.relay import Range, joins, range_asked, served
 from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.checks import Finite, asked_for
 from .session.groups import WorkerGroup, found_group
 from .session.printing import end_failed, end_quickly, watch_exceptions
 from .session.session import Session
-from .strategy.strategy import Strategy
+from .strategy.strategy import Strategy, check_elastic
 from .timeline.flight_memory import FlightPlace, forget_records
 from .timeline.recording import SessionSpans, begin_recording
 from .wire import reports
@@ -323,6 +323,8 @@ def _choose(strategy: str | None, environment: Environment) -> Strategy:
     if text is None:
         return Strategy.parse(f"ps(servers={started})" if started else "")
     chosen = Strategy.parse(text)
+    if (numbers := served()) is not None:  # before any process waits for others
+        check_elastic(chosen, joins=numbers[1] is not None)
     if started is not None and started != chosen.servers and environment.world > 1:
         raise UsageError(
             f"{str(chosen)!r} has {chosen.servers} server processes, but {started} were started: use syncline run"

@@ -51,7 +51,7 @@ from .membership import (
 from .process import process
 from .saving import packed, unpacked
 from .session.session import Session
-from .strategy.strategy import Strategy
+from .strategy.strategy import check_elastic
 from .version import __version__
 from .wire.reports import say
 
@@ -72,7 +72,6 @@ _LOOK_S = 0.5
 """The time between two looks of rank 0 for a worker that asks to join."""
 _LAUNCHER = Peer(0, "launcher")
 """Whom a worker that joins asks: the launcher knows the members."""
-_TRANSPORTS = ("auto", "shm", "tcp")
 
 
 class Stateful(Protocol):
@@ -212,18 +211,8 @@ class Members:
             _check_shareable(one)
         strategy = session.strategy
         self.given = [*(made.given for made in process.prepared), *(session.lone or [])] or self.given
-        if strategy.sync.name != "bsp" or not strategy.sync_mode().merges:
-            raise NotBuiltError(f"syncline.elastic() works with sync=bsp without backup workers, not with {strategy}")
-        _check_owners(strategy, joins=bool(self._line.most))
+        check_elastic(strategy, joins=bool(self._line.most))
         self._keeper.newest = strategy.roles is None or not strategy.server_holds_weights
-        if strategy.collective is not None or strategy.transport.name not in _TRANSPORTS:
-            raise NotBuiltError(f"syncline.elastic() works over transport=auto, shm and tcp, not with {strategy}")
-        if strategy.on_device:
-            raise NotBuiltError(
-                f"syncline.elastic() works without {strategy}: memory of a GPU ends with its worker; use direct"
-            )
-        if strategy.schedule_object().apply != "step":
-            raise NotBuiltError("syncline.elastic() works with schedules whose steps end in their iteration: fixed")
         if len(session.family) > 1:
             raise NotBuiltError("syncline.elastic() works without groups of workers")
         if (self.joins or not session.alone) and (len(self.given) != 1 or self.given[0].optimizer is None):
@@ -546,29 +535,6 @@ class _Groups:
                     group[name].copy_(value)
                 else:
                     group[name] = value
-
-
-def _check_owners(strategy: Strategy, joins: bool) -> None:
-    """Raise NotBuiltError for owners whose loss would end the run, and for followers where workers join."""
-    roles = strategy.roles
-    if roles is not None and roles.replicas and joins:
-        raise NotBuiltError(
-            f"no worker can join {strategy}, whose optimizer's state is in parts: use --elastic LEAST without a"
-            f" greatest number, or ps(servers={roles.owners}, on=workers, update=worker)"
-        )
-    if roles is not None and roles.replicas and strategy.schedule_object().measures:
-        raise NotBuiltError(  # new buckets come without the state of the step before
-            f"syncline.elastic() works with replicas=1 and schedules that keep their buckets, not with {strategy}:"
-            " use schedule=fixed"
-        )
-    if roles is None or not (roles.apart or (roles.holds_weights and not roles.replicas)):
-        return
-    what = "server processes" if roles.apart else "owners that alone hold the optimizer's state"
-    raise NotBuiltError(
-        f"syncline.elastic() works without {what}, not with {strategy}: use"
-        f" ps(servers={roles.owners}, on=workers, replicas=1), in which a second worker has each owner's state, or"
-        " update=worker, under which owners hold nothing"
-    )
 
 
 def _check_shareable(one: Stateful) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
 from syncline import registry
-from syncline.errors import StrategyError, UsageError
+from syncline.errors import NotBuiltError, StrategyError, UsageError
 from syncline.nouns import Group
 from syncline.schedules.fixed import Fixed
 from syncline.strategy.grammar import Part
-from syncline.strategy.strategy import Strategy
+from syncline.strategy.strategy import Strategy, check_elastic
 from syncline.sync.bsp import Bsp
 from syncline.testing.schedules import Bound, Free
 
@@ -350,3 +352,40 @@ def test_a_host_pushes_for_all_its_workers(words: str, says: str) -> None:
     with pytest.raises(StrategyError, match=says) as refused:
         Strategy.parse(f"ps(servers=1, local=on) {words}")
     assert f"the nearest that works is 'ps(servers=1) {words}'" in str(refused.value)
+
+
+_ELASTIC = (
+    (
+        *("ring", "native", "direct(on=device)", "ps(servers=2)", "ps(servers=2, update=worker)"),
+        "ps(servers=2, on=workers, replicas=1)",
+    ),
+    ("bsp", "bsp(backup=1)", "asp", "ssp(staleness=2)", "local(steps=4)"),
+    ("none", "int8", "onebit"),
+    ("auto", "fixed", "merged", "delayed"),
+    ("auto", "grpc"),
+)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_strategy_that_an_elastic_run_refuses_comes_with_one_that_it_takes(joins: bool) -> None:
+    refused = taken = 0
+    for architecture, sync, codec, schedule, transport in itertools.product(*_ELASTIC):
+        text = f"{architecture} sync={sync} codec={codec} schedule={schedule} transport={transport}"
+        try:
+            given = Strategy.parse(text)
+        except StrategyError:
+            continue
+        try:
+            check_elastic(given, joins=joins)
+            taken += 1
+        except NotBuiltError as error:
+            refused += 1
+            asked, use, *more = re.findall(r" '([^']+)'", str(error))
+            assert asked == str(given)
+            check_elastic(Strategy.parse(use), joins=joins)
+            assert (Strategy.parse(use).roles is None) == (given.roles is None)
+            for other in more:  # with a run that nobody joins
+                assert joins
+                check_elastic(Strategy.parse(other), joins=False)
+    assert refused > 50
+    assert taken > 5

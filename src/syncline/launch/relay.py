@@ -322,6 +322,15 @@ def joins() -> bool:
     return numbers is not None and numbers[1] >= numbers[2]
 
 
+def served() -> Range | None:
+    """The least and the greatest number of members with which the launcher lets a run go on. None if it lets none.
+
+    Without a greatest number nobody joins.
+    """
+    numbers = _numbers()
+    return None if numbers is None else (numbers[3], numbers[4] or None)
+
+
 def _numbers() -> list[int] | None:
     """The descriptor and the numbers in the variable. None without a valid one."""
     text = os.environ.get(VARIABLE, "")

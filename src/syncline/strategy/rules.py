@@ -118,8 +118,8 @@ def fault_of(combination: Combination) -> Fault | None:
     return next((fault for rule in RULES if (fault := rule(combination)) is not None), None)
 
 
-def nearest_that_works(combination: Combination, fault: Fault) -> Combination | None:
-    """The first valid combination that the remedies lead to, with the fewest changes."""
+def nearest_that_works(combination: Combination, fault: Fault, judge: Rule = fault_of) -> Combination | None:
+    """The first combination without a fault that the remedies lead to, with the fewest changes."""
     todo = deque((combination, changes) for changes in fault[1])
     seen = {combination}
     while todo:
@@ -132,7 +132,7 @@ def nearest_that_works(combination: Combination, fault: Fault) -> Combination | 
         if candidate in seen:
             continue
         seen.add(candidate)
-        found = fault_of(candidate)
+        found = judge(candidate)
         if found is None:
             return candidate
         todo.extend((candidate, more) for more in found[1])
@@ -566,6 +566,48 @@ def _servers_that_sum_remember_one_thing(given: Combination) -> Fault | None:
         " would add the codec's residual of the gradients to the differences"
     )
     return reason, [{"architecture": AUTO}, {"codec": NONE}]
+
+
+# Elastic runs ---------------------------------------------------------------------------------------------------------
+
+_ELASTIC_TRANSPORTS = ("auto", "shm", "tcp")
+
+
+def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
+    """Why a run with this strategy cannot go on without a lost worker, or, if some can ``join``, with a new one.
+
+    A reason completes "an elastic run works".
+    """
+    if given.sync.name != BSP.name or not build("sync", given.sync).merges:
+        return "with sync=bsp without backup workers", [{"sync": BSP}]
+    if given.roles is not None and (fault := _lost_owners_are_replaced(given, given.roles, joins)) is not None:
+        return fault
+    if given.collective is not None or given.native_inside:
+        return "with plans of Syncline, without collectives of a message library", [{"architecture": AUTO}]
+    if given.on_device:
+        others = [{"architecture": with_arguments(given.architecture, on="host")}]
+        return "without memory of GPUs, which ends with its worker", [*others, {"architecture": AUTO}]
+    if given.transport.name not in _ELASTIC_TRANSPORTS:
+        return "over transport=auto, shm and tcp", [{"transport": AUTO}]
+    if given.schedule != AUTO and build("schedules", given.schedule).apply != "step":
+        return "with schedules whose steps end in their iteration", [{"schedule": Part("fixed")}]
+    return None
+
+
+def _lost_owners_are_replaced(given: Combination, roles: Roles, joins: bool) -> Fault | None:
+    if roles.apart:
+        here = variants(given.architecture, lambda found: not found.apart)
+        return "without server processes, whose parts of the weights would be lost with them", here
+    summing = variants(given.architecture, lambda found: not found.apart and not found.holds_weights)
+    if roles.holds_weights and joins:  # a worker that joins has no state of the optimizer
+        return "with owners of the optimizer's state only if no worker can join it", summing
+    if roles.holds_weights and not roles.replicas:
+        followed = variants(given.architecture, lambda found: not found.apart and bool(found.replicas))
+        return "without owners that alone hold the optimizer's state", [*followed, *summing]
+    if roles.replicas and given.schedule != AUTO and build("schedules", given.schedule).measures:
+        # New buckets come without the state of the step before.
+        return "with replicas=1 and schedules that keep their buckets", [{"schedule": Part("fixed")}]
+    return None
 
 
 RULES: tuple[Rule, ...] = (

@@ -15,6 +15,7 @@ from ._options import FILE, JSON, TRACE
 if TYPE_CHECKING:
     from syncline.launch.local import Outcome
     from syncline.launch.relay import Relay
+    from syncline.strategy.strategy import Strategy
     from syncline.timeline.flight_memory import FlightMemory
 
 _FLIGHT = "syncline-flight.json"
@@ -101,6 +102,7 @@ def run(
     from syncline.launch.local import launch
 
     env = {} if tls is None else {"SYNCLINE_TLS": tls}
+    parsed: Strategy | None = None
     if strategy is not None:
         from syncline.nouns import Group
         from syncline.strategy.strategy import Strategy
@@ -113,6 +115,7 @@ def run(
         servers = parsed.servers
         parsed.resolve(Group(workers, servers))  # some strategies are impossible for some numbers of workers
         env["SYNCLINE_STRATEGY"] = str(parsed)
+    relay = _relay(workers, servers or 0, elastic, parsed)
     _check_script(script, module)
     if metrics:
         from syncline.metrics import VARIABLE, read_serving
@@ -137,7 +140,6 @@ def run(
     command = [sys.executable, *(["-m"] if module else []), script, *args]
     flight = _flight_memory(flight_path, workers + servers)
     env |= flight.environ()
-    relay = _relay(workers, servers, elastic)
     outcome = launch(command, workers + servers, servers=servers, env=env, pass_fds=flight.fds, relay=relay)
     if assembly is not None:
         click.echo(f"syncline: {assembly.finish()}", err=True)
@@ -180,8 +182,8 @@ def _new_log(path: Path) -> str:
     return str(path.resolve())
 
 
-def _relay(workers: int, servers: int, elastic: str | None) -> Relay | None:
-    """The relay of an elastic run. UsageError for numbers that cannot work."""
+def _relay(workers: int, servers: int, elastic: str | None, strategy: Strategy | None) -> Relay | None:
+    """The relay of an elastic run. UsageError for numbers, and NotBuiltError for a strategy, that cannot work."""
     from syncline.errors import UsageError
     from syncline.launch.relay import VARIABLE, Relay, read_range, text_of_user
 
@@ -190,8 +192,10 @@ def _relay(workers: int, servers: int, elastic: str | None) -> Relay | None:
     if elastic is None:
         return None
     least, most = read_range(elastic, name)
-    if servers:
-        raise UsageError("--elastic works without servers: a server that ends takes its part of the weights along")
+    if servers or strategy is not None:  # else each process checks that of its script
+        from syncline.strategy.strategy import Strategy, check_elastic
+
+        check_elastic(strategy or Strategy.parse(f"ps(servers={servers})"), joins=most is not None)
     if least > workers:
         raise UsageError(f"--elastic {elastic} needs {least} workers, more than -n {workers} starts")
     if most is not None and most < workers:
