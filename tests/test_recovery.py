@@ -15,10 +15,11 @@ import torch
 
 import syncline
 from syncline.errors import GroupError, NotBuiltError, PeerLost, SynclineError, UsageError, ViewEnds
+from syncline.frameworks.torch.prepare import GroupValues
 from syncline.launch.relay import VARIABLE, RelayLine
 from syncline.membership import Commit, Peer, Refused, Send, View, to_plain
 from syncline.process import process
-from syncline.recovery import Members, _AllDone, _check_shareable, _ended, _Groups, _join_in
+from syncline.recovery import Members, _AllDone, _check_shareable, _ended, _join_in
 from syncline.saving import packed, unpacked
 from syncline.session.session import Session
 
@@ -119,7 +120,7 @@ def test_survivors_share_the_values_of_groups() -> None:
         return torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=(lr, 2 * lr))
 
     one, other = made(0.1), made(0.2)
-    _Groups(other).load_state_dict(unpacked(packed(_Groups(one).state_dict())))
+    GroupValues(other).load_state_dict(unpacked(packed(GroupValues(one).state_dict())))
     for name, value in one.param_groups[0].items():
         if name != "params":
             assert other.param_groups[0][name] == value
@@ -138,7 +139,7 @@ def test_a_rate_that_is_a_tensor_stays_the_tensor_that_the_optimizer_reads() -> 
     rates = torch.tensor(0.1), torch.tensor(0.2)
     one, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate, foreach=False) for rate in rates)
     rate = other.param_groups[0]["lr"]
-    _Groups(other).load_state_dict(unpacked(packed(_Groups(one).state_dict())))
+    GroupValues(other).load_state_dict(unpacked(packed(GroupValues(one).state_dict())))
     assert other.param_groups[0]["lr"] is rate
     assert rate == torch.tensor(0.1)
 

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from .errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
 from .global_batches import GlobalBatches, RepeatedBatches, go_on
@@ -54,9 +54,6 @@ from .session.session import Session
 from .strategy.strategy import check_elastic
 from .version import __version__
 from .wire.reports import say
-
-if TYPE_CHECKING:
-    from .frameworks.torch import Given, Held
 
 T = TypeVar("T")
 
@@ -83,6 +80,48 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> object:
         """Go on from the state of another worker."""
+        ...
+
+
+class Held(Protocol):
+    """The parts of a model's weights and optimizer state that a worker has, once its session is over."""
+
+    def put_together_again(self, session: Session, step: int) -> list[int]:
+        """Give the model all parts as they were after that step. Returns the parts that nobody has."""
+        ...
+
+
+class Lasting(Protocol):
+    """A model and its optimizer as they outlive the sessions of a run. Each framework has its own."""
+
+    @property
+    def described(self) -> str:
+        """A text that differs between models that cannot be trained together."""
+        ...
+
+    @property
+    def shared(self) -> Sequence[Stateful]:
+        """What workers take over from each other besides weights and the optimizer's state, such as its rate."""
+        ...
+
+    def check_lasting(self, strategy: Strategy) -> None:
+        """Raise NotBuiltError if the model cannot go on in another session under this strategy."""
+        ...
+
+    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
+        """Call ``finished`` after every update of the weights, until the returned call."""
+        ...
+
+    def keep_values(self) -> Callable[[], None]:
+        """Copy weights and state, between two sessions. The returned call puts them back."""
+        ...
+
+    def copy_again(self, session: Session, root: int, whole: bool) -> None:
+        """Take over the weights of ``root``, and the optimizer's state if each worker has the ``whole`` of it."""
+        ...
+
+    def prepare_again(self, session: Session) -> Any:
+        """Make the model part of another session. Returns a prepared model of PyTorch, if it is one."""
         ...
 
 
@@ -121,7 +160,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
                 sampler.shared = state
         return train()
     members.check(process.session, state)
-    counters = [given.optimizer.register_step_post_hook(members.count) for given in members.given if given.optimizer]
+    counters = [given.count(members.count) for given in members.given]
     try:
         if members.joins:
             _join(members, state)
@@ -146,8 +185,8 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
             except _AllDone:
                 return result
     finally:
-        for counter in counters:
-            counter.remove()
+        for end_count in counters:
+            end_count()
         members.end_call()
 
 
@@ -166,9 +205,12 @@ def _ended(error: BaseException) -> PeerLost | ViewEnds | None:
         return error
     if isinstance(error.__cause__, ViewEnds):
         return error.__cause__
-    engine = None if process.joined is None else process.joined.process.unchecked
+    session = process.joined
+    engine = None if session is None else session.process.unchecked
     fault = None if engine is None else engine.error
-    return fault if isinstance(fault, PeerLost) else None
+    if isinstance(fault, PeerLost):
+        return fault
+    return None if session is None else session.ended
 
 
 class Members:
@@ -184,8 +226,8 @@ class Members:
         else:
             me, view = peers[line.number], View(1, peers, len(peers))
             self._keeper = ViewKeeper(me, view, {}, least=line.least, most=most, patience=_PATIENCE)
-        self.given: list[Given] = []
-        """The prepared models, with their optimizers and options."""
+        self.given: list[Lasting] = []
+        """The prepared models, with their optimizers."""
         self._trained = frozenset[int]() if line.joins else self._keeper.view.numbers  # the members of the last session
         self._over: set[str] = set()  # the names of processes that have ended
         self._asked, self._look_s = False, 0.0
@@ -210,16 +252,19 @@ class Members:
         for one in state:
             _check_shareable(one)
         strategy = session.strategy
-        self.given = [*(made.given for made in process.prepared), *(session.lone or [])] or self.given
+        of_torch = [*(made.given for made in process.prepared), *(session.lone or [])]
+        self.given = [*of_torch, *session.lasting] or self.given
         check_elastic(strategy, joins=bool(self._line.most))
         self._keeper.newest = strategy.roles is None or not strategy.server_holds_weights
         if len(session.family) > 1:
             raise NotBuiltError("syncline.elastic() works without groups of workers")
-        if (self.joins or not session.alone) and (len(self.given) != 1 or self.given[0].optimizer is None):
+        if (self.joins or not session.alone) and len(self.given) != 1:
             raise NotBuiltError(
-                "syncline.elastic() works with one prepared model of PyTorch and its optimizer: put several into one"
-                " torch.nn.ModuleList, and call syncline.prepare() first"
+                "syncline.elastic() works with one prepared model and its optimizer: put several into one"
+                " torch.nn.ModuleList or dictionary, and call syncline.prepare() first"
             )
+        for given in self.given:
+            given.check_lasting(strategy)
         if any(made.replica.normalises_over_ranks for made in process.prepared):
             raise NotBuiltError("syncline.elastic() works with BatchNorm, not with SyncBatchNorm")
         if not session.global_batches:
@@ -321,8 +366,6 @@ class Members:
         self, first: Callable[[], list[Action]], ended: Exception | None, state: Sequence[Stateful]
     ) -> None:
         """Carry out the ``first`` actions, agree on a view, and begin its session with the values of its source."""
-        from .frameworks.torch import hold_parts, keep_values
-
         assert process.joined is not None
         samplers = list(process.joined.global_batches)
         if isinstance(ended, ViewEnds) and not process.joined.alone:
@@ -331,11 +374,12 @@ class Members:
         actions = first()
         self._asked = False
         before = zip(process.prepared, self._earlier, strict=True)
-        held = [hold_parts(made, earlier) for made, earlier in before] or [None] * len(self.given)
+        held: list[Held | None] = [made.hold_parts(earlier) for made, earlier in before]
+        held = held or [None] * len(self.given)
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
             view = self._agree(actions, ended)
-            put_back = [keep_values(given) for given in self.given]
+            put_back = [given.keep_values() for given in self.given]
             try:
                 self._begin(view)
                 self._restore(view, held, samplers, state)
@@ -457,21 +501,19 @@ class Members:
         self, view: View, held: Sequence[Held | None], samplers: Sequence[GlobalBatches], state: Sequence[Stateful]
     ) -> None:
         """Give all members the values of the view's source, and what they have ``held`` of each model in parts."""
-        from .frameworks.torch import copy_again, prepare_again, put_together_again
-
         session = process.session
         root = [peer.number for peer in view.members].index(view.source)
         for given, parts in zip(self.given, held, strict=True):
-            copy_again(session, given, root, parts is None)
-            if parts is not None and (missing := put_together_again(session, given, parts, view.step)):
+            given.copy_again(session, root, parts is None)
+            if parts is not None and (missing := parts.put_together_again(session, view.step)):
                 raise _PartsLost(
                     f"both workers with the optimizer's state of part {missing[0]} are lost: start again from your last"
                     " checkpoint"
                 )
-            again = prepare_again(session, given)
+            again = given.prepare_again(session)
             if again is not None:
                 process.prepared.append(again)
-        shared: list[Stateful] = [*(_Groups(given.optimizer) for given in self.given), *state]
+        shared: list[Stateful] = [*(one for given in self.given for one in given.shared), *state]
         repairs = self._repairs + len(self._trained - view.numbers)
         mine = packed([[one.state_dict() for one in shared], [one.state_dict() for one in samplers], repairs])
         values, positions, session.repairs = unpacked(mine if session.alone else session.tell_all(mine, root))
@@ -517,24 +559,6 @@ def _names_in(value: Any) -> Iterator[str]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _names_in(item)
-
-
-class _Groups:
-    """The values of an optimizer's groups, such as the learning rate."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._groups = optimizer.param_groups
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"groups": [{name: group[name] for name in group if name != "params"} for group in self._groups]}
-
-    def load_state_dict(self, state: Any) -> None:
-        for group, values in zip(self._groups, state["groups"], strict=True):
-            for name, value in values.items():
-                if hasattr(group.get(name), "copy_"):  # a compiled optimizer reads its rate from this tensor
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
 
 
 def _check_shareable(one: Stateful) -> None:

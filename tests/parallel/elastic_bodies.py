@@ -17,13 +17,12 @@ import torch
 from rank_bodies import SECRET
 
 import syncline
-import syncline.frameworks.torch as torch_frameworks
 from syncline import recovery
+from syncline.frameworks.torch.prepare import Given, GroupValues, Held, Prepared
 from syncline.global_batches import GlobalBatches, SampleLog
 from syncline.launch import relay
 from syncline.membership import ViewKeeper
 from syncline.process import process
-from syncline.recovery import _Groups
 from syncline.serving.owner import Owner
 from syncline.session.session import Session
 from syncline.training.owners import OwnedModel
@@ -171,10 +170,10 @@ class Points:
         members = recovery.Members
         for owner, name in (
             (members, "count"), (GlobalBatches, "commit"), (SampleLog, "write"), (members, "go_on"),
-            (torch_frameworks, "hold_parts"), (type(process), "lose"), (torch_frameworks, "keep_values"),
-            (type(process), "begin_again"), (torch_frameworks, "copy_again"),
-            (torch_frameworks, "put_together_again"), (torch_frameworks, "prepare_again"),
-            (Session, "tell_all"), (_Groups, "load_state_dict"),
+            (Prepared, "hold_parts"), (type(process), "lose"), (Given, "keep_values"),
+            (type(process), "begin_again"), (Given, "copy_again"),
+            (Held, "put_together_again"), (Given, "prepare_again"),
+            (Session, "tell_all"), (GroupValues, "load_state_dict"),
             (GlobalBatches, "divide"), (ViewKeeper, "restored"), (relay.RelayLine, "send"),
             (relay.RelayLine, "receive"), (members, "tell_done"),
         ):  # fmt: skip

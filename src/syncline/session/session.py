@@ -22,7 +22,7 @@ from ..collectives import Collective
 from ..compression.compression import Compression, computes_on_device
 from ..compression.reducers import Device, Participant, Reducer
 from ..engine.order import CodedOrder, Work
-from ..errors import GradientError, MismatchError, StrategyError, UsageError
+from ..errors import GradientError, MismatchError, StrategyError, UsageError, ViewEnds
 from ..nouns import Bucket, Group, Layer
 from ..plans.check import order_of_additions, phases
 from ..plans.messages import Program
@@ -93,6 +93,11 @@ class Session(Communicator):
         """
         self.lone: list[Any] | None = None
         """What models of PyTorch were prepared with, while this process is alone and is to join a run."""
+        self.lasting: list[Any] = []
+        """The models of other frameworks, with what outlives this session (``recovery.Lasting``)."""
+        self.ended: ViewEnds | None = None
+        """What a call of this session has raised because a worker joins the run: a framework may pass on only its text.
+        """
         self.global_batches: list[Any] = []
         """The samplers with global batches."""
         self.coordination = Coordination()

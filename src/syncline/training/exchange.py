@@ -476,7 +476,10 @@ class BucketExchange:
         if meeting is not None:
             self.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
             if meeting.tickets()[0].flags & _RENEWS:
-                raise ViewEnds("a worker joins the run: syncline.elastic() goes on with it in another session")
+                ended = self.session.ended = ViewEnds(
+                    "a worker joins the run: syncline.elastic() goes on with it in another session"
+                )
+                raise ended
 
     def replace_layout(self) -> None:
         """Replace the buckets by those for the measured times, or by another schedule's.

@@ -28,13 +28,8 @@ from .prepare import (  # noqa: E402
     Given,
     Held,
     Prepared,
-    copy_again,
-    hold_parts,
-    keep_values,
     let_go,
     prepare,
-    prepare_again,
-    put_together_again,
     release,
 )
 
@@ -44,12 +39,7 @@ __all__ = [
     "Options",
     "Prepared",
     "adapt",
-    "copy_again",
-    "hold_parts",
-    "keep_values",
     "prepare",
-    "prepare_again",
-    "put_together_again",
     "release",
 ]
 

@@ -19,11 +19,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...errors import SynclineError, UsageError
+from ...errors import NotBuiltError, SynclineError, UsageError
 from ...serving.owner import check_kept
 from ...serving.owners import LocalOwners
 from ...serving.records import Record, pack, unpack
@@ -31,6 +32,7 @@ from ...serving.shard import WEIGHTS
 from ...session.layout import decide_layout
 from ...session.session import Session
 from ...session.tickets import AVERAGE, BUCKET_KEYS, JOINED, STEP, step_of
+from ...strategy.strategy import Strategy
 from ...sync import Averages
 from ...training.memory import check_same_model
 from ...training.owners import OwnedModel, add_up, serve_model
@@ -76,6 +78,67 @@ class Given:
         kind, made = type(self.model).__name__, type(self.optimizer).__name__
         return f"{kind} of {elements:,} elements in {len(tensors)} tensors, with {made} ({digest:08x})"
 
+    # What an elastic run does with it (``recovery.Lasting``).
+
+    @property
+    def shared(self) -> list[GroupValues]:
+        """The values of the optimizer's groups."""
+        return [] if self.optimizer is None else [GroupValues(self.optimizer)]
+
+    def check_lasting(self, strategy: Strategy) -> None:  # noqa: ARG002 - under every one of PyTorch's
+        """Raise NotBuiltError for a model without its optimizer."""
+        if self.optimizer is None:
+            raise NotBuiltError(
+                "syncline.elastic() works with a model of PyTorch and its optimizer: give syncline.prepare() both"
+            )
+
+    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
+        """Call ``finished`` after every update, until the returned call."""
+        assert self.optimizer is not None
+
+        def stepped(*_: object) -> None:
+            finished()
+
+        return self.optimizer.register_step_post_hook(stepped).remove
+
+    def keep_values(self) -> Callable[[], None]:
+        """Copy the values of the model and the optimizer's state. The returned call puts them back into a released
+        model."""
+        forget_pieces(self.optimizer)  # ``hold_parts`` has had them before
+        tensors = [tensor for _, tensor in Selection(self.model, self.options).tensors()]
+        kept = [tensor.detach().clone() for tensor in tensors]
+        state = {} if self.optimizer is None else dict(self.optimizer.state)
+
+        def put_back() -> None:
+            forget_pieces(self.optimizer)  # of a session that broke before it began
+            with torch.no_grad():
+                for tensor, copy in zip(tensors, kept, strict=True):
+                    tensor.copy_(copy)
+            if self.optimizer is not None:
+                self.optimizer.state.clear()
+                self.optimizer.state.update(state)
+
+        return put_back
+
+    def copy_again(self, session: Session, root: int, whole: bool) -> None:
+        """Give the released model and its optimizer the values of ``root``. Gradients of a step that broke are dropped.
+
+        The optimizer's state is copied if each worker has the ``whole`` of it. Parts that single workers own follow by
+        ``Held.put_together_again``.
+        """
+        self.model.zero_grad(set_to_none=True)
+        if session.alone:
+            return
+        selection = Selection(self.model, self.options)
+        with torch.no_grad():
+            copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()], root, everyone=False)
+        if self.optimizer is not None and whole:
+            _copy_optimizer(session, self.optimizer, [parameter for _, parameter in selection.trained()], root)
+
+    def prepare_again(self, session: Session) -> Prepared | None:
+        """Make the released model and its optimizer part of another session. None if this worker is alone."""
+        return None if session.alone else prepare(session, self.model, self.optimizer, self.options)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -91,6 +154,19 @@ class Prepared:
     def given(self) -> Given:
         """The arguments of ``prepare`` for this model."""
         return Given(self.model, self.optimizer, self.replica.options)
+
+    def hold_parts(self, earlier: int) -> Held | None:
+        """The parts of the model that this worker owns or follows, after its last steps.
+
+        Its clock does not count the first ``earlier`` steps.
+
+        None for a model that every worker has whole. Owners make no more updates.
+        """
+        if self.client is None:
+            return None
+        owned = self.client.owned
+        parts = owned.owners.hold() if isinstance(owned.owners, LocalOwners) else {}
+        return Held(self.client, self.optimizer, {earlier + clock: records for clock, records in parts.items()})
 
     def consolidate(self) -> None:
         """Give all workers the newest weights; all of them must call it."""
@@ -297,94 +373,59 @@ def _copy_optimizer(
             optimizer.state[parameter] = state
 
 
-def keep_values(before: Given) -> Callable[[], None]:
-    """Copy the values of a model and its optimizer's state. The returned call puts them back into a released model."""
-    forget_pieces(before.optimizer)  # ``hold_parts`` has had them before
-    tensors = [tensor for _, tensor in Selection(before.model, before.options).tensors()]
-    kept = [tensor.detach().clone() for tensor in tensors]
-    state = {} if before.optimizer is None else dict(before.optimizer.state)
-
-    def put_back() -> None:
-        forget_pieces(before.optimizer)  # of a session that broke before it began
-        with torch.no_grad():
-            for tensor, copy in zip(tensors, kept, strict=True):
-                tensor.copy_(copy)
-        if before.optimizer is not None:
-            before.optimizer.state.clear()
-            before.optimizer.state.update(state)
-
-    return put_back
-
-
-def copy_again(session: Session, before: Given, root: int, whole: bool) -> None:
-    """Give a released model and its optimizer the values of ``root``. Gradients of a step that broke are dropped.
-
-    The optimizer's state is copied if each worker has the ``whole`` of it. Parts that single workers own follow by
-    ``put_together_again``.
-    """
-    before.model.zero_grad(set_to_none=True)
-    if session.alone:
-        return
-    selection = Selection(before.model, before.options)
-    with torch.no_grad():
-        copy_from_worker(session, [tensor.detach() for _, tensor in selection.tensors()], root, everyone=False)
-    if before.optimizer is not None and whole:
-        _copy_optimizer(session, before.optimizer, [parameter for _, parameter in selection.trained()], root)
-
-
-def prepare_again(session: Session, before: Given) -> Prepared | None:
-    """Make a released model and its optimizer part of another session. None if this worker is alone."""
-    return None if session.alone else prepare(session, before.model, before.optimizer, before.options)
-
-
 @dataclass(frozen=True)
 class Held:
     """Weights and optimizer state of the parts that a worker owns or follows, by the number of finished steps."""
 
     client: Client
+    optimizer: torch.optim.Optimizer | None
     parts: Mapping[int, Mapping[int, Sequence[Record]]]
 
+    def put_together_again(self, session: Session, step: int) -> list[int]:
+        """Give the released model and its optimizer the weights and the state of all parts after ``step`` steps.
 
-def hold_parts(before: Prepared, earlier: int) -> Held | None:
-    """The parts of a model that this worker owns or follows, after its last steps.
+        Owner and follower of a part have the same: the first rank gives it. Returns the parts that nobody has.
+        """
+        held = self.parts.get(step, {})
+        mine = json.dumps(sorted(held)).encode()
+        givers = [sorted(held)] if session.alone else [json.loads(one) for one in session.gather(mine)]
+        missing = sorted({*range(self.client.owned.owners.count)} - {part for parts in givers for part in parts})
+        if missing:
+            with contextlib.suppress(SynclineError):  # a worker that raises must not disturb the others' gather
+                session.barrier()
+            return missing
+        given = [part for part in givers[session.rank] if all(part not in parts for parts in givers[: session.rank])]
+        data = pack(record for part in given for record in held[part])
+        told = [data] if session.alone else session.gather(data)
+        name, number = session.name, session.member.number
+        records = [record for rank, one in enumerate(told) for record in unpack(one, name(rank), number(rank))]
+        whole = whole_state(records, self.client.parameters)
+        with torch.no_grad():
+            for parameter, state in whole.items():
+                parameter.copy_(state.pop(WEIGHTS))
+        if self.optimizer is not None:
+            take_state(self.optimizer, {parameter: state for parameter, state in whole.items() if state})
+        return []
 
-    Its clock does not count the first ``earlier`` steps.
 
-    None for a model that every worker has whole. Owners make no more updates.
-    """
-    if before.client is None:
-        return None
-    owned = before.client.owned
-    parts = owned.owners.hold() if isinstance(owned.owners, LocalOwners) else {}
-    return Held(before.client, {earlier + clock: records for clock, records in parts.items()})
+class GroupValues:
+    """The values of an optimizer's groups, such as the learning rate, as an object with a state."""
 
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
 
-def put_together_again(session: Session, before: Given, kept: Held, step: int) -> list[int]:
-    """Give a released model and its optimizer the weights and the state of all parts after ``step`` steps.
+    def state_dict(self) -> dict[str, Any]:
+        """The values of each group."""
+        return {"groups": [{name: group[name] for name in group if name != "params"} for group in self._groups]}
 
-    Owner and follower of a part have the same: the first rank gives it. Returns the parts that nobody has.
-    """
-    held = kept.parts.get(step, {})
-    shown = [json.loads(one) for one in session.gather(json.dumps(sorted(held)).encode())] if not session.alone else []
-    givers = shown or [sorted(held)]
-    missing = sorted({*range(kept.client.owned.owners.count)} - {part for parts in givers for part in parts})
-    if missing:
-        with contextlib.suppress(SynclineError):  # a worker that raises must not disturb the others' gather
-            session.barrier()
-        return missing
-    mine = [part for part in givers[session.rank] if all(part not in parts for parts in givers[: session.rank])]
-    data = pack(record for part in mine for record in held[part])
-    told = [data] if session.alone else session.gather(data)
-    name, number = session.name, session.member.number
-    records = [record for rank, one in enumerate(told) for record in unpack(one, name(rank), number(rank))]
-    parameters = kept.client.parameters
-    whole = whole_state(records, parameters)
-    with torch.no_grad():
-        for parameter, state in whole.items():
-            parameter.copy_(state.pop(WEIGHTS))
-    if before.optimizer is not None:
-        take_state(before.optimizer, {parameter: state for parameter, state in whole.items() if state})
-    return []
+    def load_state_dict(self, state: Any) -> None:
+        """Set them."""
+        for group, values in zip(self._groups, state["groups"], strict=True):
+            for name, value in values.items():
+                if hasattr(group.get(name), "copy_"):  # a compiled optimizer reads its rate from this tensor
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
 
 
 def _move_into(weights: Storage, parameters: list[torch.nn.Parameter]) -> None:
