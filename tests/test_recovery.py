@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import syncline
 from syncline.errors import GroupError, NotBuiltError, PeerLost, SynclineError, UsageError, ViewEnds
+from syncline.frameworks._supported import SILENT
+from syncline.frameworks.numpy import adapt
 from syncline.frameworks.torch.prepare import GroupValues
 from syncline.launch.relay import VARIABLE, RelayLine
 from syncline.membership import Commit, Peer, Refused, Send, View, to_plain
@@ -73,6 +76,49 @@ def test_every_process_refuses_at_init_and_waits_for_no_other(monkeypatch: pytes
         monkeypatch.setenv(name, value)
     with pytest.raises(NotBuiltError, match=r"use 'ps\(servers=1, on=workers, replicas=1\)'; or leave --elastic out"):
         syncline.init(strategy=strategy, timeout=60)
+
+
+def test_models_of_numpy_are_whole_on_each_worker(group: Any) -> None:
+    def body(session: Session) -> None:
+        adapt(session, {"w": np.zeros(3)}, Rule(), SILENT)
+        (lasting,) = session.lasting
+        with pytest.raises(NotBuiltError, match="works with models of NumPy that each worker updates itself, not with"):
+            lasting.check_lasting(session.strategy)
+
+    group("ps(servers=2, on=workers, replicas=1)", 2, body)
+
+
+class Rule:
+    """Gradient descent, whose rate a script may change."""
+
+    lr = 0.5
+
+    def update(self, weights: Any, gradient: Any, state: dict[str, Any]) -> None:
+        state["steps"] = state.get("steps", 0) + 1
+        weights -= self.lr * gradient
+
+
+def test_values_of_numpy_come_back_if_a_view_breaks_before_it_begins(group: Any) -> None:
+    """Arrays, the rule's state and its attributes, which another worker's have replaced in part."""
+
+    def body(session: Session) -> None:
+        rule = Rule()
+        handed = adapt(session, {"w": np.ones((2, 3))[:, ::2]}, rule, SILENT)
+        assert handed is not None
+        arrays, trainer = handed.result
+        (lasting,) = session.lasting
+        trainer.step({"w": np.ones((2, 2))})
+        put_back = lasting.keep_values()
+        if session.rank == 1:
+            arrays["w"][...], trainer.lr, lasting.weights.states[0]["steps"] = 7.0, 0.25, 9
+        lasting.copy_again(session, 1, True)
+        assert (arrays["w"] == 7).all()
+        assert (rule.lr, lasting.weights.states[0]["steps"]) == (0.25, 9)
+        put_back()
+        assert (arrays["w"] == 0.5).all()
+        assert (rule.lr, lasting.weights.states[0]["steps"]) == (0.5, 1)
+
+    group("ring", 2, body)
 
 
 def test_without_a_launcher_that_lets_it_go_on_the_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:

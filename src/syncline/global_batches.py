@@ -136,6 +136,7 @@ class GlobalBatches:
         self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
         self._made: tuple[int, int, int, SampleLog | None] | None = None
         """The last commit: its epoch, its first step, the one after, and the log of its workers."""
+        self._weighs = False  # whether a model takes its weights from here
         self._start = 0, 0  # the position that the script has begun at or moved to
         self.before_batch: Callable[[], None] | None = None
         """Called before each batch of a worker that is alone and that others may join."""
@@ -199,6 +200,11 @@ class GlobalBatches:
         sizes = {min(batch, order.samples), *([] if order.drop_last else [order.samples % batch])}
         return any(size >= self._world and size % self._world for size in sizes)
 
+    def weigh(self) -> float:
+        """This worker's weight in the present step: the number of samples of its part. Each step is then one batch."""
+        self._weighs = True
+        return float(len(share(self._batch(self.epoch, self.step), self._rank, self._world)))
+
     def _batch(self, epoch: int, step: int) -> NDArray[np.int64]:
         """All samples of a step."""
         if self._kept is None or self._kept[0] != epoch:
@@ -214,6 +220,11 @@ class GlobalBatches:
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise UsageError(f"commit() takes a number of steps from 1, got {steps!r}")
+        if steps > 1 and self._weighs:
+            raise UsageError(
+                f"commit({steps}): weight='batch' of this framework counts one batch in each step, and several have"
+                " the weight of the first: commit after every batch, or leave weight= out"
+            )
         if self.step + steps > self._yielded:
             raise UsageError(
                 f"commit() of {steps} after step {self.step} of epoch {self.epoch}, but only"
@@ -288,6 +299,10 @@ class RepeatedBatches(GlobalBatches):
         super()._place(epoch, step)
         self.part = 0
         """The number of the worker whose part comes next."""
+
+    def weigh(self) -> float:
+        """The number of samples of the present part."""
+        return float(len(share(self._batch(self.epoch, self.step), self.part, len(self.line["members"]))))
 
     @property
     def line(self) -> Mapping[str, Any]:
@@ -380,7 +395,6 @@ def _check_weights(session: Session, order: SampleOrder) -> None:
         raise UsageError(
             f"a global batch of {order.global_batch} of {order.samples} samples gives {session.world_size} workers"
             " parts of different sizes, but the model counts all workers alike: call syncline.prepare() with"
-            " weight='batch' for a loss that is a mean over the batch, with a function for another, or give a"
-            " global_batch= that the number of workers divides, and drop_last=True; models of other frameworks"
-            " than PyTorch have no weight="
+            " weight='batch' for a loss that is a mean over the batch, with a function for another (PyTorch), or give a"
+            " global_batch= that the number of workers divides, and drop_last=True"
         )

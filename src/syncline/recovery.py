@@ -51,7 +51,7 @@ from .membership import (
 from .process import process
 from .saving import packed, unpacked
 from .session.session import Session
-from .strategy.strategy import check_elastic
+from .strategy.strategy import Strategy, check_elastic
 from .version import __version__
 from .wire.reports import say
 

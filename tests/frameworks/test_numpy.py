@@ -17,7 +17,9 @@ from syncline.errors import GradientError, MismatchError, SynclineError, UsageEr
 from syncline.frameworks import adapter_of
 from syncline.frameworks._supported import SILENT
 from syncline.frameworks.numpy import adapt
+from syncline.global_batches import global_batches_of
 from syncline.launch.connecting import in_process
+from syncline.sampling import SampleOrder
 from syncline.session.session import Session
 from syncline.sync.bsp import Bsp
 
@@ -65,7 +67,7 @@ def test_buckets_arrive_while_backward_goes_on(group: Any, strategy: str) -> Non
             return
         _, optimizer = handed.result
         optimizer.produced("scale", np.float64(session.rank))
-        made = optimizer._model
+        made = optimizer._steps._model
         session.engine.wait(made.trained._works[BucketPhase(0, 0, "allreduce")])
         assert (made.gradients.tensors[3] == 0.5).all()
         optimizer.step({name: array for name, array in gradient(0).items() if name != "scale"})
@@ -94,6 +96,44 @@ def test_gradients_that_are_none_are_named(group: Any, workers: int, call: Calla
 
     with pytest.raises((GradientError, UsageError), match=says):
         group("ring", workers, body)
+
+
+def test_parts_of_different_sizes_count_by_their_samples(group: Any) -> None:
+    """Three samples of one worker and two of the other: the mean is that of the five."""
+
+    def body(session: Session) -> Any:
+        handed = adapt(session, {"w": np.zeros(3)}, sgd, {**SILENT, "weight": "batch"})
+        assert handed is not None
+        weights, optimizer = handed.result
+        sampler = global_batches_of(session, SampleOrder(5, global_batch=5, shuffle=False))
+        values = np.arange(15.0).reshape(5, 3) ** 2
+        for batch in sampler:
+            optimizer.step({"w": values[batch].mean(axis=0)})
+            with pytest.raises(UsageError, match=r"commit\(2\): weight='batch' of this framework counts one batch"):
+                sampler.commit(2)
+            sampler.commit()
+        return weights["w"], values.mean(axis=0)
+
+    for found, mean in group("ring", 2, body):
+        np.testing.assert_allclose(found, -0.1 * mean, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("ring", r"weight='batch' counts the samples of .* of which this run has 0: make one, or leave weight= out"),
+        ("ps(servers=1, on=workers)", "weight='batch' weighs gradients, but .* exchanges weights: use ring"),
+        ("ring sync=local(steps=2)", "weight='batch' weighs gradients, but .* exchanges weights: use ring"),
+    ],
+)
+def test_weights_need_global_batches_and_gradients(group: Any, strategy: str, words: str) -> None:
+    def body(session: Session) -> None:
+        handed = adapt(session, model(), sgd, {**SILENT, "weight": "batch"})
+        assert handed is not None
+        handed.result[1].step(gradient(0))
+
+    with pytest.raises((UsageError, GradientError), match=words):
+        group(strategy, 2, body)
 
 
 def test_nothing_else_is_called_in_the_middle_of_a_step(group: Any) -> None:
@@ -177,7 +217,7 @@ def wants_more(weights: Any, gradient: Any, state: Any, lr: float) -> None:
         ({"a": np.zeros(3, np.int64)}, sgd, {}, "the model's 'a' is int64: give floating-point arrays"),
         ({"a": [1.0]}, sgd, {}, "the model's 'a' is list"),
         ({}, sgd, {}, "at least one array"),
-        (model(), sgd, {"weight": "batch"}, "weight= is for models of PyTorch"),
+        (model(), sgd, {"weight": 2}, "weight=2 is for models of PyTorch; here it is 1, or 'batch'"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(group: Any, weights: Any, rule: Any, options: Any, says: str) -> None:
@@ -322,7 +362,7 @@ def test_a_codec_that_was_chosen_is_taken_up_and_one_without_its_state_warns(gro
         if session.rank == 1:
             with pytest.warns(UserWarning, match="lacks the residuals"):
                 optimizer.load_state_dict(known)
-        return str(session.strategy), str(optimizer._model.exchange.compression._codec)
+        return str(session.strategy), str(optimizer._steps._model.exchange.compression._codec)
 
     for strategy, codec in group("ring codec=int8", 2, body):
         assert "codec=feedback(topk(ratio=0.3))" in strategy

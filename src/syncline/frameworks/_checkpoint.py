@@ -126,6 +126,19 @@ def _load_owners(
         owned.resume(model.steps, theirs or records)
 
 
+def copy_states(session: Session, specs: Sequence[Spec], weights: Weights, root: int) -> None:
+    """Take over the optimizer's state of worker ``root``. All workers call it."""
+    slices = [Slice(number, 0, spec.elements) for number, spec in enumerate(specs)]
+    mine = [
+        Record(piece, key, one)
+        for piece, state in zip(slices, weights.kept(), strict=True)
+        for key, one in state.items()
+    ]
+    data = session.tell_all(pack(mine) if session.rank == root else b"", root)
+    if session.rank != root:
+        weights.keep(states_of(unpack(data, session.name(root), session.member.number(root)), slices))
+
+
 # The common part of all states, including a single worker's.
 
 

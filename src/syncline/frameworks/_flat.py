@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -269,7 +270,7 @@ class FlatModel:
 
     All processes construct it together, or call ``serve_flat``, and start from rank 0's weights. ``rule`` describes the
     optimizer in a text that must be equal on all: at the start, and in every merged step if each worker updates its own
-    weights.
+    weights. ``weight`` is this worker's in the mean of a step; without it all count alike.
     """
 
     def __init__(
@@ -280,6 +281,7 @@ class FlatModel:
         build: Build,
         owner: object,
         rule: Callable[[], str] = str,
+        weight: Callable[[], float] | None = None,
     ) -> None:
         self.session, self.specs, self.weights = session, list(specs), weights
         self.key = session.enter_model(owner)
@@ -294,6 +296,9 @@ class FlatModel:
         self.exchange = BucketExchange(session, self.key, layout, storages, Staging(session.engine), rule=said)
         self._mode = self.exchange.mode
         framework = Framework(apply=self._apply, weights=self._now)
+        if weight is not None:
+            framework = replace(framework, weight=weight)
+            session.weighed.add(self.key)
         self.trained = TrainedModel(session, self.exchange, len(self.specs), framework)
         self.held: Blocks | None = None  # the weights in the transport's memory, if they are exchanged or held there
         self.owned: OwnedModel | None = None
@@ -386,6 +391,8 @@ class FlatModel:
     def _begin(self) -> None:
         self.session.check_usable()
         self._check_not_gone()
+        if self.session.renewed is not None:
+            self.exchange.check_view()
         due = self.trained.machine.due
         if not due:
             self.trained.check_not_due()
@@ -503,8 +510,17 @@ class FlatModel:
         self.check_between("prepare()")
         self.gone = True
         self.session.leave_model(self.key)
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory: the session is over, or another model has the weights."""
         self.trained.close()  # it refers to this model: break the cycle, or its memory stays until garbage collection
         self.exchange.close()
+
+    def resume_at(self, step: int) -> None:
+        """Set the step of a model whose workers go on in this session; codecs begin anew."""
+        self.trained.resume_at(step)
+        self.exchange.plan()
 
     def _check_not_gone(self) -> None:
         if self.gone:

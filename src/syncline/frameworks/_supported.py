@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import NotBuiltError, UsageError
 from ..serving.owner import PushGroups, check_kept
 from ..serving.shard import Groups
 from ..session.session import Session
@@ -39,6 +39,42 @@ def check_options(options: Mapping[str, Any], why: str = "", known: Collection[s
     for name in sorted(options.keys() - known):
         if options[name] != SILENT[name]:
             raise UsageError(f"{name}= is for models of PyTorch{why}")
+
+
+def weight_of_batches(session: Session, weight: object) -> Callable[[], float] | None:
+    """A call with this worker's weight in the step under way, for ``weight="batch"`` of ``syncline.prepare``.
+
+    These frameworks hand over gradients only, so the sampler tells the size of the batch. Raises UsageError for another
+    weight, and for a strategy that exchanges weights.
+    """
+    if weight == 1 and type(weight) is not bool:
+        return None
+    if weight != "batch":
+        raise UsageError(f"weight={weight!r} is for models of PyTorch; here it is 1, or 'batch' with global batches")
+    if session.strategy.server_holds_weights or isinstance(session.strategy.sync_mode(), Averages):
+        raise UsageError(
+            f"weight='batch' weighs gradients, but {session.strategy} exchanges weights: use ring or another allreduce"
+        )
+
+    def of_part() -> float:
+        if len(session.global_batches) != 1:
+            raise session.fault(
+                "weight='batch' counts the samples of syncline.sampler(global_batch=), of which this run has"
+                f" {len(session.global_batches)}: make one, or leave weight= out"
+            )
+        weight: float = session.global_batches[0].weigh()
+        return weight
+
+    return of_part
+
+
+def check_lasting(strategy: Strategy, framework: str) -> None:
+    """Raise NotBuiltError for an elastic run in which owners hold the weights."""
+    if strategy.server_holds_weights:
+        raise NotBuiltError(
+            f"syncline.elastic() works with models of {framework} that each worker updates itself, not with"
+            f" {strategy}: use ring or another allreduce, or ps(on=workers, update=worker)"
+        )
 
 
 def check_schedule(strategy: Strategy, framework: str) -> None:

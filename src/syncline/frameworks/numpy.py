@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MemberDescriptorType
@@ -21,15 +24,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import GradientError, UsageError
+from ..launch.environment import REPEATS
 from ..nouns import Spec
 from ..serving.records import Elements, State
 from ..serving.shard import Groups, Holding
 from ..session.session import Session
+from ..strategy.strategy import Strategy
 from . import Handed
-from ._checkpoint import load, load_alone, save, save_alone
+from ._checkpoint import copy_states, load, load_alone, save, save_alone
 from ._flat import Array, FlatModel, OnHoldings, fits, flat_models, serve_flat, unfit
 from ._memory import check_writable, floating_array, host_array, overlapping
-from ._supported import check_options, check_schedule, decide_mode, warn_of_plain_steps
+from ._repeating import FlatSums
+from ._supported import (
+    check_lasting,
+    check_options,
+    check_schedule,
+    decide_mode,
+    warn_of_plain_steps,
+    weight_of_batches,
+)
 
 __all__ = ["Function", "Trainer", "Update", "adapt"]
 
@@ -220,6 +233,8 @@ class ArrayWeights:
     def __init__(self, arrays: dict[str, Array], optimizer: Update) -> None:
         self.arrays, self.optimizer, self.footprint = arrays, optimizer, Footprint()
         self._told = values_of(optimizer)[0].keys()
+        self.finished: Callable[[], object] = lambda: None
+        """Called after each update."""
         self.states: list[States] = [{} for _ in arrays]
         self._flat = [array.reshape(-1) if array.flags.c_contiguous else None for array in arrays.values()]
 
@@ -246,6 +261,7 @@ class ArrayWeights:
                 copied = array.reshape(-1)
                 update(copied, gradient, state)
                 np.copyto(array, copied.reshape(array.shape))
+        self.finished()
 
     def values(self) -> Groups:
         """Raises UsageError if the optimizer has other attributes than at ``prepare``."""
@@ -266,17 +282,13 @@ class ArrayWeights:
 
 
 class Trainer:
-    """The prepared form of a script's optimizer, in a run with several workers.
+    """The prepared form of a script's optimizer. It outlives the sessions of an elastic run.
 
     It also has the attributes of that optimizer: setting a learning rate here sets it there.
     """
 
-    def __init__(self, session: Session, weights: ArrayWeights) -> None:
-        self._optimizer = weights.optimizer
-        rule = partial(described, weights.optimizer, values=session.strategy.sync_mode().merges)
-        build = partial(Sliced, weights.optimizer)
-        self._model = FlatModel(session, weights.specs, weights, build, weights.footprint, rule)
-        self._numbers = {name: number for number, name in enumerate(weights.arrays)}
+    def __init__(self, optimizer: Update, steps: Steps) -> None:
+        self._optimizer, self._steps = optimizer, steps
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # its own, which a copy that is being made does not have yet
@@ -294,7 +306,7 @@ class Trainer:
 
         The gradient is copied, so the script may reuse its memory.
         """
-        self._give(name, gradient, tells=True)
+        self._steps.give(name, gradient, tells=True)
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
         """Average the gradients over the ranks and update the weights; all ranks must call it.
@@ -302,32 +314,77 @@ class Trainer:
         ``gradients`` has, by name, the gradients that ``produced`` has not reported. They are sent in the order in
         which backward passes produce them.
         """
-        for name in _backward(self._numbers, gradients or {}):
-            self._give(name, (gradients or {})[name], tells=False)
-        self._model.step()
+        self._steps.step(gradients or {})
 
     def drop(self) -> None:
         """Discard this rank's gradients since the last step, because their pass was abandoned.
 
         Raises GradientError, on all ranks, if some were sent. Under ``schedule=fifo`` none are sent before ``step``.
         """
-        self._model.drop()
+        self._steps.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run, as arrays and plain values; all ranks must call it, and all get it.
 
         It includes the weights, a codec's residuals and the owners' state.
         """
-        return save(self._model)
+        return self._steps.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from that state, with any number of ranks; all must call it with the same state.
 
         Refuses the state of another strategy, because its mathematics would differ.
         """
-        load(self._model, state)
+        self._steps.load_state_dict(state)
 
-    def _give(self, name: str, gradient: Any, *, tells: bool) -> None:
+
+class Steps(Protocol):
+    """The steps of a trainer in one session."""
+
+    def give(self, name: str, gradient: Any, *, tells: bool) -> None:
+        """Take a gradient; ``tells``: backward is still running."""
+        ...
+
+    def step(self, rest: Mapping[str, Any]) -> None:
+        """Update the weights, with these gradients too."""
+        ...
+
+    def drop(self) -> None:
+        """As ``Trainer.drop``."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``Trainer.state_dict``."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As ``Trainer.load_state_dict``."""
+        ...
+
+    def resume_at(self, step: int) -> None:
+        """Count on from that step."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory of a session that is over."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """The number of steps that have been made."""
+        ...
+
+
+class Together:
+    """The steps of several workers."""
+
+    def __init__(self, session: Session, weights: ArrayWeights, weight: object) -> None:
+        rule = partial(described, weights.optimizer, values=session.strategy.sync_mode().merges)
+        build, weighs = partial(Sliced, weights.optimizer), weight_of_batches(session, weight)
+        self._model = FlatModel(session, weights.specs, weights, build, weights.footprint, rule, weighs)
+        self._numbers = {name: number for number, name in enumerate(weights.arrays)}
+
+    def give(self, name: str, gradient: Any, *, tells: bool) -> None:
         number = self._numbers.get(name)
         if number is None:
             raise self._model.fault(_unknown(name))
@@ -338,42 +395,77 @@ class Trainer:
                 raise self._model.fault(str(error)) from error
         self._model.produced(number, gradient, tells=tells)
 
+    def step(self, rest: Mapping[str, Any]) -> None:
+        for name in _backward(self._numbers, rest):
+            self.give(name, rest[name], tells=False)
+        self._model.step()
 
-class Alone(Trainer):
-    """The ``Trainer`` of a run with one worker: it exchanges nothing."""
+    def drop(self) -> None:
+        self._model.drop()
 
-    def __init__(self, session: Session, weights: ArrayWeights) -> None:
-        self._session, self._weights, self._optimizer = session, weights, weights.optimizer
+    def state_dict(self) -> dict[str, Any]:
+        return save(self._model)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load(self._model, state)
+
+    def resume_at(self, step: int) -> None:
+        self._model.resume_at(step)
+
+    def close(self) -> None:
+        self._model.close()
+
+    @property
+    def count(self) -> int:
+        return self._model.steps
+
+
+class Alone:
+    """The steps of a run with one worker, which exchange nothing. With ``sums`` they repeat those of a log."""
+
+    def __init__(self, session: Session, weights: ArrayWeights, sums: FlatSums | None = None) -> None:
+        self._session, self._weights, self._sums = session, weights, sums
         self._places = {name: np.empty(array.shape, array.dtype) for name, array in weights.arrays.items()}
         self._flat = [place.reshape(-1) for place in self._places.values()]
         self._given: set[str] = set()
-        self._steps = 0
+        self._own = dict.fromkeys(weights.arrays, np.empty(0))  # the gradients of a part as they were given
+        self.count = 0
 
-    def produced(self, name: str, gradient: Any) -> None:
+    def give(self, name: str, gradient: Any, *, tells: bool) -> None:  # noqa: ARG002 - nothing is sent
         """Keeps a copy, so the script may overwrite its memory before the step."""
         self._take(name, gradient)
         self._given.add(name)
 
-    def step(self, gradients: Mapping[str, Any] | None = None) -> None:
-        arrays, rest = self._weights.arrays, gradients or {}
+    def step(self, rest: Mapping[str, Any]) -> None:
+        arrays = self._weights.arrays
         for name in rest:
             self._take(name, rest[name])
         if missing := [repr(name) for name in arrays if name not in self._given and name not in rest]:
             raise GradientError(f"step() without the gradients of {', '.join(missing)}")
         self._given.clear()
-        self._steps += 1
+        if self._sums is not None:
+            if not self._sums.add(list(self._own.values())):
+                return
+            self._flat = list(self._sums.mean)
+        self.count += 1
         self._weights.update(self._flat)
 
     def drop(self) -> None:
         self._given.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return save_alone(self._session, self._weights.specs, self._weights, self._steps)
+        return save_alone(self._session, self._weights.specs, self._weights, self.count)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Ignores the state of codecs."""
-        self._steps = load_alone(self._weights.specs, self._weights, state)
+        self.count = load_alone(self._weights.specs, self._weights, state)
         self._given.clear()
+
+    def resume_at(self, step: int) -> None:
+        self.count = step
+
+    def close(self) -> None:
+        """There is nothing to free."""
 
     def _take(self, name: str, given: Any) -> None:
         place = self._places.get(name)
@@ -387,7 +479,109 @@ class Alone(Trainer):
         gradient = host_array(given, f"the gradient of {name!r}")
         if gradient.shape != place.shape or not fits(gradient, place):
             raise GradientError(unfit(name, gradient, place))
+        if self._sums is not None:
+            self._sums.sums.begin_part(Values(self._weights.optimizer))
+            self._own[name] = gradient.copy()
+            return
         np.multiply(gradient, 1.0, out=place)  # the same rounding as with several workers
+
+
+class Values:
+    """The numbers and texts among an optimizer's attributes, such as its rate, as an object with a state."""
+
+    def __init__(self, optimizer: Update) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values by name."""
+        known = _attributes(self._optimizer).items()
+        values = {name: one.item() if isinstance(one, np.generic) else one for name, one in known}
+        return {name: one for name, one in values.items() if isinstance(one, _PLAIN)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set those that differ."""
+        mine = self.state_dict()
+        for name, value in state.items():
+            if name not in mine or mine[name] != value:
+                object.__setattr__(self._optimizer, name, value)
+
+
+class Arrays:
+    """A model of NumPy as it outlives the sessions of an elastic run (``recovery.Lasting``)."""
+
+    def __init__(self, session: Session, weights: ArrayWeights, weight: object) -> None:
+        self.weights, self._weight = weights, weight
+        self.trainer = Trainer(weights.optimizer, self._begun(session))
+        self._made = 0  # the steps of the present session's beginning
+        session.lasting.append(self)
+
+    def _begun(self, session: Session) -> Steps:
+        """The steps in a session, from 0."""
+        if not session.alone:
+            return Together(session, self.weights, self._weight)
+        sums = FlatSums(session, self.weights.specs, self._weight == "batch") if os.environ.get(REPEATS) else None
+        return Alone(session, self.weights, sums)
+
+    @property
+    def described(self) -> str:
+        """A text that differs between models of other arrays or other rules."""
+        specs = self.weights.specs
+        told = zlib.crc32(str([(spec, self._weight) for spec in specs]).encode())
+        rule = described(self.weights.optimizer, values=False)
+        return f"{len(specs)} arrays of {sum(spec.elements for spec in specs):,} elements with {rule} ({told:08x})"
+
+    @property
+    def shared(self) -> list[Any]:
+        """Nothing: the optimizer's attributes must be equal before the model is prepared again."""
+        return []
+
+    def check_lasting(self, strategy: Strategy) -> None:
+        """Raise NotBuiltError if owners hold the weights."""
+        check_lasting(strategy, "NumPy")
+
+    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
+        """Call ``finished`` after every update, until the returned call."""
+        self.weights.finished = finished
+
+        def end() -> None:
+            self.weights.finished = lambda: None
+
+        return end
+
+    def keep_values(self) -> Callable[[], None]:
+        """Copy arrays, states and attributes. The returned call puts them back."""
+        weights, values = self.weights, Values(self.weights.optimizer)
+        before = values.state_dict()
+        arrays, states = [array.copy() for array in weights.arrays.values()], copy.deepcopy(weights.states)
+
+        def put_back() -> None:
+            for array, kept in zip(weights.arrays.values(), arrays, strict=True):
+                np.copyto(array, kept)
+            weights.states = copy.deepcopy(states)
+            values.load_state_dict(before)
+
+        return put_back
+
+    def copy_again(self, session: Session, root: int, whole: bool) -> None:  # noqa: ARG002 - each worker has it whole
+        """Take over the arrays and states of ``root``, its attributes and its number of steps."""
+        self._made, values = self.trainer._steps.count, Values(self.weights.optimizer)
+        if session.alone:
+            return
+        told = session.tell_all(json.dumps([self._made, values.state_dict()]).encode(), root)
+        self._made, attributes = json.loads(told)
+        values.load_state_dict(attributes)
+        for array in self.weights.arrays.values():
+            flat = array.flatten()
+            session.broadcast(flat.view(np.uint8), root)
+            np.copyto(array, flat.reshape(array.shape))
+        copy_states(session, self.weights.specs, self.weights, root)
+
+    def prepare_again(self, session: Session) -> None:
+        """Let the script's trainer go on in another session."""
+        self.trainer._steps.close()
+        self.trainer._steps = steps = self._begun(session)
+        steps.resume_at(self._made)
+        session.lasting.append(self)
 
 
 def _unknown(name: str) -> str:
@@ -404,19 +598,21 @@ def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, An
 
     Raises UsageError for a model that cannot be trained, and MismatchError if ranks differ.
     """
-    check_options(options, ": a model of NumPy has no hooks, buffers or batches")
+    check_options(options, ": a model of NumPy has no hooks, buffers or batches", known=("weight",))
+    weight_of_batches(session, options["weight"])
     arrays, rule = _arrays_of(model), rule_of(optimizer)
     values, keeps = values_of(rule), probe(rule)
     weights = ArrayWeights(arrays, rule)
     if session.alone:
         warn_of_plain_steps(session)
-        return Handed((arrays, Alone(session, weights)))
-    check_schedule(session.strategy, "NumPy")
-    decide_mode(session, values, name_of(rule), keeps)
+    else:
+        check_schedule(session.strategy, "NumPy")
+        decide_mode(session, values, name_of(rule), keeps)
     if session.is_worker:
         _let_go(session, weights)
-        made = Trainer(session, weights)
-        return Handed((_read_only(arrays) if session.strategy.server_holds_weights else arrays, made))
+        made = Arrays(session, weights, options["weight"])
+        held = session.strategy.server_holds_weights and not session.alone
+        return Handed((_read_only(arrays) if held else arrays, made.trainer))
     words = described(rule, values=session.strategy.sync_mode().merges)
     serve_flat(session, weights.specs, weights, partial(Sliced, rule), weights.footprint, words)
     return None
@@ -438,14 +634,19 @@ def _arrays_of(model: Any) -> dict[str, Array]:
 
 def _let_go(session: Session, weights: ArrayWeights) -> None:
     """Release models of the same memory in any session. The new model gets their keys."""
-    mine = list(weights.arrays.values())
     for made in flat_models(session):
         theirs = made.weights
-        if isinstance(theirs, ArrayWeights):
-            arrays = mine + list(theirs.arrays.values())
-            if any(one < len(mine) <= two or two < len(mine) <= one for one, two in overlapping(arrays)):
-                made.let_go()
-                weights.footprint = theirs.footprint
+        if isinstance(theirs, ArrayWeights) and _overlap(weights, theirs):
+            made.let_go()
+            weights.footprint = theirs.footprint
+    session.lasting[:] = [
+        one for one in session.lasting if not (isinstance(one, Arrays) and _overlap(weights, one.weights))
+    ]
+
+
+def _overlap(mine: ArrayWeights, theirs: ArrayWeights) -> bool:
+    count, arrays = len(mine.arrays), [*mine.arrays.values(), *theirs.arrays.values()]
+    return any(one < count <= two or two < count <= one for one, two in overlapping(arrays))
 
 
 def _read_only(arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -1,0 +1,110 @@
+"""Trains elastically with a framework of arrays, and loses workers: the script of ``test_elastic_arrays``.
+
+Its arguments: the framework, the strategy, a folder, the workers that kill themselves (NUMBER:STEP,...), and the number
+of the worker that must have joined before the training ends. The variable EPOCHS fixes the number of epochs instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import syncline
+
+SAMPLES, BATCH, STEPS = 40, 12, 4  # parts of different sizes, as is the last batch of an epoch
+MOST_EPOCHS = 500
+PAUSE_S = 0.01
+Step = Callable[[Any, int], None]
+
+
+def problem() -> tuple[Any, Any]:
+    """Data of a regression."""
+    numbers = np.random.default_rng(1)
+    return numbers.standard_normal((SAMPLES, 5)), numbers.standard_normal((SAMPLES, 2))
+
+
+def in_numpy() -> tuple[Step, Callable[[], list[Any]]]:
+    """A step, and a call with the final weights."""
+    x, y = problem()
+    weights, optimizer = syncline.prepare(
+        {"first": np.full((5, 3), 0.25), "last": np.full((3, 2), 0.5)}, Momentum(), weight="batch"
+    )
+
+    def step(batch: Any, now: int) -> None:
+        hidden = np.tanh(x[batch] @ weights["first"])
+        error = 2 * (hidden @ weights["last"] - y[batch]) / len(batch)
+        optimizer.produced("last", hidden.T @ error)
+        die(1, now)
+        back = (error @ weights["last"].T) * (1 - hidden**2)
+        optimizer.step({"first": x[batch].T @ back})
+        optimizer.lr *= 0.999
+
+    return step, lambda: [one.tolist() for one in weights.values()]
+
+
+class Momentum:
+    """Gradient descent with momentum, whose rate the script lowers."""
+
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+    def update(self, weights: Any, gradient: Any, state: dict[str, Any]) -> None:
+        """A step."""
+        state["velocity"] = 0.9 * state.get("velocity", np.zeros_like(weights)) + gradient
+        weights -= self.lr * state["velocity"]
+
+
+def die(place: int, step: int) -> None:
+    """End this process at once if it is to die at this step, in the middle of it or before it."""
+    if "EPOCHS" in os.environ:
+        return
+    number = syncline.stats().members[syncline.rank()]
+    if place == number % 2 and f"{number}:{step}" in sys.argv[4].split(","):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Train, and leave the weights in a file of the folder."""
+    framework, strategy, folder, _, joined = sys.argv[1:]
+    fixed = int(os.environ.get("EPOCHS", "0"))
+    syncline.init(strategy)
+    step, weights = {"numpy": in_numpy}[framework]()
+    sampler = syncline.sampler(SAMPLES, global_batch=BATCH, seed=4)
+    calls = 0
+
+    def train() -> None:
+        nonlocal calls
+        calls += 1
+        come = max(syncline.stats().members) >= int(joined)
+        end = fixed or (sampler.epoch + 2 if come else MOST_EPOCHS)
+        while sampler.epoch < end:
+            for batch in sampler:
+                now = sampler.epoch * STEPS + sampler.step
+                die(0, now)
+                step(batch, now)
+                sampler.commit()
+                time.sleep(0.0 if fixed else PAUSE_S)
+
+    syncline.elastic(train)
+    stats = syncline.stats()
+    found = {
+        "weights": weights(),
+        "calls": calls,
+        "members": stats.members,
+        "repairs": stats.repairs,
+        "epochs": sampler.epoch,
+    }
+    Path(folder, f"{stats.members[syncline.rank()]}.json").write_text(json.dumps(found))
+    syncline.shutdown()
+
+
+if __name__ == "__main__":
+    main()
