@@ -14,6 +14,7 @@
     │   ├── PeerLost                   it died, was stopped, or its machine is gone
     │   ├── PeerLeft                   it said goodbye while others still needed it
     │   ├── ProtocolError              it sent data that no process of this version sends
+    │   │   └── AlteredError           or data that were altered on their way
     │   └── PeerTimeout                it is alive, but an operation outlasted its time limit
     ├── MismatchError                  the ranks made different calls at the same point
     ├── ViewEnds                       an elastic run goes on in another session, which syncline.elastic() begins
@@ -90,6 +91,10 @@ class ProtocolError(PeerError):
     """An authenticated peer sent data that this version never sends: it runs another version, or its machine is
     faulty.
     """
+
+
+class AlteredError(ProtocolError):
+    """Bytes from a peer were altered on their way, as a checksum shows: a fault of a machine or of the network."""
 
 
 class PeerTimeout(PeerError):

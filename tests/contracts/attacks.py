@@ -21,7 +21,7 @@ from syncline.transports.tcp import Tcp
 
 QUIET = 8
 """Polls without a byte after which nothing more is on its way."""
-KINDS = ("tcp", "shaped", "shm")
+KINDS = ("tcp", "shaped", "checked", "shm")
 
 
 @contextmanager
@@ -35,6 +35,8 @@ def attacked(kind: str) -> Iterator[tuple[Transport, socket.socket]]:
         if kind == "shm"
         else Tcp(0, mine)
         if kind == "tcp"
+        else Tcp(0, mine, checksum="on")
+        if kind == "checked"
         else Tcp(0, mine, rate=Rate(8e9), delay=Seconds(0.0001))
     )
     try:

@@ -23,7 +23,8 @@ from syncline.wire.tls import Credentials
 MESSAGE_KINDS = ("grpc", "ucx", "zmq", "zmq-near")
 """Libraries without an allreduce."""
 TEXTS = {kind: kind for kind in ("inproc", "shm", "tcp", "torch", "grpc", "ucx", "zmq")} | {
-    "shaped": "tcp(rate=8Gbit, delay=2ms)"
+    "shaped": "tcp(rate=8Gbit, delay=2ms)",
+    "checked": "tcp(checksum=on)",
 }
 ONESIDED = "-onesided"
 MPI_KINDS = (*LIBRARIES, *(library + ONESIDED for library in LIBRARIES))

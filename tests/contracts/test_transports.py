@@ -24,7 +24,7 @@ ADDED = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", 
 """What the allreduce of a library has to add."""
 LIBRARY_KINDS = ["torch", "torch-near", *MPI_KINDS]
 """Libraries with an allreduce."""
-ADDING = ("tcp", "shaped", "tls", "auto-far", "grpc", "ucx", "zmq", "zmq-near")
+ADDING = ("tcp", "shaped", "checked", "tls", "auto-far", "grpc", "ucx", "zmq", "zmq-near")
 PACKAGES = {
     "tls": "cryptography",
     "torch": "torch",

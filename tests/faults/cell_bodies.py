@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 import syncline.torch_backend  # its process group
+from syncline.wire.checksums import Checksums
 from syncline_bench.lab.namespaces import enter
 
 SECRET = "the secret of these tests"
@@ -135,6 +136,16 @@ def happen(fault: str, address: str) -> None:
     elif fault in ("reset", "garbage", "truncated"):
         for number in connections():
             break_off(number, fault)
+    elif fault == "altered":
+        right = Checksums.of_body
+
+        def of_body(sums: Checksums, body: memoryview, first: int) -> memoryview:
+            """The checksum that another body has, which differs from this one in a bit."""
+            other = bytearray(body)
+            other[len(other) // 2] ^= 4
+            return right(sums, memoryview(other), first)
+
+        Checksums.of_body = of_body  # type: ignore[method-assign]
     elif fault == "no descriptors":
         used = descriptors()
         limit(resource.RLIMIT_NOFILE, next(number for number in range(len(used) + 1) if number not in used))

@@ -31,6 +31,8 @@ PROMISED_S = 10.0
 HARMLESS = ("clock", "stranger")
 NAMED = re.compile(rf"\b(rank|process) {VICTIM}\b|counts? \d+ processes|\bis taken by\b")
 """The texts by which an error names the culprit: its rank, or what is wrong with a group that does not form."""
+FOUND = {"altered": "was altered on its way"}
+"""What one of the others must print of a fault, where many messages follow it."""
 _OTHER = re.compile(rf"\brank (?!{VICTIM}\b)\d+\b")
 
 _SHARED = Path("/dev/shm")
@@ -51,6 +53,7 @@ def run_cell(pool: Pool, cell: Cell) -> str:
     backend = cell.strategy == "backend"
     between = cell.transport == "hosts"
     text = f"{'ring' if backend else cell.strategy} transport={'tcp' if between else cell.transport}"
+    text += "(checksum=on)" if cell.fault == "altered" else ""
     processes = WORKERS + Strategy.parse(text).servers
     before = _in_shared_memory()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
@@ -98,6 +101,9 @@ def _judge(group: Group, cell: Cell) -> str:
         group.end(PROMISED_S, among=[VICTIM])
     except TimeoutError:
         return f"the victim hangs: {_short(str(victim))}"
+    text = FOUND.get(cell.fault, "") if cell.point in ("prepare", "step") else ""
+    if text and not any(text in rank.printed() for rank in others):
+        return f"nobody prints that something {text}: {_short(str(others[0]))}"
     if all(rank.status == 0 for rank in others) and (victim.status == 0 or cell.point == "end"):
         return ""
     if cell.fault in HARMLESS:

@@ -17,6 +17,7 @@ FAULTS = {
     "exit": "os._exit, without a word",
     "reset": "all of its TCP connections are reset",
     "garbage": "random bytes on all of its TCP connections",
+    "altered": "bytes of all that it sends are altered on their way (with checksum=on)",
     "truncated": "part of a frame on all of its TCP connections, then their end",
     "no descriptors": "the limit of open files is reached",
     "no file space": "files can no longer grow (RLIMIT_FSIZE)",
@@ -71,8 +72,10 @@ def without_meaning(cell: Cell) -> str:
     """Why a cell cannot be tried; empty for the others."""
     if cell.fault in AT_START and cell.point != "start":
         return "after the start there are no ports to call, and members are known"
-    if cell.point == "start" and cell.fault in ("reset", "garbage", "truncated"):
+    if cell.point == "start" and cell.fault in ("reset", "garbage", "altered", "truncated"):
         return "before the start there are no connections"
+    if cell.fault == "altered" and cell.transport == "shm":
+        return "checksums are those of connections"
     if cell.strategy == "backend" and cell.fault == "wrong secret":
         return "torch's own store meets first, and knows no secret"
     if cell.strategy == "backend" and cell.fault in ("duplicate rank", "wrong world"):

@@ -34,6 +34,7 @@ def ranks() -> Iterator[Pool]:
     "cell",
     [
         Cell("garbage", "ps(servers=1)", "step", "tcp"),
+        Cell("altered", "ps(servers=1)", "step", "tcp"),
         Cell("reset", "ring", "checkpoint", "shm"),
         Cell("no descriptors", "direct codec=int8", "prepare", "shm"),
         Cell("no file space", "ring sync=local(steps=2)", "checkpoint", "tcp"),

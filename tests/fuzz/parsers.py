@@ -55,6 +55,7 @@ from syncline.errors import (
     UsageError,
 )
 from syncline.global_batches import RepeatedBatches
+from syncline.kernels import rows
 from syncline.launch import address, environment, relay, rendezvous
 from syncline.launch.environment import Environment
 from syncline.launch.relay import Relay
@@ -76,6 +77,7 @@ from syncline.transports import zmq
 from syncline.transports._frames import HEADER_BYTES
 from syncline.transports.tcp import Tcp
 from syncline.wire import culprit, handshake, reports, watch
+from syncline.wire.checksums import Checksums
 from syncline.wire.meeting import (
     AMOUNT,
     HEARD,
@@ -471,6 +473,11 @@ def _streams(kind: str) -> Callable[[], tuple[list[bytes], Parse]]:
             header(1, 5, 0, 0) + b"abcde" + header(2, 0, 1, 0), header(1, LARGE, 1, 0) + bytes(3000),
             header(2, 24, 0, 1) + bytes(24), header(6, 0, 0, 1) + header(3, 0, 0, 1), header(1, 8, 4, 0) + bytes(8),
         ]  # fmt: skip
+        if kind == "checked":
+            sums = Checksums(1, 0, np.zeros(rows.WORDS, np.int64))
+            first, start = sums.seal(memoryview(header(1, 5, 0, 0)))
+            whole = bytes(first) + b"abcde" + bytes(sums.of_body(memoryview(b"abcde"), start))
+            valid = [whole + bytes(sums.seal(memoryview(header(2, 0, 1, 0)))[0])]
 
         def parse(data: bytes) -> None:
             with attacked(kind) as (end, raw):
@@ -488,7 +495,7 @@ def _streams(kind: str) -> Callable[[], tuple[list[bytes], Parse]]:
     return make
 
 
-for _kind in ("tcp", "shaped", "shm"):
+for _kind in ("tcp", "shaped", "checked", "shm"):
     parser(ProtocolError, weight=0.3)(_streams(_kind))
 
 

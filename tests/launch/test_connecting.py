@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+import syncline
 from syncline.errors import GroupError, UsageError
 from syncline.launch.address import find_address
 from syncline.launch.connecting import make_room
@@ -173,3 +174,12 @@ def test_no_way_to_meet_says_what_is_missing(changes: dict[str, Any]) -> None:
 
     with pytest.raises(UsageError, match=r"process 1 of 2.*MASTER_ADDR.*MASTER_PORT.*mpi4py"):
         find_address(replace(ONE_HOST, **changes), None, 1.0)
+
+
+@pytest.mark.parametrize("given", ["argument", "variable"])
+def test_checksums_under_tls_are_refused_before_anybody_is_met(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    if given == "variable":
+        monkeypatch.setenv("SYNCLINE_TLS", "on")
+    tls = "on" if given == "argument" else None
+    with pytest.raises(UsageError, match=r"tls=on with tcp\(checksum=on\): TLS finds altered bytes already, leave out"):
+        syncline.init("transport=tcp(checksum=on)", rank=0, world_size=2, address="127.0.0.1:1", secret="s", tls=tls)

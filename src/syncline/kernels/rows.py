@@ -27,7 +27,11 @@ OUT: Final = 8
 """The address of the next bytes to write."""
 OUT_LEFT: Final = 9
 """Bytes left to write."""
-WORDS: Final = 10
+SUM_IN: Final = 10
+"""The address of the checksum of the body that arrives (``checksums``), 0 for none."""
+SUM_OUT: Final = 11
+"""The address of the checksum of the bytes that are written, 0 for none."""
+WORDS: Final = 12
 
 AS_IS: Final = -1
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from .aot.compiled import compiled, inner
 from .aot.native import clock_gettime, epoll_wait, memcpy, poll, read, send, view
+from .checksums import STATE_WORDS, finish, more, start
 from .passes import add_block
 from .rows import (
     AS_IS,
@@ -34,6 +35,8 @@ from .rows import (
     PIECE_BYTES,
     RECEIVED,
     SCRATCH,
+    SUM_IN,
+    SUM_OUT,
     WORDS,
 )
 
@@ -96,10 +99,14 @@ def _fill(row):
         wanted, into = row[LEFT], row[INTO]
         if row[CODE] != AS_IS:
             wanted, into = min(wanted, PIECE_BYTES - row[CARRY]), row[SCRATCH] + row[CARRY]
+        elif row[SUM_IN] != 0:
+            wanted = min(wanted, PIECE_BYTES)  # which stay in the cache until they are summed
         got = read(np.int32(row[FD]), into, wanted)
         if got <= 0:  # a later turn finds the error or the end again, by itself
             return OPEN if row[RECEIVED] > begun else NOTHING
         row[RECEIVED] += got
+        if row[SUM_IN] != 0:
+            more(view(row[SUM_IN], np.int64(0), STATE_WORDS), into, got)
         if row[CODE] == AS_IS:
             row[INTO] += got
             row[LEFT] -= got
@@ -121,12 +128,35 @@ def _flush(row):
     """Write as many bytes as the kernel accepts."""
     begun = row[OUT_LEFT]
     while row[OUT_LEFT] > 0:
-        sent = send(np.int32(row[FD]), row[OUT], row[OUT_LEFT], np.int32(_FLAGS))
+        size = row[OUT_LEFT] if row[SUM_OUT] == 0 else min(row[OUT_LEFT], PIECE_BYTES)
+        sent = send(np.int32(row[FD]), row[OUT], size, np.int32(_FLAGS))
         if sent <= 0:
             return OPEN if row[OUT_LEFT] < begun else NOTHING
+        if row[SUM_OUT] != 0:
+            more(view(row[SUM_OUT], np.int64(0), STATE_WORDS), row[OUT], sent)
         row[OUT] += sent
         row[OUT_LEFT] -= sent
     return COMPLETE
+
+
+@compiled("(int64[], int64, int64)")
+def sum_more(state, address, nbytes):
+    """Go on with a checksum."""
+    more(state, address, nbytes)
+
+
+@compiled("(int64[]) -> int64")
+def sum_end(state):
+    """The checksum of all bytes so far."""
+    return finish(state)
+
+
+@compiled("(int64[], int64, int64, int64) -> int64")
+def sum_all(state, address, nbytes, first):
+    """A whole checksum."""
+    start(state, first)
+    more(state, address, nbytes)
+    return finish(state)
 
 
 @inner

@@ -41,6 +41,7 @@ from ..wire.listener import Listener, connect
 from ..wire.meeting import Roll
 from ..wire.meeting_sockets import MeetingClient
 from ..wire.reports import absolve
+from ..wire.tls import OFF
 from ..wire.watch import LIVENESS_S, Watcher
 from . import relay
 from .address import listen_address
@@ -119,6 +120,9 @@ def connect_session(
     """
     check_asked(strategy)
     tls = tls or os.environ.get("SYNCLINE_TLS")  # here, so that it holds for every session, whoever begins it
+    if tls not in (None, "", OFF) and _sums(strategy):
+        name = strategy.transport.name
+        raise UsageError(f"tls={tls} with {name}(checksum=on): TLS finds altered bytes already, leave out checksum=on")
     if point.asked.world == 1:
         _count_workers(strategy, 1)  # raises for a strategy with servers, before a search for the rendezvous
     observer, traced = (None, "off") if recording is None else (recording.file, "on")
@@ -130,6 +134,8 @@ def connect_session(
             if strategy.native_inside or strategy.transport == AUTO or strategy.transport.name == "tcp":
                 # Compiled now if necessary, before others wait for this process.
                 importlib.import_module("syncline.kernels.streams")
+            if _sums(strategy):
+                importlib.import_module("syncline.kernels.checksums")
             address = listen_address(environment, interface)
             terms = {"strategy": str(strategy), "version": __version__, folder.VARIABLE: traced}
             terms[algorithm_choice.VARIABLE] = algorithm_choice.mode()
@@ -173,6 +179,14 @@ def connect_session(
         if recording is not None:
             recording.attach(session)
     return session
+
+
+def _sums(strategy: Strategy) -> bool:
+    """Whether the strategy's transport is asked for checksums of its frames."""
+    if strategy.transport == AUTO:
+        return False
+    option = registry.get("transports", strategy.transport.name).capabilities.get("sums", "")
+    return strategy.transport.arguments.get(option) == "on"
 
 
 def _begun(place: FlightPlace, roll: Roll, workers: int) -> Flight | None:

@@ -195,7 +195,7 @@ class Process:
         if isinstance(error, ProtocolError):
             culprit = f" (that is {self.name(error.rank)})" if error.rank >= 0 else ""  # -1: no single process
             text = f"{here}: {error}{culprit}"
-            explained = ProtocolError(text, rank=error.rank, host=error.host)
+            explained = type(error)(text, rank=error.rank, host=error.host)
         if not isinstance(error, SynclineError):
             explained = SynclineError(f"{here}: {type(error).__name__} in the progress thread: {error}")
             explained.__cause__ = error

@@ -9,7 +9,8 @@ Received frames are validated: a large message without a credit, or more credits
 process can have in flight, is a ProtocolError that ``poll`` raises. A message that does not fit its receive is read and
 discarded.
 
-Traffic of a message: its bytes and a header of 24; a large one also costs 24 bytes back for its credit.
+Traffic of a message: its bytes and a header of 24; a large one also costs 24 bytes back for its credit. Checksums take
+8 bytes more for a header and for a body.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from socket import socket
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,12 +56,17 @@ class _Reading:
     """None while the body is being added, or discarded because it does not fit."""
 
 
-@register("transports", "tcp", connection="tcp", one_host=False, check=Shape)
+def _check(rate: Rate | None, delay: Seconds, checksum: str) -> None:  # noqa: ARG001  # any checksum is possible
+    Shape(rate, delay)
+
+
+@register("transports", "tcp", connection="tcp", one_host=False, check=_check, sums="checksum")
 class Tcp(LoopTransport):
     """TCP, one connection per pair of processes; ``rate`` and ``delay`` simulate a slower network.
 
     ``socks`` are authenticated connections of process ``rank`` to all others. ``rate`` limits the payload that they
-    send together, and that they receive together, in bits per second. Every byte arrives ``delay`` seconds late.
+    send together, and that they receive together, in bits per second. Every byte arrives ``delay`` seconds late. With
+    ``checksum=on`` bytes that were altered on their way raise an AlteredError.
     """
 
     name = "tcp"
@@ -72,10 +78,14 @@ class Tcp(LoopTransport):
         *,
         rate: Rate | None = None,
         delay: Seconds = NO_DELAY,
+        checksum: Literal["off", "on"] = "off",
     ) -> None:
         shape = Shape(rate, delay)
         ends: Mapping[int, Any] = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
         super().__init__(rank, {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()})
+        if checksum == "on":
+            for link in self._links.values():
+                link.sum_frames(rank)
         links = self._links.values()
         self._loop = Loop(links, self._lost) if shape.plain else ShapedLoop(links, self._lost, shape)
         self.scratch = Scratch()

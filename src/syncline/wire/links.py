@@ -36,7 +36,9 @@ import numpy as np
 from ..errors import ProtocolError
 from ..kernels import rows
 from ..kernels.aot.compiled import Bound
+from . import checksums
 from .bell import DescriptorBell
+from .checksums import Checksums
 from .scratch import Adding, address_of
 
 HEADER = struct.Struct("<QQQ")
@@ -122,6 +124,16 @@ class Link:
         self._got = 0
         self._reading = False  # the row reads the rest of the body
         self._writing = 0  # bytes that the row was given to write
+        self._sums: Checksums | None = None
+        self._head_bytes = HEADER.size
+        self._leaving = False  # the body of ``_large`` leaves
+        self._large: tuple[memoryview, int, Callable[[], None] | None] | None = None  # its checksum is still to leave
+        self._unproved: Frame | None = None  # whose body has come, but not its checksum
+
+    def sum_frames(self, rank: int) -> None:
+        """Add checksums to all frames between process ``rank``, this one, and the peer, who must do so too."""
+        self._sums = Checksums(rank, self.peer, self.row)
+        self._head_bytes = HEADER.size + checksums.BYTES
 
     @property
     def sent_bytes(self) -> int:
@@ -136,12 +148,12 @@ class Link:
     @property
     def idle(self) -> bool:
         """Whether nothing waits to be sent."""
-        return not self._going and not self._heap
+        return not self._going and not self._heap and self._large is None
 
     @property
     def urgency(self) -> float:
         """The priority of the next frame to write. A frame that has begun is finished first."""
-        if self._going or not self._heap:
+        if self._going or not self._heap or self._large is not None:
             return self._going_priority
         return self._heap[0][0]
 
@@ -176,11 +188,17 @@ class Link:
         going = self._going
         while True:
             if not going:
-                if not self._heap:
+                if self.idle:
                     return True
-                self._gather()
+                if self._sums is None:
+                    self._gather()
+                else:
+                    self._gather_summed(self._sums)
             try:
-                sent = self.sock.sendmsg([part for part, _ in going]) if self._fd is None else self._pass(self._fd)
+                if self._large is not None:
+                    sent = self._send_large()
+                else:
+                    sent = self.sock.sendmsg([part for part, _ in going]) if self._fd is None else self._pass(self._fd)
             except BlockingIOError:
                 sent = 0
             self._sent_bytes += sent
@@ -222,6 +240,42 @@ class Link:
             if fd is not None:
                 self._fd = fd
                 return
+
+    def _gather_summed(self, sums: Checksums) -> None:
+        """The same with checksums. That of a large body follows when the body has left, piece by piece."""
+        heap, going, size = self._heap, self._going, 0
+        if self._large is not None:
+            large, first, called = self._large
+            if not self._leaving:
+                sums.begin(first)
+                self._leaving = True
+                going.append((large, None))
+                return
+            going.append((sums.end(), called))
+            self._large, self._leaving = None, False
+        while heap and len(going) < _BATCH_PARTS and size < _BATCH_BYTES:
+            self._going_priority, _, plain, body, after, _ = heapq.heappop(heap)
+            head, first = sums.seal(plain)
+            if body is None:
+                going.append((head, after))
+                continue
+            going.append((head, None))
+            if body.nbytes > rows.PIECE_BYTES:
+                self._large = body, first, after
+                return
+            going.append((body, None))
+            going.append((sums.of_body(body, first), after))
+            size += body.nbytes
+
+    def _send_large(self) -> int:
+        """Write what precedes a large body, or its next piece, whose checksum is then computed."""
+        if not self._leaving:
+            return self.sock.sendmsg([part for part, _ in self._going], [], socket.MSG_MORE)
+        piece = self._going[0][0][: rows.PIECE_BYTES]
+        sent = self.sock.sendmsg([piece])
+        assert self._sums is not None
+        self._sums.leaves(piece[:sent])
+        return sent
 
     def _pass(self, fd: int) -> int:
         """Write the first part of a frame, with its descriptor."""
@@ -272,6 +326,8 @@ class Link:
             self._received_bytes += got
             left -= got
             self._have += max(got - direct, 0)
+            if frame is not None and self._sums is not None:
+                self._sums.comes(rest[: min(got, direct)])
             if frame is not None and not self._took(frame, min(got, direct)):
                 continue
             self._parse()
@@ -300,6 +356,8 @@ class Link:
         except BlockingIOError:
             return True
         row[rows.RECEIVED] += got
+        if self._sums is not None:
+            self._sums.comes(room[:got])
         if self._adding is not None:
             self._adding.took(got)
         else:
@@ -349,10 +407,16 @@ class Link:
 
     def _parse(self) -> None:
         """Take complete headers and the starts of bodies out of the inbox."""
-        at = 0
-        while self._have - at >= HEADER.size:
+        at, sums = 0, self._sums
+        while self._have - at >= (self._head_bytes if self._unproved is None else checksums.BYTES):
+            if self._unproved is not None:
+                at += checksums.BYTES
+                self._prove(self._unproved, self._inbox[at - checksums.BYTES : at])
+                continue
+            if sums is not None:
+                sums.check_head(self._inbox[at : at + self._head_bytes])
             first, tag, argument = HEADER.unpack_from(self._inbox, at)
-            at += HEADER.size
+            at += self._head_bytes
             size = first >> 8
             frame = Frame(first & 0xFF, size, tag, argument)
             if size:
@@ -361,21 +425,35 @@ class Link:
                     self._begin(frame, body, at, come)
                     at += come
                     break
+                if sums is not None:
+                    sums.comes(self._inbox[at : at + size])
                 if isinstance(body, Adding):
                     body.begin(self.row, size, self._inbox_at + at, size)
                     body.close()
                 elif body is not None:
                     body[:size] = self._inbox[at : at + size]
                 at += size
-            self._arrival(self, frame)
+            if size and sums is not None:
+                self._unproved = frame
+            else:
+                self._arrival(self, frame)
         left = self._have - at
         if at and left:
             self._inbox[:left] = bytes(self._inbox[at : self._have])
         self._have = left
 
+    def _prove(self, frame: Frame, come: memoryview) -> None:
+        """Compare the checksum behind the body of a frame, which has then arrived."""
+        assert self._sums is not None
+        self._sums.check_body(come, frame.size)
+        self._unproved = None
+        self._arrival(self, frame)
+
     def _begin(self, frame: Frame, body: memoryview | Adding | None, at: int, come: int) -> None:
         """Begin a body whose first ``come`` bytes are in the inbox behind its header."""
         self._frame, self._got = frame, come
+        if self._sums is not None:
+            self._sums.comes(self._inbox[at : at + come])
         if isinstance(body, Adding):
             self._adding = body
             body.begin(self.row, frame.size, self._inbox_at + at, come)
@@ -399,7 +477,10 @@ class Link:
             self._adding.close()
         self._frame = self._body = self._adding = None
         self._reading = False
-        self._arrival(self, frame)
+        if self._sums is None:
+            self._arrival(self, frame)
+        else:
+            self._unproved = frame
 
     def close(self) -> None:
         """Close the socket and all descriptors that were not taken."""
