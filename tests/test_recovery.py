@@ -235,7 +235,7 @@ def test_a_new_worker_is_left_out_unless_an_older_one_is_lost(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         found = Members(RelayLine(theirs, 0, 2, 1, 2))
-        view = View(2, tuple(Peer(number, str(number)) for number in range(3)), 3)
+        view = View(2, tuple(Peer(number, f"{number}@host:1") for number in range(3)), 3)
         for number in ended:
             ours.send(json.dumps({"ended": number}).encode())
         assert found._blamed(view, error) == blamed
@@ -243,22 +243,34 @@ def test_a_new_worker_is_left_out_unless_an_older_one_is_lost(
 
 def test_a_message_of_another_version_is_refused() -> None:
     with members(most=3) as found:
-        packet = {"from": 7, "message": ["Join", "7", [], -1, "a field of a newer version"]}
+        packet = {"from": 7, "message": ["Join", "7@host:1", [], -1, "a field of a newer version"]}
         (sent,) = found._heard(packet)
         assert isinstance(sent, Send)
-        assert (sent.to.name, type(sent.message)) == ("7", Refused)
+        assert (sent.to.name, type(sent.message)) == ("7@elsewhere:0", Refused)
         assert _join_in(packet) is None
 
 
-def test_a_member_whose_name_is_no_number_is_not_taken_over() -> None:
+def test_a_member_with_a_name_that_no_launcher_gives_is_not_taken_over() -> None:
     with members() as found:
-        view = View(2, (Peer(0, "0"), Peer(1, "../1")), 2)
+        view = View(2, (Peer(0, "0@host:1"), Peer(1, "../1")), 2)
         (sent,) = found._heard({"from": 1, "message": to_plain(Commit(view))})
         assert isinstance(sent, Send)
         assert isinstance(sent.message, Refused)
         assert found._keeper.view.number == 1
         for nonsense in ({}, {"from": [], "message": 1}, {"view": 1, "half": 3}, {"ended": {}}, {"done": 9}):
             assert found._heard(nonsense) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["8@host:1", "7", "", "7@", "-7@host:1", "9" * 5000 + "@host:1", "7@a@b:1", "7@h:65536", "7@h:65535"]
+)
+def test_nobody_joins_under_another_name_than_the_senders(name: str) -> None:
+    with members(most=3) as found:
+        packet = {"from": 7, "message": ["Join", name, [], -1]}
+        assert (_join_in(packet) is not None) == (name == "7@h:65535")
+        found._heard(packet)
+        assert found._keeper.view.number == 1
+        assert found._keeper.halted == (name == "7@h:65535")
 
 
 def test_nobody_joins_after_the_call() -> None:
@@ -274,7 +286,7 @@ syncline.init("ring")
 sampler = syncline.sampler(list(range(12)), global_batch=6)
 
 def train():
-    asks = to_plain(Join("1", process.elastic._keeper._terms))
+    asks = to_plain(Join("1@host:1", process.elastic._keeper._terms))
     ours.send(json.dumps({"from": 1, "message": asks}).encode())
     process.elastic._look_s = 0.0
 

@@ -15,13 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
 from .launch.environment import REPEATS, Environment, Variables
-from .launch.relay import Range, joins, range_asked, served
+from .launch.relay import Range, joins, may_grow, range_asked, served
 from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.checks import Finite, asked_for
 from .session.groups import WorkerGroup, found_group
@@ -57,6 +57,17 @@ class Arguments:
     check_replicas: int | None = None
     check_finite: Finite | None = None
     elastic: int | tuple[int, int | None] | None = None
+
+
+class Seat(NamedTuple):
+    """A process's place in a later session of its run: where rank 0 serves the meeting, and its numbers."""
+
+    host: str
+    port: int
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
 
 
 class Process:
@@ -141,7 +152,7 @@ class Process:
         with self._recorded(environment.rank, unless=lone) as recording, self._kept(environment) as flight:
             if environment.world == 1 and chosen.servers == 0:
                 self.joined = alone(chosen, recording)
-                self.joined.lone = [] if lone else None
+                self.joined.lone = [] if lone or may_grow() else None
                 if checks.asked:
                     log.warning("%s is without effect: a run of one worker exchanges nothing", checks.asked)
             else:
@@ -250,18 +261,18 @@ class Process:
             self.end(fetch=False)
         self._failed = failed
 
-    def begin_again(
-        self, rank: int, world: int, run: str, number: int, timeout: float, check: Callable[[], None]
-    ) -> None:
+    def begin_again(self, place: Seat, run: str, number: int, timeout: float, check: Callable[[], None]) -> None:
         """Begin another session, named ``run``, as ``syncline run`` would have started this process.
 
         ``number`` is that of the session, the same on all processes: no earlier one has it. ``check`` is called while
         this process waits for the others; it raises to end the wait.
         """
-        self._check = check
-        place = {"SYNCLINE_PROCESS": rank, "RANK": rank, "LOCAL_RANK": rank}
-        place |= {"SYNCLINE_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        os.environ.update({name: str(number) for name, number in place.items()}, SYNCLINE_RUN_ID=run)
+        self._check, world = check, place.world
+        numbers = {"SYNCLINE_PROCESS": place.rank, "RANK": place.rank, "LOCAL_RANK": place.local_rank}
+        numbers |= {"SYNCLINE_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": place.local_world}
+        numbers["SYNCLINE_MEETING_PORT"] = place.port
+        texts = {name: str(number) for name, number in numbers.items()}
+        os.environ.update(texts, MASTER_ADDR=place.host, SYNCLINE_RUN_ID=run)
         os.environ.pop("SYNCLINE_MEETING_FD", None)  # it belongs to the first session
         self._inits, self._recordings, self._again = 0, number, True  # the others may have tried more often
         forget_records(world if world > 1 else 0)

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 
 from .errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
 from .global_batches import GlobalBatches, RepeatedBatches, go_on
-from .launch.relay import RelayLine
+from .launch.relay import Name, RelayLine
 from .membership import (
     JOINING,
     Action,
@@ -41,6 +41,7 @@ from .membership import (
     Join,
     Message,
     Peer,
+    Prepare,
     Refused,
     Send,
     View,
@@ -48,7 +49,7 @@ from .membership import (
     from_plain,
     to_plain,
 )
-from .process import process
+from .process import Seat, process
 from .saving import packed, unpacked
 from .session.session import Session
 from .strategy.strategy import Strategy, check_elastic
@@ -218,10 +219,10 @@ class Members:
 
     def __init__(self, line: RelayLine) -> None:
         self._line = line
-        peers = tuple(Peer(number, str(number)) for number in range(line.processes))
+        peers = tuple(Peer(number, line.name(number)) for number in range(line.processes))
         most = max(line.most, line.processes)
         if line.joins:
-            contacts, name = [_LAUNCHER], str(line.number)
+            contacts, name = [_LAUNCHER], line.name(line.number)
             self._keeper = ViewKeeper.joining(name, contacts, {}, least=line.least, most=most, patience=_PATIENCE)
         else:
             me, view = peers[line.number], View(1, peers, len(peers))
@@ -229,7 +230,7 @@ class Members:
         self.given: list[Lasting] = []
         """The prepared models, with their optimizers."""
         self._trained = frozenset[int]() if line.joins else self._keeper.view.numbers  # the members of the last session
-        self._over: set[str] = set()  # the names of processes that have ended
+        self._over: set[int] = set()  # the numbers of processes that have ended
         self._asked, self._look_s = False, 0.0
         self._run = os.environ.get("SYNCLINE_RUN_ID", "")
         self._sessions = process.sessions - 1  # before the first one of this run
@@ -336,7 +337,7 @@ class Members:
                     self._line.kept.append(packet)  # until the view ends
                 else:
                     self._tell(self._heard(packet))
-                self._asked |= join is not None and self._keeper.admits(join) and join.name not in self._over
+                self._asked |= join is not None and self._keeper.admits(join) and _process(join.name) not in self._over
         return self._asked
 
     def _end_alone(self) -> None:
@@ -388,7 +389,8 @@ class Members:
             except UsageError:
                 raise
             except SynclineError as error:
-                say(f"syncline: view {view.number} broke before it began: {error}\n")
+                if not self._is_followed():
+                    say(f"syncline: view {view.number} broke before it began: {error}\n")
                 process.lose()
                 for put in put_back:  # they may be in part those of a source that is lost
                     put()
@@ -403,14 +405,15 @@ class Members:
     def _blamed(self, view: View, error: SynclineError) -> frozenset[int]:
         """Whom to leave out after a view broke before it began: those that have ended, or else those that were new.
 
-        Nobody if an older member is lost whose end is not known yet: without the new ones too few might be left.
+        Nobody if an older member is lost whose end is not known yet: without the new ones too few might be left. Nobody
+        either if the next view is proposed already.
         """
         self._look_for_ends()
-        over = frozenset(peer.number for peer in view.members if peer.name in self._over)
+        over = frozenset(peer.number for peer in view.members if _process(peer.name) in self._over)
         new = view.numbers - self._trained if self._trained else frozenset[int]()
         if isinstance(error, PeerLost) and 0 <= error.rank < len(view.members):
             new = new if view.members[error.rank].number in new else frozenset()
-        return over or new
+        return over or (frozenset() if self._is_followed() else new)
 
     def _failed(self, ended: Exception | None, why: str) -> SynclineError:
         """The error of a process that does not go on."""
@@ -428,9 +431,9 @@ class Members:
                 raise self._failed(ended, f"{what}{keeper.stopped}")
             if not keeper.halted:
                 view = keeper.view
-                actions = keeper.suspect(peer.number for peer in view.members if peer.name in self._over)
+                actions = keeper.suspect(peer.number for peer in view.members if _process(peer.name) in self._over)
                 if not actions:
-                    self._line.send({"view": view.number, "members": [int(peer.name) for peer in view.members]})
+                    self._line.send({"view": view.number, "members": [_process(peer.name) for peer in view.members]})
                     return view
                 continue
             actions = self._heard(self._line.receive(_TICK_S))
@@ -441,7 +444,7 @@ class Members:
             if isinstance(action, Send) and action.to == _LAUNCHER:
                 self._line.send({"join": to_plain(action.message)})
             elif isinstance(action, Send):
-                self._line.send({"to": int(action.to.name), "message": to_plain(action.message)})
+                self._line.send({"to": _process(action.to.name), "message": to_plain(action.message)})
             elif isinstance(action, AskLauncher):
                 self._line.send({"ask": action.view, "half": sorted(action.half)})
 
@@ -451,24 +454,26 @@ class Members:
         if packet is None:
             return keeper.timeout()
         if _is_number(packet.get("from")):
-            name = str(packet["from"])
+            sender = self._member(packet["from"]) or Peer(JOINING, str(Name(packet["from"], "elsewhere", 0)))
             try:
                 message = _message_in(packet)
             except ValueError:  # only a process that joins may have another version
-                return [Send(Peer(JOINING, name), Refused(f"this run has version {__version__}, and not yours"))]
-            if isinstance(message, Join) and message.name in self._over:
-                return []  # it has died since
-            return keeper.hear(keeper.view.named(name) or Peer(JOINING, name), message)
+                return [Send(sender, Refused(f"this run has version {__version__}, and not yours"))]
+            if isinstance(message, Join) and (_join_in(packet) is None or _process(message.name) in self._over):
+                return []  # it has died since, or names another process
+            return keeper.hear(sender, message)
         half = packet.get("half")
         if _is_number(packet.get("view")) and isinstance(half, list) and all(type(one) is int for one in half):
             return keeper.favoured(packet["view"], half)
-        if "done" in packet and (
-            self.joins or (keeper.view.named(str(packet["done"])) and packet.get("call") == self._calls)
-        ):
+        if "done" in packet and (self.joins or (self._member(packet["done"]) and packet.get("call") == self._calls)):
             raise _AllDone
         self._note_end(packet)
-        peer = keeper.view.named(str(packet.get("ended")))
+        peer = self._member(packet.get("ended"))
         return [] if peer is None else keeper.suspect([peer.number])
+
+    def _member(self, process: object) -> Peer | None:
+        """The member with that number of a process."""
+        return next((peer for peer in self._keeper.view.members if _process(peer.name) == process), None)
 
     def _look_for_ends(self) -> None:
         """Note the ends of processes of which the launcher has told. Does not wait."""
@@ -479,22 +484,38 @@ class Members:
     def _note_end(self, packet: dict[str, Any]) -> None:
         """Note the end of a process, if the packet tells one."""
         if _is_number(packet.get("ended")):
-            self._over.add(str(packet["ended"]))
+            self._over.add(packet["ended"])
 
     def _begin(self, view: View) -> None:
         """Begin the session of a view."""
         rank, run = view.members.index(self._keeper.me), f"{self._run}.{view.number}"
+        names = [name for peer in view.members if (name := Name.read(peer.name)) is not None]
+        if len(names) < len(view.members):
+            raise GroupError(f"the members of view {view.number} have names that no launcher gives: {view.members}")
         number = self._sessions + view.number - 1
-        process.begin_again(rank, len(view.members), run, number, _CONNECT_S, self._check_members)
-        process.session.numbers = tuple(int(peer.name) for peer in view.members)
+        host = [other for other, name in enumerate(names) if name.host == names[rank].host]
+        place = Seat(names[0].host, names[0].port, rank, len(names), host.index(rank), len(host))
+        process.begin_again(place, run, number, _CONNECT_S, self._check_members)
+        process.session.numbers = tuple(name.number for name in names)
         process.session.view = view.number
         _stay(process.session)
 
-    def _check_members(self) -> None:
-        """Raise PeerLost if a member has ended, so that the others do not wait for it."""
+    def _is_followed(self) -> bool:
+        """Whether another member proposes the next view: one more worker has asked to join. Does not wait."""
         self._look_for_ends()
+        for packet in self._line.kept:
+            with suppress(ValueError):
+                message = _message_in(packet) if "from" in packet else None
+                if isinstance(message, Prepare) and message.base.number == self._keeper.view.number:
+                    return True
+        return False
+
+    def _check_members(self) -> None:
+        """Raise PeerLost if a member has ended, and GroupError if another view follows: nobody waits for the others."""
+        if self._is_followed():
+            raise GroupError("the next view is proposed already")
         for rank, peer in enumerate(self._keeper.view.members):
-            if peer.name in self._over:
+            if _process(peer.name) in self._over:
                 raise PeerLost(f"process {peer.name} has ended before all were connected", rank=rank)
 
     def _restore(
@@ -532,8 +553,15 @@ def _join_in(packet: dict[str, Any]) -> Join | None:
     """The request to join in a packet, if it has one."""
     with suppress(ValueError):
         message = _message_in(packet) if "from" in packet else None
-        return message if isinstance(message, Join) else None
+        if isinstance(message, Join) and _process(message.name) == packet["from"]:
+            return message
     return None
+
+
+def _process(name: str) -> int:
+    """The number of the process with that name; -1 if no launcher gives such a name."""
+    found = Name.read(name)
+    return -1 if found is None else found.number
 
 
 def _is_number(value: Any) -> bool:
@@ -541,11 +569,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _message_in(packet: dict[str, Any]) -> Message:
-    """The message in a packet. ValueError for another one, and if a process in it has a name that is no number."""
+    """The message in a packet. ValueError for another one, and if a process in it has a name that no launcher gives."""
     message = from_plain(packet.get("message"))
     for name in _names_in(message):
-        if not (name.isascii() and name.isdecimal() and len(name) < 10):
-            raise ValueError(f"the name {name!r:.40} is no number of a line")
+        if Name.read(name) is None:
+            raise ValueError(f"no launcher gives the name {name!r:.40}")
     return message
 
 

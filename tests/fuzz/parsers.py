@@ -58,7 +58,8 @@ from syncline.global_batches import RepeatedBatches
 from syncline.kernels import rows
 from syncline.launch import address, environment, relay, rendezvous
 from syncline.launch.environment import Environment
-from syncline.launch.relay import Relay
+from syncline.launch.joining import TOLD, Frames, Guest, Reception, in_frame
+from syncline.launch.relay import Name, Relay
 from syncline.membership import Accept, Accepted, Commit, Join, Outbid, Peer, Prepare, Promise, Refused, Report, View
 from syncline.nouns import Bucket, Layer, Rate, Seconds, Size, Slice, Spec
 from syncline.sampling import Pool, Pools, SampleOrder
@@ -82,7 +83,6 @@ from syncline.wire.meeting import (
     AMOUNT,
     HEARD,
     Broken,
-    Frames,
     Kind,
     Meeting,
     Roll,
@@ -91,6 +91,9 @@ from syncline.wire.meeting import (
     read_member,
     read_roll,
     told,
+)
+from syncline.wire.meeting import (
+    Frames as MeetingFrames,
 )
 from syncline.wire.meeting import frame as meeting_frame
 from syncline.wire.tls import FILES, Credentials, credentials
@@ -276,7 +279,7 @@ def meetings() -> tuple[list[bytes], Parse]:
         meeting.enter(0, 0, "here")
         meeting.hear(0, Kind.RECORD, member(0, 2).to_text().encode())
         meeting.enter(1, 1, "there")
-        frames = Frames(HEARD)
+        frames = MeetingFrames(HEARD)
         frames.feed(data)
         try:
             while (found := frames.take()) is not None:
@@ -304,7 +307,7 @@ def rolls() -> tuple[list[bytes], Parse]:
         elif data[:1] == b"{":
             read_member(data)
         else:
-            frames = Frames(told(2))
+            frames = MeetingFrames(told(2))
             frames.feed(data)
             while (found := frames.take()) is not None:
                 if found[0] is Kind.ROLL:
@@ -717,7 +720,7 @@ def packets_of_launchers() -> tuple[list[bytes], Parse]:
                 recovery._join_in(packet)
             found._tell(found._heard(packet))
             found._tell(found._heard(None))
-            assert all(int(peer.name) < 1 << 32 for peer in found._keeper.view.members if number == 0)
+            assert all(Name.read(peer.name) for peer in found._keeper.view.members if number == 0)
             with contextlib.suppress(BlockingIOError):
                 while ours.recv(1 << 17):
                     pass
@@ -727,6 +730,67 @@ def packets_of_launchers() -> tuple[list[bytes], Parse]:
     for end in (ours, theirs):
         weakref.finalize(parse, end.close)
     return valid, parse
+
+
+class FarLauncher:
+    """The end of a connection that takes everything."""
+
+    name = "there"
+
+    def send(self, frame: Any) -> None:
+        json.dumps(frame)
+
+    def close(self) -> None:
+        pass
+
+
+@parser(ProtocolError)
+def launchers_that_join() -> tuple[list[bytes], Parse]:
+    """The bytes of a launcher whose workers have joined, to that of the run; and the answer to it."""
+    relay = Relay(1, 1, 4)
+    reception = Reception(relay, "secret", "127.0.0.1")
+    reception.close()
+    reception._told, reception._run = {}, "run"
+    link: Any = FarLauncher()
+
+    def parse(data: bytes) -> None:
+        reception._guests[link] = {relay.admit(link.send)}
+        try:
+            for found in Frames().feed(data):
+                reception._heard(link, found)
+        finally:
+            for number in [*reception._guests.pop(link)]:
+                relay.note_end(number, 1)
+                relay.drop(number)
+            relay._fresh = 1
+            assert len(relay._ended) <= 64
+
+    said = {"workers": 1, "version": "1"}, {"from": 1, "packet": {"to": 0, "message": 1}}, {"ended": 1, "status": 0}
+    weakref.finalize(parse, relay.close)
+    return [*map(in_frame, said), b"".join(map(in_frame, said))], parse
+
+
+@parser(ProtocolError, GroupError)
+def welcomes() -> tuple[list[bytes], Parse]:
+    """The answer to a launcher that joins. What it makes of one is at most some lines, and no other variables."""
+
+    link: Any = FarLauncher()
+
+    def parse(data: bytes) -> None:
+        for found in Frames().feed(data):
+            guest = Guest(link, found, 2, "secret")
+            assert guest.shared.keys() <= {*TOLD, "SYNCLINE_RUN_ID", "SYNCLINE_SECRET"}
+            guest.close()
+
+    told = {"SYNCLINE_STRATEGY": "ring"}
+    welcome = {"numbers": [1, 2], "run": "r", "told": told, "processes": 1, "least": 1, "most": 4}
+    return [in_frame(welcome), in_frame({"refused": "why"})], parse
+
+
+@parser()
+def names() -> tuple[list[bytes], Parse]:
+    """Of the processes of an elastic run."""
+    return [b"1@127.0.0.1:40000", b"0@::1:1", b"12@host:65535"], lambda data: str(Name.read(text(data)))
 
 
 # Payloads.

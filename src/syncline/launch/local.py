@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -34,7 +35,7 @@ from ..wire.listener import bind_here
 from ..wire.reports import Reports
 from .child import Child
 from .environment import NO_GROUP, REPEATS, worker_places
-from .relay import Relay
+from .relay import Lines
 
 GRACE_S = 10.0
 """From the first failure to SIGTERM. The other processes print their errors meanwhile."""
@@ -164,7 +165,8 @@ class LocalRun:
 
     With a ``relay`` the run is elastic: the end of a process ends no other one, until all members that are left have
     ended, or too few are left to go on. It also decides when a replacement is started for a lost process. What a
-    process has held in the launcher is free as soon as it has ended.
+    process has held in the launcher is free as soon as it has ended. The processes may also join the run of another
+    launcher, or those of other launchers this run.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class LocalRun:
         stop_s: float = STOP_S,
         place: Placing = here,
         ranked: bool = True,
-        relay: Relay | None = None,
+        relay: Lines | None = None,
     ) -> None:
         if not command:
             raise UsageError("there is no command to start")
@@ -191,7 +193,8 @@ class LocalRun:
         self._env, self._pass_fds = dict(env or {}), tuple(pass_fds)
         self._on_output, self._grace_s, self._stop_s = on_output, grace_s, stop_s
         self._ranked, self._relay = ranked, relay
-        self._place, self._placements = place, {rank: place(rank) for rank in range(processes)}
+        self._numbers = range(processes) if relay is None else relay.numbers
+        self._place, self._placements = place, {rank: place(rank) for rank in self._numbers}
         self._shared: dict[str, str] = {}  # the environment of all processes
         self._children: list[Child] = []
         self._running = 0
@@ -221,7 +224,7 @@ class LocalRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._running:
+            if self._goes_on:
                 if self._ranked:  # another launcher needs the time to end its own ranks
                     self._stop_s = min(self._stop_s, LEFT_S)
                 self.stop(signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM)
@@ -236,20 +239,25 @@ class LocalRun:
 
     def poll(self, timeout_s: float = 0.0) -> Outcome | None:
         """The outcome once all processes have ended. Waits for events for at most ``timeout_s``."""
-        if self._running:
+        if self._goes_on:
             self._turn(timeout_s)
-        if self._running:
+        if self._goes_on:
             return None
         for child in self._children:
             self._drain(child)
         return self._outcome()
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._running > 0 or (self._relay is not None and self._relay.away > 0)
 
     def _outcome(self) -> Outcome:
         endings = tuple(self._endings)
         if self._stopped is not None:
             return Outcome(self._stopped, endings)
         if self._relay is not None:
-            return Outcome(0 if self._relay.succeeded else self._failed or 0, endings, before=self._before)
+            status = 0 if self._relay.succeeded else self._failed or self._relay.failed
+            return Outcome(status, endings, before=self._before)
         culprit = self._reports.culprit()
         first = next((ending for ending in endings if culprit is not None and ending.rank == culprit[0]), None)
         if first is None:
@@ -279,7 +287,7 @@ class LocalRun:
             for rank in range(self._processes):
                 self._start_one(rank, _inherited(_RANKS) | self._env, self._pass_fds)
             return
-        bind = self._placements[0].bind
+        bind = self._placements[self._numbers[0]].bind
         self._reserved += [bind(0), bind(0)]
         address, port = self._reserved[0].getsockname()[:2]
         with bind(port) as door:
@@ -293,7 +301,14 @@ class LocalRun:
                 "SYNCLINE_RUN_ID": secrets.token_hex(8),
                 "SYNCLINE_SECRET": secrets.token_hex(32),
                 "SYNCLINE_SERVERS": str(self._servers),
+                **({} if self._relay is None else self._relay.shared),
             }
+            if self._relay is not None:
+                self._relay.attach(self._selector, {**self._shared, **self._env}, self.stop)
+            if self._relay is not None and self._relay.joins:
+                for number in self._numbers:
+                    self._start_alone(number)
+                return
             seats = worker_places([placement.host for placement in self._placements.values()], self._servers)
             for rank, seat in enumerate(seats):
                 own = {"SYNCLINE_PROCESS": str(rank), **seat}
@@ -311,7 +326,8 @@ class LocalRun:
         environ |= self._reports.environ(rank)
         fds = (*self._pass_fds, self._reports.fd, *fds)
         if self._relay is not None:
-            self._selector.register(self._relay.sockets()[rank], selectors.EVENT_READ, rank)
+            read = partial(self._relay.read, rank)
+            self._selector.register(self._relay.sockets()[rank], selectors.EVENT_READ, lambda _: read())
             environ |= self._relay.environ(rank)
             fds = (*fds, self._relay.inherited(rank))
         self._start_one(rank, environ, fds)
@@ -326,13 +342,17 @@ class LocalRun:
             reports.say(f"syncline: {self._relay.note_no_start(time.monotonic(), error)}\n")
             return
         self._placements[rank] = self._place(rank)
-        (seat,) = worker_places([""], 0)
         try:
-            self._start_ranked(rank, {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", **seat})
+            self._start_alone(rank)
         except OSError as error:  # the others must not end for it
             self._selector.unregister(self._relay.sockets()[rank])
             del self._placements[rank]
             reports.say(f"syncline: {self._relay.note_no_start(time.monotonic(), error, rank)}\n")
+
+    def _start_alone(self, rank: int) -> None:
+        """Start a process that joins a run: a worker without others until then."""
+        (seat,) = worker_places([""], 0)
+        self._start_ranked(rank, {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", **seat})
 
     def _start_one(self, rank: int, environ: Mapping[str, str], fds: Sequence[int]) -> None:
         placement = self._placements[rank]
@@ -352,13 +372,11 @@ class LocalRun:
         elif self._relay is not None and (wait_s := self._relay.due(time.monotonic())) is not None:
             timeout_s = min(timeout_s, wait_s)
         ended: list[Child] = []
-        for key, _ in self._selector.select(timeout_s):
+        for key, events in self._selector.select(timeout_s):
             if key.fileobj == self._bell:
                 os.eventfd_read(self._bell)
-            elif self._relay is not None and isinstance(key.data, int):
-                self._relay.read(key.data)
-                if self._due and not self._told and self._stopped is None and not self._relay.is_over:
-                    self._due.clear()  # members of the view that is now known do go on
+            elif callable(key.data):
+                key.data(events)
             elif key.fileobj is key.data.output:
                 self._read(key.data)
             else:
@@ -367,6 +385,8 @@ class LocalRun:
         # If several processes ended at the same moment, a killed one is the likelier cause.
         for child in sorted(ended, key=lambda child: ((child.look() or 0) <= 128, child.rank)):
             self._note(child)
+        if self._relay is not None and self._stopped is None and not self._told:
+            self._end_if_over(self._relay)
         self._replace_lost()
         while self._due and self._due[0][0] <= time.monotonic():
             self._tell(self._due.popleft()[1])
@@ -388,12 +408,19 @@ class LocalRun:
             self._selector.unregister(self._relay.sockets()[child.rank])
             self._relay.drop(child.rank)
             self._free(child)
-            first = self._relay.is_over and not self._due
-        if first and self._stopped is None:
-            left = {child.rank for child in self._children if child.look() is None}
-            outside = self._relay is not None and left.isdisjoint(self._relay.members)
-            at = time.monotonic() + (min(LEFT_S, self._grace_s) if outside else self._grace_s)
-            self._due = deque([(at, signal.SIGTERM), (at + TERM_S, signal.SIGKILL)])
+        elif first and self._stopped is None:
+            self._end_after(self._grace_s)
+
+    def _end_if_over(self, relay: Lines) -> None:
+        """Let all processes end if an elastic run cannot go on, unless members of a view that is now known do."""
+        if not relay.is_over:
+            self._due.clear()
+        elif not self._due:
+            self._end_after(self._grace_s if relay.trains else min(LEFT_S, self._grace_s))
+
+    def _end_after(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._due = deque([(at, signal.SIGTERM), (at + TERM_S, signal.SIGKILL)])
 
     def _free(self, child: Child) -> None:
         """Free what an ended process of an elastic run has held, and end the processes that it has started."""
@@ -404,8 +431,8 @@ class LocalRun:
             child.signal(signal.SIGKILL)
         child.close()
         self._children.remove(child)
-        replaced = [ending for ending in self._endings if ending.rank >= self._processes]
-        if child.rank >= self._processes:
+        replaced = [ending for ending in self._endings if ending.rank not in self._numbers]
+        if child.rank not in self._numbers:
             del self._placements[child.rank]
         for ending in replaced[:-_ENDINGS]:
             self._endings.remove(ending)
@@ -423,6 +450,8 @@ class LocalRun:
 
     def _tell(self, number: int) -> None:
         self._told = True
+        if self._relay is not None:
+            self._relay.stop(number)
         for child in self._children:
             if child.look() is None:
                 child.signal(number)
@@ -431,7 +460,9 @@ class LocalRun:
         if not self._ranked:
             return Path(self._command[0]).name
         notes = [self._placements[rank].host]
-        if rank >= self._processes:
+        if self._relay is not None and self._relay.joins:
+            return f"worker {rank}"
+        if rank not in self._numbers:
             return f"worker {rank} ({', '.join(filter(None, ['a replacement', *notes]))})"
         workers = self._processes - self._servers
         if rank >= workers:
@@ -491,7 +522,7 @@ def launch(
     stop_s: float = STOP_S,
     place: Placing = here,
     ranked: bool = True,
-    relay: Relay | None = None,
+    relay: Lines | None = None,
     timeout_s: float | None = None,
 ) -> Outcome:
     """Run a command as a group of processes to its end. Arguments are those of LocalRun.

@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
 import socket
 import stat
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import GroupError, UsageError
 
@@ -28,6 +29,7 @@ start, and the least and the greatest number of members (0: nobody joins). A use
 which then holds for ``syncline run`` and for ``syncline.init``."""
 
 _LINE = re.compile(r"\d{1,9}(:\d{1,9}){4}", re.ASCII)
+_NAME = re.compile(r"([0-9]{1,9})@([^@\s]{1,300}):([0-9]{1,5})")
 
 PACKET_BYTES = 1 << 16
 
@@ -117,37 +119,51 @@ _SIGNALLED = 128
 """The status of a process that a signal has ended is greater."""
 
 
-class Relay:
-    """The launcher's side. The run goes on as long as ``least`` processes are left.
+class Lines:
+    """A launcher's ends of the lines of its processes, whose numbers at the start are ``numbers``."""
 
-    With ``most`` lost processes are replaced, until as many are members as at the start; at most so many live at once.
-    """
+    joins = False
+    """Whether the processes join the run of another launcher."""
+    failed = 0
+    """The status of the first member that has ended with an error."""
 
-    def __init__(self, processes: int, least: int, most: int | None = None) -> None:
-        self._processes, self._least, self._most = processes, least, most
+    def __init__(self, numbers: Sequence[int], processes: int, least: int, most: int | None) -> None:
+        self.numbers, self._processes, self._least, self._most = tuple(numbers), processes, least, most
+        self.shared: Mapping[str, str] = {}
+        """Variables for the environment of all processes."""
         self._pairs: dict[int, tuple[socket.socket, socket.socket]] = {}  # by number
-        self._fresh = 0  # the first number that no process has had
-        self._favoured: dict[int, list[int]] = {}  # by view
-        self._view = 0
-        self._begun = False  # a process has called ``syncline.elastic``
-        self._ended: dict[int, int] = {}  # status, by number: of members, and of the last others
-        self._failed = False  # a process has ended with an error
-        self._order = list(range(processes))  # the members by their ranks
-        self._started: set[int] = set()  # the replacements that live and have not stayed long enough to be trusted
-        self._joined: dict[int, float | None] = {}  # those of them that are members, and since when
-        self._failures, self._next_s = 0, 0.0
-        self._finished = False  # whether a process has said or shown that the training is over
-        self.members = set(range(processes))
-        """The numbers of the processes in the latest view."""
-        for _ in range(processes):
-            self._add()
+        for number in self.numbers:
+            self._add(number)
 
-    def _add(self) -> int:
+    @property
+    def away(self) -> int:
+        """The number of living processes that other launchers have started."""
+        return 0
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether ranks are no longer the numbers of processes."""
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run cannot go on, so that all processes must end."""
+        return False
+
+    @property
+    def trains(self) -> bool:
+        """Whether a member of the latest view lives, as far as is known."""
+        return True
+
+    def _add(self, number: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        number, self._fresh = self._fresh, self._fresh + 1
         self._pairs[number] = ours, theirs
-        return number
+
+    def attach(
+        self, selector: selectors.BaseSelector, environ: Mapping[str, str], stop: Callable[[int, int], None]
+    ) -> None:
+        """Serve other launchers from now on, in the loop of this one."""
 
     def sockets(self) -> dict[int, socket.socket]:
         """The ends of the launcher, by number."""
@@ -161,8 +177,157 @@ class Relay:
         """The variables for the environment of a process."""
         return {VARIABLE: f"{self.inherited(rank)}:{rank}:{self._processes}:{self._least}:{self._most or 0}"}
 
+    def packets(self, number: int) -> Iterator[Mapping[str, Any]]:
+        """The packets of a process that have come. A process may send nonsense, which is left out."""
+        while number in self._pairs:
+            try:
+                data = self._pairs[number][0].recv(PACKET_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            with suppress(ValueError, RecursionError):
+                packet = json.loads(data)
+                if isinstance(packet, dict):
+                    yield packet
+
+    def read(self, number: int) -> None:
+        """Handle the packets of a process."""
+
+    def send(self, number: int, packet: Mapping[str, Any]) -> None:
+        """Send a packet to a process of this launcher, if it has a line."""
+        if number in self._pairs:
+            with suppress(OSError):
+                self._pairs[number][0].send(json.dumps(packet).encode())
+
+    def stop(self, number: int) -> None:
+        """Let the processes of other launchers end by a signal."""
+
+    def due(self, now_s: float) -> float | None:
+        """The seconds until a replacement must be started; None if none is wanted."""
+        del now_s
+        return None
+
+    def replace(self, now_s: float) -> int:
+        """Make a line for a replacement, which is started now. Returns its number."""
+        raise NotImplementedError
+
+    def note_no_start(self, now_s: float, error: OSError, rank: int | None = None) -> str:
+        """Note that a replacement could not be started. Returns what the user should know."""
+        raise NotImplementedError
+
+    def note_end(self, number: int, status: int, now_s: float = 0.0) -> str:
+        """Note that a process has ended, and tell the others. Returns what the user should know, if anything."""
+        raise NotImplementedError
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run has reached its end."""
+        raise NotImplementedError
+
+    def drop(self, rank: int) -> None:
+        """Close the line of a process whose end was noted."""
+        for sock in self._pairs.pop(rank, ()):
+            sock.close()
+
+    def close(self) -> None:
+        """Close both ends of every line."""
+        for number in [*self._pairs]:
+            self.drop(number)
+
+
+class Visited(Protocol):
+    """The place at which other launchers join a run (``joining.Reception``)."""
+
+    def attach(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
+        """Serve callers from now on. ``environ`` is that of the run's processes."""
+
+    def stop(self, number: int) -> None:
+        """Let the processes of other launchers end by a signal. After SIGKILL they are not waited for."""
+
+    def close(self) -> None:
+        """Let nobody join any more, and tell those that have that the run is over."""
+
+
+class Relay(Lines):
+    """The launcher's side. The run goes on as long as ``least`` processes are left.
+
+    With ``most`` lost processes are replaced, until as many are members as at the start; at most so many live at once.
+    With a ``reception`` other launchers may add processes.
+    """
+
+    def __init__(self, processes: int, least: int, most: int | None = None) -> None:
+        super().__init__(range(processes), processes, least, most)
+        self._far: dict[int, Callable[[Mapping[str, Any]], None]] = {}  # ways to processes of other launchers
+        self._fresh = processes  # the first number that no process has had
+        self._favoured: dict[int, list[int]] = {}  # by view
+        self._view = 0
+        self._begun = False  # a process has called ``syncline.elastic``
+        self._ended: dict[int, int] = {}  # status, by number: of members, and of the last others
+        self._order = list(range(processes))  # the members by their ranks
+        self._started: set[int] = set()  # the replacements that live and have not stayed long enough to be trusted
+        self._joined: dict[int, float | None] = {}  # those of them that are members, and since when
+        self._failures, self._next_s = 0, 0.0
+        self._finished = False  # whether a process has said or shown that the training is over
+        self.members = set(range(processes))
+        """The numbers of the processes in the latest view."""
+        self.reception: Visited | None = None
+
     def _lives(self, number: int) -> bool:
-        return number in self._pairs and number not in self._ended
+        return (number in self._pairs or number in self._far) and number not in self._ended
+
+    @property
+    def trains(self) -> bool:
+        """Whether a member of the latest view lives."""
+        return any(map(self._lives, self.members))
+
+    # Processes of other launchers.
+
+    @property
+    def away(self) -> int:
+        """The number of living processes that other launchers have started."""
+        return sum(map(self._lives, self._far))
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The numbers that all processes of the run know."""
+        return {"processes": self._processes, "least": self._least, "most": self._most or 0}
+
+    def attach(
+        self, selector: selectors.BaseSelector, environ: Mapping[str, str], stop: Callable[[int, int], None]
+    ) -> None:
+        """Let others join, if there is a reception."""
+        del stop
+        if self.reception is not None:
+            self.reception.attach(selector, environ)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether processes may be added at all."""
+        return self._most is not None
+
+    def refusal(self, workers: int) -> str:
+        """Why so many processes cannot be added; empty if they can."""
+        living = sum(map(self._lives, (*self._pairs, *self._far)))
+        if self._finished or self.is_over:
+            return "its training has ended"
+        if living + workers > (self._most or 0):
+            return (
+                f"it has {living} of at most {self._most} workers: ask for {max(0, (self._most or 0) - living)} at most"
+                f" (-n), or start the run with --elastic {self._least}:{living + workers}"
+            )
+        return ""
+
+    def admit(self, send: Callable[[Mapping[str, Any]], None]) -> int:
+        """Add a process of another launcher, which ``send`` reaches. Returns its number."""
+        number, self._fresh = self._fresh, self._fresh + 1
+        self._far[number] = lambda packet: send({"to": number, "packet": packet})
+        return number
+
+    def stop(self, number: int) -> None:
+        """At the end of the run, or if it cannot go on."""
+        if self.reception is not None:
+            self.reception.stop(number)
 
     # Replacements.
 
@@ -171,13 +336,14 @@ class Relay:
         self._look_who_stays(now_s)
         if self._most is None or self._failures >= _FAILURES or self._finished or self.is_over:
             return None
-        living = sum(map(self._lives, self._pairs))
+        living = sum(map(self._lives, self._pairs)) + self.away
         members = sum(map(self._lives, self.members)) + len(self._started - self._joined.keys())
         return max(0.0, self._next_s - now_s) if members < self._processes and living < self._most else None
 
     def replace(self, now_s: float) -> int:
         """Make a line for a replacement, which is started now. Returns its number."""
-        number = self._add()
+        self._add(self._fresh)
+        number, self._fresh = self._fresh, self._fresh + 1
         self._started.add(number)
         self._next_s = now_s + _PAUSE_S
         return number
@@ -216,18 +382,15 @@ class Relay:
             " after that: no more are started"
         )
 
-    def read(self, rank: int) -> None:
-        """Handle the packets of a process."""
-        while True:
-            try:
-                packet = self._pairs[rank][0].recv(PACKET_BYTES)
-            except OSError:
-                return
-            if not packet:
-                return
-            # A process may send nonsense: that is its loss, not the launcher's end.
-            with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                self._obey(rank, json.loads(packet))
+    def read(self, number: int) -> None:
+        """Pass on, tell or note what they say."""
+        for packet in self.packets(number):
+            self.obey(number, packet)
+
+    def obey(self, number: int, packet: Mapping[str, Any]) -> None:
+        """Handle a packet of a process. It may be nonsense: that is the process's loss, not the launcher's end."""
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            self._obey(number, packet)
 
     def _obey(self, rank: int, packet: Mapping[str, Any]) -> None:
         if "to" in packet:
@@ -262,10 +425,11 @@ class Relay:
         return found
 
     def note_end(self, rank: int, status: int, now_s: float = 0.0) -> str:
-        """Note that a process has ended, and tell the others. Returns what the user should know, if anything."""
+        """Also of a process of another launcher."""
         self.read(rank)  # what it said before
         self._ended[rank] = status
-        self._failed |= status != 0
+        if rank in self.members:
+            self.failed = self.failed or status
         others = [number for number in self._ended if number not in self.members]
         for number in others[:-_KEPT]:
             del self._ended[number]
@@ -274,9 +438,9 @@ class Relay:
         return self._note_loss(rank, status, now_s)
 
     def drop(self, rank: int) -> None:
-        """Close the line of a process whose end was noted."""
-        for sock in self._pairs.pop(rank):
-            sock.close()
+        """Or forget the way to it."""
+        super().drop(rank)
+        self._far.pop(rank, None)
 
     @property
     def is_over(self) -> bool:
@@ -287,8 +451,8 @@ class Relay:
         """
         living = sum(map(self._lives, self.members))
         left = living + sum(self._ended.get(rank) == 0 for rank in self.members)
-        early = not self._begun and self._failed
-        return not living or early or left < self._least or 2 * left < len(self.members)
+        early = not self._begun and self.failed
+        return not living or bool(early) or left < self._least or 2 * left < len(self.members)
 
     @property
     def renumbered(self) -> bool:
@@ -301,19 +465,21 @@ class Relay:
         return any(self._ended.get(rank) == 0 for rank in self.members)
 
     def _tell_others(self, rank: int, packet: Mapping[str, Any]) -> None:
-        for other in self._pairs:
+        for other in (*self._pairs, *self._far):
             if other != rank and other not in self._ended:
                 self._tell(other, packet)
 
     def _tell(self, rank: int, packet: Mapping[str, Any]) -> None:
-        if rank in self._pairs:
-            with suppress(OSError):
-                self._pairs[rank][0].send(json.dumps(packet).encode())
+        if rank in self._far:
+            self._far[rank](packet)
+        else:
+            self.send(rank, packet)
 
     def close(self) -> None:
-        """Close both ends of every line."""
-        for number in [*self._pairs]:
-            self.drop(number)
+        """Also the reception."""
+        super().close()
+        if self.reception is not None:
+            self.reception.close()
 
 
 def joins() -> bool:
@@ -331,10 +497,38 @@ def served() -> Range | None:
     return None if numbers is None else (numbers[3], numbers[4] or None)
 
 
+def may_grow() -> bool:
+    """Whether other workers may join this one."""
+    numbers = _numbers()
+    return numbers is not None and numbers[4] > 1
+
+
 def _numbers() -> list[int] | None:
     """The descriptor and the numbers in the variable. None without a valid one."""
     text = os.environ.get(VARIABLE, "")
     return list(map(int, text.split(":"))) if _LINE.fullmatch(text) else None
+
+
+class Name(NamedTuple):
+    """A process of an elastic run: its number, and the address at which it can serve a meeting as rank 0.
+
+    Its launcher keeps that port free on its host.
+    """
+
+    number: int
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.number}@{self.host}:{self.port}"
+
+    @classmethod
+    def read(cls, text: str) -> Name | None:
+        """The inverse. None for other texts."""
+        found = _NAME.fullmatch(text)
+        if found is None or int(found[3]) >= 1 << 16:
+            return None
+        return cls(int(found[1]), found[2], int(found[3]))
 
 
 class RelayLine:
@@ -345,8 +539,14 @@ class RelayLine:
     def __init__(self, sock: socket.socket, number: int, processes: int, least: int, most: int) -> None:
         self._sock, self.number, self.processes, self.least, self.most = sock, number, processes, least, most
         self.joins = number >= processes
+        self.place = "127.0.0.1", 0
+        """The address and port that the launcher keeps free for a meeting."""
         self.kept: deque[dict[str, Any]] = deque()
         """The packets that were looked at and not received yet."""
+
+    def name(self, number: int) -> str:
+        """The name of a process of the same launcher."""
+        return str(Name(number, *self.place))
 
     def narrow(self, asked: Range) -> None:
         """Go on with no other numbers of members than a script asks for."""
@@ -365,7 +565,11 @@ class RelayLine:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 return None
             os.set_inheritable(fd, False)
-            return cls(socket.socket(fileno=fd), *rest)
+            port = os.environ.get("SYNCLINE_MEETING_PORT", "")
+            host = os.environ.get("MASTER_ADDR", "") or "127.0.0.1"
+            found = cls(socket.socket(fileno=fd), *rest)
+            found.place = host, int(port) if _is_number(port) else 0
+            return found
         except OSError:
             return None
 

@@ -92,7 +92,7 @@ class Session(Communicator):
         """In an elastic run: whether the workers must end this session after the present step. Rank 0's answer counts.
         """
         self.lone: list[Any] | None = None
-        """What models of PyTorch were prepared with, while this process is alone and is to join a run."""
+        """What models of PyTorch were prepared with, while this process is alone, and it or others join a run."""
         self.lasting: list[Any] = []
         """The models of other frameworks, with what outlives this session (``recovery.Lasting``)."""
         self.ended: ViewEnds | None = None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import runpy
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +16,8 @@ import click
 from ._options import FILE, JSON, TRACE
 
 if TYPE_CHECKING:
-    from syncline.launch.local import Outcome
-    from syncline.launch.relay import Relay
+    from syncline.launch.local import Outcome, Placing
+    from syncline.launch.relay import Lines, Relay
     from syncline.strategy.strategy import Strategy
     from syncline.timeline.flight_memory import FlightMemory
 
@@ -33,7 +36,7 @@ def _check_script(script: str, module: bool) -> None:
 
 
 @click.command(context_settings=_VERBATIM)
-@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of workers.")
+@click.option("-n", "--workers", type=click.IntRange(min=1), help="Number of workers; with --join: 1 if left out.")
 @click.option("--servers", type=click.IntRange(min=0), help="Number of server processes; default: that of --strategy.")
 @click.option("--strategy", help="Default strategy of syncline.init() in SCRIPT.")
 @click.option(
@@ -57,6 +60,20 @@ def _check_script(script: str, module: bool) -> None:
     " so many at once: for scripts with syncline.elastic(). SYNCLINE_ELASTIC is the default.",
 )
 @click.option(
+    "--join",
+    "where",
+    metavar="HOST:PORT",
+    help="Add the workers to a running syncline run --elastic LEAST:MOST, which has printed this address. Both need the"
+    " same SYNCLINE_SECRET.",
+)
+@click.option(
+    "--interface",
+    metavar="NAME",
+    envvar="SYNCLINE_INTERFACE",
+    help="Network interface or address of this machine at which workers on other machines reach the run: with --elastic"
+    " LEAST:MOST and SYNCLINE_SECRET they can join there; default: the loopback address.",
+)
+@click.option(
     "--samples",
     "samples_path",
     type=FILE,
@@ -78,7 +95,7 @@ def _check_script(script: str, module: bool) -> None:
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    workers: int,
+    workers: int | None,
     servers: int | None,
     strategy: str | None,
     check: bool,
@@ -87,6 +104,8 @@ def run(
     check_replicas: int | None,
     check_finite: str | None,
     elastic: str | None,
+    where: str | None,
+    interface: str | None,
     samples_path: Path | None,
     timeline_path: Path | None,
     flight_path: Path,
@@ -99,8 +118,13 @@ def run(
     The exit status is that of the first process that failed.
     """
     from syncline.errors import UsageError
-    from syncline.launch.local import launch
+    from syncline.launch.local import here, launch
 
+    if where is not None:
+        _check_joining(servers=servers, tls=tls, elastic=elastic, timeline=timeline_path)
+    elif workers is None:
+        raise click.MissingParameter(param_hint="'-n' / '--workers'", param_type="option")
+    workers = workers or 1
     env = {} if tls is None else {"SYNCLINE_TLS": tls}
     parsed: Strategy | None = None
     if strategy is not None:
@@ -113,9 +137,10 @@ def run(
                 f"{str(parsed)!r} needs {parsed.servers} servers, but --servers is {servers}: leave it out"
             )
         servers = parsed.servers
-        parsed.resolve(Group(workers, servers))  # some strategies are impossible for some numbers of workers
+        if where is None:
+            parsed.resolve(Group(workers, servers))  # some strategies are impossible for some numbers of workers
         env["SYNCLINE_STRATEGY"] = str(parsed)
-    relay = _relay(workers, servers or 0, elastic, parsed)
+    relay = None if where is not None else _relay(workers, servers or 0, elastic, parsed)
     _check_script(script, module)
     if metrics:
         from syncline.metrics import VARIABLE, read_serving
@@ -138,9 +163,19 @@ def run(
         assembly = Assembly(timeline_path)
         env |= assembly.environ()
     command = [sys.executable, *(["-m"] if module else []), script, *args]
-    flight = _flight_memory(flight_path, workers + servers)
+    flight = _flight_memory(flight_path, 1 if where is not None else workers + servers)
     env |= flight.environ()
-    outcome = launch(command, workers + servers, servers=servers, env=env, pass_fds=flight.fds, relay=relay)
+    lines: Lines | None = relay
+    address: str | None
+    if where is not None:
+        lines, address = _guest(where, workers, interface)
+    else:
+        address = _received(relay, interface, env, traced=assembly is not None)
+    env |= {} if interface is None else {"SYNCLINE_INTERFACE": interface}
+    place = here if address is None else _at(address)
+    outcome = launch(
+        command, workers + servers, servers=servers, env=env, pass_fds=flight.fds, relay=lines, place=place
+    )
     if assembly is not None:
         click.echo(f"syncline: {assembly.finish()}", err=True)
     if any(ending.status for ending in outcome.endings):
@@ -201,6 +236,61 @@ def _relay(workers: int, servers: int, elastic: str | None, strategy: Strategy |
     if most is not None and most < workers:
         raise UsageError(f"--elastic {elastic} allows {most} workers at once, fewer than -n {workers} starts")
     return Relay(workers, least, most)
+
+
+def _check_joining(servers: int | None, tls: str | None, elastic: str | None, timeline: Path | None) -> None:
+    """Raise UsageError for options that a launcher decides whose run others join."""
+    from syncline.errors import UsageError
+
+    given = {"--servers": servers, "--elastic": elastic, "--trace": timeline}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"{wrong[0]} belongs to the launcher whose run these workers join: leave it out with --join")
+    if tls or os.environ.get("SYNCLINE_TLS"):
+        raise UsageError("--join works without TLS: leave --tls and SYNCLINE_TLS out, here and in the run")
+
+
+def _guest(where: str, workers: int, interface: str | None) -> tuple[Lines, str]:
+    """The lines of workers that join the run at an address, and this machine's address in it."""
+    from syncline.errors import UsageError
+    from syncline.launch.address import interface_address
+    from syncline.launch.joining import Guest
+
+    secret = os.environ.get("SYNCLINE_SECRET")
+    if not secret:
+        raise UsageError("--join needs the secret of the run: set SYNCLINE_SECRET to the same text as there")
+    guest = Guest.ask(where, workers, secret)
+    return guest, guest.address if interface is None else interface_address(interface)
+
+
+def _received(relay: Relay | None, interface: str | None, env: Mapping[str, str], traced: bool) -> str | None:
+    """Let other launchers join an elastic run, if it has a secret that they can know.
+
+    Returns the address at which its workers meet, or None for the default.
+    """
+    from syncline.launch.address import interface_address
+    from syncline.launch.joining import Reception
+
+    secret = os.environ.get("SYNCLINE_SECRET")
+    if relay is None or not relay.may_grow or not secret:
+        return None
+    address, refuses = interface_address(interface or "127.0.0.1"), ""
+    if env.get("SYNCLINE_TLS") or os.environ.get("SYNCLINE_TLS"):
+        refuses = "it encrypts its connections (--tls), which others cannot join"
+    elif traced:
+        refuses = "it writes a timeline (--trace), which others cannot join"
+    reception = relay.reception = Reception(relay, secret, address, refuses)
+    relay.shared = {"SYNCLINE_SECRET": secret}
+    click.echo(f"syncline: more workers join by: syncline run --join {reception.place} ...", err=True)
+    return address
+
+
+def _at(address: str) -> Placing:
+    """Ranks on this machine that meet at an address of it."""
+    from syncline.launch.local import Placement
+    from syncline.wire.listener import bind_here
+
+    placement = Placement(bind=partial(bind_here, address))
+    return lambda _: placement
 
 
 def _flight_memory(path: Path, processes: int) -> FlightMemory:

@@ -1,0 +1,373 @@
+"""Workers of another launcher in an elastic run: who gets in, what is passed on, and every end."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+from test_relay import BEGUN, LIMIT_S, TALK
+
+from syncline.errors import GroupError, ProtocolError, SecretError, UsageError
+from syncline.launch import joining
+from syncline.launch.joining import FRAME_BYTES, Frames, Guest, Link, Reception, in_frame
+from syncline.launch.local import LocalRun, Outcome
+from syncline.launch.relay import Name, Relay
+from syncline.version import __version__
+from syncline.wire.listener import dial
+
+SECRET = "of the run"
+WAITS = "import time\nwhile True: hear()\n"
+
+
+GUESTS: list[Guest] = []
+"""They are closed after each test."""
+
+
+def command(script: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", TALK + BEGUN + script]
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    """The relay of a run of one process, which may become four."""
+    found = Relay(1, 1, 4)
+    found.reception = Reception(found, SECRET, "127.0.0.1")
+    found.shared = {"SYNCLINE_SECRET": SECRET}
+    yield found
+    found.close()
+    while GUESTS:
+        GUESTS.pop().close()
+
+
+def place(relay: Relay) -> str:
+    assert isinstance(relay.reception, Reception)
+    return relay.reception.place
+
+
+def asked(relay: Relay, first: LocalRun, workers: int = 1, **more: Any) -> Guest:
+    """What a launcher gets that asks to join, while the other one is served."""
+    with serving(first):
+        GUESTS.append(Guest.ask(place(relay), workers, **{"secret": SECRET, **more}))
+    return GUESTS[-1]
+
+
+@contextmanager
+def serving(run: LocalRun) -> Iterator[None]:
+    """Serve a run in a thread meanwhile. Its processes are started already."""
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            run.poll(0.02)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def both(first: LocalRun, second: LocalRun) -> tuple[Outcome, Outcome]:
+    """Serve two runs to their ends."""
+    limit_s, outcomes = time.monotonic() + LIMIT_S, dict[LocalRun, Outcome]()
+    while len(outcomes) < 2:
+        assert time.monotonic() < limit_s
+        for run in (first, second):
+            if run not in outcomes and (outcome := run.poll(0.01)) is not None:
+                outcomes[run] = outcome
+    return outcomes[first], outcomes[second]
+
+
+def until(true: Callable[[], bool], *runs: LocalRun) -> None:
+    """Serve runs until something holds."""
+    limit_s = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < limit_s
+        for run in runs:
+            run.poll(0.01)
+
+
+def test_packets_reach_workers_of_another_launcher_and_theirs_the_members(relay: Relay) -> None:
+    first = "assert hear() == {'from': 2, 'message': ['Join']}; send(view=2, members=[0, 1, 2])\n"
+    first += "send(to=1, message=[3]); assert hear() == {'ended': 1}; assert hear() == {'done': 2}\n"
+    script = "if rank == 1: assert hear() == {'from': 0, 'message': [3]}; sys.exit(7)\n"
+    script += "send(join=['Join']); assert hear() == {'ended': 1}; send(done=1)\n"
+    script += "assert [os.environ[n] for n in ('WORLD_SIZE', 'RANK', 'SYNCLINE_SECRET')] == ['1', '0', 'of the run']\n"
+    script += "assert os.environ['SYNCLINE_STRATEGY'] == 'tree'; print(os.environ['SYNCLINE_RUN_ID'])"
+    lines: list[tuple[int, str]] = []
+    with LocalRun(command(first), 1, relay=relay, env={"SYNCLINE_STRATEGY": "tree"}) as run:
+        guest = asked(relay, run, 2)
+        assert guest.numbers == (1, 2)
+        with LocalRun(command(script), 2, relay=guest, on_output=lambda *line: lines.append(line)) as joined:
+            ends = both(run, joined)
+        assert lines == [(2, run._shared["SYNCLINE_RUN_ID"])]
+    assert [end.status for end in ends] == [0, 0], ends
+    assert ends[1].text == "worker 1 ended with status 7"
+
+
+def test_a_run_goes_on_with_workers_of_other_launchers_alone(relay: Relay) -> None:
+    """Its launcher waits for them, and has their status."""
+    first = "assert hear(); send(view=2, members=[0, 1, 2]); sys.exit(5)"
+    script = "send(join=[rank]) if rank == 1 else None\nassert hear() == {'ended': 0}\nsend(view=3, members=[1, 2])\n"
+    script += "time = __import__('time'); time.sleep(0.3)\n"
+    relay._next_s = float("inf")  # no replacement is due meanwhile
+    with LocalRun(command(first), 1, relay=relay, grace_s=0.1) as run:
+        guest = asked(relay, run, 2)
+        with LocalRun(command(script), 2, relay=guest) as joined:
+            ends = both(run, joined)
+    assert [end.status for end in ends] == [0, 0], ends
+
+
+def test_another_secret_is_refused_and_the_run_goes_on(relay: Relay) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run:
+        with pytest.raises(SecretError, match=r"has another secret: set SYNCLINE_SECRET to that of its run"):
+            asked(relay, run, secret="of another run")
+        assert run.poll() is None
+        assert relay.members == {0}
+
+
+@pytest.mark.parametrize("where", ["host", ":1", "host:", "host:x", "host:0", "host:65536", "host:" + "9" * 5000, ""])
+def test_an_address_that_is_none_is_refused(where: str) -> None:
+    with pytest.raises(UsageError, match=r"^--join .* is not HOST:PORT"):
+        Guest.ask(where, 1, SECRET)
+
+
+def test_nobody_at_the_address_is_an_error_with_a_remedy() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(GroupError, match=r"no launcher can be reached at .*refused.*does its run still go on"):
+            Guest.ask(f"127.0.0.1:{free.getsockname()[1]}", 1, SECRET, timeout_s=1.0)
+
+
+def test_no_more_workers_join_than_the_most(relay: Relay, capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run:
+        why = r"it has 1 of at most 4 workers: ask for 3 at most \(-n\), or start the run with --elastic 1:5"
+        with pytest.raises(GroupError, match=why):
+            asked(relay, run, 4)
+        assert "refused 4 workers of the launcher at 127.0.0.1:" in capfd.readouterr().err
+        full = asked(relay, run, 3)
+        with pytest.raises(GroupError, match="it has 4 of at most 4 workers: ask for 0 at most"):
+            asked(relay, run)
+        full.close()
+        until(lambda: not relay.away, run)
+        assert asked(relay, run).numbers == (4,)  # nobody gets a number again
+
+
+def test_nobody_joins_a_run_that_is_over_or_encrypts(relay: Relay) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run:
+        relay.obey(0, {"done": 1})
+        with pytest.raises(GroupError, match="its training has ended"):
+            asked(relay, run)
+        assert isinstance(relay.reception, Reception)
+        relay.reception._refuses = "it encrypts its connections"
+        with pytest.raises(GroupError, match=r"lets these workers not join: it encrypts its connections"):
+            asked(relay, run)
+
+
+def called(relay: Relay) -> socket.socket:
+    """The connection of a launcher that has proved the secret."""
+    host, _, port = place(relay).rpartition(":")
+    return dial((host, int(port)), joining._ANY_RUN, SECRET.encode(), 0, 0, "join", LIMIT_S)
+
+
+def test_another_version_is_refused_by_name(relay: Relay) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run, called(relay) as sock:
+        sock.sendall(in_frame({"workers": 1, "version": "0.1"}))
+        with serving(run):
+            answer = Link(sock, "the run").wait(LIMIT_S)
+    assert answer == {"refused": f"this run has version {__version__} of Syncline, and the launcher that joins has 0.1"}
+    assert relay._fresh == 1
+
+
+HELLO = {"workers": 2, "version": __version__}
+STRANGE = [
+    struct.pack("!I", FRAME_BYTES + 1), struct.pack("!I", 3) + b"[1]", struct.pack("!I", 2) + b"{]",
+    struct.pack("!I", 60_000) + b"[" * 60_000, in_frame({}), in_frame({"workers": 0, "version": __version__}),
+    in_frame({"workers": "2", "version": __version__}), in_frame(HELLO) * 2,
+    in_frame(HELLO) + in_frame({"from": 1}) + in_frame({"nothing": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", STRANGE)
+def test_a_launcher_that_sends_nonsense_is_cut_off_and_its_workers_are_lost(relay: Relay, data: bytes) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run, called(relay) as sock:
+        sock.sendall(data)
+        with serving(run):
+            sock.settimeout(LIMIT_S)
+            with suppress(ConnectionResetError):
+                while sock.recv(1 << 16):
+                    pass
+        assert not relay.away
+        assert run.poll() is None
+        assert len(run._selector.get_map()) == 4  # the bells of the run and the reception, a process and its line
+
+
+def test_nobody_speaks_for_workers_of_another_launcher(relay: Relay) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run, called(relay) as sock:
+        guest = asked(relay, run)
+        sock.sendall(in_frame(HELLO) + b"".join(map(in_frame, (
+            {"ended": 1, "status": 0}, {"ended": 0, "status": 0}, {"from": 1, "packet": {"done": 1}},
+            {"from": 0, "packet": {"view": 9, "members": [1]}}, {"from": 3, "packet": {"begun": 1}},
+            {"ended": 2, "status": 3},
+        ))))  # fmt: skip
+        until(lambda: relay.away == 2, run)
+        assert relay.members == {0}
+        assert relay.refusal(1) == ""
+        assert relay._ended == {2: 3}
+        guest.close()
+        until(lambda: relay.away == 1, run)
+
+
+def test_the_loss_of_a_launcher_is_that_of_its_workers(relay: Relay, capfd: pytest.CaptureFixture[str]) -> None:
+    first = "assert hear() == {'from': 1, 'message': 'x'}; send(view=2, members=[0, 1, 2])\n"
+    first += "assert [hear(), hear()] == [{'ended': 1}, {'ended': 2}]; send(view=3, members=[0])"
+    relay._next_s = float("inf")
+    with LocalRun(command(first), 1, relay=relay) as run:
+        guest = asked(relay, run, 2)
+        guest._link.send({"from": 1, "packet": {"join": "x"}})
+        until(lambda: relay.members == {0, 1, 2}, run)
+        guest.close()
+        assert run.wait(LIMIT_S).status == 0
+    assert "with workers 1, 2: its connection has ended" in capfd.readouterr().err
+
+
+def test_a_launcher_whose_run_is_lost_says_so_and_ends_its_workers(
+    relay: Relay, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run:
+        guest = asked(relay, run)
+        with LocalRun(command(WAITS), 1, relay=guest, stop_s=0.5) as joined:
+            assert isinstance(relay.reception, Reception)
+            for link in relay.reception._guests:  # as if its process was killed
+                link._sock.shutdown(socket.SHUT_RDWR)
+            outcome = joined.wait(LIMIT_S)
+    assert outcome.status == 1
+    said = capfd.readouterr().err
+    assert f"syncline: the launcher at {place(relay)}, whose run these workers have joined, has ended or cannot" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_of_the_run_ends_the_workers_that_have_joined(relay: Relay, number: int) -> None:
+    waits = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nsignal.pause()"
+    with LocalRun(command(waits), 1, relay=relay) as run:
+        guest = asked(relay, run, 2)
+        with LocalRun(command(waits), 2, relay=guest) as joined:
+            run.stop(number)
+            ends = both(run, joined)
+    assert [end.status for end in ends] == [128 + number] * 2
+    assert [ending.status for ending in ends[1].endings] == [128 + number] * 2
+
+
+def test_an_interrupt_where_workers_have_joined_ends_these_only(relay: Relay) -> None:
+    first = "assert hear() == {'ended': 1}"
+    with LocalRun(command(first), 1, relay=relay) as run:
+        guest = asked(relay, run)
+        with LocalRun(command("signal.pause()"), 1, relay=guest) as joined:
+            joined.stop(signal.SIGTERM)
+            ends = both(run, joined)
+    assert [end.status for end in ends] == [0, 143]
+
+
+def test_who_has_joined_without_becoming_a_member_is_ended_with_the_run(relay: Relay) -> None:
+    with LocalRun(command("hear()"), 1, relay=relay) as run:
+        guest = asked(relay, run)
+        relay.send(0, {"go": 1})
+        with LocalRun(command("signal.pause()"), 1, relay=guest) as joined:
+            ends = both(run, joined)
+    assert ends[0].status == 0
+    assert ends[1].status == 143
+
+
+def test_a_reception_keeps_few_callers_that_ask_for_nothing(relay: Relay) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run, ExitStack() as stack:
+        socks = [stack.enter_context(called(relay)) for _ in range(joining._UNDECIDED + 4)]
+        assert isinstance(relay.reception, Reception)
+        reception = relay.reception
+        most = joining._UNDECIDED
+        until(lambda: len(select.select(socks, [], [], 0)[0]) == 4 and len(reception._guests) == most, run)
+        assert asked(relay, run).numbers == (1,)
+
+
+def test_a_launcher_that_takes_nothing_is_cut_off(relay: Relay) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run, called(relay) as sock:
+        sock.sendall(in_frame(HELLO))
+        until(lambda: relay.away == 2, run)
+        while relay.away:
+            relay.obey(0, {"to": 1, "message": "x" * 60_000})
+            run.poll()
+
+
+def test_frames_come_whole_however_they_are_cut() -> None:
+    said = [{"from": 1, "packet": {"message": "é" * 400}}, {}, {"over": True}]
+    data = b"".join(map(in_frame, said))
+    for size in (1, 3, 100, len(data)):
+        frames = Frames()
+        assert [one for at in range(0, len(data), size) for one in frames.feed(data[at : at + size])] == said
+
+
+def test_the_largest_packet_fits_a_frame() -> None:
+    """One byte more than a frame may have does not."""
+    packet = {"message": "\0" * ((1 << 16) // 6 - 8)}
+    assert Frames().feed(in_frame({"from": (1 << 31) - 1, "packet": packet}))
+    full = json.dumps({"m": ""})
+    assert Frames().feed(in_frame({"m": "x" * (FRAME_BYTES - len(full))}))
+    with pytest.raises(ProtocolError, match=f"a frame of {FRAME_BYTES + 1} bytes: at most {FRAME_BYTES}"):
+        Frames().feed(in_frame({"m": "x" * (FRAME_BYTES + 1 - len(full))}))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {}, {"numbers": [1, 2], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
+        {"numbers": [1.0], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
+        {"numbers": [1], "run": "r", "told": {"LD_PRELOAD": "x"}, "processes": 1, "least": 1, "most": 2},
+        {"numbers": [1], "run": "r", "told": {"SYNCLINE_STRATEGY": 1}, "processes": 1, "least": 1, "most": 2},
+        {"numbers": [1, 1], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
+        {"numbers": [-1], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
+    ],
+)  # fmt: skip
+def test_an_answer_that_no_launcher_gives_is_refused(answer: dict[str, Any]) -> None:
+    """In particular it sets no other variables of the workers than those in which all agree."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_connection(door.getsockname()) as here,
+        pytest.raises(ProtocolError, match="gives an answer that no launcher gives"),
+    ):
+        Guest(Link(here, "there"), answer, 2 if answer.get("numbers") == [1, 1] else 1, SECRET)
+
+
+@pytest.mark.parametrize("text", ["1@host:2", "0@::1:40000", "123456789@a.b:65535"])
+def test_names_say_number_and_place(text: str) -> None:
+    name = Name.read(text)
+    assert str(name) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1@", "@h:1", "1@h", "x@h:1", "-1@h:1", "1@h:x", "1@a@b:1", "1@a b:1", "1" * 10 + "@h:1", "١@h:1",
+             "1@" + "h" * 301 + ":1"]
+)  # fmt: skip
+def test_other_names_are_none(text: str) -> None:
+    assert Name.read(text) is None
+
+
+def test_descriptors_are_free_after_joins(relay: Relay) -> None:
+    with LocalRun(command(WAITS), 1, relay=relay) as run:
+        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        for _ in range(20):
+            asked(relay, run, 2).close()
+            until(lambda: not relay.away, run)
+        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+        assert len(relay._ended) <= 64
