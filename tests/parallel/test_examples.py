@@ -24,7 +24,7 @@ from pool import Pool
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 120.0
 LESSONS = EXAMPLES.parent / "docs" / "tutorials"
-FIRST = LESSONS / "first-run.md"
+FIRST, SURVIVE = LESSONS / "first-run.md", LESSONS / "survive.md"
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +240,7 @@ def shorter(text: str, epochs: int = 1) -> str:
     [
         pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem == "predict" else [])
         for page in sorted(LESSONS.glob("*.md"))
+        if page != SURVIVE
     ],
 )
 def test_lesson(pool: Pool, addresses: Callable[[], str], tmp_path: Path, page: Path) -> None:
@@ -262,20 +263,26 @@ def test_lesson(pool: Pool, addresses: Callable[[], str], tmp_path: Path, page: 
 
 
 @pytest.mark.slow
-def test_the_first_lesson_runs_under_the_launcher(tmp_path: Path) -> None:
-    """Its two runs in a shell with the launcher, one of which fails; the test before has its other commands."""
+@pytest.mark.parametrize("page", [FIRST, SURVIVE], ids=lambda page: page.stem)
+def test_a_lesson_runs_under_the_launcher(tmp_path: Path, page: Path) -> None:
+    """In a shell: the first lesson's runs of two workers, one of which fails, and all of the lesson on lost workers."""
+    epochs = 1 if page == FIRST else 7
+    for kind, text in [] if page == FIRST else blocks(FIRST):
+        if kind != "console" and "ValueError" not in text:
+            save(kind, shorter(text, epochs), tmp_path)
     for program, module in (("python", ""), ("syncline", "-m syncline ")):
         (tmp_path / program).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
         (tmp_path / program).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": path}
     environ.pop("SYNCLINE_FLIGHT", None)  # a reader's run that fails leaves a record
-    for kind, text in blocks(FIRST):
+    for kind, text in blocks(page):
         if kind != "console":
-            save(kind, shorter(text), tmp_path)
+            waits = "sleep(2.0 if syncline.world_size() == 2 else 0)"  # few steps, in which a new worker has to come
+            save(kind, shorter(text, epochs).replace("sleep(0.1)", waits), tmp_path)
             continue
         for command, shown in commands(text):
-            if command == "syncline run -n 2 train.py":
+            if page == SURVIVE or command == "syncline run -n 2 train.py":
                 done = subprocess.run(
                     ["bash", "-c", command],
                     cwd=tmp_path,
@@ -287,7 +294,9 @@ def test_the_first_lesson_runs_under_the_launcher(tmp_path: Path) -> None:
                     timeout=LIMIT_S,
                     check=False,
                 )
-                assert (done.returncode == 0) == ("Traceback" not in shown), done.stdout
+                assert (done.returncode == 0) == ("Traceback" not in shown and "SIGKILL; rank" not in shown), (
+                    done.stdout
+                )
                 check_printed(command, done.stdout, shown)
 
 
