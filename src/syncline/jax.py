@@ -16,32 +16,45 @@ syncline`` does not import this module, because it imports JAX.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .frameworks import jax as adapter
-from .frameworks.jax import SynclineState
+from .frameworks.jax import Kept, SynclineState
 from .process import process
 from .session.groups import WorkerGroup
 
-__all__ = ["SynclineState", "average", "broadcast", "consolidate", "distributed", "load_state_dict", "state_dict"]
+__all__ = [
+    "Kept",
+    "SynclineState",
+    "average",
+    "broadcast",
+    "consolidate",
+    "distributed",
+    "keep",
+    "load_state_dict",
+    "state_dict",
+]
+
+Weight = Literal[1, "batch"]
 
 
-def average(*, group: WorkerGroup | None = None) -> Any:
+def average(*, weight: Weight = 1, group: WorkerGroup | None = None) -> Any:
     """A transformation for ``optax.chain`` that replaces gradients by their mean over all workers.
 
     Its ``init`` is collective, outside ``jit``, with rank 0's parameters (``broadcast``); a server serves there until
     the workers have left. Raises UsageError under strategies that exchange weights (use ``distributed``).
+    ``weight="batch"`` counts a worker by its part of a global batch, if ``keep`` has the values.
     """
-    return adapter.transformation(process.within(group), None, process.leave)
+    return adapter.transformation(process.within(group), None, process.leave, weight)
 
 
-def distributed(optimizer: Any, *, group: WorkerGroup | None = None) -> Any:
+def distributed(optimizer: Any, *, weight: Weight = 1, group: WorkerGroup | None = None) -> Any:
     """An optax optimizer under any strategy of the run; if gradients are exchanged, it acts like ``average``.
 
     Owners that hold the weights run the optimizer, which must be element-wise, and keep its state. ``update`` needs the
-    parameters.
+    parameters. ``weight`` is as in ``average``.
     """
-    return adapter.transformation(process.within(group), optimizer, process.leave)
+    return adapter.transformation(process.within(group), optimizer, process.leave, weight)
 
 
 def broadcast(tree: Any, root: int = 0, *, group: WorkerGroup | None = None) -> Any:
@@ -49,6 +62,23 @@ def broadcast(tree: Any, root: int = 0, *, group: WorkerGroup | None = None) -> 
     own.
     """
     return adapter.broadcast(process.within(group), tree, root)
+
+
+def keep(values: Any) -> Kept:
+    """Keep what a training step returns, for ``syncline.elastic`` and ``syncline repeat``.
+
+        kept = syncline.jax.keep((params, state))    # any tree with the optimizer's state of init(params)
+
+        def training():
+            while sampler.epoch < 10:
+                for batch in sampler:
+                    kept.update(step(*kept.values, images[batch], labels[batch]))
+                    sampler.commit()
+
+    ``update`` waits for the step, so that ``commit`` counts none that fails. After a loss, and in a worker that joins,
+    ``values`` are those of a worker that is left.
+    """
+    return Kept(process.session, values)
 
 
 def consolidate(params: Any, state: Any) -> Any:

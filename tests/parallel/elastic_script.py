@@ -31,12 +31,16 @@ def problem() -> tuple[Any, Any]:
     return numbers.standard_normal((SAMPLES, 5)), numbers.standard_normal((SAMPLES, 2))
 
 
+def start() -> dict[str, Any]:
+    """The first weights."""
+    numbers = np.random.default_rng(2)
+    return {"first": numbers.standard_normal((5, 3)), "last": numbers.standard_normal((3, 2))}
+
+
 def in_numpy() -> tuple[Step, Callable[[], list[Any]]]:
     """A step, and a call with the final weights."""
     x, y = problem()
-    weights, optimizer = syncline.prepare(
-        {"first": np.full((5, 3), 0.25), "last": np.full((3, 2), 0.5)}, Momentum(), weight="batch"
-    )
+    weights, optimizer = syncline.prepare(start(), Momentum(), weight="batch")
 
     def step(batch: Any, now: int) -> None:
         hidden = np.tanh(x[batch] @ weights["first"])
@@ -48,6 +52,35 @@ def in_numpy() -> tuple[Step, Callable[[], list[Any]]]:
         optimizer.lr *= 0.999
 
     return step, lambda: [one.tolist() for one in weights.values()]
+
+
+def in_jax() -> tuple[Step, Callable[[], list[Any]]]:
+    """A compiled step in float32, whose values the script keeps."""
+    import jax
+    import optax
+
+    import syncline.jax
+
+    x, y = (array.astype(np.float32) for array in problem())
+    params = jax.tree.map(lambda array: jax.numpy.array(array, np.float32), start())
+    params = syncline.jax.broadcast(params)
+    optimizer = syncline.jax.distributed(optax.adam(optax.exponential_decay(0.1, 1, 0.999)), weight="batch")
+    kept = syncline.jax.keep((params, optimizer.init(params)))
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return ((jax.numpy.tanh(x @ params["first"]) @ params["last"] - y) ** 2).mean()
+
+    @jax.jit
+    def learn(params: Any, state: Any, x: Any, y: Any) -> Any:
+        updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def step(batch: Any, now: int) -> None:
+        found = learn(*kept.values, x[np.array(batch)], y[np.array(batch)])
+        die(1, now)
+        kept.update(found)
+
+    return step, lambda: [np.asarray(one).tolist() for one in kept.values[0].values()]
 
 
 class Momentum:
@@ -76,7 +109,7 @@ def main() -> None:
     framework, strategy, folder, _, joined = sys.argv[1:]
     fixed = int(os.environ.get("EPOCHS", "0"))
     syncline.init(strategy)
-    step, weights = {"numpy": in_numpy}[framework]()
+    step, weights = {"numpy": in_numpy, "jax": in_jax}[framework]()
     sampler = syncline.sampler(SAMPLES, global_batch=BATCH, seed=4)
     calls = 0
 

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from syncline.global_batches import read_log
 
@@ -22,7 +25,9 @@ def call(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"} | environ,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+        | environ,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -47,10 +52,26 @@ def survivors(folder: Path, *arguments: str, workers: int = 3, elastic: str = "1
     return found
 
 
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        find_spec(package) is None, reason=f"{package} is not installed: make test-all installs it"
+    )
+
+
 def test_numpy_goes_on_alone_and_takes_in_others(tmp_path: Path) -> None:
     """Worker 1 dies in the middle of a step and worker 0 before one, so that one is alone until others join it."""
     found = survivors(tmp_path, "numpy", "ring schedule=wait_free", "1:3,0:6", "4")
     assert [one["members"] for one in found] == [[2, 3, 4]] * 3
     assert [one["repairs"] for one in found] == [2, 2, 2]
     assert found[0]["calls"] >= 4
+    assert found[-1]["calls"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", [pytest.param("jax", marks=needs("jax"))])
+def test_a_framework_goes_on_alone_and_takes_in_others(tmp_path: Path, framework: str) -> None:
+    """As above: the same training step is then one of several workers, of one worker, and of several again."""
+    found = survivors(tmp_path, framework, "ring", "1:3,0:6", "4")
+    assert [one["members"] for one in found] == [[2, 3, 4]] * 3
+    assert [one["repairs"] for one in found] == [2, 2, 2]
     assert found[-1]["calls"] == 1

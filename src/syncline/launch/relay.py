@@ -482,6 +482,11 @@ class Relay(Lines):
             self.reception.close()
 
 
+def is_relayed() -> bool:
+    """Whether the launcher of this process lets a run go on when a worker is lost."""
+    return _numbers() is not None
+
+
 def joins() -> bool:
     """Whether the launcher has started this process as a replacement, which joins a run under way."""
     numbers = _numbers()

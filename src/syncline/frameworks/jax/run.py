@@ -9,6 +9,7 @@ workers train alone between exchanges, a first call asks for the kind of the ste
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, zip_longest
@@ -22,12 +23,22 @@ import numpy as np
 import optax
 
 from ...errors import ClosedError, GradientError, MismatchError, UsageError
+from ...launch.environment import REPEATS
+from ...launch.relay import is_relayed
 from ...session.session import Session
 from ...sync import Averages
 from .._checkpoint import load, load_alone, save, save_alone
 from .._computations import KINDS, tensors_of_calls
 from .._flat import Array, FlatModel, serve_flat
-from .._supported import check_average, check_no_replicas, check_schedule, decide_mode, warn_of_plain_steps
+from .._repeating import FlatSums
+from .._supported import (
+    check_average,
+    check_no_replicas,
+    check_schedule,
+    decide_mode,
+    warn_of_plain_steps,
+    weight_of_batches,
+)
 from .calls import PUT, TAKE, TOKEN, Buckets, Call, calls, invoke, invoke_code, shared, unseen, wait_for_steps
 from .trees import (
     OptaxSlices,
@@ -81,11 +92,13 @@ class Run:
     All processes of the session construct it together.
     """
 
-    def __init__(self, session: Session, optimizer: Any) -> None:
-        self._session = session
+    def __init__(self, session: Session, optimizer: Any, weight: object = 1) -> None:
+        self._session, self._weight = session, weight
+        self._sums: FlatSums | None = None
+        self._passing: Call | None = None
         self._optimizer = None if optimizer is None else optax.with_extra_args_support(optimizer)
         self._model: FlatModel | None = None
-        self._ready = False
+        self._ready = self._whole = False
         self.number = next(_numbers)
         _runs[self.number] = self
         self._periodic = isinstance(session.strategy.sync_mode(), Averages)
@@ -94,6 +107,7 @@ class Run:
             check_average(session, "syncline.jax.distributed(optimizer)")
         check_schedule(session.strategy, "JAX")
         check_no_replicas(session, "JAX")
+        weight_of_batches(session, weight)
 
     # The start.
 
@@ -110,12 +124,13 @@ class Run:
             build = self._builder(params)
         if session.alone:
             warn_of_plain_steps(session)
+            self._begin_alone()
             return fresh(self.number, self._inner(params))
         mine = self._weights.now
         if not session.is_worker:
             serve_flat(session, self._specs, self._weights, build, self)
             return None
-        self._model = model = FlatModel(session, self._specs, self._weights, build, self)
+        self._model = model = self._made(build)
         if not all(
             np.array_equal(_bits(one), _bits(other)) for one, other in zip(mine, self._weights.now, strict=True)
         ):
@@ -127,6 +142,51 @@ class Run:
         self._lay_out(model)
         session.process.before_end.append(partial(wait_for_steps, session))
         return fresh(self.number, self._inner(params))
+
+    def begin_again(self, session: Session, step: int) -> None:
+        """Go on in another session, from that step, in an elastic run. Computations are traced and compiled anew."""
+        if self._model is not None:
+            self._model.close()
+        self._session, self._model = session, None
+        jax.clear_caches()  # they call the session that is over
+        if session.alone:
+            self._begin_alone()
+            return
+        self._weights.now = [np.zeros(spec.shape, spec.dtype) for spec in self._specs]  # the script has the values
+        self._model = model = self._made(partial(OptaxSlices, self._optimizer, None))
+        self._weights.forget()
+        model.resume_at(step)
+        self._lay_out(model)
+        session.process.before_end.append(partial(wait_for_steps, session))
+
+    def _made(self, build: partial[OptaxSlices]) -> FlatModel:
+        weight = weight_of_batches(self._session, self._weight)
+        return FlatModel(
+            self._session, self._specs, self._weights, build, self, weight=weight and partial(self._weigh, weight)
+        )
+
+    def _weigh(self, weight: Callable[[], float]) -> float:
+        if not self._session.lasting:
+            raise self._session.fault(
+                "weight='batch' needs syncline.jax.keep(), whose update() waits for a step: without it sampler.commit()"
+                " may move on to another batch while the step of this one still computes"
+            )
+        return weight()
+
+    def _begin_alone(self) -> None:
+        """Let gradients pass through a call where the steps of other sessions have one, or in a process that repeats a
+        log: a computation without it may round differently."""
+        repeats = bool(os.environ.get(REPEATS))
+        if repeats:
+            self._sums = FlatSums(self._session, self._specs, self._weight == "batch")
+        self._passing = None
+        if repeats or is_relayed():
+            self._passing = self._call(self._passed, [_STEP, *self._specs], [_STEP, *self._specs])
+
+    @property
+    def repeats_part(self) -> bool:
+        """Whether the last step was a part of one of a log, and not its last."""
+        return self._sums is not None and not self._whole
 
     def _look_at(self, params: Any) -> None:
         leaves = named(params)
@@ -197,6 +257,10 @@ class Run:
                 f"the state is {type(state).__name__}: give the result of this transformation's init(params)"
             )
         if self._session.alone:
+            if self._ready and self._passing is not None:
+                structure = jax.tree.structure(updates)
+                step, *found = invoke(self._passing, state.step, *jax.tree.leaves(updates))
+                updates, state = jax.tree.unflatten(structure, found), state._replace(step=step)
             if self._optimizer is not None:
                 updates, inner = self._optimizer.update(updates, state.inner, params, **extra)
                 state = state._replace(inner=inner)
@@ -329,6 +393,15 @@ class Run:
         found = self._weights.now if self._held else model.gradients.tensors
         _give(found, results)
         self._weights.forget()
+
+    def _passed(self, arguments: list[Array], results: list[Array]) -> None:
+        results[0][...] = arguments[0]
+        gradients = arguments[1:]
+        if self._sums is not None:
+            self._sums.sums.begin_part()
+            self._whole = self._sums.add(gradients)
+            gradients = [flat.reshape(spec.shape) for flat, spec in zip(self._sums.mean, self._specs, strict=True)]
+        _give(gradients, results)
 
     def _asked(self, arguments: list[Array], results: list[Array]) -> None:
         results[1][...] = KINDS.index(self._at(arguments, results).kind)

@@ -216,6 +216,15 @@ def given(like: Any, found: Any, step: int, run: int) -> Any:
     return jax.tree_util.tree_map_with_path(new, like, is_leaf=_is_ours)
 
 
+def of_run(values: Any, run: int) -> Any:
+    """Values with Syncline's state of that run of this process."""
+
+    def own(one: Any) -> Any:
+        return one._replace(run=placed(np.array(run), one.run)) if _is_ours(one) else one
+
+    return jax.tree.map(own, values, is_leaf=_is_ours)
+
+
 def _leaves(state: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for path, one in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_ours)[0]:
