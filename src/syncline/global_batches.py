@@ -42,15 +42,15 @@ def share(batch: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
 class SampleLog:
     """Appends the samples of each committed step to a file, a line of JSON each; the worker of rank 0 ``writes``.
 
-    A step that was repeated after the loss of a worker may have several lines: the last one counts. ``how`` describes
-    the exchange of these steps.
+    A step that was repeated after the loss of a worker may have several lines: the last one of the last view counts.
+    ``how`` describes the exchange of these steps: view, strategy, algorithms, and the workers' hosts (``nodes``).
     """
 
     def __init__(
         self, path: str, sampler: int, members: Sequence[int], writes: bool, how: Mapping[str, Any] | None = None
     ) -> None:
         self._path, self.writes = path, writes
-        self._head = {"sampler": sampler, "members": list(members), **(how or {})}
+        self._head = {"sampler": sampler, "members": list(members), "view": 1, "nodes": [], **(how or {})}
         self._begun = False
 
     def write(self, epoch: int, step: int, samples: NDArray[np.int64]) -> None:
@@ -69,10 +69,11 @@ def _last_byte(file: BinaryIO) -> bytes:
 
 
 def read_log(path: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """The lines of a ``SampleLog`` by epoch and step, the last one of each.
+    """The lines of a ``SampleLog`` by epoch and step: of each the last one of the last view.
 
-    A line that ends early is left out: its writer was killed, and another worker has written the step again. Raises
-    UsageError for another file, and NotBuiltError for several samplers.
+    The lines may be those of several files, in which workers of several launchers have written in turn. A line that
+    ends early is left out: its writer was killed, and another worker has written the step again. Raises UsageError for
+    another file, and NotBuiltError for several samplers.
     """
     found: dict[tuple[int, int], dict[str, Any]] = {}
     try:
@@ -90,7 +91,9 @@ def read_log(path: str) -> dict[tuple[int, int], dict[str, Any]]:
             raise UsageError(f"line {number} of {path} is none of syncline run --samples")
         if line["sampler"]:
             raise NotBuiltError(f"{path} has the steps of several samplers: only those of one can be repeated")
-        found[line["epoch"], line["step"]] = line
+        before = found.get((line["epoch"], line["step"]), line)
+        if line["view"] >= before["view"]:
+            found[line["epoch"], line["step"]] = line
     return found
 
 
@@ -98,14 +101,15 @@ def _is_line(line: Any) -> bool:
     """Whether decoded JSON has the fields of a line, with values of their types."""
     if not isinstance(line, dict):
         return False
-    numbers: list[Any] = [line.get(name) for name in ("sampler", "epoch", "step")]
-    lists: list[Any] = [line.get(name) for name in ("members", "samples", "algorithms")]
+    numbers: list[Any] = [line.get(name) for name in ("sampler", "epoch", "step", "view")]
+    lists: list[Any] = [line.get(name) for name in ("members", "samples", "nodes", "algorithms")]
     if not all(isinstance(one, list) for one in lists) or not isinstance(line.get("strategy"), str):
         return False
-    members, samples, algorithms = lists
+    members, samples, nodes, algorithms = lists
     return (
         bool(members)
-        and all(type(number) is int for number in (*numbers, *members, *samples))
+        and len(nodes) in (0, len(members))
+        and all(type(number) is int for number in (*numbers, *members, *samples, *nodes))
         and all(isinstance(one, list) and [type(value) for value in one] == [int, str] for one in algorithms)
     )
 
@@ -385,7 +389,8 @@ def _log(session: Session) -> SampleLog | None:
     if session.numbers is not None:
         members = [session.numbers[rank] for rank in members]
     table = [] if session.choice is None else list(session.choice.table)
-    how = {"strategy": str(session.strategy), "algorithms": table}
+    nodes = list(session.group.nodes[: session.world_size])
+    how = {"view": session.view, "nodes": nodes, "strategy": str(session.strategy), "algorithms": table}
     return SampleLog(path, len(session.global_batches), members, session.rank == 0, how)
 
 

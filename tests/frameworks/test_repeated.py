@@ -63,7 +63,7 @@ def alone(log: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     syncline.shutdown()
 
 
-def ran(group: Any, strategy: str, workers: int) -> list[list[float]]:
+def ran(group: Any, strategy: str, workers: int, **more: Any) -> list[list[float]]:
     """The values of a model after a run of workers, whose log is kept."""
 
     def body(session: Session) -> list[list[float]]:
@@ -73,7 +73,7 @@ def ran(group: Any, strategy: str, workers: int) -> list[list[float]]:
         learn_all(model, optimizer, scheduler, sampler)
         return values(model)
 
-    found: list[list[float]] = group(strategy, workers, body)[0]
+    found: list[list[float]] = group(strategy, workers, body, **more)[0]
     return found
 
 
@@ -110,6 +110,15 @@ def test_the_values_are_those_of_the_run(
     assert ran(group, strategy, workers) == repeated(log, monkeypatch)
 
 
+def test_a_plan_that_depends_on_hosts_is_made_for_those_of_the_run(
+    group: Any, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ran(group, "hierarchical", 4, nodes=(0, 0, 0, 1))
+    assert found == repeated(log, monkeypatch)
+    log.write_text(log.read_text().replace('"nodes": [0, 0, 0, 1]', '"nodes": [0, 1, 1, 1]'))
+    assert found != repeated(log, monkeypatch)
+
+
 def test_another_order_of_additions_would_show(group: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ran(group, "ring", 3)
     log.write_text(log.read_text().replace('"strategy": "ring', '"strategy": "tree'))
@@ -131,7 +140,8 @@ def test_a_step_that_is_lost_or_has_other_samples_is_named(
 
 
 def line(**values: Any) -> str:
-    head = {"sampler": 0, "members": [0, 1], "strategy": "ring schedule=fixed", "algorithms": [], "epoch": 0, "step": 0}
+    head = {"sampler": 0, "members": [0, 1], "view": 1, "nodes": [], "epoch": 0, "step": 0}
+    head |= {"strategy": "ring schedule=fixed", "algorithms": []}
     return json.dumps({**head, "samples": [0, 1, 2], **values}) + "\n"
 
 

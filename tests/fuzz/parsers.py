@@ -914,7 +914,7 @@ def folders_of_checkpoints() -> tuple[list[bytes], Parse]:
 def logs_of_steps() -> tuple[list[bytes], Parse]:
     """A run's samples, and their repetition for an epoch."""
     order = SampleOrder(4, shuffle=False, global_batch=2)
-    how = {"strategy": "ring", "algorithms": [[0, "ring"]], "members": [0, 1]}
+    how = {"strategy": "ring", "algorithms": [[0, "ring"]], "members": [0, 1], "view": 1, "nodes": [0, 0]}
     lines = [
         plain({"sampler": 0, "epoch": 0, "step": step, **how, "samples": [2 * step, 2 * step + 1]}) for step in range(2)
     ]

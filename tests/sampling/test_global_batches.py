@@ -354,6 +354,34 @@ def test_a_line_that_a_killed_writer_has_begun_is_left_out(tmp_path: Path) -> No
     ]
 
 
+def test_the_lines_of_several_files_count_by_view_in_any_order(tmp_path: Path) -> None:
+    """The same step in views 1 and 2, by workers that have written to two files, and twice in view 2."""
+    parts = []
+    for view, members, samples in ((1, [0, 1], [0]), (2, [1, 2], [1]), (2, [1, 2], [2])):
+        how = {"strategy": "ring", "algorithms": [], "view": view, "nodes": [0, view]}
+        part = tmp_path / f"{len(parts)}.jsonl"
+        SampleLog(str(part), 0, members, True, how).write(0, 0, np.array(samples))
+        parts.append(part.read_text())
+    both = tmp_path / "both.jsonl"
+    for order, samples in (((0, 1, 2), [2]), ((1, 2, 0), [2]), ((1, 0, 2), [2]), ((2, 1, 0), [1])):
+        both.write_text("".join(parts[number] for number in order))
+        (line,) = read_log(str(both)).values()
+        assert (line["members"], line["nodes"], line["samples"]) == ([1, 2], [0, 2], samples)
+
+
+@pytest.mark.parametrize(
+    "change", [{"view": None}, {"view": "1"}, {"nodes": None}, {"nodes": [0]}, {"nodes": ["a", 1]}]
+)
+def test_a_line_whose_hosts_or_view_are_none_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    line = {"sampler": 0, "members": [0, 1], "view": 1, "nodes": [0, 1], "strategy": "ring", "algorithms": []}
+    file = tmp_path / "samples.jsonl"
+    file.write_text(json.dumps({**line, "epoch": 0, "step": 0, "samples": [1]}) + "\n")
+    assert read_log(str(file))
+    file.write_text(json.dumps({**line, "epoch": 0, "step": 0, "samples": [1], **change}) + "\n")
+    with pytest.raises(UsageError, match="line 1 of"):
+        read_log(str(file))
+
+
 def test_a_step_is_logged_again_with_the_workers_that_made_it(tmp_path: Path) -> None:
     """Two losses without a step between them: the second one's survivor logs it, though it has had a view since."""
     file = str(tmp_path / "samples.jsonl")

@@ -84,15 +84,17 @@ class Sums:
     def begin_gradients(self) -> None:
         """Make the buckets and plans of the present step's workers, before the first gradient of a part."""
         line = self.sampler.line
-        how = line["strategy"], tuple(map(tuple, line["algorithms"])), len(line["members"])
+        how = line["strategy"], tuple(map(tuple, line["algorithms"])), len(line["members"]), tuple(line["nodes"])
         if how != self._how:
             self._adopt(*how)
         if len(self._parts) != self.sampler.part:
             raise GradientError("syncline repeat works with one backward pass per step, without accumulation")
 
-    def _adopt(self, strategy: str, algorithms: tuple[tuple[int, str], ...], workers: int) -> None:
-        self._how = strategy, algorithms, workers
-        found, group = Strategy.parse(strategy), Group(workers)
+    def _adopt(
+        self, strategy: str, algorithms: tuple[tuple[int, str], ...], workers: int, nodes: tuple[int, ...]
+    ) -> None:
+        self._how = strategy, algorithms, workers, nodes
+        found, group = Strategy.parse(strategy), Group(workers, nodes=nodes)
         if found.sync.name != "bsp" or found.server_holds_weights or found.codec.name != "none":
             raise NotBuiltError(f"syncline repeat works with sync=bsp and without codecs, not with {strategy}")
         self._arrays = self._lay_out(found.schedule_object().buckets(self._layers))
