@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +22,14 @@ from syncline.transports.tcp import Tcp
 from syncline.wire.links import Link
 from syncline.wire.shaped import (
     LATE_S,
+    LEAST_QUEUE_BYTES,
+    MOST_QUEUE_BYTES,
     PACKET_BYTES,
     QUANTUM_S,
+    QUEUE_S,
     WINDOW_BYTES,
     DelayLine,
+    Departures,
     Line,
     Pacer,
     Shape,
@@ -67,6 +72,24 @@ def test_who_has_much_to_send_gets_the_whole_rate_although_it_wakes_late(rate: f
         pacer.spend(count)
         passed += count
         assert passed >= rate * (now - start) * (1 - 1e-9)
+
+
+@given(rates, st.lists(st.tuples(gaps, st.integers(0, 10**9), st.floats(0, 2.0)), min_size=1, max_size=40))
+def test_what_waits_leaves_at_the_rate_however_late_anybody_looks(
+    rate: float, bursts: list[tuple[float, int, float]]
+) -> None:
+    """In every burst all that waits leaves at the rate from its begin on, and a pause before it gives nothing."""
+    port, now, through = Departures(rate), 10.0, 10.0
+    for gap, waiting, late in bursts:
+        now = max(now, through) + gap
+        port.begin(now)
+        opens, through = port.opens_at(waiting), now + waiting / rate
+        assert now <= opens <= through * (1 + 1e-9)
+        assert port.due(now) <= 1
+        left = min(waiting, port.due(opens + late))
+        assert left == pytest.approx(min(waiting, (opens + late - now) * rate), rel=1e-6, abs=2 + 1e-9 * rate)
+        port.spend(waiting)
+        assert port.due(through) <= 1 + 1e-9 * rate
 
 
 @given(rates, st.floats(1.0, 1e5))
@@ -247,7 +270,7 @@ def test_directions_do_not_share_the_rate() -> None:
     """In so many seconds of the shaper's own clock each direction passes what the rate is, and both at once."""
     clock, seconds = Clock(), 0.05
     links = [
-        Link(Line(sock, 0.0, clock), peer, lambda *_: memoryview(bytearray(4_000_000)), lambda *_: None)
+        Link(Line(sock, Shape(RATE), clock), peer, lambda *_: memoryview(bytearray(4_000_000)), lambda *_: None)
         for peer, sock in enumerate(socket.socketpair())
     ]
     loops = [ShapedLoop([link], lambda _: None, Shape(RATE), clock) for link in links]
@@ -318,16 +341,107 @@ def test_an_idle_shaped_transport_sleeps() -> None:
         assert time.monotonic() - begun >= 0.049
 
 
-def test_a_line_writes_no_more_than_was_granted() -> None:
-    a, b = socket.socketpair()
-    line = Line(a, 0.0)
-    with b, a:
-        line.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            line.sendmsg([b"nothing granted"])
-        line.granted = 3
-        assert line.sendmsg([b"ab", b"cdef"]) == 3
-        assert b.recv(10) == b"abc"
+class Queued:
+    """A loop with one line, whose clock a test sets, and the peer's socket."""
+
+    def __init__(self, shape: Shape = Shape(RATE)) -> None:  # noqa: B008 - a frozen value
+        self.clock, self.lost = Clock(), list[int]()
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            mine = socket.create_connection(door.getsockname())
+            self.peer, _ = door.accept()
+        self.line = Line(mine, shape, self.clock)
+        self.link = Link(self.line, 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+        self.loop = ShapedLoop([self.link], self.lost.append, shape, self.clock)
+        self.accepted = list[int]()
+
+    def push(self, nbytes: int, priority: float = 0.0) -> None:
+        self.link.push(
+            1, 0, body=memoryview(bytes(nbytes)), priority=priority, after=lambda: self.accepted.append(nbytes)
+        )
+        self.loop.write()
+
+    def at(self, now: float) -> int:
+        """Go on to a time; the bytes that have left since the start. The peer reads them."""
+        self.clock.now = 100.0 + now
+        before = -1
+        while before < self.link.sent_bytes:
+            before = self.link.sent_bytes
+            self.loop.turn(0.0)
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while self.peer.recv(1 << 20, socket.MSG_DONTWAIT):
+                    pass
+        return self.link.sent_bytes
+
+
+@pytest.fixture
+def queued() -> Iterator[Queued]:
+    made = Queued()
+    yield made
+    made.loop.close()
+    made.peer.close()
+
+
+def test_a_message_after_a_pause_takes_its_time_and_its_sender_none(queued: Queued) -> None:
+    for begun in (0.0, 5.0, 5.1):
+        before = queued.at(begun)
+        queued.push(100_000)
+        assert queued.accepted.pop() == 100_000
+        assert not queued.loop.idle
+        whole_s = 100_024 * 8 / RATE
+        assert queued.at(begun + 0.5 * whole_s) - before == pytest.approx(50_012, abs=1)
+        assert queued.at(begun + whole_s - 1e-6) < before + 100_024
+        assert queued.at(begun + whole_s + 1e-9) == before + 100_024
+        assert queued.loop.idle
+
+
+def test_late_turns_cost_a_full_queue_nothing_and_an_empty_one_all(queued: Queued) -> None:
+    queued.push(20_000_000)
+    size = len(queued.line.queue)
+    assert size == RATE / 8 * QUEUE_S
+    queued.at(QUEUE_S / 2)
+    assert queued.at(QUEUE_S) == size
+    assert queued.at(9.0) == 2 * size  # of what was accepted until then
+    assert queued.at(9.0 + 0.25 * QUEUE_S) == 2.25 * size
+
+
+@pytest.mark.parametrize("rate", [1e3, 4e8, 1e12])
+def test_queues_are_bounded(rate: float) -> None:
+    found = Queued(Shape(Rate(rate)))
+    found.push(20_000_000)
+    assert LEAST_QUEUE_BYTES <= len(found.line.queue) <= MOST_QUEUE_BYTES
+    found.loop.close()
+    found.peer.close()
+
+
+def test_behind_a_queue_urgent_frames_wait_no_longer_than_behind_the_kernels(queued: Queued) -> None:
+    queued.push(4_000_000, priority=5.0)
+    assert len(queued.line.queue) <= 512 * 1024
+    queued.push(100, priority=1.0)
+    now = 0.0
+    while 100 not in queued.accepted:
+        now += TICK_S
+        queued.at(now)
+    assert queued.accepted[0] == 4_000_000  # it had begun
+
+
+def test_what_was_accepted_arrives_although_the_end_is_closed(queued: Queued) -> None:
+    queued.push(100_000)
+    assert queued.at(0.0) == 0
+    queued.loop.close()
+    queued.peer.settimeout(5.0)
+    come = 0
+    while got := queued.peer.recv(1 << 20):
+        come += len(got)
+    assert come == 100_024
+
+
+def test_a_dead_peer_is_found_while_a_queue_is_full(queued: Queued) -> None:
+    queued.push(4_000_000)
+    queued.peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    queued.peer.close()
+    for _ in range(3):
+        queued.loop.turn(0.0)
+    assert queued.lost == [1]
 
 
 def test_the_shape_of_a_transport_is_checked_when_it_is_made() -> None:

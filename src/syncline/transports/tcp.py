@@ -81,7 +81,7 @@ class Tcp(LoopTransport):
         checksum: Literal["off", "on"] = "off",
     ) -> None:
         shape = Shape(rate, delay)
-        ends: Mapping[int, Any] = socks if shape.plain else {peer: Line(sock, delay) for peer, sock in socks.items()}
+        ends: Mapping[int, Any] = socks if shape.plain else {peer: Line(sock, shape) for peer, sock in socks.items()}
         super().__init__(rank, {peer: Link(sock, peer, self._sink, self._arrival) for peer, sock in ends.items()})
         if checksum == "on":
             for link in self._links.values():

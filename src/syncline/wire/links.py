@@ -47,7 +47,7 @@ HEADER = struct.Struct("<QQQ")
 CONTROL = float("-inf")
 """The priority of control frames, which precede all others."""
 
-_TCP_NOTSENT_LOWAT = 25
+TCP_NOTSENT_LOWAT = 25
 _UNSENT_BYTES = 512 * 1024
 _INBOX_BYTES = 16 * 1024
 _READ_BUDGET_BYTES = 2 * 1024 * 1024
@@ -179,7 +179,7 @@ class Link:
         """Keep the kernel's unsent queue short from now on. This costs wake-ups: use it for different priorities."""
         self._bounded = True
         if not self.is_unix:
-            self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+            self.sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     def flush(self) -> bool:
         """Write as much as the kernel accepts. Returns whether nothing is left. OSError if the connection is broken."""

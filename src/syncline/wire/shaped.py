@@ -3,14 +3,20 @@
 The connections of a process share one full-duplex port: together they send no faster than the rate, and receive no
 faster. Each received byte is held for the delay, so a round trip takes twice the delay longer. Connections share the
 port fairly: the most urgent frame first, equal ones in turns. The rate counts the bytes in the sockets: on Ethernet a
-TCP payload of 1448 bytes takes 1538. Cost: one more copy of received data, and a wake-up per millisecond while the port
-is busy.
+TCP payload of 1448 bytes takes 1538. Cost: one more copy of sent and of received data, and a wake-up per millisecond
+while the port is busy.
 
-A pacer is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990; a token bucket with a debt). It computes the time at
-which all passed bytes would have gone through at the rate, and lets more pass while that time is less than a quantum
-ahead. It makes up for late wake-ups up to a limit, and so for a pause. At most ``rate * t + burst_bytes`` pass in
-t seconds.
-``Shape``, ``Pacer`` and ``DelayLine`` are arithmetic, without I/O or clock.
+What is sent waits in a queue, as in the kernel and the card of a real machine: the sender goes on as soon as the queue
+has accepted its bytes, and the queue empties at the rate, however late the process wakes up (``Departures``). A byte
+leaves when all bytes before it and itself have taken their time, counted from the moment at which they were there to
+send. So a pause gives nothing for free.
+
+Arriving bytes have been waiting for an unknown time. ``Pacer`` is a virtual clock (Zhang, "VirtualClock", SIGCOMM 1990;
+a token bucket with a debt). It computes the time at which all passed bytes would have gone through at the rate, and
+lets more pass while that time is less than a quantum ahead. It makes up for late wake-ups up to a limit, and so for a
+pause. At most ``rate * t + burst_bytes`` pass in t seconds. It only matters where several senders, or one without a
+rate, send more than the port can take.
+``Shape``, ``Departures``, ``Pacer`` and ``DelayLine`` are arithmetic, without I/O or clock.
 """
 
 from __future__ import annotations
@@ -28,11 +34,19 @@ from itertools import count
 from typing import Any
 
 from ..errors import UsageError
+from ..kernels import rows
 from ..nouns import Rate, Seconds
-from .links import Link, Loop
+from .links import TCP_NOTSENT_LOWAT, Link, Loop
+
+QUEUE_S = 0.05
+"""The seconds for which a full queue of a connection takes to empty at the whole rate, within these limits:"""
+LEAST_QUEUE_BYTES, MOST_QUEUE_BYTES = 64 * 1024, 4 * 1024 * 1024
+
+WAKE_S = 0.001
+"""The time between two departures from a queue."""
 
 QUANTUM_S = 0.002
-"""How far ahead of its rate a port may send, in seconds: the amount per wake-up."""
+"""How far ahead of its rate a port may receive, in seconds."""
 
 LATE_S = 0.02
 """The maximum delay of a wake-up that the port makes up for."""
@@ -80,8 +94,35 @@ class Shape:
         return None if self.rate is None else self.rate / 8
 
 
+class Departures:
+    """The bytes that leave a port. Call ``begin`` when some wait for which the port was free until now."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._rate = bytes_per_s
+        self._free_at = float("-inf")  # when all bytes that have left were through
+
+    def begin(self, now: float) -> None:
+        """Note that bytes wait from now on, and none did before."""
+        self._free_at = max(self._free_at, now)
+
+    def due(self, now: float) -> int:
+        """The bytes that are through at ``now``, if so many have been waiting."""
+        return WINDOW_BYTES if self._rate is None else int((now - self._free_at) * self._rate + 0.5)
+
+    def spend(self, nbytes: int) -> None:
+        """Count bytes that have left."""
+        if self._rate is not None:
+            self._free_at += nbytes / self._rate
+
+    def opens_at(self, waiting: int) -> float:
+        """The time at which ``waiting`` bytes are through, or a part of them that is worth a wake-up."""
+        if self._rate is None:
+            return self._free_at
+        return self._free_at + min(waiting, max(PACKET_BYTES, WAKE_S * self._rate)) / self._rate
+
+
 class Pacer:
-    """One direction of a port. Pass up to ``allowance`` bytes, then call ``spend`` with their number."""
+    """The bytes that enter a port. Pass up to ``allowance`` bytes, then call ``spend`` with their number."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._rate = bytes_per_s
@@ -167,18 +208,19 @@ class DelayLine:
 
 
 class Line:
-    """A connection, with the calls that links make. It writes only granted bytes and reads from a delay line."""
+    """A connection, with the calls that links make. It writes into a queue and reads from a delay line."""
 
-    def __init__(self, sock: socket.socket, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, sock: socket.socket, shape: Shape, clock: Callable[[], float] = time.monotonic) -> None:
         """Use a connected socket, which the line closes."""
         self._sock = sock
         self.family: int = sock.family
-        self.fileno, self.setblocking, self.setsockopt = sock.fileno, sock.setblocking, sock.setsockopt
-        self.recv_into, self.close = sock.recv_into, sock.close
-        self.granted = 0
+        self.fileno, self.setblocking, self.recv_into = sock.fileno, sock.setblocking, sock.recv_into
+        self.queue = bytearray()
+        wanted = MOST_QUEUE_BYTES if shape.bytes_per_s is None else int(shape.bytes_per_s * QUEUE_S)
+        self._most = min(max(wanted, LEAST_QUEUE_BYTES), MOST_QUEUE_BYTES)
         self.read_turn = self.write_turn = 0  # when it was last this line's turn
         self.readable = self.writable = True
-        self.incoming = DelayLine(delay_s)
+        self.incoming = DelayLine(shape.delay)
         self._clock = clock
 
     def pull(self, nbytes: int) -> int:
@@ -194,25 +236,48 @@ class Line:
         self.incoming.put(data, self._clock())
         return len(data)
 
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        """Set an option of the socket. A limit of its unsent bytes holds for the queue, which is before it."""
+        if (level, option) == (socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT):
+            self._most = min(self._most, value)
+        else:
+            self._sock.setsockopt(level, option, value)
+
+    @property
+    def full(self) -> bool:
+        """Whether the queue accepts nothing."""
+        return len(self.queue) >= self._most
+
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:
-        """Write no more than was granted. BlockingIOError if nothing was granted, or the kernel accepts nothing."""
-        views = []
-        left = self.granted
-        for buffer in buffers:
-            if left <= 0:  # below 0 after a record of TLS that was larger than its grant
-                break
-            view = memoryview(buffer)[:left]
-            views.append(view)
-            left -= view.nbytes
-        if not views:
+        """Accept bytes into the queue. BlockingIOError if it is full."""
+        if self.full:
             raise BlockingIOError
-        try:
-            sent = self._sock.sendmsg(views)
-        except BlockingIOError:
-            self.writable = False
-            raise
-        self.granted -= sent
+        before = len(self.queue)
+        for buffer in buffers:
+            self.queue += memoryview(buffer)[: self._most - len(self.queue)]
+        return len(self.queue) - before
+
+    def send(self, nbytes: int) -> int:
+        """Let up to ``nbytes`` leave. Returns their number, which is greater after a record of TLS that was refused.
+
+        OSError if the connection is broken.
+        """
+        with memoryview(self.queue) as queued, queued[:nbytes] as part:
+            try:
+                sent = self._sock.sendmsg([part])
+            except BlockingIOError:
+                self.writable = False
+                return 0
+        del self.queue[:sent]
         return sent
+
+    def close(self) -> None:
+        """Give the rest of the queue to the kernel, as far as it takes it at once, and close the connection."""
+        with contextlib.suppress(OSError):
+            while self.queue and self.send(len(self.queue)):
+                pass
+        self.queue.clear()
+        self._sock.close()
 
     def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> tuple[int, list[Any], int, Any]:
         """Read the due bytes. BlockingIOError if none are due."""
@@ -233,7 +298,7 @@ class ShapedLoop(Loop):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(links, on_lost)
-        self._out, self._in = Pacer(shape.bytes_per_s), Pacer(shape.bytes_per_s)
+        self._out, self._in = Departures(shape.bytes_per_s), Pacer(shape.bytes_per_s)
         self._clock = clock
         self._turns = count(1)
         self._timer = _Timer()
@@ -248,8 +313,8 @@ class ShapedLoop(Loop):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to write."""
-        return all(link.idle for link in self._links.values())
+        """Whether nothing is left to write, in a queue either."""
+        return all(link.idle and not self._lines[fd].queue for fd, link in self._links.items())
 
     def write(self) -> None:
         """Write the bytes that may pass now."""
@@ -304,32 +369,49 @@ class ShapedLoop(Loop):
                 self._fill(fd, self._links[fd])
 
     def _push(self) -> None:
-        """Write as much as the port allows: the most urgent first, and links of equal urgency in turn."""
+        """Let leave what is due: the most urgent first, and links of equal urgency in turn. Fill the queues again."""
+        now = self._clock()
+        self._leave(now)
+        while accepting := [fd for fd, link in self._links.items() if not link.idle and not self._lines[fd].full]:
+            if not any(line.queue for line in self._lines.values()):
+                self._out.begin(now)
+            for fd in accepting:
+                self._links[fd].flush()
+                self._count(fd)
+            self._leave(now)
+
+    def _leave(self, now: float) -> None:
+        """Let bytes leave the queues."""
         while ready := self._writable():
-            allowed = self._out.allowance(self._clock())
-            if not allowed:
+            waiting = sum(len(self._lines[fd].queue) for fd in ready)
+            due = self._out.due(now)
+            if due < min(waiting, PACKET_BYTES):
                 return
             fd = min(ready, key=lambda fd: (self._links[fd].urgency, self._lines[fd].write_turn))
             line = self._lines[fd]
             line.write_turn = next(self._turns)
-            line.granted = granted = min(allowed, _SLICE_BYTES)
             try:
-                self._links[fd].flush()
+                self._out.spend(line.send(min(due, _SLICE_BYTES)))
             except OSError:
                 self._lose(fd)
-            self._out.spend(granted - line.granted)
-        self._out.rest(self._clock())
+            else:
+                self._count(fd)
+
+    def _count(self, fd: int) -> None:
+        """Let the link count the bytes in its queue as not sent."""
+        self._links[fd].row[rows.OUT_LEFT] = len(self._lines[fd].queue)
 
     def _writable(self) -> list[int]:
-        return [fd for fd, link in self._links.items() if not link.idle and self._lines[fd].writable]
+        """The connections on which bytes can leave."""
+        return [fd for fd, line in self._lines.items() if line.queue and line.writable]
 
     def _set_timer(self) -> None:
         """Set the timer to the moment when the port opens for a waiting link, or something in flight arrives."""
         wake_at = min((line.incoming.due_at for line in self._lines.values()), default=float("inf"))
         if self._readable():
             wake_at = min(wake_at, self._in.opens_at)
-        if self._writable():
-            wake_at = min(wake_at, self._out.opens_at)
+        if ready := self._writable():
+            wake_at = min(wake_at, self._out.opens_at(sum(len(self._lines[fd].queue) for fd in ready)))
         self._timer.set(wake_at)
 
     def _lose(self, fd: int) -> None:
