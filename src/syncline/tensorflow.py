@@ -41,6 +41,7 @@ def prepare(
     optimizer: Any = None,
     *,
     unused: Unused = "error",
+    weight: Literal[1, "batch"] = 1,
     broadcast_buffers: bool = True,
     group: WorkerGroup | None = None,
 ) -> Any:
@@ -49,13 +50,13 @@ def prepare(
     Without an optimizer, the optimizer of ``compile()`` is used and only the model is returned; else both, the same
     objects. All ranks start from rank 0's values, and ``fit``, ``apply`` and ``apply_gradients`` exchange from then on.
     ``unused`` controls variables without a gradient: ``"error"`` names them, ``"zeros"`` counts their gradients as
-    zero. Variables that steps change themselves, such as moving means, get rank 0's values after every step, or stay
-    local with ``broadcast_buffers=False``. On a server this call does not return: it serves until the workers have
-    left, and exits with status 0.
+    zero. ``weight="batch"`` counts a worker by its part of a global batch. Variables that steps change themselves, such
+    as moving means, get rank 0's values after every step, or stay local with ``broadcast_buffers=False``. On a server
+    this call does not return: it serves until the workers have left, and exits with status 0.
     """
     here = process.within(group)
     here.check_fit()
-    if adapter.prepare(here, model, optimizer, unused, buffers=broadcast_buffers) is None:
+    if adapter.prepare(here, model, optimizer, unused, buffers=broadcast_buffers, weight=weight) is None:
         process.leave()
     return model if optimizer is None else (model, optimizer)
 

@@ -83,6 +83,37 @@ def in_jax() -> tuple[Step, Callable[[], list[Any]]]:
     return step, lambda: [np.asarray(one).tolist() for one in kept.values[0].values()]
 
 
+def in_tensorflow() -> tuple[Step, Callable[[], list[Any]]]:
+    """A step of Keras in a graph, with moving means of a BatchNorm, and a rate that the script lowers."""
+    import keras
+    import tensorflow as tf
+
+    import syncline.tensorflow
+
+    keras.utils.set_random_seed(3)
+    x, y = (tf.constant(array, tf.float32) for array in problem())
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    )
+    optimizer = keras.optimizers.Adam(0.05)
+    syncline.tensorflow.prepare(model, optimizer, weight="batch")
+
+    @tf.function
+    def learn(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+
+    def step(batch: Any, now: int) -> None:
+        die(1, now)
+        learn(tf.gather(x, batch), tf.gather(y, batch))
+        optimizer.learning_rate.assign(optimizer.learning_rate * 0.999)
+
+    return step, lambda: [one.numpy().tolist() for one in model.trainable_variables]
+
+
 class Momentum:
     """Gradient descent with momentum, whose rate the script lowers."""
 
@@ -109,7 +140,7 @@ def main() -> None:
     framework, strategy, folder, _, joined = sys.argv[1:]
     fixed = int(os.environ.get("EPOCHS", "0"))
     syncline.init(strategy)
-    step, weights = {"numpy": in_numpy, "jax": in_jax}[framework]()
+    step, weights = {"numpy": in_numpy, "jax": in_jax, "tensorflow": in_tensorflow}[framework]()
     sampler = syncline.sampler(SAMPLES, global_batch=BATCH, seed=4)
     calls = 0
 

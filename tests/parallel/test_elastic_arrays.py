@@ -26,7 +26,13 @@ def call(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]
         text=True,
         timeout=LIMIT_S,
         env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "JAX_PLATFORMS": "cpu",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "CUDA_VISIBLE_DEVICES": "-1",
+        }
         | environ,
         stdin=subprocess.DEVNULL,
         check=False,
@@ -68,7 +74,7 @@ def test_numpy_goes_on_alone_and_takes_in_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", [pytest.param("jax", marks=needs("jax"))])
+@pytest.mark.parametrize("framework", [pytest.param(one, marks=needs(one)) for one in ("jax", "tensorflow")])
 def test_a_framework_goes_on_alone_and_takes_in_others(tmp_path: Path, framework: str) -> None:
     """As above: the same training step is then one of several workers, of one worker, and of several again."""
     found = survivors(tmp_path, framework, "ring", "1:3,0:6", "4")

@@ -257,7 +257,31 @@ def _without_client() -> None:
         jaxlib.xla_client.make_cpu_client = made
 
 
+def _stepped(optimizer: Any) -> Any:
+    def step(params: Any, state: Any) -> Any:
+        updates, state = optimizer.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def _donated() -> None:
+    params, optimizer = model(), syncline.jax.distributed(optax.sgd(0.1))
+    kept = syncline.jax.keep((params, optimizer.init(params)))
+    kept.update(jax.jit(_stepped(optimizer), donate_argnums=0)(*kept.values))
+
+
+def not_kept(place: Place) -> None:
+    """A step counts batches, and nobody waits for it."""
+    with joined(place, "ring"):
+        params, optimizer = model(), syncline.jax.distributed(optax.sgd(0.1), weight="batch")
+        jax.block_until_ready(jax.jit(_stepped(optimizer))(params, optimizer.init(params)))
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
+    "donated": _donated,
+    "other weight": lambda: syncline.jax.distributed(optax.sgd(0.1), weight=0.5),
+    "nothing of ours": lambda: syncline.jax.keep({"w": jnp.ones(3)}),
     "average": syncline.jax.average,
     "distributed": lambda: _init(syncline.jax.distributed(optax.sgd(0.1))),
     "coupled": lambda: _init(syncline.jax.distributed(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))),

@@ -54,6 +54,9 @@ RING = {
     ("ring", "no optimizer"): "the optimizer is int: give a transformation of optax",
     ("ring", "traced"): "init() of this transformation was only traced",
     ("ring", "another state"): "the state is tuple: give the result of this transformation's init(params)",
+    ("ring", "other weight"): "weight=0.5 is for models of PyTorch; here it is 1, or 'batch' with global batches",
+    ("ring", "nothing of ours"): "this optimizer state has 0 parts of Syncline",
+    ("ring", "donated"): "from which the run goes on if a step breaks: leave donate_argnums and donate_argnames",
     ("ring", "keys"): "give jax.random.key_data(key) instead",
 }
 
@@ -88,6 +91,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, cases: dict[tuple[str
         ),
         ("other_state", "the optimizer of rank 1 (*) keeps other state than the optimizer of rank 0 ("),
         ("dies", "rank 1 (*) died"),
+        ("not_kept", "weight='batch' needs syncline.jax.keep(), whose update() waits for a step"),
         ("forgets", "a computation makes step 0, but the run is at step 1"),
     ],
 )

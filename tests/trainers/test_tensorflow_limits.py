@@ -73,7 +73,7 @@ RING = {
     ("ring", "bfloat16"): "is bfloat16: Syncline trains float16, float32, float64",
     ("ring", "integers"): "is int32: Syncline trains",
     ("ring", "no model"): "the model is int: give a model of Keras",
-    ("ring", "weight"): "weight= is for models of PyTorch",
+    ("ring", "weight"): "weight=2 is for models of PyTorch",
     ("ring", "jit fit"): "use compile(..., jit_compile=False)",
     ("ring", "jit loop"): "is compiled by XLA (jit_compile=True)",
     ("ring", "compiled anew"): "give compile() the same optimizer",

@@ -328,6 +328,11 @@ class FlatModel:
         return self.trained.steps
 
     @property
+    def means(self) -> Sequence[Array]:
+        """The means of the last step's gradients, flat."""
+        return self.gradients.tensors
+
+    @property
     def follows(self) -> bool:
         """Whether all workers have equal weights that are not yet the agreed ones."""
         return self.averaging is not None and self.averaging.follows

@@ -35,7 +35,8 @@ __all__ = ["Checkpoint", "MeanMetrics", "Means", "adapt", "average", "broadcast"
 def adapt(session: Session, model: Any, optimizer: Any, options: Mapping[str, Any]) -> Handed | None:
     """Copy rank 0's values to all, and let the optimizer's ``apply`` exchange first. The default is the optimizer of
     ``compile()``."""
-    check_options(options, known=("unused", "broadcast_buffers"))
-    if prepare(session, model, optimizer, options["unused"], buffers=options["broadcast_buffers"]) is None:
+    check_options(options, known=("unused", "weight", "broadcast_buffers"))
+    unused, weight, buffers = options["unused"], options["weight"], options["broadcast_buffers"]
+    if prepare(session, model, optimizer, unused, buffers=buffers, weight=weight) is None:
         return None
     return Handed(model if optimizer is None else (model, optimizer))

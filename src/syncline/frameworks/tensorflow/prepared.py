@@ -8,7 +8,9 @@ script's own loops call it. ``Means`` is for scripts with another optimizer, or 
 from __future__ import annotations
 
 import json
+import os
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -16,14 +18,19 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from ...errors import MismatchError, UsageError
+from ...errors import MismatchError, NotBuiltError, UsageError
+from ...launch.environment import REPEATS
+from ...launch.relay import is_relayed
 from ...session.session import Session
+from ...strategy.strategy import Strategy
 from .._checkpoint import checked, load, load_alone, save, save_alone
 from .._computations import broadcast_into
-from .._supported import check_average, warn_of_plain_steps
+from .._repeating import FlatSums
+from .._supported import check_average, check_lasting, warn_of_plain_steps
 from .run import Matching, Run, Unused
 from .variables import (
     KerasSlices,
+    Rate,
     Slots,
     VariableWeights,
     assign,
@@ -44,10 +51,21 @@ Apply = Callable[..., None]
 
 
 class Prepared:
-    """A model in a run, with its optimizer if Keras made it. ``run`` is None in a run with one worker."""
+    """A model in a run, with its optimizer if Keras made it. It outlives the sessions of an elastic run
+    (``recovery.Lasting``).
+
+    ``run`` is None in a run with one worker, unless others may join it, or it repeats a log.
+    """
 
     def __init__(
-        self, session: Session, model: Any, optimizer: Any, unused: Unused = "error", *, buffers: bool = True
+        self,
+        session: Session,
+        model: Any,
+        optimizer: Any,
+        unused: Unused = "error",
+        *,
+        buffers: bool = True,
+        weight: object = 1,
     ) -> None:
         self.session, self.model, self.optimizer = session, model, optimizer
         self.variables, self.untrained = trained(model), untrained(model)
@@ -62,11 +80,19 @@ class Prepared:
             slots = Slots(optimizer, self.variables)
         self.weights = VariableWeights(self.variables, slots)
         self.run: Run | None = None
+        repeats = bool(os.environ.get(REPEATS))
         if session.alone:
             warn_of_plain_steps(session)
-            return
+            if not (repeats or is_relayed()):
+                return
         changing = moving(model) if buffers else []
-        self.run = Run(session, self.matching, self.weights, changing, type(optimizer).__name__)
+        self.run = Run(session, self.matching, self.weights, changing, type(optimizer).__name__, weight)
+        if repeats and session.alone:
+            if optimizer is None:
+                raise NotBuiltError(
+                    "syncline repeat works with syncline.tensorflow.prepare(model, optimizer), not with average()"
+                )
+            self.run.sums = FlatSums(session, self.specs, weight == "batch")
 
     def begin(self) -> bool:
         """Meet all processes and copy rank 0's values. Returns False on a server after its work."""
@@ -80,10 +106,11 @@ class Prepared:
         build = partial(KerasSlices, self.optimizer, beside=not self.session.group.servers)
         if not run.begin(build, self.variables[0], keeps=keeps):
             return False
-        if self.optimizer is not None:
-            self._compare_optimizers()
-        kept = [] if self.optimizer is None else self.optimizer.variables
-        copy_from(self.session, [*self.untrained, *kept], 0)
+        if not self.session.alone:
+            if self.optimizer is not None:
+                self._compare_optimizers()
+            copy_from(self.session, [*self.untrained, *self._kept], 0)
+        self.session.lasting.append(self)
         if self.optimizer is not None:
             _replace_apply(self.optimizer, self.matching, partial(_exchange, run, self.optimizer))
             self._since = self._made()
@@ -92,15 +119,81 @@ class Prepared:
                 _guard(self.model, run, self.optimizer)
         return True
 
+    @property
+    def _kept(self) -> list[Any]:
+        return [] if self.optimizer is None else list(self.optimizer.variables)
+
+    # What an elastic run does with it.
+
+    @property
+    def described(self) -> str:
+        """A text that differs between models of other variables, and between optimizers."""
+        told = zlib.crc32(str([self.specs, names_of(self.untrained), names_of(self._kept)]).encode())
+        elements = sum(spec.elements for spec in self.specs)
+        made = type(self.optimizer).__name__
+        return f"{len(self.specs)} variables of {elements:,} elements with {made} ({told:08x})"
+
+    @property
+    def shared(self) -> list[Any]:
+        """Nothing beside the variables."""
+        return []
+
+    def check_lasting(self, strategy: Strategy) -> None:
+        """Raise NotBuiltError if owners hold the weights, or the script updates them."""
+        check_lasting(strategy, "TensorFlow")
+        if self.optimizer is None:
+            raise NotBuiltError(
+                "syncline.elastic() works with syncline.tensorflow.prepare(model, optimizer), not with average(), which"
+                " leaves the update of the weights to the script"
+            )
+
+    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
+        """Call ``finished`` in every step whose variables will change, until the returned call."""
+        assert self.run is not None
+        run, run.finished = self.run, finished
+
+        def end() -> None:
+            run.finished = lambda: None
+
+        return end
+
+    def keep_values(self) -> Callable[[], None]:
+        """Copy all variables. The returned call puts them back."""
+        variables = [*self.variables, *self.untrained, *self._kept]
+        arrays = [value(one) for one in variables]
+
+        def put_back() -> None:
+            for one, array in zip(variables, arrays, strict=True):
+                assign(one, array)
+
+        return put_back
+
+    def copy_again(self, session: Session, root: int, whole: bool) -> None:  # noqa: ARG002 - each worker has it whole
+        """Take over all variables of ``root``."""
+        if not session.alone:
+            copy_from(session, [*self.variables, *self.untrained, *self._kept], root)
+
+    def prepare_again(self, session: Session) -> None:
+        """Let the optimizer exchange in another session."""
+        assert self.run is not None
+        self.session = session
+        self.run.begin_again(session, self._made())
+        self._since, self._begun = self._made(), self.run.model.steps
+        session.process.before_end.append(self.check_steps)
+        session.lasting.append(self)
+
+    # Between steps.
+
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run."""
-        if self.run is None:
+        if self.session.alone:
             found = save_alone(self.session, self.specs, self.weights, self._made())
         else:
+            assert self.run is not None
             self.check_steps()
-            found = save(self.run.model)
+            found = save(self.run.flat)
         names, arrays = names_of(self.untrained), [value(one) for one in self.untrained]
-        if self.run is not None:
+        if not self.session.alone:
             broadcast_into(self.session, arrays)  # rank 0's, where each has its own
         return found | {"untrained": dict(zip(names, arrays, strict=True))}
 
@@ -131,10 +224,13 @@ class Prepared:
             raise UsageError(
                 f"this state is of another model, whose untrained variables are {', '.join(told) or 'nothing'}"
             )
-        if self.run is None:
+        if self.session.alone:
             self.steps = load_alone(self.specs, self.weights, saved)
+            if self.run is not None:
+                self.run.model.resume_at(self.steps)
         else:
-            load(self.run.model, saved)
+            assert self.run is not None
+            load(self.run.flat, saved)
             if self.run.held:  # the owners have the elementwise state; a count of steps is here too
                 self.weights.keep(checked(self.specs, saved, 0, 1)[1])
                 if not self.session.strategy.sync_mode().merges:  # theirs counts the pushes of all
@@ -148,6 +244,7 @@ class Prepared:
         """Give up the variables, which another model has from now on."""
         if self.run is not None:
             self.run.model.let_go()
+        self.session.lasting[:] = [one for one in self.session.lasting if one is not self]
 
     def _compare_optimizers(self) -> None:
         """End all ranks with an error that names a rank whose optimizer differs from rank 0's."""
@@ -170,7 +267,9 @@ class Prepared:
 _known: list[Prepared] = []
 
 
-def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buffers: bool = True) -> Prepared | None:
+def prepare(
+    session: Session, model: Any, optimizer: Any, unused: Unused, *, buffers: bool = True, weight: object = 1
+) -> Prepared | None:
     """Make a model and its optimizer part of the run. Returns None on a server after its work."""
     trained(model)
     used = getattr(model, "optimizer", None) if optimizer is None else optimizer
@@ -179,7 +278,7 @@ def prepare(session: Session, model: Any, optimizer: Any, unused: Unused, *, buf
             "a model of TensorFlow needs its optimizer: call prepare(model, optimizer), or compile() the model before;"
             " with an optimizer that is not of Keras, call syncline.tensorflow.average(model)"
         )
-    return _entered(session, model, used, unused, buffers)
+    return _entered(session, model, used, unused, buffers, weight)
 
 
 def average(session: Session, model: Any, unused: Unused, leave: Callable[[], NoReturn]) -> Means:
@@ -205,8 +304,10 @@ def prepared(model: Any) -> Prepared:
     )
 
 
-def _entered(session: Session, model: Any, optimizer: Any, unused: Unused, buffers: bool) -> Prepared | None:
-    made = Prepared(session, model, optimizer, unused, buffers=buffers)
+def _entered(
+    session: Session, model: Any, optimizer: Any, unused: Unused, buffers: bool, weight: object = 1
+) -> Prepared | None:
+    made = Prepared(session, model, optimizer, unused, buffers=buffers, weight=weight)
     _known[:] = [known for known in _known if known.session.process.usable]
     for known in [known for known in _known if not made.ids.isdisjoint(known.ids)]:
         known.let_go()
@@ -296,6 +397,9 @@ def _replace_apply(optimizer: Any, matching: Matching, use: Callable[[Apply, lis
 
 def _exchange(run: Run, optimizer: Any, original: Apply, gradients: Sequence[Any]) -> None:
     """Exchange gradients and update with their means by ``original``, or read the weights from their owners."""
+    if run.sums is not None:
+        run.repeat(gradients, Rate(optimizer), lambda means: original(means, run.variables))
+        return
     if run.held:
         rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float64)
         for variable, weights in zip(run.variables, run.exchange(gradients, rate), strict=True):

@@ -29,13 +29,14 @@ from ...session.session import Session
 from ...sync import Averages, exchanges_gradients
 from .._computations import KINDS, keep_state, tensors_of_calls
 from .._flat import Array, FlatModel, serve_flat
-from .._supported import check_no_replicas, check_schedule, decide_mode
-from .variables import VariableWeights, resource
+from .._repeating import FlatSums
+from .._supported import check_no_replicas, check_schedule, decide_mode, weight_of_batches
+from .variables import Rate, VariableWeights, resource
 
 Unused = Literal["error", "zeros"]
 _MOST_NAMES = 8
 _EXCHANGED, _OWN, _AVERAGED = range(3)
-_KIND, _BEGINS = Spec("kind", (), "int32"), Spec("begins", (), "bool")
+_KIND, _BEGINS, _LAST = Spec("kind", (), "int32"), Spec("begins", (), "bool"), Spec("last", (), "bool")
 _ALIGNMENT = 64
 """The alignment, in bytes, of memory that TensorFlow takes over; it copies other memory."""
 
@@ -105,7 +106,7 @@ class Buffers:
     """
 
     def __init__(self, session: Session, variables: Sequence[Any]) -> None:
-        self._session = session
+        self.session = session
         together = session.strategy.sync_mode().merges
         self.variables = [resource(one) for one in variables] if together else []
         self.specs = [Spec("", tuple(one.shape), tf.as_dtype(one.dtype).name) for one in self.variables]
@@ -121,10 +122,10 @@ class Buffers:
 
     def of_first(self, arrays: Sequence[Array]) -> list[Array]:
         """Rank 0's arrays; all workers must call it."""
-        if not arrays:
-            return []
+        if not arrays or self.session.alone:
+            return list(arrays)
         packed = np.concatenate([np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in arrays])
-        self._session.broadcast(packed)
+        self.session.broadcast(packed)
         parts = np.split(packed, np.cumsum([one.nbytes for one in arrays])[:-1])
         return [
             np.frombuffer(part.tobytes(), one.dtype).reshape(one.shape) for part, one in zip(parts, arrays, strict=True)
@@ -136,12 +137,46 @@ class Buffers:
         others = iter(self.of_first([one for one in arrays if one.dtype.kind != "f"]))
         packed = np.concatenate([one.reshape(-1).astype(np.float64) for one in numbers] or [np.empty(0)])
         if packed.size:
-            self._session.allreduce(packed)
+            self.session.allreduce(packed)
         means = iter(np.split(packed, np.cumsum([one.size for one in numbers], dtype=int)[:-1]))
         return [
             next(means).astype(one.dtype).reshape(one.shape) if one.dtype.kind == "f" else next(others)
             for one in arrays
         ]
+
+
+class Passing:
+    """The steps of one worker of an elastic run, whose gradients pass through the calls that several workers make.
+
+    A computation that was made for several workers thus also works for one, and the other way round.
+    """
+
+    gone = False
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self.steps, self.means = 0, [np.empty(0)] * len(specs)
+
+    def produced(self, tensor: int, gradient: Array) -> None:
+        """Keep a gradient."""
+        self.means[tensor] = gradient.flatten()
+
+    def step(self) -> None:
+        """Count a step."""
+        self.steps += 1
+
+    def resume_at(self, step: int) -> None:
+        """Count on from that step."""
+        self.steps = step
+
+    def fault(self, text: str) -> GradientError:
+        """Make an error."""
+        return GradientError(text)
+
+    def let_go(self) -> None:
+        """There is nothing to give up."""
+
+    def close(self) -> None:
+        """There is nothing to free."""
 
 
 class Run:
@@ -158,35 +193,59 @@ class Run:
         weights: VariableWeights,
         buffers: Sequence[Any],
         optimizer: str,
+        weight: object = 1,
     ) -> None:
-        self.session, self.weights, self._optimizer = session, weights, optimizer
+        self.session, self.weights, self._optimizer, self._weight = session, weights, optimizer, weight
         self._matching, self.variables, self.specs = matching, matching.variables, matching.specs
         self._order = _order_of_all()
         mode = session.strategy.sync_mode()
-        self.held = session.strategy.server_holds_weights
-        self.periodic = isinstance(mode, Averages)
+        self.held = session.strategy.server_holds_weights and not session.alone
+        self.periodic = isinstance(mode, Averages) and not session.alone
         self._exchanges = exchanges_gradients(mode)
         self._buffers = Buffers(session, buffers)
         self._before: list[Array] = []
         self.error: BaseException | None = None
         """The exception of a call. TensorFlow passes on only its text."""
-        self.model: FlatModel
+        self.model: FlatModel | Passing
+        self.finished: Callable[[], object] = lambda: None
+        """Called in each step when its result is there; its variables then change without a further call."""
+        self.sums: FlatSums | None = None
+        self._first: list[Array] = []  # the buffers after the first part of a repeated step
         check_schedule(session.strategy, "TensorFlow")
         check_no_replicas(session, "TensorFlow")
+        weight_of_batches(session, weight)
 
     def begin(self, build: Build, owner: object, *, keeps: bool) -> bool:
         """Meet all processes and copy rank 0's values. Returns False on a server after its work.
 
         ``keeps``: the optimizer has elementwise state. ``owner`` is the argument of ``Session.enter_model``.
         """
-        decide_mode(self.session, self.weights.values(), self._optimizer, keeps)
+        self._build, self._owner = build, owner
+        if not self.session.alone:
+            decide_mode(self.session, self.weights.values(), self._optimizer, keeps)
         if not self.session.is_worker:
             serve_flat(self.session, self.specs, self.weights, build, owner)
             return False
-        self.model = FlatModel(self.session, self.specs, self.weights, build, owner)
-        self._matching.fault, self._matching.check_usable = self.model.fault, self.session.check_usable
-        self._tensors = tensors_of_calls(self.model.layout)
+        self._meet()
         return True
+
+    def begin_again(self, session: Session, step: int) -> None:
+        """Go on in another session, from that step, in an elastic run. Computations made before stay valid."""
+        self.model.close()
+        self.session = self._buffers.session = session
+        self._meet()
+        self.model.resume_at(step)
+
+    def _meet(self) -> None:
+        """Begin the steps in the present session."""
+        session, self.error = self.session, None
+        if session.alone:
+            self.model, self._tensors = Passing(self.specs), [list(range(len(self.specs)))]
+        else:
+            weight = weight_of_batches(session, self._weight)
+            self.model = made = FlatModel(session, self.specs, self.weights, self._build, self._owner, weight=weight)
+            self._tensors = tensors_of_calls(made.layout)
+        self._matching.fault, self._matching.check_usable = self.model.fault, session.check_usable
 
     # While a graph is made, or in eager mode.
 
@@ -207,7 +266,8 @@ class Run:
         made = 0 if graph is None else len(graph.get_operations())
         with tf.control_dependencies(self._turn()):
             found = self._exchanged(gradients, [], lent=lent)
-        update(found)
+        with tf.control_dependencies([] if graph is None else found):  # a step that breaks changes nothing: no count
+            update(found)
         self._pass_on([] if graph is None else _ends(graph.get_operations()[made:]))
 
     def train(self, gradients: Sequence[Any], update: Callable[[Sequence[Any]], None]) -> None:
@@ -227,6 +287,22 @@ class Run:
         with tf.control_dependencies([remembered]):
             update(gradients)
             self._pass_on([tf.switch_case(kind, branches)])
+
+    def repeat(self, gradients: Sequence[Any], rate: Rate, update: Callable[[Sequence[Any]], None]) -> None:
+        """Make a part of a step of a log. After the last one ``update`` receives the means."""
+        self._check_compiler()
+        arguments = [*gradients, *self._buffers.values()]
+        with tf.control_dependencies(self._turn()):
+            last, *found = self._call(
+                partial(self._repeated, rate), arguments, [_LAST, *self.specs, *self._buffers.specs]
+            )
+
+        def whole() -> Any:
+            self._buffers.assign(found[len(self.specs) :])
+            update(found[: len(self.specs)])
+            return _nothing()
+
+        self._pass_on([tf.cond(last, whole, _nothing)])
 
     def _average(self) -> Any:
         averaged = partial(self._averaged, tf.executing_eagerly())
@@ -309,13 +385,33 @@ class Run:
         if told:
             self.weights.rate = float(rest[0])
         self.model.step()
-        found = self.weights.now if self.held else self.model.gradients.tensors
-        return [*self._shaped(found, lent), *self._buffers.of_first(rest[told:])]
+        found = self.weights.now if self.held else self.model.means
+        results = [*self._shaped(found, lent), *self._buffers.of_first(rest[told:])]
+        self.finished()
+        return results
+
+    def _repeated(self, rate: Rate, *given: Array) -> list[Array]:
+        assert self.sums is not None
+        gradients, buffers = given[: len(self.specs)], given[len(self.specs) :]
+        if self.sums.sums.begin_part(rate) == 0:  # all workers get the buffers of rank 0
+            self._first = [one.copy() for one in buffers]
+        last = self.sums.add(gradients)
+        if last:
+            self.model.step()
+        found = self.sums.mean if last else [one.flatten() for one in gradients]
+        return [np.array(last), *self._shaped(found, False), *self._first]
+
+    @property
+    def flat(self) -> FlatModel:
+        """The model, in a session of several workers."""
+        assert isinstance(self.model, FlatModel)
+        return self.model
 
     def _check_unwritten(self, weights: Sequence[Array]) -> None:
         """Refuse weights that the script has changed: the owners would not see the change and would overwrite it."""
-        assert self.model.held is not None
-        for spec, mine, theirs in zip(self.specs, weights, self.model.held.tensors, strict=True):
+        held = self.flat.held
+        assert held is not None
+        for spec, mine, theirs in zip(self.specs, weights, held.tensors, strict=True):
             if not np.array_equal(mine.reshape(-1).view(np.uint8), theirs.view(np.uint8)):
                 raise self.model.fault(
                     f"the script has changed {spec.name!r} since the last step, which owners of the weights do not"
@@ -324,8 +420,8 @@ class Run:
                 )
 
     def _ask(self) -> list[Array]:
-        kind = self.model.kind
-        begins = kind != "exchanged" and self.model.follows
+        kind = self.flat.kind
+        begins = kind != "exchanged" and self.flat.follows
         return [np.array(KINDS.index(kind), np.int32), np.array(begins)]
 
     def _remember(self, *weights: Array) -> None:
@@ -333,12 +429,12 @@ class Run:
 
     def _made_alone(self) -> None:
         self.weights.now, self._before = self._before, []
-        self.model.step_alone()
+        self.flat.step_alone()
 
     def _averaged(self, lent: bool, *given: Array) -> list[Array]:
         after, self._before, before = given[: len(self.specs)], [], self._before
         self.weights.now, self.weights.after = before or after, after
-        self.model.step_alone()
+        self.flat.step_alone()
         return [*self._shaped(self.weights.now, lent), *self._buffers.mean(given[len(self.specs) :])]
 
     def _shaped(self, flat: Sequence[Array], lent: bool) -> list[Array]:

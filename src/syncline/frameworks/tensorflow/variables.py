@@ -222,6 +222,21 @@ def _lists(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
     return found
 
 
+class Rate:
+    """An optimizer's learning rate, if the script sets it, as an object with a state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        rate = getattr(innermost(optimizer), "_learning_rate", None)
+        self._rate = rate if isinstance(rate, keras.Variable) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._rate is None else {"rate": value(self._rate)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._rate is not None:
+            assign(self._rate, state["rate"])
+
+
 # A model's side of the steps of flat arrays.
 
 
