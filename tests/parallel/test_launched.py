@@ -151,13 +151,13 @@ def test_the_workers_of_a_killed_torchrun_end() -> None:
         assert "the launcher is gone" in said
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_torchrun_restarts_a_script_of_the_backend_at_its_checkpoint(tmp_path: Path, victim: int) -> None:
-    """A killed rank costs one step: its checkpoint was not written. Rank 0 writes the checkpoints."""
-    options = "--nproc-per-node", "2", "--max-restarts", "1"
-    status, text = whole(torchrun_command(*options, str(HERE / "restarted_script.py"), str(tmp_path), str(victim)))
+@pytest.mark.parametrize(("victim", "script"), [(0, "backend"), (1, "backend"), (0, "syncline"), (1, "syncline")])
+def test_torchrun_restarts_a_script_at_its_checkpoint(tmp_path: Path, victim: int, script: str) -> None:
+    """A killed rank costs one step: its checkpoint was not written. Rank 0 writes those of the backend's script."""
+    options = "--nproc-per-node", "2", "--max-restarts", "1", str(HERE / "restarted_script.py")
+    status, text = whole(torchrun_command(*options, str(tmp_path), str(victim), script))
     assert status == 0, text
-    steps = [tuple(map(int, line.split())) for line in (tmp_path / "steps").read_text().splitlines()]
+    steps = [tuple(map(int, line.split()[:2])) for line in (tmp_path / "steps").read_text().splitlines()]
     lost, first = restarted.LOST, [step for attempt, step in steps if attempt == 0]
     again = [step for attempt, step in steps if attempt == 1]
     assert first == list(range(lost + 1))
