@@ -206,12 +206,11 @@ def prepare(
 
     On a server this call does not return: it serves until the workers have left, and exits with status 0.
     """
-    here = process.within(group)
-    here.check_fit()
+    process.within(group).check_fit()
     from .frameworks import adapter_of
 
     options = {"unused": unused, "weight": weight, "ignore": ignore, "broadcast_buffers": broadcast_buffers}
-    handed = adapter_of(model)(here, model, optimizer, options)
+    handed = recovery.served(lambda: adapter_of(model)(process.within(group), model, optimizer, options))
     if handed is None:
         process.leave()
     made = handed.prepared

@@ -312,13 +312,16 @@ class ViewKeeper:
         most: int = 1 << 16,
         patience: int = 1,
         newest: bool = True,
+        servers: Iterable[int] = (),
     ) -> None:
         self.me, self.view, self.newest = me, view, newest
         self.halted = me.number == JOINING
         """Whether no step may be begun or finished."""
         self.stopped = ""
         """Why this process has left the run; empty for a member."""
-        self.finished = -1 if me.number == JOINING else view.step
+        self.servers = frozenset(servers)
+        """The members that train nothing: they never have the weights of a view, and do not count as left."""
+        self.finished = -1 if me.number == JOINING or me.number in self.servers else view.step
         """The number of steps that this process's weights contain; -1 without weights."""
         self.ready = me.number != JOINING
         """Whether this process has the weights of the view's source."""
@@ -355,7 +358,7 @@ class ViewKeeper:
         """This process has the weights of the view's source. ValueError if it should not train."""
         if self.halted or self.stopped:
             raise ValueError("weights were restored after Halt")
-        self.finished, self.ready = self.view.step, True
+        self.finished, self.ready = -1 if self.me.number in self.servers else self.view.step, True
 
     def finish(self) -> None:
         """A step is finished: the weights contain it. ValueError if it must not be."""
@@ -618,8 +621,7 @@ class ViewKeeper:
         view = max(before, key=lambda one: one[0])[1] if before else self._next(made, answered)
         if view.step < 0:
             return self._stop("nobody who is left has the weights")
-        if len(view.members) < self._least:
-            left = len(view.members)
+        if (left := len(view.numbers - self.servers)) < self._least:
             return self._stop(f"{left} member{'s are' if left > 1 else ' is'} left, and this run needs {self._least}")
         self._accepted = made.ballot, view
         self._round = replace(made, view=view, accepted=frozenset({self.me.number}), resent=0)

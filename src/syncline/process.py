@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
-from .launch.environment import REPEATS, Environment, Variables
+from .launch.environment import REPEATS, Environment, Variables, worker_places
 from .launch.relay import Range, joins, may_grow, range_asked, served
 from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.checks import Finite, asked_for
@@ -60,14 +60,16 @@ class Arguments:
 
 
 class Seat(NamedTuple):
-    """A process's place in a later session of its run: where rank 0 serves the meeting, and its numbers."""
+    """A process's place in a later session of its run: where rank 0 serves the meeting, its number, and all hosts.
+
+    The last ``servers`` of the processes, each with its name in ``hosts``, are servers.
+    """
 
     host: str
     port: int
     rank: int
-    world: int
-    local_rank: int
-    local_world: int
+    hosts: tuple[str, ...]
+    servers: int
 
 
 class Process:
@@ -142,11 +144,12 @@ class Process:
         secret_bytes(asked.secret)
         self.range = None if os.environ.get(REPEATS) else range_asked(asked.elastic)
         environment = self._variables.recognise(rank=asked.rank, world_size=asked.world_size, address=asked.address)
-        chosen, checks = _choose(asked.strategy, environment), asked_for(asked.check_replicas, asked.check_finite)
+        chosen = _choose(asked.strategy, environment, again=self._again)
+        checks = asked_for(asked.check_replicas, asked.check_finite)
         self.strategy = str(chosen)
         lone = joins() and not self._again  # it has no place in the run yet: another process has its numbers
         if self._again or lone:  # workers that owned weights may be lost
-            chosen = chosen.with_owners_among(environment.world)
+            chosen = chosen.with_owners_among(environment.world, chosen.servers)
         checks.check_fit(chosen)
         metrics = None if lone else _asked_metrics()
         with self._recorded(environment.rank, unless=lone) as recording, self._kept(environment) as flight:
@@ -267,11 +270,12 @@ class Process:
         ``number`` is that of the session, the same on all processes: no earlier one has it. ``check`` is called while
         this process waits for the others; it raises to end the wait.
         """
-        self._check, world = check, place.world
-        numbers = {"SYNCLINE_PROCESS": place.rank, "RANK": place.rank, "LOCAL_RANK": place.local_rank}
-        numbers |= {"SYNCLINE_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": place.local_world}
-        numbers["SYNCLINE_MEETING_PORT"] = place.port
-        texts = {name: str(number) for name, number in numbers.items()}
+        self._check, world = check, len(place.hosts)
+        texts = {"SYNCLINE_PROCESS": str(place.rank), "SYNCLINE_PROCESSES": str(world)}
+        texts |= worker_places(place.hosts, place.servers)[place.rank]
+        if place.servers:
+            texts["SYNCLINE_SERVERS"] = str(place.servers)
+        texts["SYNCLINE_MEETING_PORT"] = str(place.port)
         os.environ.update(texts, MASTER_ADDR=place.host, SYNCLINE_RUN_ID=run)
         os.environ.pop("SYNCLINE_MEETING_FD", None)  # it belongs to the first session
         self._inits, self._recordings, self._again = 0, number, True  # the others may have tried more often
@@ -327,15 +331,20 @@ def _asked_metrics() -> Serving | None:
     return serving_of(os.environ)
 
 
-def _choose(strategy: str | None, environment: Environment) -> Strategy:
-    """The strategy of the script or else of the launcher. It must have as many servers as were started."""
+def _choose(strategy: str | None, environment: Environment, again: bool) -> Strategy:
+    """The strategy of the script or else of the launcher. It must have as many servers as were started.
+
+    ``again``: servers may be lost.
+    """
     text = strategy if strategy is not None else environment.strategy
     started = environment.servers
     if text is None:
-        return Strategy.parse(f"ps(servers={started})" if started else "")
+        text = f"ps(servers={started})" if started else ""
     chosen = Strategy.parse(text)
-    if (numbers := served()) is not None:  # before any process waits for others
+    if (numbers := served()) is not None and not again:  # before any process waits for others
         check_elastic(chosen, joins=numbers[1] is not None)
+    if again and started:
+        chosen = chosen.with_owners_among(environment.world, started)
     if started is not None and started != chosen.servers and environment.world > 1:
         raise UsageError(
             f"{str(chosen)!r} has {chosen.servers} server processes, but {started} were started: use syncline run"

@@ -19,6 +19,9 @@ A worker that joins runs the script alone up to ``run``, and asks there. Rank 0 
 the end of the session in its ticket of a step. All end it before the next step, agree on a view with the new worker,
 and go on as after a loss. If a view with a new worker does not begin, the others go on without that worker.
 
+Server processes are members too (``served``). They serve in ``syncline.prepare()``, which begins again in each session.
+The launcher tells them when the workers are in ``run``.
+
 Agreement needs the training threads of all survivors. A worker that is busy outside Syncline is waited for.
 """
 
@@ -51,6 +54,7 @@ from .membership import (
 )
 from .process import Seat, process
 from .saving import packed, unpacked
+from .serving.owner import share_parts
 from .session.session import Session
 from .strategy.strategy import Strategy, check_elastic
 from .version import __version__
@@ -66,6 +70,9 @@ _CONNECT_S = 30.0
 """The time for the survivors to connect to each other, once they have agreed."""
 _ATTEMPTS = 3
 """How many views may break before they begin, beside those that lose a worker."""
+_TOLD_S = 10.0
+"""The time in which the launcher tells a server that the workers are in a call, or ends it."""
+_POLL_S = 0.02
 _LOOK_S = 0.5
 """The time between two looks of rank 0 for a worker that asks to join."""
 _LAUNCHER = Peer(0, "launcher")
@@ -150,11 +157,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
     Raises UsageError or NotBuiltError for a run that cannot go on without a worker, and RollCallError in a worker that
     cannot join.
     """
-    if process.elastic is None and (line := RelayLine.inherit()) is not None:
-        if process.range is not None:
-            line.narrow(process.range)
-        process.elastic = Members(line)
-    members: Members | None = process.elastic
+    members = _members()
     if members is None:
         for sampler in [] if process.joined is None else process.joined.global_batches:
             if isinstance(sampler, RepeatedBatches):
@@ -191,6 +194,40 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
         members.end_call()
 
 
+def _members() -> Members | None:
+    """This process's part in the agreement on members. None if its launcher lets no run go on."""
+    if process.elastic is None and (line := RelayLine.inherit()) is not None:
+        if process.range is not None:
+            line.narrow(process.range)
+        process.elastic = Members(line)
+    found: Members | None = process.elastic
+    return found
+
+
+def served(prepare: Callable[[], T | None]) -> T | None:
+    """The result of ``prepare``, which is None on a server that is not needed any more.
+
+    A server of an elastic run calls it again in the next session after each loss.
+    """
+    while True:
+        session = process.session
+        try:
+            found = prepare()
+            if session.is_worker or (members := _members()) is None or not members.serves:
+                return found
+            ended = PeerLost("all workers have left in the middle of their training", rank=-1)
+        except SynclineError as error:
+            lost = None if session.is_worker else _ended(error)
+            if not isinstance(lost, PeerLost) or (members := _members()) is None or not members.is_told(_TOLD_S):
+                raise
+            ended = lost
+            ended.__traceback__ = ended.__context__ = ended.__cause__ = None  # they keep the memory of the session
+        try:
+            members.go_on(ended, ())
+        except _AllDone:
+            return None
+
+
 def _join(members: Members, state: Sequence[Stateful]) -> None:
     """Join the run, or end this process if all have finished."""
     try:
@@ -220,13 +257,14 @@ class Members:
     def __init__(self, line: RelayLine) -> None:
         self._line = line
         peers = tuple(Peer(number, line.name(number)) for number in range(line.processes))
-        most = max(line.most, line.processes)
+        apart = 0 if process.joined is None else process.joined.group.servers
+        limits: dict[str, Any] = {"least": line.least, "most": max(line.most, line.processes), "patience": _PATIENCE}
+        limits["servers"] = range(line.processes - apart, line.processes)
         if line.joins:
-            contacts, name = [_LAUNCHER], line.name(line.number)
-            self._keeper = ViewKeeper.joining(name, contacts, {}, least=line.least, most=most, patience=_PATIENCE)
+            self._keeper = ViewKeeper.joining(line.name(line.number), [_LAUNCHER], {}, **limits)
         else:
-            me, view = peers[line.number], View(1, peers, len(peers))
-            self._keeper = ViewKeeper(me, view, {}, least=line.least, most=most, patience=_PATIENCE)
+            self._keeper = ViewKeeper(peers[line.number], View(1, peers, len(peers)), {}, **limits)
+            self._keeper.newest = not apart
         self.given: list[Lasting] = []
         """The prepared models, with their optimizers."""
         self._trained = frozenset[int]() if line.joins else self._keeper.view.numbers  # the members of the last session
@@ -237,6 +275,31 @@ class Members:
         self._calls = 0  # of syncline.elastic
         self._repairs = 0  # the lost workers without which the run has gone on
         self._earlier: list[int] = []  # for each model, the steps that were finished before its owners' clock began
+        self._held: dict[int, Any] = {}  # of a server: its parts after the last steps, by step
+        self._told = self._done = 0  # the calls of ``syncline.elastic`` that a server knows, and those that are over
+
+    @property
+    def serves(self) -> bool:
+        """On a server: whether the workers are in a call of ``syncline.elastic``, which goes on after a loss."""
+        self._look_for_ends()
+        for packet in self._line.kept:
+            self._note_call(packet)
+        return self._told > self._done
+
+    def is_told(self, within_s: float) -> bool:
+        """As ``serves``, at the latest after this time: the launcher's word may come after the loss."""
+        deadline = time.monotonic() + within_s
+        while not self.serves and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.serves
+
+    def _note_call(self, packet: dict[str, Any]) -> None:
+        """On a server: note a call of the workers, and how their count of steps differs from this server's clock."""
+        begun, earlier = packet.get("begun"), packet.get("earlier")
+        if _is_number(begun) and type(earlier) is int and packet.get("in") == self._keeper.view.number:
+            self._told, self._earlier = max(self._told, packet["begun"]), [earlier]
+        elif "done" in packet and _is_number(packet.get("call")):
+            self._done = max(self._done, packet["call"])
 
     @property
     def joins(self) -> bool:
@@ -286,10 +349,14 @@ class Members:
         _stay(session)
         self._watch(session)
         self._count_from_here()
-        self._line.send({"begun": self._calls})
+        earlier = self._earlier[0] if self._earlier else 0  # of one model
+        self._line.send({"begun": self._calls, "in": self._keeper.view.number, "earlier": earlier})
 
     def _count_from_here(self) -> None:
         """Note the steps that were finished before those of the owners' clocks."""
+        if not process.session.is_worker:
+            self._earlier = [self._keeper.view.step]
+            return
         clients = [made.client for made in process.prepared]
         self._earlier = [self._keeper.finished - (0 if client is None else client.owned.steps) for client in clients]
 
@@ -355,7 +422,7 @@ class Members:
         """End the present view, because of a loss or for a worker that joins."""
         keeper = self._keeper
         if isinstance(ended, PeerLost):
-            members = keeper.view.members
+            members = self._seated(keeper.view)
             suspects = [members[ended.rank].number] if 0 <= ended.rank < len(members) else []
             return [*keeper.suspect(suspects), *keeper.broken()]
         actions, view = keeper.broken(), keeper.view
@@ -374,9 +441,11 @@ class Members:
                 process.joined.barrier()  # a worker that is busy is waited for as in a step, and is not suspected
         actions = first()
         self._asked = False
-        before = zip(process.prepared, self._earlier, strict=True)
+        before = zip(process.prepared, self._earlier, strict=True) if process.joined.is_worker else ()
         held: list[Held | None] = [made.hold_parts(earlier) for made, earlier in before]
         held = held or [None] * len(self.given)
+        if process.joined.serving is not None:
+            self._held = {self._earlier[0] + clock: parts for clock, parts in process.joined.serving().items()}
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
             view = self._agree(actions, ended)
@@ -412,7 +481,7 @@ class Members:
         over = frozenset(peer.number for peer in view.members if _process(peer.name) in self._over)
         new = view.numbers - self._trained if self._trained else frozenset[int]()
         if isinstance(error, PeerLost) and 0 <= error.rank < len(view.members):
-            new = new if view.members[error.rank].number in new else frozenset()
+            new = new if self._seated(view)[error.rank].number in new else frozenset()
         return over or (frozenset() if self._is_followed() else new)
 
     def _failed(self, ended: Exception | None, why: str) -> SynclineError:
@@ -433,7 +502,8 @@ class Members:
                 view = keeper.view
                 actions = keeper.suspect(peer.number for peer in view.members if _process(peer.name) in self._over)
                 if not actions:
-                    self._line.send({"view": view.number, "members": [_process(peer.name) for peer in view.members]})
+                    members = [_process(peer.name) for peer in self._seated(view)]
+                    self._line.send({"view": view.number, "members": members})
                     return view
                 continue
             actions = self._heard(self._line.receive(_TICK_S))
@@ -465,6 +535,9 @@ class Members:
         half = packet.get("half")
         if _is_number(packet.get("view")) and isinstance(half, list) and all(type(one) is int for one in half):
             return keeper.favoured(packet["view"], half)
+        self._note_call(packet)
+        if keeper.me.number in keeper.servers and self._told <= self._done:
+            raise _AllDone
         if "done" in packet and (self.joins or (self._member(packet["done"]) and packet.get("call") == self._calls)):
             raise _AllDone
         self._note_end(packet)
@@ -474,6 +547,10 @@ class Members:
     def _member(self, process: object) -> Peer | None:
         """The member with that number of a process."""
         return next((peer for peer in self._keeper.view.members if _process(peer.name) == process), None)
+
+    def _seated(self, view: View) -> list[Peer]:
+        """The members of a view by their places in its session: servers come last."""
+        return sorted(view.members, key=lambda peer: (peer.number in self._keeper.servers, peer.number))
 
     def _look_for_ends(self) -> None:
         """Note the ends of processes of which the launcher has told. Does not wait."""
@@ -488,13 +565,15 @@ class Members:
 
     def _begin(self, view: View) -> None:
         """Begin the session of a view."""
-        rank, run = view.members.index(self._keeper.me), f"{self._run}.{view.number}"
-        names = [name for peer in view.members if (name := Name.read(peer.name)) is not None]
-        if len(names) < len(view.members):
-            raise GroupError(f"the members of view {view.number} have names that no launcher gives: {view.members}")
+        members, servers = self._seated(view), len(view.numbers & self._keeper.servers)
+        if self._keeper.servers and not servers:
+            raise _PartsLost("all servers are lost: start again from your last checkpoint")
+        rank, run = members.index(self._keeper.me), f"{self._run}.{view.number}"
+        names = [name for peer in members if (name := Name.read(peer.name)) is not None]
+        if len(names) < len(members):
+            raise GroupError(f"the members of view {view.number} have names that no launcher gives: {members}")
         number = self._sessions + view.number - 1
-        host = [other for other, name in enumerate(names) if name.host == names[rank].host]
-        place = Seat(names[0].host, names[0].port, rank, len(names), host.index(rank), len(host))
+        place = Seat(names[0].host, names[0].port, rank, tuple(name.host for name in names), servers)
         process.begin_again(place, run, number, _CONNECT_S, self._check_members)
         process.session.numbers = tuple(name.number for name in names)
         process.session.view = view.number
@@ -514,7 +593,7 @@ class Members:
         """Raise PeerLost if a member has ended, and GroupError if another view follows: nobody waits for the others."""
         if self._is_followed():
             raise GroupError("the next view is proposed already")
-        for rank, peer in enumerate(self._keeper.view.members):
+        for rank, peer in enumerate(self._seated(self._keeper.view)):
             if _process(peer.name) in self._over:
                 raise PeerLost(f"process {peer.name} has ended before all were connected", rank=rank)
 
@@ -523,14 +602,15 @@ class Members:
     ) -> None:
         """Give all members the values of the view's source, and what they have ``held`` of each model in parts."""
         session = process.session
-        root = [peer.number for peer in view.members].index(view.source)
+        if not session.is_worker:
+            if missing := share_parts(session, self._held.get(view.step, {}), [0])[1]:
+                raise _PartsLost(_lost_with("servers", missing))
+            return
+        root = [peer.number for peer in self._seated(view)].index(view.source)
         for given, parts in zip(self.given, held, strict=True):
             given.copy_again(session, root, parts is None)
             if parts is not None and (missing := parts.put_together_again(session, view.step)):
-                raise _PartsLost(
-                    f"both workers with the optimizer's state of part {missing[0]} are lost: start again from your last"
-                    " checkpoint"
-                )
+                raise _PartsLost(_lost_with("servers" if session.group.servers else "workers", missing))
             again = given.prepare_again(session)
             if again is not None:
                 process.prepared.append(again)
@@ -544,9 +624,16 @@ class Members:
         self._watch(session)
         if session.rank == 0:
             where = ", ".join(f"step {sampler.step} of epoch {sampler.epoch}" for sampler in samplers)
-            left, new = len(view.members), len(view.numbers - self._trained)
-            who = f"{left} worker{'s go' if left > 1 else ' goes'} on{f', {new} of them new,' if new else ''}"
+            left, new = session.world_size, len(view.numbers - self._trained)
+            some = session.group.servers
+            beside = f" and {some} server{'s' if some > 1 else ''}" if some else ""
+            goes = "go" if left > 1 or some else "goes"
+            who = f"{left} worker{'s' if left > 1 else ''}{beside} {goes} on{f', {new} of them new,' if new else ''}"
             say(f"syncline: {who} (view {view.number}) at {where}\n")
+
+
+def _lost_with(who: str, parts: Sequence[int]) -> str:
+    return f"both {who} with the optimizer's state of part {parts[0]} are lost: start again from your last checkpoint"
 
 
 def _join_in(packet: dict[str, Any]) -> Join | None:

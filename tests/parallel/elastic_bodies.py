@@ -70,13 +70,17 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     fd = recv_handle(line)
     host, _, port = address.rpartition(":")
     number, joins = str(index), index >= processes
-    place, world = ("0", "1") if joins else (number, str(processes))
+    place, all_of_them = ("0", "1") if joins else (number, str(processes))
+    servers = 0 if joins else plan.get("servers", 0)
+    rank, world = min(int(place), int(all_of_them) - servers - 1), int(all_of_them) - servers
+    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    numbers["SYNCLINE_SERVERS"] = servers
     variable = f"{fd}:{index}:{processes}:{least}:{plan.get('most', 0)}"
     os.environ.update(
         {relay.VARIABLE: variable, "SYNCLINE_LAUNCHER": str(os.getppid())},
-        SYNCLINE_PROCESS=place, SYNCLINE_PROCESSES=world, RANK=place, WORLD_SIZE=world, LOCAL_RANK=place,
-        SYNCLINE_SAMPLES=plan.get("samples", ""), LOCAL_WORLD_SIZE=world, MASTER_ADDR=host,
-        SYNCLINE_MEETING_PORT=port, SYNCLINE_RUN_ID="elastic",
+        **{name: str(number) for name, number in numbers.items()},
+        SYNCLINE_PROCESS=place, SYNCLINE_PROCESSES=all_of_them, MASTER_ADDR=host, SYNCLINE_MEETING_PORT=port,
+        SYNCLINE_SAMPLES=plan.get("samples", ""), SYNCLINE_RUN_ID="elastic",
     )  # fmt: skip
     happenings = plan.get(number, [])
     happenings = [happenings] if happenings and isinstance(happenings[0], str) else happenings
@@ -94,6 +98,7 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
             os.kill(os.getpid(), signal.SIGSTOP if now == "stop" else signal.SIGKILL)
 
     points = Points(plan.get("die", {}).get(number, ""))
+    points.on = index >= int(all_of_them) - servers  # a server knows no steps
     if "die" in plan:
         points.watch()
     for when in ("beginning", "restoring"):  # it dies before it connects, or with the weights that others wait for

@@ -32,12 +32,13 @@ from syncline.sampling import SampleOrder
 LIMIT_S = 60.0
 OWNERS = "ps(servers=3, on=workers, update=worker)"
 REPLICAS = "ps(servers=2, on=workers, replicas=1) schedule=fixed(bucket=40)"
+SERVERS = "ps(servers=2, replicas=1) schedule=fixed(bucket=40)"
 
 
 @contextmanager
 def started(pool: Pool, address: str, processes: int, least: int = 1, **plan: Any) -> Iterator[tuple[Group, Relay]]:
     """The processes of a run, and the launcher's relay, which a thread serves."""
-    relay, over = Relay(processes, least, plan.get("most")), threading.Event()
+    relay, over = Relay(processes, least, plan.get("most"), plan.get("servers", 0)), threading.Event()
 
     def serve() -> None:
         while not over.is_set():
@@ -88,18 +89,16 @@ def expected() -> tuple[np.ndarray[Any, Any], float]:
 
 def repeated(log: Path) -> list[float]:
     """The weights after the steps of the log in this process. The log must have each sample of an epoch once, in the
-    order of a run without losses. Owners that update weights have got the sums that workers get without such owners."""
+    order of a run without losses."""
     order, counted = SampleOrder(bodies.SAMPLES, seed=4, global_batch=bodies.BATCH), read_log(str(log))
     assert sorted(counted) == list(product(range(bodies.EPOCHS), range(bodies.STEPS)))
     for epoch in range(bodies.EPOCHS):
         used = [index for step in range(bodies.STEPS) for index in counted[epoch, step]["samples"]]
         assert used == order.indices(epoch).tolist()
-    sums = log.with_suffix(".sums")
-    sums.write_text(log.read_text().replace("replicas=1", "update=worker"))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "SYNCLINE_LAUNCHER", "SYNCLINE_STRATEGY", "SYNCLINE_SERVERS"):
             patch.delenv(name, raising=False)
-        patch.setenv(REPEATS, str(sums))
+        patch.setenv(REPEATS, str(log))
         syncline.init()
         try:
             return bodies.learn_all()[0]
@@ -142,12 +141,17 @@ def test_three_workers_then_two_then_one(pool: Pool, address: str, tmp_path: Pat
 
 
 def dies(pool: Pool, address: str, log: Path, rank: int, point: str, strategy: str = "ring") -> dict[int, list[str]]:
-    """Lose the last of four workers, and another one at a point meanwhile. The others must end with the weights of the
-    log. Returns the points that each of them has passed."""
+    """Lose the last of four workers, and another one, or a server, at a point meanwhile. The others must end with the
+    weights of the log. Returns the points that each of them has passed."""
     log.unlink(missing_ok=True)
-    plan = {"3": ("before", 5), "die": {str(rank): point}}
-    with started(pool, address, 4, samples=str(log), strategy=strategy, **plan) as (group, relay):
+    servers = 2 if strategy.startswith(SERVERS) else 0
+    plan: dict[str, Any] = {"3": ("before", 5), "die": {str(rank): point}, "servers": servers}
+    with started(pool, address, 4 + servers, samples=str(log), strategy=strategy, **plan) as (group, relay):
         waiting, survivors = {0, 1, 2, 3}, []
+        if rank >= 4:
+            lose(group, relay, 3)
+            waiting.remove(3)
+            lose(group, relay, rank)
         while waiting:
             ready = connection.wait([group.ranks[index].line for index in waiting], LIMIT_S)
             assert ready, point
@@ -164,7 +168,9 @@ def dies(pool: Pool, address: str, log: Path, rank: int, point: str, strategy: s
         for index in survivors:
             assert group.ranks[index].said[-1][0] == again, point
         group.end(LIMIT_S)
-        assert (rank in survivors) == (not point)
+        if not point.startswith("after receive"):  # another time it may have looked before it received
+            assert (rank in survivors) == (not point)
+        assert survivors
         return {index: group.ranks[index].said[-1][-1] for index in survivors}
 
 
@@ -173,12 +179,24 @@ def test_a_second_loss_during_the_agreement(pool: Pool, address: str, tmp_path: 
     dies(pool, address, tmp_path / "samples.jsonl", rank, point)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [4, 5])
+@pytest.mark.parametrize(
+    "point",
+    ["before go_on 1", "before lose 1", "before send Promise 1", "before begin_again 1", "after begin_again 1"],
+)
+def test_a_server_is_lost_during_the_agreement(
+    pool: Pool, address: str, tmp_path: Path, server: int, point: str
+) -> None:
+    dies(pool, address, tmp_path / "samples.jsonl", server, point, SERVERS)
+
+
 EVERY = "SYNCLINE_EVERY_POINT" in os.environ
 """``make faults`` sets it: some hundred runs."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", f"{REPLICAS} transport=tcp"])
+@pytest.mark.parametrize("strategy", ["ring", f"{REPLICAS} transport=tcp", f"{SERVERS} transport=tcp"])
 def test_a_second_loss_at_any_point(pool: Pool, addresses: Callable[[], str], tmp_path: Path, strategy: str) -> None:
     log = tmp_path / "samples.jsonl"
     passed = dies(pool, addresses(), log, 0, "", strategy)
@@ -282,6 +300,47 @@ def test_an_owner_is_lost_with_an_update_that_others_lack(pool: Pool, address: s
         lose(group, relay, 0)
         lose(group, relay, 1)
         check(group, [2], 3, log)
+
+
+def test_a_server_is_lost_and_its_part_goes_on_at_its_follower(pool: Pool, address: str, tmp_path: Path) -> None:
+    """Server 3 is killed when it has updated one of two buckets, then a worker. The loss of a server changes no bit."""
+    log = tmp_path / "samples.jsonl"
+    plan: dict[str, Any] = {"3": ("updated", 5), "1": ("before", 8), "samples": str(log), "servers": 2}
+    with started(pool, address, 5, strategy=SERVERS, **plan) as (group, relay):
+        lose(group, relay, 3)
+        lose(group, relay, 1)
+        check(group, [0, 2], 3, log)
+        assert group.end(LIMIT_S, among=[4])[4] == 0
+    text = log.read_text()
+    assert "ps(servers=1, replicas=1)" in text
+    log.write_text(text.replace("ps(servers=1,", "ps(servers=2,"))
+    assert group.ranks[0].said[-1][0] == repeated(log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "when"), [("updates", 0), ("updated", 0), ("updates", 5), ("updated", 11)])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("servers", [2, 3])
+def test_a_server_is_lost_at_any_step(
+    pool: Pool, address: str, tmp_path: Path, what: str, when: int, transport: str, servers: int
+) -> None:
+    log = tmp_path / "samples.jsonl"
+    strategy = f"{SERVERS} transport={transport}".replace("servers=2", f"servers={servers}")
+    plan: dict[str, Any] = {"2": (what, when), "samples": str(log), "servers": servers}
+    with started(pool, address, 2 + servers, strategy=strategy, **plan) as (group, relay):
+        lose(group, relay, 2)
+        check(group, [0, 1], 2, log)
+
+
+def test_all_servers_are_lost(pool: Pool, address: str) -> None:
+    """One after the other: the second has nobody who follows it."""
+    plan: dict[str, Any] = {"2": ("updated", 2), "3": ("updated", 5), "servers": 2}
+    with started(pool, address, 4, strategy=SERVERS, **plan) as (group, relay):
+        lose(group, relay, 2)
+        lose(group, relay, 3)
+        assert relay.is_over is False
+        group.end(LIMIT_S)
+        assert all("all servers are lost: start again" in group.ranks[index].printed() for index in (0, 1))
 
 
 @pytest.mark.slow

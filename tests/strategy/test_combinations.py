@@ -84,7 +84,6 @@ class TestCombinations:
             ("native sync=asp", r"native has none; the nearest that works is 'ps\(servers=1\) sync=asp'"),
             ("ps(servers=2, update=worker) sync=asp", r"ps has none; the nearest .* 'ps\(servers=2\) sync=asp'"),
             ("ps(servers=1) sync=asp schedule=delayed", r"two steps in flight.* is 'ps\(servers=1\) sync=asp'"),
-            ("ps(servers=2, replicas=1)", r"no followers; .* is 'ps\(servers=2, on=workers, replicas=1\)'"),
             (
                 "ps(servers=2, on=workers, replicas=1, update=worker)",
                 r"all workers make them; .* is 'ps\(servers=2, on=workers, update=worker\)'",

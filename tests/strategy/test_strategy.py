@@ -478,5 +478,7 @@ def test_fewer_workers_have_fewer_owners() -> None:
     asked = Strategy.parse("ps(servers=3, on=workers, update=worker) schedule=merged")
     assert asked.with_owners_among(3) is asked
     assert str(asked.with_owners_among(2)) == "ps(servers=2, on=workers, update=worker) schedule=merged"
-    for text in ("ring", "ps(servers=3)"):
-        assert Strategy.parse(text).with_owners_among(1) == Strategy.parse(text)
+    assert Strategy.parse("ring").with_owners_among(1) == Strategy.parse("ring")
+    servers = Strategy.parse("ps(servers=3, replicas=1)")
+    assert servers.with_owners_among(1, servers=3) is servers
+    assert str(servers.with_owners_among(3, servers=1)) == "ps(servers=1, replicas=1)"

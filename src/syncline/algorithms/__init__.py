@@ -27,7 +27,7 @@ class Roles:
     dedicated processes after the workers if ``apart``, else workers (``spread``). Owners that hold the weights also
     apply the update; others only sum, and every worker updates by itself. ``halves`` makes the plans of push and pull
     for a group; ``beside`` is the algorithm for values that the workers reduce among themselves. ``local`` says that
-    the workers of a host make one push out of theirs. With ``replicas`` a second worker, the follower, also gets the
+    the workers of a host make one push out of theirs. With ``replicas`` a second process, the follower, also gets the
     sums of each owner and makes the same updates.
     """
 
@@ -51,14 +51,16 @@ class Roles:
         return spread(group, self.owners)
 
     def followers(self, group: Group) -> tuple[int, ...]:
-        """The workers that follow the owners, in part order; empty without replicas, and in a group of one worker.
+        """The processes that follow the owners, in part order; empty without replicas, and if there is no second one.
 
-        Followers of different owners differ. They stand on other hosts than their owners where one turn of the owners
-        allows that.
+        Server processes follow each other, and workers follow workers. Followers of different owners differ. They stand
+        on other hosts than their owners where one turn of the owners allows that.
         """
-        if not self.replicas or group.workers == 1:
+        if not self.replicas or (self.owners if self.apart else group.workers) == 1:
             return ()
         seats = places = self.places(group)
+        if self.apart:
+            return (*places[1:], places[0])
         if len(places) == 1:
             seats = (*places, *(worker for worker in range(group.workers) if worker != places[0]))
         turns = [tuple(seats[(part + k) % len(seats)] for part in range(len(places))) for k in range(1, len(seats))]

@@ -13,7 +13,7 @@ its share for the whole host, so that an array crosses the host's port once in e
 workers behind it. The workers of a host push directly to one of them that serves. Jiang et al., "A unified
 architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters" (BytePS), OSDI 2020.
 
-With ``replicas=1`` every server sends its sums on to a second worker, the follower, which makes the same updates and so
+With ``replicas=1`` every server sends its sums on to a second one, the follower, which makes the same updates and so
 has the same optimizer state, as in the chains of van Renesse and Schneider, "Chain replication", OSDI 2004.
 """
 
@@ -56,20 +56,20 @@ def ps(
     on: Literal["ranks", "workers"] = "ranks",
     update: Literal["server", "worker"] = "server",  # noqa: ARG001 - updates do not change which rank sends what
     local: bool = False,
-    replicas: Literal[0, 1] = 0,  # noqa: ARG001 - only a push has followers; workers have the sums anyway
+    replicas: Literal[0, 1] = 0,
 ) -> Plan:
     """Parameter server: workers push gradients to servers of their own ranks, or to workers that serve, and pull back.
 
     With ``local`` the workers of a host add up their gradients first, and the host pushes and pulls once. If not all
-    workers serve, the serving workers are on different hosts as far as possible. With ``replicas=1`` a second worker
-    follows each worker that serves.
+    workers serve, the serving workers are on different hosts as far as possible. With ``replicas=1`` a second
+    server, or worker, follows each one that serves.
 
     Cost: max(nb, Nnb/S) + latencies with push and pull overlapped, twice that when pull follows push; one server: 2N(a
     + nb) (Li et al. 2014). With ``local``, N is the number of hosts on the network, and nb inside hosts is added.
     Raises UsageError for fewer than one server, more serving workers than workers, and a group with another number of
     servers.
     """
-    chunks, pushes, pulls, _ = _transfers(group, servers, on, local)
+    chunks, pushes, pulls, _ = _transfers(group, servers, on, local, replicas)  # only a push has followers
     rows = pushes + pulls
     if on == "ranks" and (group.workers == 1 or (local and len(group.members_by_node()) == 1)):
         rows = [row for row in rows if max(row[1:3]) < group.workers]  # a single host knows its sum by itself
@@ -89,7 +89,7 @@ def push_and_pull(
     With dedicated servers they have transfers even for one worker, unlike the whole plan. With ``replicas`` the first
     half ends with copies of the sums to the followers.
     """
-    chunks, pushes, pulls, owners = _transfers(group, servers, on, local)
+    chunks, pushes, pulls, owners = _transfers(group, servers, on, local, replicas)
     followers = _roles(servers, on, "server", local, replicas).followers(group)
     shares = chunks // servers
     for part, follower in enumerate(followers):
@@ -107,7 +107,9 @@ _Legs = list[tuple[int, int, int, int]]
 """A worker, the rank at the other end, the first chunk, and the number of chunks."""
 
 
-def _transfers(group: Group, servers: int, on: str, local: bool) -> tuple[int, _Rows, _Rows, Sequence[int]]:
+def _transfers(
+    group: Group, servers: int, on: str, local: bool, replicas: int
+) -> tuple[int, _Rows, _Rows, Sequence[int]]:
     """The number of chunks, the rows of push and pull, and the server rank of each chunk."""
     workers = group.workers
     if servers < 1:
@@ -162,6 +164,8 @@ def _transfers(group: Group, servers: int, on: str, local: bool) -> tuple[int, _
 
     # Worker w starts with the server after its own number, and servers answer in the same order: no hot spot.
     turns = [(worker, (worker + k) % servers) for k in range(servers) for worker in range(workers)]
+    if replicas and on == "ranks":  # every server adds in the order of the workers: the loss of one changes no sum
+        turns.sort(key=lambda turn: turn[0])
     pushes = [(0, other, worker, *chunks, REDUCE) for worker, other, *chunks in inside(turns)]
     pushes += [(int(local), worker, place, *chunks, REDUCE) for worker, place, *chunks in outside(turns)]
     turns = [((part + k) % workers, part) for k in range(workers) for part in range(servers)]

@@ -94,14 +94,20 @@ class Sums:
         self, strategy: str, algorithms: tuple[tuple[int, str], ...], workers: int, nodes: tuple[int, ...]
     ) -> None:
         self._how = strategy, algorithms, workers, nodes
-        found, group = Strategy.parse(strategy), Group(workers, nodes=nodes)
-        if found.sync.name != "bsp" or found.server_holds_weights or found.codec.name != "none":
+        found = Strategy.parse(strategy)
+        group = Group(workers, servers=found.servers, nodes=nodes)
+        if found.sync.name != "bsp" or not found.sync_mode().merges or found.codec.name != "none":
             raise NotBuiltError(f"syncline repeat works with sync=bsp and without codecs, not with {strategy}")
         self._arrays = self._lay_out(found.schedule_object().buckets(self._layers))
         self._segment_bytes = SHARED_SEGMENT_BYTES if found.transport.name in ("auto", "shm") else SEGMENT_BYTES
         choice = Choice(algorithms) if algorithms else None
-        self._plans = [
-            None if workers == 1 else found.plan(group) if choice is None else planned(choice.at(array.nbytes), group)
+        self._servers = found.servers
+        self._plans: list[tuple[Plan, ...]] = [
+            ()
+            if workers == 1
+            else found.halves(group)
+            if found.server_holds_weights
+            else (found.plan(group) if choice is None else planned(choice.at(array.nbytes), group),)
             for array in self._arrays
         ]
 
@@ -116,12 +122,13 @@ class Sums:
         for weight, arrays in parts:
             for array in arrays:
                 cpu.weigh(array, weight * len(parts) / total if total > 0 else 1.0)
-        for number, (plan, array) in enumerate(zip(self._plans, self._arrays, strict=True)):
+        for number, (plans, array) in enumerate(zip(self._plans, self._arrays, strict=True)):
             each = [arrays[number] for _, arrays in parts]
+            each += [np.zeros_like(array) for _ in range(self._servers)]
             per = max(1, self._segment_bytes // array.itemsize)
-            for start in range(0, array.size if plan is not None else 0, per):
-                assert plan is not None
-                run_plan(plan, [one[start : start + per] for one in each])
+            for plan in plans:
+                for start in range(0, array.size, per):
+                    run_plan(plan, [one[start : start + per] for one in each])
             array[...] = each[0]
         return True
 

@@ -253,11 +253,12 @@ class Relay(Lines):
     """The launcher's side. The run goes on as long as ``least`` processes are left.
 
     With ``most`` lost processes are replaced, until as many are members as at the start; at most so many live at once.
-    With a ``reception`` other launchers may add processes.
+    With a ``reception`` other launchers may add processes. The last ``servers`` processes count in neither number.
     """
 
-    def __init__(self, processes: int, least: int, most: int | None = None) -> None:
+    def __init__(self, processes: int, least: int, most: int | None = None, servers: int = 0) -> None:
         super().__init__(range(processes), processes, least, most)
+        self._servers = range(processes - servers, processes)
         self._far: dict[int, Callable[[Mapping[str, Any]], None]] = {}  # ways to processes of other launchers
         self._fresh = processes  # the first number that no process has had
         self._favoured: dict[int, list[int]] = {}  # by view
@@ -397,6 +398,8 @@ class Relay(Lines):
             self._tell(int(packet["to"]), {"from": rank, "message": packet["message"]})
         elif "begun" in packet:
             self._begun = True
+            for server in self._servers:  # they know nothing of the script's calls
+                self._tell(server, packet)
         elif "done" in packet:
             self._finished = True
             self._tell_others(rank, {**packet, "done": rank})
@@ -450,9 +453,10 @@ class Relay(Lines):
         that never comes.
         """
         living = sum(map(self._lives, self.members))
-        left = living + sum(self._ended.get(rank) == 0 for rank in self.members)
+        left = {rank for rank in self.members if self._lives(rank) or self._ended.get(rank) == 0}
         early = not self._begun and self.failed
-        return not living or bool(early) or left < self._least or 2 * left < len(self.members)
+        workers = len(left.difference(self._servers))
+        return not living or bool(early) or workers < self._least or 2 * len(left) < len(self.members)
 
     @property
     def renumbered(self) -> bool:
@@ -462,7 +466,7 @@ class Relay(Lines):
     @property
     def succeeded(self) -> bool:
         """Whether a member of the latest view has ended with status 0."""
-        return any(self._ended.get(rank) == 0 for rank in self.members)
+        return any(self._ended.get(rank) == 0 for rank in self.members.difference(self._servers))
 
     def _tell_others(self, rank: int, packet: Mapping[str, Any]) -> None:
         for other in (*self._pairs, *self._far):

@@ -166,6 +166,7 @@ class Posted:
         buckets = range(traffic.buckets)
         self._updating = Updating(engine, len(buckets), apart)
         self._pulls: dict[int, Work] = {}
+        self.made: Work | None = None
         self._pushes = [self._post(number) for number in buckets]
         for number in buckets:
             self._expect(number)
@@ -184,7 +185,9 @@ class Posted:
 
     def update(self, worker: int, bucket: int, update: Update) -> None:  # noqa: ARG002
         """Tell ``Updating`` the values of a step."""
-        self._updating.say(update)()
+        begin = self._updating.say(update)
+        self.made = self._updating.made
+        begin()
 
     def release(self, workers: Sequence[int], bucket: int) -> None:
         """Do nothing: an updated bucket goes to all workers anyway."""
@@ -220,6 +223,8 @@ class Updating:
         self._engine, self._apart = engine, apart
         self._expected = [0] * buckets  # steps that each bucket has been handed over for
         self._told = 0  # steps whose values have been told
+        self.made: Work | None = None
+        """Ends with the updates of all buckets for the last step whose values were told."""
         self._lock = threading.Lock()  # one thread tells values while another finishes pushes
         self._steps: dict[int, _Step] = {}  # the steps that still have buckets to update
         self._closed = False
@@ -248,7 +253,7 @@ class Updating:
         count = self._told
         self._told += 1
         step = self._step(count)
-        step.update = update
+        step.update, self.made = update, step.made
         return step.open
 
     def close(self) -> None:
@@ -261,8 +266,9 @@ class Updating:
             steps, self._steps = list(self._steps.values()), {}
         for step in steps:
             step.open()
-            if step.over is not None:
-                self._engine.fulfil(step.over)
+            for work in (step.over, step.made):
+                if work is not None:
+                    self._engine.fulfil(work)
 
     def _step(self, count: int) -> _Step:
         with self._lock:
@@ -278,6 +284,7 @@ class Updating:
         step.left -= 1
         if step.left == 0:
             del self._steps[count]
+            self._engine.fulfil(step.made)
         call()
 
     def _all(self, count: int) -> None:
@@ -287,6 +294,7 @@ class Updating:
         step.update(ALL)
         assert step.over is not None
         self._engine.fulfil(step.over)
+        self._engine.fulfil(step.made)
 
     def _go_on(self, call: Callable[[], None]) -> None:
         if not self._closed:
@@ -299,6 +307,7 @@ class _Step:
     def __init__(self, engine: Engine, buckets: int) -> None:
         self._engine, self._opened = engine, False
         self.said = engine.promise("the values of a step", tolerant=True)
+        self.made = engine.promise("the updates of a step", tolerant=True)
         self.over: Work | None = None
         self.update: Update = _nothing
         self.left = buckets

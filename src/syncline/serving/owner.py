@@ -21,6 +21,8 @@ pass over gradients and both weights in blocks that stay in the cache.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -204,6 +206,79 @@ class Owner:
         owners = tuple(dict.fromkeys((*roles.places(session.group), *roles.followers(session.group))))
         for process, told in zip(owners, session.everyone.share(owners, data, REPLACING), strict=True):
             yield from unpack(told, session.name(process), session.member.number(process))
+
+
+Parts = dict[tuple[int, int, int], list[Record]]
+"""Weights and state of parts: by the view of their session, the number of all parts there, and the part's own."""
+
+
+def parts_of(session: Session, owner: Owner) -> dict[int, Parts]:
+    """What a process that ends all updates of its ``owner`` has of the parts that it owns or follows.
+
+    By step: all parts for the last step that this process has finished, and for the step before unless an update of the
+    next has begun here.
+    """
+    roles, group = session.strategy.roles, session.group
+    assert roles is not None
+    mine = [
+        one.index(session.index) if session.index in one else None
+        for one in (roles.places(group), roles.followers(group))
+    ]
+    return {
+        clock: {
+            (session.view, roles.owners, part): one
+            for part, one in zip(mine, found, strict=False)
+            if part is not None and one is not None
+        }
+        for clock, found in owner.hold().items()
+    }
+
+
+def share_parts(session: Session, held: Parts, receivers: Sequence[int]) -> tuple[list[Record], list[int]]:
+    """The records of all parts, of whoever holds them, on the ``receivers``. All processes call it.
+
+    Second are the parts that nobody has: then there are no records. Owner and follower of a part have the same: the
+    first process gives it.
+    """
+    if session.alone:
+        division, missing = _division_of(held)
+        return [one for key in sorted(held) if key[:2] == division and not missing for one in held[key]], missing
+    label, processes = "sharing the parts of the weights", range(session.group.processes)
+    mine = json.dumps(sorted(held)).encode()
+    known: dict[tuple[int, int, int], int] = {}  # the first process that has a part
+    for process, told in enumerate(session.everyone.share(processes, mine, label)):
+        for view, count, part in json.loads(told):
+            known.setdefault((view, count, part), process)
+    division, missing = _division_of(known)
+    if missing:
+        with contextlib.suppress(SynclineError):  # a process that ends must not disturb the others' exchange
+            for _ in session.everyone.share(processes, b"", label):
+                pass
+        return [], missing
+    givers = {key: process for key, process in known.items() if key[:2] == division}
+    joined = sorted({*receivers, *givers.values()})
+    if session.index not in joined:
+        return [], []
+    data = pack(record for key, process in sorted(givers.items()) if process == session.index for record in held[key])
+    each = zip(joined, session.everyone.share(joined, data, label), strict=True)
+    name, number = session.name, session.member.number
+    return [record for process, one in each for record in unpack(one, name(process), number(process))], []
+
+
+def _division_of(known: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int], list[int]]:
+    """The view and the number of parts of the newest division of which all parts are known, else what the newest lacks.
+
+    Processes that have begun a view know its parts, and those to which it broke before know the parts of the view
+    before, after the same step.
+    """
+    parts: dict[tuple[int, int], set[int]] = {}
+    for view, count, part in known:
+        parts.setdefault((view, count), set()).add(part)
+    whole = [division for division, there in parts.items() if len(there) == division[1]]
+    if whole or not parts:
+        return (max(whole), []) if whole else ((0, 1), [0])
+    newest = max(parts)
+    return newest, sorted({*range(newest[1])} - parts[newest])
 
 
 def shard_of(

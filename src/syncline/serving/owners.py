@@ -18,7 +18,7 @@ from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting
 from .merged import Updating
 from .messages import ANSWERS, nonsense, read_message, receive_body, send_body
-from .owner import Owner
+from .owner import Owner, Parts, parts_of
 from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
 from .server import REPLY_BYTES, REQUEST_BYTES, check_values
@@ -236,22 +236,9 @@ class LocalOwners:
     def _shards(self) -> list[Shard]:
         return [] if self._owner is None else self._owner.shards
 
-    def hold(self) -> dict[int, dict[int, list[Record]]]:
-        """End all updates. Returns the contents of the parts that this rank owns or follows after the last steps.
-
-        By step, and by the number of the part: all parts for the last step that this rank has finished, and for the
-        step before unless an update of the next has begun here.
-        """
-        if self._owner is None:
-            return {}
-        roles, group = self._session.strategy.roles, self._session.group
-        assert roles is not None
-        mine, rank = [roles.places(group), roles.followers(group)], self._session.index
-        parts = [one.index(rank) if rank in one else None for one in mine]
-        return {
-            clock: {part: one for part, one in zip(parts, found, strict=False) if part is not None and one is not None}
-            for clock, found in self._owner.hold().items()
-        }
+    def hold(self) -> dict[int, Parts]:
+        """End all updates. Returns the parts that this rank owns or follows after the last steps, by step."""
+        return {} if self._owner is None else parts_of(self._session, self._owner)
 
     def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
         """Every owner keeps its own slices."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..compression.compression import Compression
@@ -26,7 +27,7 @@ from ..session.layout import LABEL, REPLACING, Layout, Passed, Recompressing, co
 from ..session.session import Session
 from .merged import Coded, Planned, coded_posts, planned_posts
 from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
-from .owner import MOST_WEIGHT, Owner, shard_of
+from .owner import MOST_WEIGHT, Owner, Parts, parts_of, shard_of
 from .protocol import ALL, Release, Request
 from .records import Array, Record, pack, unpack
 from .shard import Build, Model, Shard, Traffic
@@ -93,12 +94,14 @@ class Server:
     Without ``relay`` the layout never changes.
     """
 
-    def __init__(self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None) -> None:
+    def __init__(
+        self, session: Session, shard: Shard, traffic: Traffic, relay: Relay | None = None, follows: Shard | None = None
+    ) -> None:
         self._session, self._traffic, self._relay = session, traffic, relay
         self._exchanges = traffic.exchanges(shard.apart)
         self._merges = session.strategy.sync_mode().merges
         self._parts = range(traffic.buckets) if shard.apart and not self._merges else (ALL,)
-        self._owner = Owner(session, shard, self._exchanges, self, self._parts)
+        self._owner = Owner(session, shard, self._exchanges, self, self._parts, follows)
         self._begun: dict[int, set[int]] = {}  # worker -> parts pushed of an unfinished step
         self._waiting = [_WaitingWorker() for _ in range(session.group.workers)]
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
@@ -174,6 +177,10 @@ class Server:
         left = self._gone | self._session.member.left_already()
         return left.issuperset(range(self._session.group.workers))
 
+    def hold(self) -> dict[int, Parts]:
+        """End all updates. Returns the parts that this server owns or follows after the last steps, by step."""
+        return parts_of(self._session, self._owner)
+
     # As ``Answers``.
 
     def tell_norm(self, workers: Sequence[int], squared: float) -> None:
@@ -197,9 +204,16 @@ class Server:
         version = self._told[worker] = self._owner.version
         clock, lag = self._owner.ledger.clock_of(worker), self._owner.lags[worker]
         self._owner.lags[worker], waiting.parts = 0, 0
-        answer = {"version": version, "clock": clock, "ahead": waiting.ahead, "lag": lag}
+        answer: dict[str, object] = {"version": version, "clock": clock, "ahead": waiting.ahead, "lag": lag}
         waiting.ahead = 0
-        self._reply(worker, {**answer, "waited_s": waited_s, "for": by, "met": met})
+        answer |= {"waited_s": waited_s, "for": by, "met": met}
+        made = self._exchanges.made
+        if self._owner.follows is None or made is None:
+            self._reply(worker, answer)
+            return
+        # A worker has finished a step only if it is not lost with any server.
+        reply = partial(self._reply, worker, answer)
+        self._session.engine.then(f"an answer to {self._session.called(worker)}", [made], reply, tolerant=True)
 
     # Requests.
 
@@ -250,7 +264,8 @@ class Server:
         if kind == "replace" and not self._merges:
             raise nonsense(self._session, worker, f"a {kind}", "workers cannot change weights if each pushes by itself")
         if kind == "load":
-            shard.load(records)
+            for one in self._owner.shards:
+                one.load(records)
         else:
             self._take_weights(worker, kind, records)
         if kind == "resume":
@@ -262,7 +277,8 @@ class Server:
         try:
             if kind == "replace":
                 self._traffic.know(records)
-            self._owner.shard.load_weights(records)
+            for shard in self._owner.shards:
+                shard.load_weights(records)
         except ValueError as error:
             raise nonsense(self._session, worker, f"the body of a {kind}", str(error)) from error
 
@@ -294,7 +310,7 @@ class Server:
         coded = compression.on(layout.buckets, gradients, passed)
         self._relay = Relay(Model(layout, gradients, weights, coded, model.first_key), relay.lay)
         self._traffic = traffic_of(session, self._relay.model)
-        self._owner.move_in(self._traffic.holdings() or [])
+        self._owner.move_in(self._traffic.holdings() or [], self._traffic.followed())
         self._exchanges = self._owner.pushes = self._traffic.exchanges(self._owner.shard.apart)
 
     def _listen(self, worker: int) -> Work:
@@ -335,8 +351,12 @@ def serve(
     traffic = traffic_of(session, model)
     holdings = traffic.holdings()
     if holdings is not None:
-        relay = Relay(model, lay) if session.strategy.sync_mode().merges else None
-        Server(session, shard_of(session, holdings, build, learnt, apart=apart), traffic, relay).serve()
+        relay, followed = Relay(model, lay) if session.strategy.sync_mode().merges else None, traffic.followed()
+        shard = shard_of(session, holdings, build, learnt, apart=apart)
+        follows = shard_of(session, followed, build, learnt, apart=apart) if followed else None
+        server = Server(session, shard, traffic, relay, follows)
+        session.serving = server.hold
+        server.serve()
 
 
 def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:

@@ -409,6 +409,9 @@ class Pushes(Protocol):
 class Exchanges(Pushes, Protocol):
     """An owner's part in pushes and pulls."""
 
+    made: Work | None
+    """Ends with the last updates that were begun; None where each push is an update."""
+
     def coming(self, worker: int) -> Sequence[Work]:
         """The works that precede the handling of a worker's message about its gradients, by bucket."""
         ...

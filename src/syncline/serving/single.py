@@ -191,6 +191,8 @@ class _Owned:
     def _numbers(self, bucket: int) -> Sequence[int]:
         return range(len(self._mine)) if bucket == ALL else (bucket,)
 
+    made: Work | None = None
+
     def rest(self) -> None:
         """Do nothing: sends use copies."""
 

@@ -84,6 +84,8 @@ class Session(Communicator):
         """The pool that distributes batches, once a sampler uses one."""
         self.numbers: tuple[int, ...] | None = None
         """The processes' numbers in an elastic run whose members have changed; None if they are the ranks."""
+        self.serving: Callable[[], Any] | None = None
+        """On a server that owns weights: ends all updates, and returns the parts that it has."""
         self.view = 1
         """The number of this group of members in an elastic run."""
         self.repairs = 0
@@ -507,7 +509,7 @@ class Session(Communicator):
             timed_s=timed_s,
             samples=pace.samples(),
             compression_error=error_of(paces),
-            members=self.numbers or tuple(map(self.member.number, range(self.group.workers))),
+            members=(self.numbers or tuple(map(self.member.number, range(self.group.workers))))[: self.group.workers],
             view=self.view,
             repairs=self.repairs,
         )

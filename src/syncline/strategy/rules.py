@@ -197,11 +197,8 @@ def _replicas_follow_merged_pushes(given: Combination) -> Fault | None:
     roles = given.roles
     if roles is None or not roles.replicas:
         return None
-    reason = f"in {write('algorithms', given.architecture)} a second worker makes every owner's updates"
+    reason = f"in {write('algorithms', given.architecture)} a second process makes every owner's updates"
     without = variants(given.architecture, lambda roles: not roles.replicas)
-    if roles.apart:
-        others = variants(given.architecture, lambda roles: not roles.apart)
-        return f"{reason}, but server processes have no followers", [*others, *without]
     if not roles.holds_weights:
         return f"{reason}, but with update=worker all workers make them", without
     if not build("sync", given.sync).merges:
@@ -595,15 +592,17 @@ def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
 
 
 def _lost_owners_are_replaced(given: Combination, roles: Roles, joins: bool) -> Fault | None:
-    if roles.apart:
-        here = variants(given.architecture, lambda found: not found.apart)
-        return "without server processes, whose parts of the weights would be lost with them", here
+    here = variants(given.architecture, lambda found: not found.apart)
     summing = variants(given.architecture, lambda found: not found.apart and not found.holds_weights)
     if roles.holds_weights and joins:  # a worker that joins has no state of the optimizer
-        return "with owners of the optimizer's state only if no worker can join it", summing
+        return "with owners of the optimizer's state only if no worker can join it", [*summing, *here]
+    if roles.apart and not roles.holds_weights:
+        return "without server processes that only add up", here
     if roles.holds_weights and not roles.replicas:
-        followed = variants(given.architecture, lambda found: not found.apart and bool(found.replicas))
-        return "without owners that alone hold the optimizer's state", [*followed, *summing]
+        followed = variants(given.architecture, lambda found: bool(found.replicas))
+        return "without owners that alone hold the optimizer's state", [*followed, *summing, *here]
+    if roles.apart and roles.owners == 1:
+        return "with two server processes or more, which follow each other", here
     if roles.replicas and given.schedule != AUTO and build("schedules", given.schedule).measures:
         # New buckets come without the state of the step before.
         return "with replicas=1 and schedules that keep their buckets", [{"schedule": Part("fixed")}]

@@ -178,20 +178,21 @@ class Strategy(Combination):
             resolved.plan(group)
         return resolved
 
-    def with_owners_among(self, workers: int) -> Strategy:
-        """The same strategy with at most as many owners as workers, if workers are the owners.
+    def with_owners_among(self, workers: int, servers: int = 0) -> Strategy:
+        """The same strategy with at most as many owners as workers, or as ``servers`` if these are the owners.
 
         Raises StrategyError if no argument of the architecture is the number of owners.
         """
         roles, architecture = self.roles, self.architecture
-        if roles is None or roles.apart or roles.owners <= workers:
+        most = servers if roles is not None and roles.apart else workers
+        if roles is None or roles.owners <= most:
             return self
         for name, value in architecture.args:
             if type(value) is int and value == roles.owners:
-                fewer = replace(self, architecture=with_arguments(architecture, **{name: workers}))
-                if fewer.roles is not None and fewer.roles.owners == workers:
+                fewer = replace(self, architecture=with_arguments(architecture, **{name: most}))
+                if fewer.roles is not None and fewer.roles.owners == most:
                     return fewer
-        raise StrategyError(f"{self} needs {roles.owners} workers, but {workers} are left: start with fewer owners")
+        raise StrategyError(f"{self} needs {roles.owners} owners, but {most} are left: start with fewer owners")
 
     def _with_servers(self, group: Group) -> Group:
         if group.servers not in (0, self.servers):

@@ -227,15 +227,15 @@ def _relay(workers: int, servers: int, elastic: str | None, strategy: Strategy |
     if elastic is None:
         return None
     least, most = read_range(elastic, name)
-    if servers or strategy is not None:  # else each process checks that of its script
+    if strategy is not None or servers:  # each process checks that of its script
         from syncline.strategy.strategy import Strategy, check_elastic
 
-        check_elastic(strategy or Strategy.parse(f"ps(servers={servers})"), joins=most is not None)
+        check_elastic(strategy or Strategy.parse(f"ps(servers={servers}, replicas=1)"), joins=most is not None)
     if least > workers:
         raise UsageError(f"--elastic {elastic} needs {least} workers, more than -n {workers} starts")
     if most is not None and most < workers:
         raise UsageError(f"--elastic {elastic} allows {most} workers at once, fewer than -n {workers} starts")
-    return Relay(workers, least, most)
+    return Relay(workers + servers, least, most, servers)
 
 
 def _check_joining(servers: int | None, tls: str | None, elastic: str | None, timeline: Path | None) -> None:

@@ -14,7 +14,6 @@ has the others' weights.
 from __future__ import annotations
 
 import contextlib
-import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ import numpy as np
 import torch
 
 from ...errors import NotBuiltError, SynclineError, UsageError
-from ...serving.owner import check_kept
+from ...serving.owner import Parts, check_kept, share_parts
 from ...serving.owners import LocalOwners
-from ...serving.records import Record, pack, unpack
+from ...serving.records import pack, unpack
 from ...serving.shard import WEIGHTS
 from ...session.layout import decide_layout
 from ...session.session import Session
@@ -219,10 +218,14 @@ def prepare(
         return None
     tell_of_slow_start(session, selection.trained(), optimizer)
     replica = TrainedReplica(session, model, options, first_key=first_key, copier=copier)
-    if optimizer is None or not session.strategy.server_holds_weights:
-        made = _attach_all_reduced(session, optimizer, replica)
-    else:
-        made = _attach_served(session, optimizer, probed, replica)
+    try:
+        if optimizer is None or not session.strategy.server_holds_weights:
+            made = _attach_all_reduced(session, optimizer, replica)
+        else:
+            made = _attach_served(session, optimizer, probed, replica)
+    except SynclineError:  # a process is lost meanwhile: an elastic run prepares the model in another session
+        replica.detach()
+        raise
     if session.chooses_schedule:
         replica.exchange.choosing = Choosing(replica, optimizer)
     if before is not None:
@@ -359,7 +362,11 @@ def _serve(session: Session, named: Named, optimizer: torch.optim.Optimizer | No
     parameters = [parameter for _, parameter in named]
     _move_into(weights, parameters)
     build, learnt = partial(SlicedOptimizer, optimizer, parameters, probed.own), records_of(optimizer, parameters)
-    serve_model(session, layout, gradients, weights, build, learnt, apart=updates_alone(optimizer))
+    try:
+        serve_model(session, layout, gradients, weights, build, learnt, apart=updates_alone(optimizer))
+    finally:
+        for parameter in parameters:  # their memory ends with the session, after which an elastic run serves again
+            parameter.data = parameter.detach().clone()
 
 
 def _copy_optimizer(
@@ -379,26 +386,17 @@ class Held:
 
     client: Client
     optimizer: torch.optim.Optimizer | None
-    parts: Mapping[int, Mapping[int, Sequence[Record]]]
+    parts: Mapping[int, Parts]
 
     def put_together_again(self, session: Session, step: int) -> list[int]:
         """Give the released model and its optimizer the weights and the state of all parts after ``step`` steps.
 
-        Owner and follower of a part have the same: the first rank gives it. Returns the parts that nobody has.
+        Returns the parts that nobody has.
         """
-        held = self.parts.get(step, {})
-        mine = json.dumps(sorted(held)).encode()
-        givers = [sorted(held)] if session.alone else [json.loads(one) for one in session.gather(mine)]
-        missing = sorted({*range(self.client.owned.owners.count)} - {part for parts in givers for part in parts})
-        if missing:
-            with contextlib.suppress(SynclineError):  # a worker that raises must not disturb the others' gather
-                session.barrier()
+        workers = range(session.world_size)
+        records, missing = share_parts(session, self.parts.get(step, {}), workers if not session.group.servers else [0])
+        if missing or not records:  # the other workers get the weights of rank 0, and have no state
             return missing
-        given = [part for part in givers[session.rank] if all(part not in parts for parts in givers[: session.rank])]
-        data = pack(record for part in given for record in held[part])
-        told = [data] if session.alone else session.gather(data)
-        name, number = session.name, session.member.number
-        records = [record for rank, one in enumerate(told) for record in unpack(one, name(rank), number(rank))]
         whole = whole_state(records, self.client.parameters)
         with torch.no_grad():
             for parameter, state in whole.items():
