@@ -1,0 +1,57 @@
+"""What a worker of a joined run does: ``elastic_bodies.learn_all``, with waits for others and deaths at given steps.
+
+    joined_script.py PLAN
+
+PLAN is JSON: ``wanted`` has pairs of a step and the number of workers for which rank 0 waits before it, ``die`` pairs
+of a process's number and the step before which it kills itself, ``other`` the numbers of processes with another model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import elastic_bodies as bodies
+import torch
+
+import syncline
+from syncline import recovery
+
+
+def say(line: str) -> None:
+    """Print a line by one call, because other workers print to the same pipe."""
+    os.write(1, f"{line}\n".encode())
+
+
+def main() -> None:
+    plan: dict[str, Any] = json.loads(sys.argv[1])
+    number = int(os.environ["SYNCLINE_ELASTIC"].split(":")[1])
+    recovery._LOOK_S = 0.0
+
+    def happen(now: str, step: int) -> None:
+        if now == "join" and syncline.rank() == 0:
+            wanted = max((workers for at, workers in plan.get("wanted", []) if at <= step), default=0)
+            if syncline.world_size() < wanted:
+                say(f"waits at {step}")
+                bodies.await_a_join()
+        if now == "before" and [number, step] in plan.get("die", []):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def made() -> Any:
+        x, y, model, *rest = bodies.problem()
+        return x, y, torch.nn.Sequential(model) if number in plan.get("other", []) else model, *rest
+
+    torch.set_num_threads(1)
+    syncline.init()
+    learnt = bodies.learn_all(happen, made)
+    places = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    members = list(syncline.stats().members)
+    say("learnt " + json.dumps([number, syncline.rank(), members, places, *learnt]))
+    syncline.shutdown()
+
+
+if __name__ == "__main__":
+    main()

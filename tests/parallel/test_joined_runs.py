@@ -1,0 +1,120 @@
+"""Two launchers with real workers in one run: it ends with the weights of its log, whoever joins and is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from test_elastic import members_of_steps, repeated
+
+LIMIT_S = 60.0
+HERE = Path(__file__).parent
+
+
+class Launcher:
+    """A ``syncline run`` of ``joined_script`` with the lines that it and its workers print."""
+
+    def __init__(self, arguments: list[str], plan: Mapping[str, Any], secret: str = "of the run") -> None:
+        command = [sys.executable, "-c", "from syncline_bench.cli import main; main()", "run", *arguments]
+        paths = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [*command, str(HERE / "joined_script.py"), json.dumps(plan)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths, "SYNCLINE_SECRET": secret, "SYNCLINE_FLIGHT": "off"},
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._ended = False  # it prints no more
+        self._came = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._came:
+                self.lines.append(line)
+                self._came.notify_all()
+        with self._came:
+            self._ended = True
+            self._came.notify_all()
+
+    def await_line(self, pattern: str) -> re.Match[str]:
+        """Wait until it prints a line with this pattern."""
+
+        def found() -> re.Match[str] | None:
+            return next(filter(None, (re.search(pattern, line) for line in self.lines)), None)
+
+        with self._came:
+            self._came.wait_for(lambda: found() or self._ended, LIMIT_S)
+            match = found()
+        assert match, self.text
+        return match
+
+    @property
+    def address(self) -> str:
+        return self.await_line(r"--join (\S+) ")[1]
+
+    def end(self) -> int:
+        """Its exit status, once all that it prints was read."""
+        status = self.process.wait(LIMIT_S)
+        self._reader.join(LIMIT_S)
+        return status
+
+    @property
+    def learnt(self) -> list[list[Any]]:
+        """What its workers have printed at their ends."""
+        return [json.loads(line.removeprefix("learnt ")) for line in self.lines if line.startswith("learnt ")]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+
+@contextmanager
+def launched(*arguments: str, plan: Mapping[str, Any], **more: str) -> Iterator[Launcher]:
+    found = Launcher([*arguments], plan, **more)
+    try:
+        yield found
+    finally:
+        if found.process.poll() is None:
+            found.process.terminate()
+        found.end()
+        assert found.process.stdout is not None
+        found.process.stdout.close()
+
+
+def check(log: Path, *launchers: Launcher) -> dict[int, list[Any]]:
+    """All that have trained to the end have the weights of the log. What they say, by number."""
+    again = repeated(log)
+    learnt = {number: rest for launcher in launchers for number, *rest in launcher.learnt}
+    assert learnt
+    for number, (rank, members, _, weights, *_) in learnt.items():
+        assert weights == again
+        assert members[rank] == number
+    return learnt
+
+
+def test_workers_of_another_launcher_join_one_that_is_alone(tmp_path: Path) -> None:
+    """Two more than at the start."""
+    log, plan = tmp_path / "samples.jsonl", {"wanted": [[3, 3]]}
+    arguments = ("-n", "1", "--elastic", "1:3", "--samples", str(log))
+    with launched(*arguments, plan=plan) as first:
+        address = first.address
+        with launched("--join", address, "-n", "2", plan=plan) as second:
+            assert (first.end(), second.end()) == (0, 0), first.text + second.text
+    learnt = check(log, first, second)
+    assert {number: said[:3] for number, said in learnt.items()} == {
+        number: [rank, learnt[0][1], [str(rank), "3"]] for rank, number in enumerate(learnt[0][1])
+    }
+    assert sorted(learnt) == [0, 1, 2]
+    members = members_of_steps(log)
+    assert members[:3] == [[0]] * 3
+    assert len(members[-1]) == 3
