@@ -2,8 +2,8 @@
 
     joined_script.py PLAN
 
-PLAN is JSON: ``wanted`` has pairs of a step and the number of workers for which rank 0 waits before it, ``die`` pairs
-of a process's number and the step before which it kills itself, ``other`` the numbers of processes with another model.
+PLAN is JSON: ``wanted`` has pairs of a step and the number of workers for which rank 0 waits from there on, before the
+step ``until``; ``die`` has pairs of a process's number and the step before which it kills itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def main() -> None:
 
     def happen(now: str, step: int) -> None:
         if now == "join" and syncline.rank() == 0:
-            wanted = max((workers for at, workers in plan.get("wanted", []) if at <= step), default=0)
+            wanted = max(
+                (workers for at, workers in plan.get("wanted", []) if at <= step < plan.get("until", 99)), default=0
+            )
             if syncline.world_size() < wanted:
                 say(f"waits at {step}")
                 bodies.await_a_join()

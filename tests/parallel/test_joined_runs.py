@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_elastic import members_of_steps, repeated
 
 LIMIT_S = 60.0
@@ -118,3 +119,35 @@ def test_workers_of_another_launcher_join_one_that_is_alone(tmp_path: Path) -> N
     members = members_of_steps(log)
     assert members[:3] == [[0]] * 3
     assert len(members[-1]) == 3
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_where_others_have_joined_when_all_its_first_workers_are_lost(tmp_path: Path) -> None:
+    """Rank 0 is then a worker of the second launcher, at whose port the view meets; its log has the later steps."""
+    logs = [tmp_path / f"{number}.jsonl" for number in range(2)]
+    plan = {"wanted": [[2, 3]], "until": 5, "die": [[0, 5]]}
+    with launched("-n", "1", "--elastic", "1:3", "--samples", str(logs[0]), plan=plan) as first:
+        first.await_line("waits at 2")
+        arguments = ("--join", first.address, "-n", "2", "--samples", str(logs[1]))
+        with launched(*arguments, plan=plan) as second:
+            assert (first.end(), second.end()) == (0, 0), first.text + second.text
+    both = tmp_path / "both.jsonl"
+    both.write_text(logs[1].read_text() + logs[0].read_text())
+    check(both, first, second)
+    assert json.loads(logs[0].read_text().splitlines()[-1])["members"][0] == 0
+    assert 0 not in json.loads(logs[1].read_text().splitlines()[-1])["members"]
+
+
+@pytest.mark.slow
+def test_several_launchers_join_at_once(tmp_path: Path) -> None:
+    log, plan = tmp_path / "samples.jsonl", {"wanted": [[1, 4]]}
+    with launched("-n", "1", "--elastic", "1:4", "--samples", str(log), plan=plan) as first:
+        address = first.address
+        with (
+            launched("--join", address, plan=plan) as second,
+            launched("--join", address, plan=plan) as third,
+            launched("--join", address, plan=plan) as fourth,
+        ):
+            ends = [launcher.end() for launcher in (first, second, third, fourth)]
+    assert ends == [0] * 4, first.text + second.text + third.text + fourth.text
+    assert sorted(check(log, first, second, third, fourth)) == [0, 1, 2, 3]
