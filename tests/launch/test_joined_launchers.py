@@ -173,7 +173,7 @@ def test_nobody_joins_a_run_that_is_over_or_encrypts(relay: Relay) -> None:
             asked(relay, run)
         assert isinstance(relay.reception, Reception)
         relay.reception._refuses = "it encrypts its connections"
-        with pytest.raises(GroupError, match=r"lets these workers not join: it encrypts its connections"):
+        with pytest.raises(GroupError, match=r"does not let these workers join: it encrypts its connections"):
             asked(relay, run)
 
 

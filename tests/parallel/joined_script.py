@@ -3,7 +3,8 @@
     joined_script.py PLAN
 
 PLAN is JSON: ``wanted`` has pairs of a step and the number of workers for which rank 0 waits from there on, before the
-step ``until``; ``die`` has pairs of a process's number and the step before which it kills itself.
+step ``until``; ``die`` and ``hold`` have pairs of a process's number and the step before which it kills itself, or
+holds still. ``other`` has the numbers of processes with another model.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import elastic_bodies as bodies
@@ -19,6 +21,8 @@ import torch
 
 import syncline
 from syncline import recovery
+
+HOLD_S = 60.0
 
 
 def say(line: str) -> None:
@@ -41,6 +45,9 @@ def main() -> None:
                 bodies.await_a_join()
         if now == "before" and [number, step] in plan.get("die", []):
             os.kill(os.getpid(), signal.SIGKILL)
+        if now == "before" and [number, step] in plan.get("hold", []):
+            say(f"{number} holds")
+            time.sleep(HOLD_S)
 
     def made() -> Any:
         x, y, model, *rest = bodies.problem()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,13 +105,24 @@ def check(log: Path, *launchers: Launcher) -> dict[int, list[Any]]:
     return learnt
 
 
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_workers_of_another_launcher_join_one_that_is_alone(tmp_path: Path) -> None:
     """Two more than at the start."""
     log, plan = tmp_path / "samples.jsonl", {"wanted": [[3, 3]]}
     arguments = ("-n", "1", "--elastic", "1:3", "--samples", str(log))
     with launched(*arguments, plan=plan) as first:
-        address = first.address
-        with launched("--join", address, "-n", "2", plan=plan) as second:
+        first.await_line("waits at 3")
+        with launched("--join", first.address, "-n", "2", plan=plan) as second:
             assert (first.end(), second.end()) == (0, 0), first.text + second.text
     learnt = check(log, first, second)
     assert {number: said[:3] for number, said in learnt.items()} == {
@@ -151,3 +164,61 @@ def test_several_launchers_join_at_once(tmp_path: Path) -> None:
             ends = [launcher.end() for launcher in (first, second, third, fourth)]
     assert ends == [0] * 4, first.text + second.text + third.text + fourth.text
     assert sorted(check(log, first, second, third, fourth)) == [0, 1, 2, 3]
+
+
+REFUSED: list[tuple[list[str], str, int, str]] = [
+    ([], "of the run", 1, "RollCallError: this worker cannot join the run: this run has model"),
+    (["--strategy", "tree"], "of the run", 1, "this run has strategy 'auto', but the process that joins has 'tree"),
+    ([], "another", 1, "has another secret: set SYNCLINE_SECRET to that of its run"),
+    (["-n", "2"], "of the run", 1, "it has 1 of at most 2 workers: ask for 1 at most (-n)"),
+]
+
+
+@pytest.mark.slow
+def test_others_are_refused_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    log, plan = tmp_path / "samples.jsonl", {"wanted": [[3, 2]], "other": [1]}
+    with launched("-n", "1", "--elastic", "1:2", "--samples", str(log), plan=plan) as first:
+        first.await_line("waits at 3")
+        for arguments, secret, status, why in REFUSED:
+            with launched("--join", first.address, *arguments, plan=plan, secret=secret) as refused:
+                assert refused.end() == status, refused.text
+                assert why in refused.text
+        with launched("--join", first.address, plan=plan) as second:
+            assert (first.end(), second.end()) == (0, 0), first.text + second.text
+    check(log, first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_run_goes_on_without_a_launcher_that_has_joined_and_its_workers_end_with_it(
+    tmp_path: Path, number: int
+) -> None:
+    """Two of five workers end at once, while the others wait for their gradients."""
+    log, plan = tmp_path / "samples.jsonl", {"wanted": [[2, 5]], "until": 4, "hold": [[3, 5], [4, 5]]}
+    with launched("-n", "3", "--elastic", "1:5", "--samples", str(log), plan=plan) as first:
+        first.await_line("waits at 2")
+        with launched("--join", first.address, "-n", "2", plan=plan) as second:
+            second.await_line("3 holds")
+            second.await_line("4 holds")
+            workers = children(second.process.pid)
+            second.process.send_signal(number)
+            assert second.end() == (-number if number == signal.SIGKILL else 128 + number)
+            assert all(map(gone, workers))
+        assert first.end() == 0, first.text
+    check(log, first)
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_first_launcher_ends_the_others_with_an_error() -> None:
+    plan = {"wanted": [[2, 2], [4, 3]]}
+    with launched("-n", "1", "--elastic", "1:3", plan=plan) as first:
+        first.await_line("waits at 2")
+        with launched("--join", first.address, plan=plan) as second:
+            first.await_line("waits at 4")
+            workers = children(second.process.pid)
+            first.process.kill()
+            assert second.end() == 1
+            assert all(map(gone, workers))
+    assert (
+        f"the launcher at {first.address}, whose run these workers have joined, has ended or cannot be" in second.text
+    )

@@ -305,7 +305,7 @@ class Guest(Lines):
         self._link = link
         match welcome:
             case {"refused": str(why)}:
-                raise GroupError(f"the run at {link.name} lets these workers not join: {why}")
+                raise GroupError(f"the run at {link.name} does not let these workers join: {why}")
             case {
                 "numbers": list(numbers), "run": str(run), "told": dict(told),
                 "processes": int(processes), "least": int(least), "most": int(most),
