@@ -21,7 +21,7 @@ from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
 from .launch.environment import REPEATS, Environment, Variables, worker_places
-from .launch.relay import Range, joins, may_grow, range_asked, served
+from .launch.relay import Range, allowed, joins, may_grow, range_asked
 from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.checks import Finite, asked_for
 from .session.groups import WorkerGroup, found_group
@@ -341,7 +341,7 @@ def _choose(strategy: str | None, environment: Environment, again: bool) -> Stra
     if text is None:
         text = f"ps(servers={started})" if started else ""
     chosen = Strategy.parse(text)
-    if (numbers := served()) is not None and not again:  # before any process waits for others
+    if (numbers := allowed()) is not None and not again:  # before any process waits for others
         check_elastic(chosen, joins=numbers[1] is not None)
     if again and started:
         chosen = chosen.with_owners_among(environment.world, started)

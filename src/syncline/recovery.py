@@ -615,7 +615,7 @@ class Members:
             if again is not None:
                 process.prepared.append(again)
         shared: list[Stateful] = [*(one for given in self.given for one in given.shared), *state]
-        repairs = self._repairs + len(self._trained - view.numbers)
+        repairs = self._repairs + len(self._trained - view.numbers - self._keeper.servers)
         mine = packed([[one.state_dict() for one in shared], [one.state_dict() for one in samplers], repairs])
         values, positions, session.repairs = unpacked(mine if session.alone else session.tell_all(mine, root))
         for one, found in zip(shared, values, strict=True):

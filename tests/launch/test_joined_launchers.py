@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import selectors
 import signal
 import socket
 import struct
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,7 +161,7 @@ def test_no_more_workers_join_than_the_most(relay: Relay, capfd: pytest.CaptureF
             asked(relay, run, 4)
         assert "refused 4 workers of the launcher at 127.0.0.1:" in capfd.readouterr().err
         full = asked(relay, run, 3)
-        with pytest.raises(GroupError, match="it has 4 of at most 4 workers: ask for 0 at most"):
+        with pytest.raises(GroupError, match="it has 4 of at most 4 workers: start the run with --elastic 1:5"):
             asked(relay, run)
         full.close()
         until(lambda: not relay.away, run)
@@ -269,6 +271,74 @@ def test_an_interrupt_of_the_run_ends_the_workers_that_have_joined(relay: Relay,
             ends = both(run, joined)
     assert [end.status for end in ends] == [128 + number] * 2
     assert [ending.status for ending in ends[1].endings] == [128 + number] * 2
+
+
+def test_an_interrupt_of_both_launchers_leaves_workers_the_time_to_end(relay: Relay, tmp_path: Path) -> None:
+    """As batch systems do: the second word, of the first launcher, kills nobody."""
+    ends = "def end(*_):\n    import time; time.sleep(0.5); sys.exit(5)\n"
+    waits = f"{ends}signal.signal(signal.SIGTERM, end)\nsend(join='x')\nwhile True: signal.pause()"
+    heard = tmp_path / "heard"
+    with LocalRun(command(f"hear(); open({str(heard)!r}, 'w'); signal.pause()"), 1, relay=relay) as run:
+        guest = asked(relay, run)
+        with LocalRun(command(waits), 1, relay=guest) as joined:
+            until(heard.exists, run, joined)
+            joined.stop(signal.SIGTERM)
+            run.stop(signal.SIGTERM)
+            _, outcome = both(run, joined)
+    assert [ending.status for ending in outcome.endings] == [5]
+
+
+def test_nonsense_of_a_worker_costs_its_launcher_nothing(relay: Relay) -> None:
+    """A packet that is longer in a frame, and one that is too deep, are left out; the next one is passed on."""
+    first = "assert hear() == {'from': 1, 'message': 'x'}\nassert hear() == {'ended': 1}"
+    script = "line.send(('{\"a\": \"' + 'é' * 30000 + '\"}').encode())\n"
+    script += "line.send(b'{\"a\": ' + b'[' * 30000 + b']' * 30000 + b'}')\n"
+    script += "line.send(b'{\"a\": [' + b','.join([b'1e9'] * 12000) + b']}')\nsend(join='x')"
+    relay._next_s = float("inf")
+    with LocalRun(command(first), 1, relay=relay) as run:
+        guest = asked(relay, run)
+        with LocalRun(command(script), 1, relay=guest) as joined:
+            ends = both(run, joined)
+    assert [end.status for end in ends] == [0, 0]
+
+
+@contextmanager
+def linked() -> Iterator[tuple[Link, socket.socket]]:
+    """A link, and the other end of its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as there:
+        link = Link(door.accept()[0], "there")
+        yield link, there
+        link.close()
+
+
+def test_frames_behind_the_answer_are_heard() -> None:
+    with selectors.DefaultSelector() as selector, linked() as (link, there):
+        there.sendall(in_frame({"numbers": [1]}) + in_frame({"stop": 15}) + in_frame({"over": True}))
+        assert link.wait(LIMIT_S) == {"numbers": [1]}
+        heard: list[Any] = []
+        link.attach(selector, heard.append, heard.append)
+        assert heard == [{"stop": 15}, {"over": True}]
+
+
+def test_an_end_that_sends_without_a_pause_does_not_hold_the_loop() -> None:
+    frame, over = in_frame({"over": True}), threading.Event()
+
+    def flood() -> None:
+        with suppress(OSError):
+            while not over.is_set():
+                there.sendall(frame * 10_000)
+
+    with selectors.DefaultSelector() as selector, linked() as (link, there):
+        heard: list[Any] = []
+        link.attach(selector, heard.append, heard.append)
+        thread = threading.Thread(target=flood, daemon=True)
+        thread.start()
+        assert selector.select(LIMIT_S)
+        link._turn(selectors.EVENT_READ)
+        assert 0 < len(heard) <= FRAME_BYTES // len(frame) + 1
+        over.set()
+        link.close()
+        thread.join(LIMIT_S)
 
 
 def test_an_interrupt_where_workers_have_joined_ends_these_only(relay: Relay) -> None:

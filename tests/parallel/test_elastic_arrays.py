@@ -67,17 +67,17 @@ def needs(package: str) -> pytest.MarkDecorator:
 def test_numpy_goes_on_alone_and_takes_in_others(tmp_path: Path) -> None:
     """Worker 1 dies in the middle of a step and worker 0 before one, so that one is alone until others join it."""
     found = survivors(tmp_path, "numpy", "ring schedule=wait_free", "1:3,0:6", "4")
-    assert [one["members"] for one in found] == [[2, 3, 4]] * 3
+    assert [sorted(one["members"]) for one in found] == [[2, 3, 4]] * 3
     assert [one["repairs"] for one in found] == [2, 2, 2]
     assert found[0]["calls"] >= 4
-    assert found[-1]["calls"] == 1
+    assert min(one["calls"] for one in found) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", [pytest.param(one, marks=needs(one)) for one in ("jax", "tensorflow")])
 def test_a_framework_goes_on_alone_and_takes_in_others(tmp_path: Path, framework: str) -> None:
     """As above: the same training step is then one of several workers, of one worker, and of several again."""
-    found = survivors(tmp_path, framework, "ring", "1:3,0:6", "4")
-    assert [one["members"] for one in found] == [[2, 3, 4]] * 3
-    assert [one["repairs"] for one in found] == [2, 2, 2]
-    assert found[-1]["calls"] == 1
+    found = survivors(tmp_path, framework, "ring", "1:3", "2", workers=2, elastic="1:2")
+    assert [one["members"] for one in found] == [[0, 2]] * 2
+    assert [one["repairs"] for one in found] == [1, 1]
+    assert [one["calls"] for one in found] == [3, 1]

@@ -189,7 +189,7 @@ def test_others_are_refused_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_run_goes_on_without_a_launcher_that_has_joined_and_its_workers_end_with_it(
     tmp_path: Path, number: int
 ) -> None:

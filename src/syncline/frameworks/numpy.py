@@ -553,12 +553,14 @@ class Arrays:
         weights, values = self.weights, Values(self.weights.optimizer)
         before = values.state_dict()
         arrays, states = [array.copy() for array in weights.arrays.values()], copy.deepcopy(weights.states)
+        count = self.trainer._steps.count
 
         def put_back() -> None:
             for array, kept in zip(weights.arrays.values(), arrays, strict=True):
                 np.copyto(array, kept)
             weights.states = copy.deepcopy(states)
             values.load_state_dict(before)
+            self.trainer._steps.resume_at(count)
 
         return put_back
 

@@ -102,6 +102,7 @@ class Link:
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name, self._sock = name, sock
         self._frames, self._held = Frames(), bytearray()
+        self._early: list[Frame] = []  # came with the one that was waited for
         self._selector: selectors.BaseSelector | None = None
         for option in _ALIVE:
             sock.setsockopt(*option)
@@ -114,19 +115,22 @@ class Link:
         self._selector, self._heard, self._ended = selector, heard, ended
         selector.register(self._sock, selectors.EVENT_READ, self._turn)
         self._flush()
+        while self._early:
+            heard(self._early.pop(0))
 
     def _turn(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush()
         why = ""
         try:
-            while self._sock.fileno() >= 0:
-                data = self._sock.recv(FRAME_BYTES)
-                for frame in self._frames.feed(data):
-                    self._heard(frame)
-                if not data:
-                    why = "its connection has ended"
-                    break
+            if self._sock.fileno() < 0:
+                return
+            data = self._sock.recv(FRAME_BYTES)  # once a turn: an end that sends without a pause must not hold the loop
+            for frame in self._frames.feed(data):
+                self._heard(frame)
+            if data:
+                return
+            why = "its connection has ended"
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as error:
@@ -141,6 +145,16 @@ class Link:
             return
         self._held += in_frame(frame)
         self._flush()
+
+    def pass_on(self, frame: Frame) -> None:
+        """Send a frame with what another process has said; nothing if it is too long in this form."""
+        if len(in_frame(frame)) <= _LENGTH.size + FRAME_BYTES:
+            self.send(frame)
+
+    @property
+    def address(self) -> str:
+        """This machine's address on the way to the other end."""
+        return str(self._sock.getsockname()[0])
 
     def _flush(self) -> None:
         try:
@@ -171,7 +185,8 @@ class Link:
                 data = self._sock.recv(_LENGTH.size + FRAME_BYTES)
                 found = self._frames.feed(data)
                 if found:
-                    return found[0]
+                    first, *self._early = found
+                    return first
                 if not data:
                     break
         except (OSError, ProtocolError) as error:
@@ -217,7 +232,7 @@ class Reception:
     def attach(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
         """Serve callers from now on. ``environ`` is that of the run's processes."""
         self._selector = selector
-        self._told = {name: environ[name] for name in TOLD if name in environ}
+        self._told = {name: environ.get(name, "") for name in TOLD}
         self._run = environ["SYNCLINE_RUN_ID"]
         selector.register(self._bell, selectors.EVENT_READ, self._take)
 
@@ -255,7 +270,7 @@ class Reception:
             say(f"syncline: refused {who}: {refused}\n")
             link.send({"refused": refused})
             return
-        found = [self._relay.admit(link.send) for _ in range(workers)]
+        found = [self._relay.admit(link.pass_on) for _ in range(workers)]
         self._guests[link] |= set(found)
         say(f"syncline: {who} join: {', '.join(map(str, found))}\n")
         link.send({"numbers": found, "run": self._run, "told": self._told, **self._relay.limits})
@@ -348,7 +363,7 @@ class Guest(Lines):
     @property
     def address(self) -> str:
         """This machine's address on the way to the other launcher."""
-        return str(self._link._sock.getsockname()[0])
+        return self._link.address
 
     def attach(
         self, selector: selectors.BaseSelector, environ: Mapping[str, str], stop: Callable[[int, int], None]
@@ -379,7 +394,8 @@ class Guest(Lines):
     def read(self, number: int) -> None:
         """Pass on the packets of a worker."""
         for packet in self.packets(number):
-            self._link.send({"from": number, "packet": packet})
+            with suppress(ValueError, RecursionError):  # a worker's nonsense, which must not cost the others the run
+                self._link.pass_on({"from": number, "packet": packet})
 
     def note_end(self, number: int, status: int, now_s: float = 0.0) -> str:
         """Tell the other launcher of the end of a worker."""

@@ -304,7 +304,7 @@ class LocalRun:
                 **({} if self._relay is None else self._relay.shared),
             }
             if self._relay is not None:
-                self._relay.attach(self._selector, {**self._shared, **self._env}, self.stop)
+                self._relay.attach(self._selector, {**self._shared, **self._env}, self._stop_too)
             if self._relay is not None and self._relay.joins:
                 for number in self._numbers:
                     self._start_alone(number)
@@ -437,6 +437,11 @@ class LocalRun:
         for ending in replaced[:-_ENDINGS]:
             self._endings.remove(ending)
             self._before += 1
+
+    def _stop_too(self, number: int, status: int) -> None:
+        """Stop because another launcher does. A second request would kill, so none follows one of this launcher."""
+        if number == signal.SIGKILL or (self._stopped is None and not self._requests):
+            self.stop(number, status)
 
     def _take_requests(self) -> None:
         while self._requests:

@@ -313,9 +313,11 @@ class Relay(Lines):
         if self._finished or self.is_over:
             return "its training has ended"
         if living + workers > (self._most or 0):
+            room = (self._most or 0) - living
+            fewer = f"ask for {room} at most (-n), or " if room > 0 else ""
             return (
-                f"it has {living} of at most {self._most} workers: ask for {max(0, (self._most or 0) - living)} at most"
-                f" (-n), or start the run with --elastic {self._least}:{living + workers}"
+                f"it has {living} of at most {self._most} workers:"
+                f" {fewer}start the run with --elastic {self._least}:{living + workers}"
             )
         return ""
 
@@ -497,7 +499,7 @@ def joins() -> bool:
     return numbers is not None and numbers[1] >= numbers[2]
 
 
-def served() -> Range | None:
+def allowed() -> Range | None:
     """The least and the greatest number of members with which the launcher lets a run go on. None if it lets none.
 
     Without a greatest number nobody joins.

@@ -70,8 +70,8 @@ def _check_script(script: str, module: bool) -> None:
     "--interface",
     metavar="NAME",
     envvar="SYNCLINE_INTERFACE",
-    help="Network interface or address of this machine at which workers on other machines reach the run: with --elastic"
-    " LEAST:MOST and SYNCLINE_SECRET they can join there; default: the loopback address.",
+    help="Network interface or address of this machine for the run's connections, where others also join it. Default:"
+    " SYNCLINE_INTERFACE, else the loopback address; with --join, the address on the way to the run.",
 )
 @click.option(
     "--samples",
@@ -121,7 +121,7 @@ def run(
     from syncline.launch.local import here, launch
 
     if where is not None:
-        _check_joining(servers=servers, tls=tls, elastic=elastic, timeline=timeline_path)
+        _check_joining(tls, servers, elastic, timeline_path, check_replicas, check_finite)
     elif workers is None:
         raise click.MissingParameter(param_hint="'-n' / '--workers'", param_type="option")
     workers = workers or 1
@@ -238,12 +238,12 @@ def _relay(workers: int, servers: int, elastic: str | None, strategy: Strategy |
     return Relay(workers + servers, least, most, servers)
 
 
-def _check_joining(servers: int | None, tls: str | None, elastic: str | None, timeline: Path | None) -> None:
+def _check_joining(tls: str | None, *given: object) -> None:
     """Raise UsageError for options that a launcher decides whose run others join."""
     from syncline.errors import UsageError
 
-    given = {"--servers": servers, "--elastic": elastic, "--trace": timeline}
-    if wrong := [name for name, value in given.items() if value is not None]:
+    names = ("--servers", "--elastic", "--trace", "--check-replicas", "--check-finite")
+    if wrong := [name for name, value in zip(names, given, strict=True) if value is not None]:
         raise UsageError(f"{wrong[0]} belongs to the launcher whose run these workers join: leave it out with --join")
     if tls or os.environ.get("SYNCLINE_TLS"):
         raise UsageError("--join works without TLS: leave --tls and SYNCLINE_TLS out, here and in the run")

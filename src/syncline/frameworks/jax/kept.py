@@ -55,9 +55,9 @@ class Kept:
 
     @property
     def described(self) -> str:
-        """A text that differs between values of other names, shapes or types."""
+        """A text that differs between values of other names, shapes or types, and between other rules."""
         leaves = [(name, jax.numpy.shape(leaf), str(jax.numpy.result_type(leaf))) for name, leaf in named(self._values)]
-        return f"{len(leaves)} values of JAX ({zlib.crc32(str(leaves).encode()):08x})"
+        return f"{len(leaves)} values of JAX ({zlib.crc32(str(leaves).encode()):08x}), {self._run.rule}"
 
     @property
     def shared(self) -> list[Any]:

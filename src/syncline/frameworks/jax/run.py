@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, zip_longest
@@ -195,6 +196,7 @@ class Run:
         self._weights = TreeWeights(self._names, self._specs)
         self._weights.now = [host(name, leaf) for name, leaf in leaves]
         self._devices = max(1, devices_of(params))
+        self._shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.float32), params)
         self._ready = True
 
     def _builder(self, params: Any) -> partial[OptaxSlices]:
@@ -207,6 +209,16 @@ class Run:
             if self._held and not (session.is_worker and session.group.servers):
                 device = device_of_owners(beside=session.is_worker)  # all see whether there is one
         return partial(OptaxSlices, self._optimizer, device)
+
+    @property
+    def rule(self) -> str:
+        """A text that differs between optimizers that differ in a visible way, and between weights of batches."""
+        told = f"weight={self._weight!r}"
+        if self._optimizer is None:
+            return told
+        keeps, numbers = outline(self._optimizer, self._shapes)
+        seen = f"{keeps} {[f'{number:.3e}' for number in numbers]}"
+        return f"{told} and an optimizer ({zlib.crc32(seen.encode()):08x})"
 
     def _compare(self, params: Any) -> None:
         """Raise MismatchError, on all workers, if their optimizers differ in a visible way."""

@@ -70,6 +70,7 @@ class Prepared:
         self.session, self.model, self.optimizer = session, model, optimizer
         self.variables, self.untrained = trained(model), untrained(model)
         self.specs, self.ids = specs_of(self.variables), {id(resource(one)) for one in self.variables}
+        self._weight = weight
         self.steps = 0
         """The number of steps of a single worker, if no Keras optimizer counts them."""
         self._since = self._begun = 0  # counts of the optimizer and of the model at their common start
@@ -128,10 +129,11 @@ class Prepared:
     @property
     def described(self) -> str:
         """A text that differs between models of other variables, and between optimizers."""
-        told = zlib.crc32(str([self.specs, names_of(self.untrained), names_of(self._kept)]).encode())
+        rule = [] if self.optimizer is None else self._rule()
+        told = zlib.crc32(str([self.specs, names_of(self.untrained), names_of(self._kept), rule]).encode())
         elements = sum(spec.elements for spec in self.specs)
         made = type(self.optimizer).__name__
-        return f"{len(self.specs)} variables of {elements:,} elements with {made} ({told:08x})"
+        return f"{len(self.specs)} variables of {elements:,} elements with {made} ({told:08x}), weight={self._weight!r}"
 
     @property
     def shared(self) -> list[Any]:
@@ -246,13 +248,19 @@ class Prepared:
             self.run.model.let_go()
         self.session.lasting[:] = [one for one in self.session.lasting if one is not self]
 
-    def _compare_optimizers(self) -> None:
-        """End all ranks with an error that names a rank whose optimizer differs from rank 0's."""
-        session, found = self.session, keras.optimizers.serialize(self.optimizer)
+    def _rule(self) -> list[Any]:
+        """The optimizer's class and values but for those that are copied, as values of JSON."""
+        found = keras.optimizers.serialize(self.optimizer)
         copied = {"name", *(["learning_rate"] if isinstance(found["config"].get("learning_rate"), float) else [])}
         config = {name: one for name, one in found["config"].items() if name not in copied}
-        first, *_ = session.gather(json.dumps([found["class_name"], config], sort_keys=True, default=repr).encode())
-        theirs, mine = json.loads(first), json.loads(json.dumps([found["class_name"], config], default=repr))
+        values: list[Any] = json.loads(json.dumps([found["class_name"], config], sort_keys=True, default=repr))
+        return values
+
+    def _compare_optimizers(self) -> None:
+        """End all ranks with an error that names a rank whose optimizer differs from rank 0's."""
+        session, mine = self.session, self._rule()
+        first, *_ = session.gather(json.dumps(mine, sort_keys=True).encode())
+        theirs = json.loads(first)
         if theirs != mine:
             differs = sorted(name for name in {*mine[1], *theirs[1]} if mine[1].get(name) != theirs[1].get(name))
             here = {name: mine[1].get(name) for name in differs}

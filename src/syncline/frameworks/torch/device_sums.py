@@ -49,7 +49,7 @@ class DeviceSums:
         return lambda: [one]
 
     def close(self) -> None:
-        """Forget the others' memory."""
+        """Make no more reducers. The memory of others is let go of with those that were made."""
         self._blocks = ()
 
 
