@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,10 @@ class SampleLog:
         self._begun = True
 
 
+_BEGIN = '{"sampler": '
+"""What each line begins with."""
+
+
 def _last_byte(file: BinaryIO) -> bytes:
     file.seek(-1, os.SEEK_END)
     return file.read(1)
@@ -84,9 +89,12 @@ def read_log(path: str) -> dict[tuple[int, int], dict[str, Any]]:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
+            line, begun = None, text.rfind(_BEGIN)
             if text.startswith("{") and not text.endswith("}"):
                 continue
-            line = None
+            if begun > 0:  # after the line of a writer that was killed, the first one of another file
+                with suppress(ValueError, RecursionError):
+                    line = json.loads(text[begun:])
         if not _is_line(line):
             raise UsageError(f"line {number} of {path} is none of syncline run --samples")
         if line["sampler"]:

@@ -354,6 +354,18 @@ def test_a_line_that_a_killed_writer_has_begun_is_left_out(tmp_path: Path) -> No
     ]
 
 
+def test_the_first_line_of_a_file_counts_after_one_that_a_killed_writer_has_begun(tmp_path: Path) -> None:
+    """As ``cat`` puts two files together."""
+    how = {"strategy": "ring", "algorithms": []}
+    parts = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for step, part in enumerate(parts):
+        SampleLog(str(part), 0, [step], True, how).write(0, step, np.array([step]))
+    for kept in (1, 11, 12, 40, len(parts[0].read_text()) - 2):
+        both = tmp_path / "both.jsonl"
+        both.write_text(parts[0].read_text()[:kept] + parts[1].read_text())
+        assert [(at, line["members"]) for at, line in read_log(str(both)).items()] == [((0, 1), [1])]
+
+
 def test_the_lines_of_several_files_count_by_view_in_any_order(tmp_path: Path) -> None:
     """The same step in views 1 and 2, by workers that have written to two files, and twice in view 2."""
     parts = []

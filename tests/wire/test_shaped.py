@@ -424,6 +424,36 @@ def test_behind_a_queue_urgent_frames_wait_no_longer_than_behind_the_kernels(que
     assert queued.accepted[0] == 4_000_000  # it had begun
 
 
+def test_a_peer_that_takes_nothing_earns_no_rate_for_others() -> None:
+    """Its queue is full for ten seconds. Then bytes for another one take their time."""
+    shape, clock = Shape(RATE), Clock()
+    lines, peers = [], []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            lines.append(Line(socket.create_connection(door.getsockname()), shape, clock))
+            peers.append(door.accept()[0])
+    links = [Link(line, rank, lambda *_: None, lambda *_: None) for rank, line in enumerate(lines)]  # type: ignore[arg-type]
+    loop = ShapedLoop(links, lambda _: None, shape, clock)
+    links[0].push(1, 0, body=memoryview(bytes(300_000_000)))
+    for tick in range(1_000):
+        clock.now = 100.0 + tick / 100
+        loop.turn(0.0)
+    assert lines[0].queue
+    assert not lines[0].writable
+    links[1].push(1, 0, body=memoryview(bytes(100_000)))
+    loop.write()
+    whole_s, begun = 100_024 * 8 / RATE, clock.now
+    clock.now = begun + whole_s / 2
+    loop.turn(0.0)
+    assert links[1].sent_bytes <= 50_012 + 1
+    clock.now = begun + whole_s + 1e-6
+    loop.turn(0.0)
+    assert links[1].sent_bytes == 100_024
+    loop.close()
+    for peer in peers:
+        peer.close()
+
+
 def test_what_was_accepted_arrives_although_the_end_is_closed(queued: Queued) -> None:
     queued.push(100_000)
     assert queued.at(0.0) == 0

@@ -167,7 +167,10 @@ class Link:
         after: Callable[[], None] | None = None,
         fd: int | None = None,
     ) -> None:
-        """Queue a frame. ``after`` is called once the kernel has all of it. ``fd`` travels with it (UNIX only)."""
+        """Queue a frame. ``after`` is called once the kernel, or a shaped line's queue, has all of it.
+
+        ``fd`` travels with it (UNIX only).
+        """
         size = 0 if body is None else body.nbytes
         if priority not in (CONTROL, 0.0) and not self._bounded:
             self._bound_unsent()

@@ -39,8 +39,9 @@ from ..nouns import Rate, Seconds
 from .links import TCP_NOTSENT_LOWAT, Link, Loop
 
 QUEUE_S = 0.05
-"""The seconds for which a full queue of a connection takes to empty at the whole rate, within these limits:"""
+"""A connection's queue holds the bytes of so many seconds at the whole rate."""
 LEAST_QUEUE_BYTES, MOST_QUEUE_BYTES = 64 * 1024, 4 * 1024 * 1024
+"""It holds at least and at most so many, whatever the rate."""
 
 WAKE_S = 0.001
 """The time between two departures from a queue."""
@@ -95,14 +96,14 @@ class Shape:
 
 
 class Departures:
-    """The bytes that leave a port. Call ``begin`` when some wait for which the port was free until now."""
+    """The bytes that leave a port. Call ``begin`` when bytes come to wait at a port that had none that could leave."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._rate = bytes_per_s
         self._free_at = float("-inf")  # when all bytes that have left were through
 
     def begin(self, now: float) -> None:
-        """Note that bytes wait from now on, and none did before."""
+        """Note that bytes may leave from now on, and none could before."""
         self._free_at = max(self._free_at, now)
 
     def due(self, now: float) -> int:
@@ -258,9 +259,10 @@ class Line:
         return len(self.queue) - before
 
     def send(self, nbytes: int) -> int:
-        """Let up to ``nbytes`` leave. Returns their number, which is greater after a record of TLS that was refused.
+        """Let up to ``nbytes`` leave. Returns the number that left.
 
-        OSError if the connection is broken.
+        It may exceed ``nbytes``: a record that TLS could not send before leaves whole. OSError if the connection is
+        broken.
         """
         with memoryview(self.queue) as queued, queued[:nbytes] as part:
             try:
@@ -276,7 +278,7 @@ class Line:
         with contextlib.suppress(OSError):
             while self.queue and self.send(len(self.queue)):
                 pass
-        self.queue.clear()
+        self.queue = bytearray()
         self._sock.close()
 
     def recvmsg_into(self, buffers: Iterable[Any], *_: Any) -> tuple[int, list[Any], int, Any]:
@@ -324,7 +326,10 @@ class ShapedLoop(Loop):
 
     def turn(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to do, and do it."""
-        for fd, events in self._epoll.poll(timeout):
+        ready = self._epoll.poll(timeout)
+        if not self._writable():  # all that waits is for peers that take nothing: the port was free
+            self._out.begin(self._clock())
+        for fd, events in ready:
             if fd == self.bell:
                 self._bell.rang()
             elif fd == self._timer.fd:
@@ -373,7 +378,7 @@ class ShapedLoop(Loop):
         now = self._clock()
         self._leave(now)
         while accepting := [fd for fd, link in self._links.items() if not link.idle and not self._lines[fd].full]:
-            if not any(line.queue for line in self._lines.values()):
+            if not self._writable():
                 self._out.begin(now)
             for fd in accepting:
                 self._links[fd].flush()
@@ -392,7 +397,10 @@ class ShapedLoop(Loop):
             line.write_turn = next(self._turns)
             try:
                 self._out.spend(line.send(min(due, _SLICE_BYTES)))
+                broken = False
             except OSError:
+                broken = True
+            if broken:  # outside, where no traceback holds views of the queue any more
                 self._lose(fd)
             else:
                 self._count(fd)

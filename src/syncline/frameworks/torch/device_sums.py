@@ -71,7 +71,8 @@ def map_blocks(
             for peer in workers
         ]
     except Exception as error:  # of the driver
-        raise session.fail(_explained(session, me, error)) from error
+        text = f"{session.name(me)} cannot share the memory of its GPU ({_reason(error)}): {_REMEDY}"
+        raise session.fail(UsageError(text)) from error
     found: list[list[Mapped]] = [[] for _ in storages]
     data = json.dumps(told).encode()
     for rank, theirs in enumerate(session.everyone.share(workers, data, "mapping the memory of GPUs")):
@@ -91,10 +92,14 @@ def map_blocks(
 
 def _explained(session: Session, rank: int, error: Exception) -> UsageError:
     mine, theirs = session.name(session.index), session.name(rank)
-    reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-    return UsageError(
-        f"{mine} cannot use the memory of {theirs}'s GPU ({reason}): use direct, which adds in the host's memory"
-    )
+    return UsageError(f"{mine} cannot use the memory of {theirs}'s GPU ({_reason(error)}): {_REMEDY}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+
+
+_REMEDY = "use direct, which adds in the host's memory"
 
 
 def _reduce(views: Sequence[torch.Tensor], me: int, adding: Queue, reading: Queue) -> Reducer:

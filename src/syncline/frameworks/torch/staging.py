@@ -40,6 +40,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -242,6 +243,10 @@ def _weigh(tensor: torch.Tensor, share: float) -> None:
         tensor.mul_(float(torch.tensor(share, dtype=tensor.dtype, device="cpu")))
 
 
+_EXPORTED: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+"""The tensors that this process has exported, by process and address."""
+
+
 class CudaCopier:
     """Copies between an NVIDIA GPU and host memory, in two streams of its own. Tests replace it by one for the CPU."""
 
@@ -279,15 +284,19 @@ class CudaCopier:
 
     def export(self, tensor: torch.Tensor) -> list[Any]:
         """What one other process of this host needs to ``attach`` to the memory of a tensor, as values of JSON."""
+        place = f"{os.getpid()} {tensor.data_ptr()}"
+        _EXPORTED[place] = tensor
         storage = tensor.untyped_storage()
         device, *told = storage._share_cuda_()  # type: ignore[no-untyped-call] # counts one more user of the memory
-        return [str(torch.cuda.get_device_properties(device).uuid)] + [
+        return [place, str(torch.cuda.get_device_properties(device).uuid)] + [
             one.hex() if isinstance(one, bytes) else one for one in told
         ]
 
     def attach(self, told: Any, like: torch.Tensor) -> torch.Tensor:
         """The memory that another process has exported, as a flat tensor with the type and size of another one."""
-        uuid, handle, nbytes, offset, counter, counter_offset, event, waits = told
+        place, uuid, handle, nbytes, offset, counter, counter_offset, event, waits = told
+        if place in _EXPORTED:  # of a thread of this process, where CUDA opens no handle
+            return _EXPORTED[place]
         devices = range(torch.cuda.device_count())
         device = next((one for one in devices if str(torch.cuda.get_device_properties(one).uuid) == uuid), None)
         if device is None:
