@@ -319,8 +319,7 @@ def test_a_server_is_lost_and_its_part_goes_on_at_its_follower(pool: Pool, addre
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "when"), [("updates", 0), ("updated", 0), ("updates", 5), ("updated", 11)])
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("servers", [2, 3])
+@pytest.mark.parametrize(("servers", "transport"), [(2, "tcp"), (3, "auto")])
 def test_a_server_is_lost_at_any_step(
     pool: Pool, address: str, tmp_path: Path, what: str, when: int, transport: str, servers: int
 ) -> None:

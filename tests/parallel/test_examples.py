@@ -278,7 +278,7 @@ def test_a_lesson_runs_under_the_launcher(tmp_path: Path, page: Path) -> None:
     environ.pop("SYNCLINE_FLIGHT", None)  # a reader's run that fails leaves a record
     for kind, text in blocks(page):
         if kind != "console":
-            waits = "sleep(2.0 if syncline.world_size() == 2 else 0)"  # few steps, in which a new worker has to come
+            waits = "sleep(2.0 if syncline.world_size() == 1 else 0)"  # few steps, in which a new worker has to come
             save(kind, shorter(text, epochs).replace("sleep(0.1)", waits), tmp_path)
             continue
         for command, shown in commands(text):
