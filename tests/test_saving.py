@@ -147,7 +147,7 @@ def test_tensors_of_every_type_come_back_and_tied_ones_are_stored_once(tmp_path:
 def test_a_save_returns_before_the_files_are_there_and_later_changes_are_not_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, write = threading.Event(), saving.write_shard
+    go, both, write = threading.Event(), threading.Barrier(2, timeout=20), saving.write_shard
     monkeypatch.setattr(saving, "write_shard", lambda *given: (go.wait(20), write(*given)))
 
     def body(store: Checkpoints, _: Session) -> None:
@@ -155,6 +155,7 @@ def test_a_save_returns_before_the_files_are_there_and_later_changes_are_not_in_
         store.save(1, {"weights": weights})
         weights += 1
         assert not list(tmp_path.glob("step-1-*/shard*"))
+        both.wait()
         go.set()
         store.wait()
 

@@ -159,8 +159,8 @@ def test_numpy_loop_without_torch(tmp_path: Path, options: list[str], strategy: 
 BLOCK = re.compile(r"^```(python|diff|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LONG = re.compile(r"syncline (accuracy|bench|calibrate|compare|doctor|tune)\b|\. ")
 """Commands that measure, which the tests of the command line call, and the one that enters an environment."""
-VARYING = re.compile(r"(?P<chosen>^.*schedule=.+)|(?P<number>\d[\d,.]*)|(?P<space> +)")
-ALIKE = {"chosen": r".*schedule=.+", "number": r"[\d,.]+", "space": r"\s+"}
+VARYING = re.compile(r"(?P<chosen>^.*schedule=.+)|(?P<number>\d[\d,.]*)|(?P<limit> (bandwidth|compute)$)|(?P<space> +)")
+ALIKE = {"chosen": r".*schedule=.+", "number": r"[\d,.]+", "limit": r"\s+(?:bandwidth|compute)", "space": r"\s+"}
 """What differs between runs or machines, and what takes its place: the strategy that a run chooses, and figures."""
 
 
