@@ -9,6 +9,7 @@ import re
 import select
 import socket
 import ssl
+import time
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,9 @@ def test_one_end_without_tls_is_told_so_on_both_sides(listening: bool, caplog: p
         its, own = ("with", "without") if listening else ("without", "with")
         with pytest.raises(HandshakeError, match=f"it runs {its} TLS, but this process {own} TLS: give all ranks"):
             called(door, None if listening else of(1))
+        deadline = time.monotonic() + LIMIT_S  # the door's thread answers first
+        while "127.0.0.1" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert "127.0.0.1" in caplog.text
 
 
