@@ -9,8 +9,8 @@ import re
 import select
 import socket
 import ssl
-import time
 import struct
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
