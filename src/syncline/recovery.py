@@ -109,7 +109,7 @@ class Lasting(Protocol):
 
     @property
     def shared(self) -> Sequence[Stateful]:
-        """What workers take over from each other besides weights and the optimizer's state, such as its rate."""
+        """Objects whose states workers take over besides weights and the optimizer's state, such as its rate."""
         ...
 
     def check_lasting(self, strategy: Strategy) -> None:

@@ -32,6 +32,31 @@ def test_gradients_that_are_not_finite_are_named_and_weights_are_not_compared(tm
     made.all_named("check_replicas compares weights, which Syncline does not see with JAX")
 
 
+def test_workers_that_join_with_other_optimizers_or_weights_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their join compares this text, as a run that begins compares the optimizers."""
+    import jax.numpy as jnp
+    import optax
+
+    import syncline
+    import syncline.jax
+
+    def described(inner: optax.GradientTransformation, **options: str) -> str:
+        params = {"w": jnp.ones((3, 2))}
+        optimizer = syncline.jax.distributed(inner, **options)
+        return syncline.jax.keep((params, optimizer.init(params))).described
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    syncline.init()
+    try:
+        first = described(optax.adam(0.1))
+        assert described(optax.adam(0.1)) == first
+        others = [described(one) for one in (optax.adam(0.2), optax.adam(0.1, b1=0.8), optax.sgd(0.1))]
+        assert len({first, *others, described(optax.adam(0.1), weight="batch")}) == 5
+    finally:
+        syncline.shutdown()
+
+
 def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
     assert all(ranks(tmp_path, "jax_bodies.forked", 2, 2).found())
 

@@ -513,6 +513,7 @@ class Arrays:
         self.weights, self._weight = weights, weight
         self.trainer = Trainer(weights.optimizer, self._begun(session))
         self._made = 0  # the steps of the present session's beginning
+        self._put_back: int | None = None  # the steps of values that were put back after a view that broke
         session.lasting.append(self)
 
     def _begun(self, session: Session) -> Steps:
@@ -522,6 +523,9 @@ class Arrays:
         sums = FlatSums(session, self.weights.specs, self._weight == "batch") if os.environ.get(REPEATS) else None
         return Alone(session, self.weights, sums)
 
+    shared = ()
+    """An elastic run hands over nothing besides what ``copy_again`` copies."""
+
     @property
     def described(self) -> str:
         """A text that differs between models of other arrays or other rules."""
@@ -529,11 +533,6 @@ class Arrays:
         told = zlib.crc32(str([(spec, self._weight) for spec in specs]).encode())
         rule = described(self.weights.optimizer, values=False)
         return f"{len(specs)} arrays of {sum(spec.elements for spec in specs):,} elements with {rule} ({told:08x})"
-
-    @property
-    def shared(self) -> list[Any]:
-        """Nothing: the optimizer's attributes must be equal before the model is prepared again."""
-        return []
 
     def check_lasting(self, strategy: Strategy) -> None:
         """Raise NotBuiltError if owners hold the weights."""
@@ -560,13 +559,14 @@ class Arrays:
                 np.copyto(array, kept)
             weights.states = copy.deepcopy(states)
             values.load_state_dict(before)
-            self.trainer._steps.resume_at(count)
+            self._put_back = count
 
         return put_back
 
     def copy_again(self, session: Session, root: int, whole: bool) -> None:  # noqa: ARG002 - each worker has it whole
         """Take over the arrays and states of ``root``, its attributes and its number of steps."""
-        self._made, values = self.trainer._steps.count, Values(self.weights.optimizer)
+        self._made = self.trainer._steps.count if self._put_back is None else self._put_back
+        self._put_back, values = None, Values(self.weights.optimizer)
         if session.alone:
             return
         told = session.tell_all(json.dumps([self._made, values.state_dict()]).encode(), root)

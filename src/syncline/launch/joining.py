@@ -247,7 +247,7 @@ class Reception:
             link.cut()
 
     def _heard(self, link: Link, frame: Frame) -> None:
-        """Handle a frame of a joining launcher. What no launcher sends ends the connection."""
+        """Handle a frame of a joining launcher. A frame that no launcher sends ends the connection."""
         numbers = self._guests[link]
         match frame:
             case {"workers": int(workers), "version": str(version)} if not numbers and workers > 0:

@@ -164,8 +164,8 @@ class LocalRun:
     ``stop_s`` seconds, ranks at most ``LEFT_S`` if the context is left first.
 
     With a ``relay`` the run is elastic: the end of a process ends no other one, until all members that are left have
-    ended, or too few are left to go on. It also decides when a replacement is started for a lost process. What a
-    process has held in the launcher is free as soon as it has ended. The processes may also join the run of another
+    ended, or too few are left to go on. It also decides when a replacement is started for a lost process. An
+    ended process holds nothing in the launcher. The processes may also join the run of another
     launcher, or those of other launchers this run.
     """
 

@@ -213,7 +213,7 @@ Parts = dict[tuple[int, int, int], list[Record]]
 
 
 def parts_of(session: Session, owner: Owner) -> dict[int, Parts]:
-    """What a process that ends all updates of its ``owner`` has of the parts that it owns or follows.
+    """The parts that a process owns or follows, once all updates of its ``owner`` have ended.
 
     By step: all parts for the last step that this process has finished, and for the step before unless an update of the
     next has begun here.

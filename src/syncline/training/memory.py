@@ -32,7 +32,7 @@ class DeviceSummed(Protocol):
     """Makes the reducers that add the gradients of a bucket where the device has them."""
 
     def reducers(self, place: int, number: int) -> Callable[[], Sequence[Callable[[], Reducer]]]:
-        """What makes the reducers of a bucket in the storage at ``place``."""
+        """A call that makes the reducers of a bucket in the storage at ``place``."""
         ...
 
 

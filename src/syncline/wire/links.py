@@ -245,7 +245,7 @@ class Link:
                 return
 
     def _gather_summed(self, sums: Checksums) -> None:
-        """The same with checksums. That of a large body follows when the body has left, piece by piece."""
+        """The same with checksums. The sum of a large body follows the body, which is summed piece by piece."""
         heap, going, size = self._heap, self._going, 0
         if self._large is not None:
             large, first, called = self._large

@@ -53,16 +53,14 @@ class Kept:
 
     # What an elastic run does with it.
 
+    shared = ()
+    """An elastic run hands over nothing besides what ``copy_again`` copies."""
+
     @property
     def described(self) -> str:
         """A text that differs between values of other names, shapes or types, and between other rules."""
         leaves = [(name, jax.numpy.shape(leaf), str(jax.numpy.result_type(leaf))) for name, leaf in named(self._values)]
         return f"{len(leaves)} values of JAX ({zlib.crc32(str(leaves).encode()):08x}), {self._run.rule}"
-
-    @property
-    def shared(self) -> list[Any]:
-        """Nothing beside the values."""
-        return []
 
     def check_lasting(self, strategy: Strategy) -> None:
         """Raise NotBuiltError if owners hold the weights."""

@@ -126,6 +126,9 @@ class Prepared:
 
     # What an elastic run does with it.
 
+    shared = ()
+    """An elastic run hands over nothing besides what ``copy_again`` copies."""
+
     @property
     def described(self) -> str:
         """A text that differs between models of other variables, and between optimizers."""
@@ -134,11 +137,6 @@ class Prepared:
         elements = sum(spec.elements for spec in self.specs)
         made = type(self.optimizer).__name__
         return f"{len(self.specs)} variables of {elements:,} elements with {made} ({told:08x}), weight={self._weight!r}"
-
-    @property
-    def shared(self) -> list[Any]:
-        """Nothing beside the variables."""
-        return []
 
     def check_lasting(self, strategy: Strategy) -> None:
         """Raise NotBuiltError if owners hold the weights, or the script updates them."""

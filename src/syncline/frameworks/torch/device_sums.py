@@ -41,7 +41,7 @@ class DeviceSums:
         self._adding, self._reading = adding, reading
 
     def reducers(self, place: int, number: int) -> Callable[[], Sequence[Callable[[], Reducer]]]:
-        """What makes the reducers of a bucket in the storage at ``place``."""
+        """A call that makes the reducers of a bucket in the storage at ``place``."""
         storage, bucket = self._storages[place], self._storages[place].buckets[number]
         start = storage.starts[number]
         views = [blocks[bucket.dtype][start : start + bucket.elements] for blocks in self._blocks[place]]

@@ -283,7 +283,7 @@ class CudaCopier:
         return done
 
     def export(self, tensor: torch.Tensor) -> list[Any]:
-        """What one other process of this host needs to ``attach`` to the memory of a tensor, as values of JSON."""
+        """Describe the memory of a tensor for the ``attach`` of one other process of this host, in values of JSON."""
         place = f"{os.getpid()} {tensor.data_ptr()}"
         _EXPORTED[place] = tensor
         storage = tensor.untyped_storage()
