@@ -18,7 +18,7 @@ import syncline
 from syncline.errors import GroupError, NotBuiltError, PeerLost, SynclineError, UsageError, ViewEnds
 from syncline.frameworks._supported import SILENT
 from syncline.frameworks.numpy import adapt
-from syncline.frameworks.torch.prepare import GroupValues
+from syncline.frameworks.torch.prepare import GroupValues, prepare
 from syncline.launch.relay import VARIABLE, RelayLine
 from syncline.membership import Commit, Peer, Refused, Send, View, to_plain
 from syncline.process import process
@@ -38,9 +38,8 @@ def members(most: int = 0) -> Iterator[Members]:
     ("strategy", "words"),
     [
         ("ps(servers=1, on=workers)", r"state, .*: use 'ps\(servers=1, on=workers, replicas=1\) "),
-        ("ps(servers=1, on=workers) sync=asp", "sync=bsp without backup"),
-        ("ps(servers=1, on=workers) sync=bsp(backup=1)", "sync=bsp without backup"),
-        ("ring sync=local(steps=4)", "sync=bsp without backup"),
+        ("ps(servers=1, on=workers) sync=asp", "make their steps together, without backup"),
+        ("ps(servers=1, on=workers) sync=bsp(backup=1)", "make their steps together, without backup"),
         ("ring transport=inproc", "over transport=auto, shm and tcp"),
     ],
 )
@@ -119,6 +118,45 @@ def test_values_of_numpy_come_back_if_a_view_breaks_before_it_begins(group: Any)
         assert (rule.lr, lasting.weights.states[0]["steps"]) == (0.5, 1)
 
     group("ring", 2, body)
+
+
+def test_models_of_numpy_exchange_gradients(group: Any) -> None:
+    def body(session: Session) -> None:
+        adapt(session, {"w": np.zeros(3)}, Rule(), SILENT)
+        (lasting,) = session.lasting
+        with pytest.raises(NotBuiltError, match=r"of NumPy under sync=bsp, not with sync=local\(steps=2\)"):
+            lasting.check_lasting(session.strategy)
+
+    group("ring sync=local(steps=2)", 2, body)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring sync=local(steps=2)"])
+def test_a_step_that_breaks_leaves_no_trace(group: Any, strategy: str) -> None:
+    """Statistics of BatchNorm, and what a worker has changed that trains alone."""
+
+    def body(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.Adam(model.parameters())
+        made = prepare(session, model, optimizer)
+        assert made is not None
+
+        def values() -> list[Any]:
+            return [*model.state_dict().values(), *(one["exp_avg"] for one in optimizer.state.values())]
+
+        def step() -> None:
+            model(torch.rand(5, 3)).square().sum().backward()
+            optimizer.step()
+
+        step()
+        step()
+        before, mark = [value.clone() for value in values()], made.mark()
+        model(torch.rand(5, 3)) if strategy == "ring" else step()
+        assert not all(map(torch.equal, values(), before))
+        made.release()
+        mark.put_back()
+        assert all(map(torch.equal, values(), before))
+
+    group(strategy, 2, body)
 
 
 def test_without_a_launcher_that_lets_it_go_on_the_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:

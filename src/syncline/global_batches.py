@@ -175,6 +175,17 @@ class GlobalBatches:
                 made.write(epoch, step, self._batch(epoch, step))
         self._rank, self._world, self._check, self._log = rank, world, check, log
 
+    def mark(self) -> Callable[[], None]:
+        """Remember the position. The returned call goes back to it."""
+        kept = self.epoch, self.step, self._start, self._made
+
+        def go_back() -> None:
+            epoch, step, start, made = kept
+            self._place(epoch, step)
+            self._start, self._made = start, made
+
+        return go_back
+
     def _place(self, epoch: int, step: int) -> None:
         self.epoch, self.step = epoch, step
         self._yielded, self._exhausted = step, False  # of the present epoch

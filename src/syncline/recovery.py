@@ -13,7 +13,8 @@ A lost worker breaks the step under way on all others: their calls of Syncline r
 session and agrees with the others on the members that are left (``membership``), over lines to the launcher
 (``launch.relay``). They form a new session with new connections, plans and layouts. The worker that has made the most
 updates gives its weights, optimizer state and positions to the others, whose values may be one step older. Then
-``train`` is called again: its samplers begin at the step that broke.
+``train`` is called again: its samplers begin at the step that broke. Workers that train alone between exchanges of
+weights agree on the number of exchanges instead of steps, and go back to the last one (``_Mark``).
 
 A worker that joins runs the script alone up to ``run``, and asks there. Rank 0 looks for such requests, and announces
 the end of the session in its ticket of a step. All end it before the next step, agree on a view with the new worker,
@@ -31,7 +32,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 from .errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
@@ -57,6 +58,7 @@ from .saving import packed, unpacked
 from .serving.owner import share_parts
 from .session.session import Session
 from .strategy.strategy import Strategy, check_elastic
+from .training.model import nothing
 from .version import __version__
 from .wire.reports import say
 
@@ -133,6 +135,29 @@ class Lasting(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """What a worker goes back to if its next step breaks, or an exchange of weights after several.
+
+    ``models`` has the marks of its prepared models (``frameworks.torch.prepare.Mark``).
+    """
+
+    finished: int
+    models: Sequence[Any]
+    positions: Sequence[Callable[[], None]]
+    shared: Sequence[Stateful]
+    states: bytes
+
+    def put_back(self) -> None:
+        """Go back, between two sessions."""
+        for model in self.models:
+            model.put_back()
+        for go_back in self.positions:
+            go_back()
+        for one, state in zip(self.shared, unpacked(self.states), strict=True):
+            one.load_state_dict(state)
+
+
 class _PartsLost(Exception):
     """Nobody who is left has some part of the weights and their optimizer state."""
 
@@ -167,7 +192,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
     counters = [given.count(members.count) for given in members.given]
     try:
         if members.joins:
-            _join(members, state)
+            _join(members)
         while True:
             try:
                 result = train()
@@ -185,7 +210,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
                     raise
             ended.__traceback__ = ended.__context__ = ended.__cause__ = None  # they keep the graph of the broken step
             try:
-                members.go_on(ended, state)
+                members.go_on(ended)
             except _AllDone:
                 return result
     finally:
@@ -223,15 +248,15 @@ def served(prepare: Callable[[], T | None]) -> T | None:
             ended = lost
             ended.__traceback__ = ended.__context__ = ended.__cause__ = None  # they keep the memory of the session
         try:
-            members.go_on(ended, ())
+            members.go_on(ended)
         except _AllDone:
             return None
 
 
-def _join(members: Members, state: Sequence[Stateful]) -> None:
+def _join(members: Members) -> None:
     """Join the run, or end this process if all have finished."""
     try:
-        members.join(state)
+        members.join()
     except _AllDone:
         say("syncline: this worker ends: all others had finished before it could join\n")
         process.leave()
@@ -275,6 +300,9 @@ class Members:
         self._calls = 0  # of syncline.elastic
         self._repairs = 0  # the lost workers without which the run has gone on
         self._earlier: list[int] = []  # for each model, the steps that were finished before its owners' clock began
+        self._state: Sequence[Stateful] = ()
+        self._mark: _Mark | None = None  # in the present session
+        self._steps = self._counted = 0  # the steps before the present session, and the finished ones of the keeper
         self._held: dict[int, Any] = {}  # of a server: its parts after the last steps, by step
         self._told = self._done = 0  # the calls of ``syncline.elastic`` that a server knows, and those that are over
 
@@ -307,12 +335,31 @@ class Members:
         return self._keeper.me.number == JOINING
 
     def count(self, *_: object) -> None:
-        """Count an update of the weights: the hook of the optimizer."""
-        self._keeper.finish()
+        """Count an update of the weights: the hook of the optimizer. One of this worker alone does not count."""
+        exchanges = [made.replica.trained.weights for made in process.prepared]
+        if all(weights is None or weights.follows for weights in exchanges):
+            self._keeper.finish()
+
+    def _begins(self) -> None:
+        """Mark what this worker has, unless the mark is that of the last finished step."""
+        if not process.session.alone and (self._mark is None or self._mark.finished != self._keeper.finished):
+            self._mark = self._marked()
+
+    def _marked(self) -> _Mark:
+        models = [made.mark() for made in process.prepared]
+        if not any(model.whole for model in models):
+            return _Mark(self._keeper.finished, models, (), (), packed([]))
+        shared = self._shared()
+        positions = [sampler.mark() for sampler in process.session.global_batches]
+        return _Mark(self._keeper.finished, models, positions, shared, packed([one.state_dict() for one in shared]))
+
+    def _shared(self) -> list[Stateful]:
+        return [*(one for given in self.given for one in given.shared), *self._state]
 
     def check(self, session: Session, state: Sequence[Stateful] = ()) -> None:
         """Begin a call. Raise UsageError or NotBuiltError for a run that cannot go on without a worker."""
         self._calls += 1
+        self._state = state
         for one in state:
             _check_shareable(one)
         strategy = session.strategy
@@ -366,12 +413,14 @@ class Members:
 
     # Workers that join.
 
-    def join(self, state: Sequence[Stateful]) -> None:
+    def join(self) -> None:
         """Become a member of the run, with the values of the others. RollCallError if they do not take this process."""
-        self._begin_view(self._keeper.timeout, None, state)
+        self._begin_view(self._keeper.timeout, None)
 
     def _watch(self, session: Session) -> None:
-        """Let a session end when a worker joins."""
+        """Note what happens to the models of a session, and let it end when a worker joins."""
+        for made in process.prepared:
+            made.replica.listeners.begins, made.replica.trained.after_average = self._begins, self._keeper.finish
         if not self._line.most:
             return
         session.renewed = self._is_asked
@@ -382,8 +431,10 @@ class Members:
 
     def end_call(self) -> None:
         """Let no worker join any more: outside ``syncline.elastic`` nothing would go on with it."""
-        self._asked = False
+        self._asked, self._mark = False, None
         if process.joined is not None:
+            for made in process.prepared:
+                made.replica.listeners.begins = made.replica.trained.after_average = nothing
             process.joined.renewed = None
             for sampler in process.joined.global_batches:
                 sampler.before_batch = None
@@ -414,9 +465,9 @@ class Members:
 
     # Views.
 
-    def go_on(self, ended: PeerLost | ViewEnds, state: Sequence[Stateful]) -> None:
+    def go_on(self, ended: PeerLost | ViewEnds) -> None:
         """Go on in a session of the present members. Raises an error that says why this process does not."""
-        self._begin_view(lambda: self._halt(ended), ended, state)
+        self._begin_view(lambda: self._halt(ended), ended)
 
     def _halt(self, ended: PeerLost | ViewEnds) -> list[Action]:
         """End the present view, because of a loss or for a worker that joins."""
@@ -430,9 +481,7 @@ class Members:
             actions += self._heard(self._line.kept.popleft())
         return actions if keeper.view != view else [*actions, *keeper.renew()]
 
-    def _begin_view(
-        self, first: Callable[[], list[Action]], ended: Exception | None, state: Sequence[Stateful]
-    ) -> None:
+    def _begin_view(self, first: Callable[[], list[Action]], ended: Exception | None) -> None:
         """Carry out the ``first`` actions, agree on a view, and begin its session with the values of its source."""
         assert process.joined is not None
         samplers = list(process.joined.global_batches)
@@ -442,6 +491,10 @@ class Members:
         actions = first()
         self._asked = False
         before = zip(process.prepared, self._earlier, strict=True) if process.joined.is_worker else ()
+        mark = self._mark
+        if process.prepared and (mark is None or mark.finished != self._keeper.finished):
+            mark = self._marked()
+        self._count_steps(mark)
         held: list[Held | None] = [made.hold_parts(earlier) for made, earlier in before]
         held = held or [None] * len(self.given)
         if process.joined.serving is not None:
@@ -449,10 +502,12 @@ class Members:
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
             view = self._agree(actions, ended)
+            if mark is not None:
+                mark.put_back()
             put_back = [given.keep_values() for given in self.given]
             try:
                 self._begin(view)
-                self._restore(view, held, samplers, state)
+                self._restore(view, held, samplers, mark)
             except _PartsLost as error:
                 raise self._failed(ended, f"the run cannot go on: {error}") from None
             except UsageError:
@@ -466,10 +521,16 @@ class Members:
                 actions = [*self._keeper.suspect(self._blamed(view, error)), *self._keeper.broken()]
             else:
                 self._keeper.restored()
+                self._mark, self._counted = None, view.step
                 self._trained, self._repairs = view.numbers, process.session.repairs
                 self._count_from_here()
                 return
         raise self._failed(ended, "the workers that are left cannot connect")
+
+    def _count_steps(self, mark: _Mark | None) -> None:
+        """Count the steps of the present session. A worker that was alone counts them as finished."""
+        alone = self._keeper.finished - self._counted
+        self._steps = self._steps + alone if mark is None else mark.models[0].steps
 
     def _blamed(self, view: View, error: SynclineError) -> frozenset[int]:
         """Whom to leave out after a view broke before it began: those that have ended, or else those that were new.
@@ -598,7 +659,7 @@ class Members:
                 raise PeerLost(f"process {peer.name} has ended before all were connected", rank=rank)
 
     def _restore(
-        self, view: View, held: Sequence[Held | None], samplers: Sequence[GlobalBatches], state: Sequence[Stateful]
+        self, view: View, held: Sequence[Held | None], samplers: Sequence[GlobalBatches], mark: _Mark | None
     ) -> None:
         """Give all members the values of the view's source, and what they have ``held`` of each model in parts."""
         session = process.session
@@ -614,13 +675,18 @@ class Members:
             again = given.prepare_again(session)
             if again is not None:
                 process.prepared.append(again)
-        shared: list[Stateful] = [*(one for given in self.given for one in given.shared), *state]
+        shared = self._shared()
         repairs = self._repairs + len(self._trained - view.numbers - self._keeper.servers)
-        mine = packed([[one.state_dict() for one in shared], [one.state_dict() for one in samplers], repairs])
-        values, positions, session.repairs = unpacked(mine if session.alone else session.tell_all(mine, root))
+        states = [[one.state_dict() for one in each] for each in (shared, samplers)]
+        mine = packed([*states, repairs, self._steps])
+        told = mine if session.alone else session.tell_all(mine, root)
+        values, positions, session.repairs, self._steps = unpacked(told)
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
         go_on(session, samplers, positions)
+        for number, made in enumerate(process.prepared):
+            same = mark is not None and mark.finished == view.step
+            made.take_over(root, self._steps, mark.models[number] if mark is not None and same else None)
         self._watch(session)
         if session.rank == 0:
             where = ", ".join(f"step {sampler.step} of epoch {sampler.epoch}" for sampler in samplers)

@@ -262,11 +262,13 @@ def test_a_launcher_whose_run_is_lost_says_so_and_ends_its_workers(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_of_the_run_ends_the_workers_that_have_joined(relay: Relay, number: int) -> None:
-    waits = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nsignal.pause()"
+def test_an_interrupt_of_the_run_ends_the_workers_that_have_joined(relay: Relay, tmp_path: Path, number: int) -> None:
+    waits = "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    waits += f"open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w')\nsignal.pause()"
     with LocalRun(command(waits), 1, relay=relay) as run:
         guest = asked(relay, run, 2)
         with LocalRun(command(waits), 2, relay=guest) as joined:
+            until(lambda: len(list(tmp_path.iterdir())) == 3, run, joined)
             run.stop(number)
             ends = both(run, joined)
     assert [end.status for end in ends] == [128 + number] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import select
@@ -32,10 +33,10 @@ SAMPLES, BATCH, EPOCHS = 22, 6, 3
 STEPS = 4  # of an epoch
 
 
-def problem() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
+def problem(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
     """Data, a model, its optimizer and a schedule of its learning rate."""
     numbers = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(SAMPLES, size, generator=numbers, dtype=torch.float64) for size in (5, 2))
+    x, y = (torch.randn(samples, size, generator=numbers, dtype=torch.float64) for size in (5, 2))
     model = torch.nn.Linear(5, 2, dtype=torch.float64)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.25)
@@ -112,11 +113,15 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     syncline.init(plan["strategy"], secret=SECRET, liveness=2.0, elastic=plan.get("asks"))
 
     def made() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
-        x, y, model, *rest = problem()
+        x, y, model, *rest = problem(plan.get("even", SAMPLES))
         if ["other", -1] in happenings:
             model = torch.nn.Sequential(model)
         elif joins:  # the others must replace these values
             torch.nn.init.constant_(model.weight, 9.0)
+        if "norm" in plan:
+            norm = torch.nn.BatchNorm1d(2, affine=False, dtype=torch.float64)
+            model = torch.nn.Sequential(model, norm)
+            atexit.register(lambda: print(f"{norm.num_batches_tracked} batches"))
         return x, y, model, *rest
 
     learnt = learn_all(happen, made)
@@ -208,8 +213,11 @@ def learn_all(
 ) -> tuple[list[float], float, int]:
     """All epochs in a run that has begun: the weights, the learning rate, and the calls of the training function."""
     x, y, model, optimizer, scheduler = made()
-    syncline.prepare(model, optimizer, weight="batch")
-    sampler = syncline.sampler(SAMPLES, global_batch=BATCH, seed=4)
+    if len(x) % BATCH:
+        syncline.prepare(model, optimizer, weight="batch")
+    else:
+        syncline.prepare(model, optimizer)
+    sampler = syncline.sampler(len(x), global_batch=BATCH, seed=4)
     calls = 0
 
     def course() -> None:

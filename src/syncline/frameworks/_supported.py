@@ -13,6 +13,7 @@ from ..serving.owner import PushGroups, check_kept
 from ..serving.shard import Groups
 from ..session.session import Session
 from ..strategy.strategy import Strategy
+from ..strategy.words import write
 from ..sync import Agrees, Averages, momentum_with
 
 log = logging.getLogger("syncline")
@@ -69,7 +70,12 @@ def weight_of_batches(session: Session, weight: object) -> Callable[[], float] |
 
 
 def check_lasting(strategy: Strategy, framework: str) -> None:
-    """Raise NotBuiltError for an elastic run in which owners hold the weights."""
+    """Raise NotBuiltError for an elastic run in which owners hold the weights, or workers exchange them."""
+    if isinstance(strategy.sync_mode(), Averages):
+        raise NotBuiltError(
+            f"syncline.elastic() works with models of {framework} under sync=bsp, not with"
+            f" sync={write('sync', strategy.sync)}"
+        )
     if strategy.server_holds_weights:
         raise NotBuiltError(
             f"syncline.elastic() works with models of {framework} that each worker updates itself, not with"

@@ -575,8 +575,8 @@ def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
 
     A reason completes "an elastic run works".
     """
-    if given.sync.name != BSP.name or not build("sync", given.sync).merges:
-        return "with sync=bsp without backup workers", [{"sync": BSP}]
+    if not build("sync", given.sync).merges:
+        return "with sync modes whose workers make their steps together, without backup workers", [{"sync": BSP}]
     if given.roles is not None and (fault := _lost_owners_are_replaced(given, given.roles, joins)) is not None:
         return fault
     if given.collective is not None or given.native_inside:

@@ -443,11 +443,16 @@ class BucketExchange:
         found = REPLACES if self.times is not None and self.times.last else 0
         if self.choosing is not None:
             found |= self.choosing.flags()
-        if self.session.renewed is not None and self.session.rank == 0 and self.session.renewed():
-            found |= _RENEWS
+        found |= self.renews
         if self._rule is not None:
             found |= zlib.crc32(self._rule().encode()) << _RULE_AT
         return found
+
+    @property
+    def renews(self) -> int:
+        """The flag by which rank 0 announces the end of the session after this exchange; 0 if it goes on."""
+        session = self.session
+        return _RENEWS if session.renewed is not None and session.rank == 0 and session.renewed() else 0
 
     def exchanged(self, meeting: Meeting | None) -> None:
         """Note a finished step. Rank 0's ticket in it may announce another layout."""
@@ -472,7 +477,7 @@ class BucketExchange:
 
     def check_view(self) -> None:
         """Raise ViewEnds before a step if rank 0's ticket in the step before has announced the end of the session."""
-        meeting = self._last
+        meeting, self._last = self._last, None
         if meeting is not None:
             self.session.engine.wait(*([] if meeting.work is None else [meeting.work]))
             if meeting.tickets()[0].flags & _RENEWS:

@@ -69,6 +69,8 @@ class TrainedModel:
         self._session, self._exchange, self._tensors, self._framework = session, exchange, tensors, framework
         self.weights: WeightExchange | None = None
         """The exchange of weights, if the sync mode has one."""
+        self.after_average: Callable[[], object] = nothing
+        """Called once averaged weights are this worker's."""
         self.meeting: Meeting | None = None
         """The meeting of the current step, if ranks agree on steps."""
         self.begun = False
@@ -231,6 +233,7 @@ class TrainedModel:
     def close(self) -> None:
         """Release all references to the framework."""
         self._framework, self._works, self.weights = Framework(), {}, None
+        self.after_average = nothing
         self.forget()
 
     @contextmanager
@@ -248,7 +251,8 @@ class TrainedModel:
         self._note_step(step)
         argument = step_argument(self._exchange.key, step)
         if weights is not None and self._exchange.of_weights(step):
-            kind, weight, flags = AVERAGE, weights.weight(framework.weight), weights.fingerprint
+            kind, weight = AVERAGE, weights.weight(framework.weight)
+            flags = weights.fingerprint | self._exchange.renews
         else:
             framework.begin()
             kind, weight, flags = STEP, framework.weight(), self._exchange.flags
@@ -279,6 +283,7 @@ class TrainedModel:
         self._framework.averaged(AVERAGE)
         self._exchange.exchanged(self.meeting)
         self.forget()
+        self.after_average()
 
     def _submit(self, submit: Submit) -> None:
         """Start the exchange of a complete bucket."""

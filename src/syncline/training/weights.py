@@ -30,6 +30,9 @@ from ..sync._periodic import agree_in_blocks
 
 log = logging.getLogger("syncline")
 
+DIGEST_AT = 32
+"""The first bit of the weights' digest in a ticket's flags."""
+
 
 class Values(NamedTuple):
     """Memory in the layout of the buckets: a model's tensors, and the flat blocks that contain them."""
@@ -139,7 +142,10 @@ class WeightExchange:
 
     @property
     def fingerprint(self) -> int:
-        """A digest of agreed weights that no exchange has made, else 0. It must be equal on all workers."""
+        """A digest of agreed weights that no exchange has made, else 0, from bit ``DIGEST_AT`` on.
+
+        It must be equal on all workers.
+        """
         return 0
 
     def weight(self, counted: Callable[[], float]) -> float:  # noqa: ARG002
@@ -200,6 +206,13 @@ class WeightExchange:
         self.since, self._agreed_at = 0, step + 1
         self._pace.apart = 0
 
+    def take_over(self, steps: int, memory: Sequence[Elements] | None, copy: Callable[[Values], None]) -> None:  # noqa: ARG002
+        """Go on after so many steps of a run that has lost or got workers, from the present weights.
+
+        ``copy`` copies values of the worker whose state counts to all. ``memory`` is what that worker remembers.
+        """
+        self._agreed_at = steps
+
     def forget(self) -> None:
         """Begin again from the present weights, after a state without agreed weights was loaded."""
         self.since, self.follows, self._agreed_at = 0, False, None
@@ -227,7 +240,7 @@ class WeightExchange:
 
     def _check_alike(self, meeting: Meeting) -> None:
         """Raise GradientError if workers have continued from different weights."""
-        marks = {ticket.flags for ticket in meeting.tickets() if ticket.kind != JOINED}
+        marks = {ticket.flags >> DIGEST_AT for ticket in meeting.tickets() if ticket.kind != JOINED}
         if len(marks) > 1:
             raise self._session.fault(
                 "ranks have loaded different weights into the model since the last exchange, so their differences from"
@@ -256,11 +269,16 @@ class AgreedWeights(WeightExchange):
             self._mark = 0
             for block in (*self.agreed.blocks, *self._remembered.blocks):
                 self._mark = zlib.crc32(self._memory.bytes_of(block), self._mark)
-        return self._mark
+        return self._mark << DIGEST_AT
 
     def weight(self, counted: Callable[[], float]) -> float:
         """0 for a worker that has made no step since the last exchange."""
         return counted() if self.since else 0.0
+
+    @property
+    def has_centre(self) -> bool:
+        """Whether the agreed weights are a centre that no worker has."""
+        return self._pull < 1
 
     def anew(self) -> None:
         """The next exchange checks that all workers have the same."""
@@ -273,6 +291,14 @@ class AgreedWeights(WeightExchange):
             block[...] = 0
         self.anew()
         super().forget()
+
+    def take_over(self, steps: int, memory: Sequence[Elements] | None, copy: Callable[[Values], None]) -> None:
+        super().take_over(steps, memory, copy)
+        if self._mode.remembers:
+            if memory is not None:
+                self._memory.load(self._remembered, memory)
+            copy(self._remembered)
+            self._mark = None
 
     def put(self) -> None:
         """This worker's share of the mean difference. Under EASGD pull the weights to the centre."""

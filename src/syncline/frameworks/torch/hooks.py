@@ -93,6 +93,9 @@ class Listeners:
     first_exchange: Callable[[], None] = nothing
     """Called before the first exchange, when all models have been prepared."""
 
+    begins: Callable[[], None] = nothing
+    """Called before the model changes in a step: before a forward pass in training, or an update of this rank alone."""
+
     forward: Callable[[], None] = nothing
     """Called at the start of a forward pass that a backward pass may follow."""
 

@@ -368,6 +368,8 @@ class TrainedReplica(Replica):
         if self.averaging is not None:
             self.averaging.before_forward()
         if torch.is_grad_enabled():
+            if self.model.training:
+                self.listeners.begins()
             self.listeners.forward()
             self.guard.check_first()
             if self._backward.running and torch._C._current_graph_task_id() == -1:
@@ -503,6 +505,7 @@ class TrainedReplica(Replica):
             self.counting.drop()
         self._backward.leave()
         if self._touched and self._alone and averaging is not None and averaging.begin_step():
+            self.listeners.begins()  # without a forward pass of the model, as of a method of its own
             self.trained.made_alone()
         self._touched = False
         if self.deferred is not None:

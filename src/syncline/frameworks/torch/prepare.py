@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from ...strategy.strategy import Strategy
 from ...sync import Averages
 from ...training.memory import check_same_model
 from ...training.owners import OwnedModel, add_up, serve_model
+from ...training.weights import AgreedWeights, Values
 from .averaging import Averaging
 from .choosing import Choosing
 from .hooks import steps_of
@@ -166,6 +168,28 @@ class Prepared:
         owned = self.client.owned
         parts = owned.owners.hold() if isinstance(owned.owners, LocalOwners) else {}
         return Held(self.client, self.optimizer, {earlier + clock: records for clock, records in parts.items()})
+
+    def mark(self) -> Mark:
+        """Remember the values that the next step may change before it breaks."""
+        return Mark(self)
+
+    def take_over(self, root: int, steps: int, mark: Mark | None) -> None:
+        """Go on from the agreed weights of ``root`` after so many steps, if the sync mode exchanges weights.
+
+        ``mark`` is this worker's own, after the same exchange. Under gossip, where no weights are agreed, a worker goes
+        on from it.
+        """
+        replica, weights = self.replica, self.replica.trained.weights
+        if weights is None:
+            return
+        replica.steps = steps
+
+        def copy(values: Values) -> None:
+            copy_from_worker(replica.session, values.blocks, root, everyone=False)
+
+        weights.take_over(steps, None if mark is None else mark.memory, copy)
+        if mark is not None and not isinstance(weights, AgreedWeights):
+            mark.put_back()
 
     def consolidate(self) -> None:
         """Give all workers the newest weights; all of them must call it."""
@@ -404,6 +428,61 @@ class Held:
         if self.optimizer is not None:
             take_state(self.optimizer, {parameter: state for parameter, state in whole.items() if state})
         return []
+
+
+class Mark:
+    """The values of a model before a step, to which a worker of an elastic run returns if the step breaks.
+
+    Until a step has exchanged gradients it changes buffers only. Steps of workers that train alone change all values
+    until weights are exchanged: then the mark is ``whole``, and has copies of them and of the optimizer's state.
+    """
+
+    def __init__(self, made: Prepared) -> None:
+        replica, self._given = made.replica, made.given
+        weights = replica.trained.weights
+        self.steps = replica.steps
+        self.whole = weights is not None and not replica.trained.machine.due
+        self.memory: list[torch.Tensor] | None = None
+        """What the sync mode remembers between exchanges, one tensor for each parameter."""
+        self._values = [tensor.detach().clone() for tensor in self._tensors()]
+        self._state = _cloned(made.optimizer.state) if self.whole and made.optimizer is not None else None
+        self._centre: list[torch.Tensor] = []
+        if self.whole and isinstance(weights, AgreedWeights):
+            weights.rest()
+            saved = weights.saved()
+            self.memory = saved.get("memory")
+            self._centre = saved["agreed"] if weights.has_centre else []
+
+    def _tensors(self) -> list[torch.Tensor]:
+        if not self.whole:
+            return list(self._given.model.buffers())
+        return [tensor for _, tensor in Selection(self._given.model, self._given.options).tensors()]
+
+    def put_back(self) -> None:
+        """Give a released model these values. Under EASGD the weights are those of the centre."""
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), self._values, strict=True):
+                tensor.copy_(value)
+            parameters = [parameter for _, parameter in Selection(self._given.model, self._given.options).trained()]
+            for parameter, value in zip(parameters, self._centre, strict=False):
+                parameter.copy_(value)
+        optimizer = self._given.optimizer
+        if optimizer is not None and self._state is not None:
+            optimizer.state.clear()
+            optimizer.state.update(_cloned(self._state))
+
+
+State = Mapping[torch.Tensor, Mapping[str, Any]]
+
+
+def _cloned(state: State) -> dict[torch.Tensor, dict[str, Any]]:
+    """A copy of an optimizer's state."""
+    return {
+        parameter: {
+            name: value.clone() if isinstance(value, torch.Tensor) else deepcopy(value) for name, value in one.items()
+        }
+        for parameter, one in state.items()
+    }
 
 
 class GroupValues:
