@@ -159,7 +159,7 @@ class Process:
                 if checks.asked:
                     log.warning("%s is without effect: a run of one worker exchanges nothing", checks.asked)
             else:
-                run = f"{environment.run_id}/{environment.restart}/{self._inits}"
+                run = f"{environment.run_id}/{self._inits}"
                 self._inits += 1  # even if this one fails, so that late processes do not join the next run
                 self.joined = connect_session(
                     chosen,

@@ -271,7 +271,7 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hosts, "_STALL_S", 0.1)
 
     def silent(environment: Environment) -> None:
-        run = f"{environment.run_id}/{environment.restart}/doctor"
+        run = f"{environment.run_id}/doctor"
         with Rendezvous(environment).join(run, None, None, 20.0) as joined:
             doors = Listener("127.0.0.1", run_id(run), joined.secret, environment.rank, environment.world)
             terms = {"version": hosts.__version__, "command": "doctor"}

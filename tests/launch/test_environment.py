@@ -30,7 +30,6 @@ TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "job7",
-    "TORCHELASTIC_RESTART_COUNT": "2",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 LOCAL = {
@@ -53,9 +52,7 @@ LOCAL = {
 
 
 def test_torchrun() -> None:
-    assert recognise(TORCHRUN) == Environment(
-        "torchrun", 5, 8, 1, 4, "node0", 29500, "job7", restart=2, agent_store=True
-    )
+    assert recognise(TORCHRUN) == Environment("torchrun", 5, 8, 1, 4, "node0", 29500, "job7", agent_store=True)
     assert not recognise(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
 
 
@@ -105,7 +102,6 @@ def test_variables_set_by_hand() -> None:
         ({"WORLD_SIZE": "0"}, "at least 1.*WORLD_SIZE=0"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4"),
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9"),
-        ({"TORCHELASTIC_RESTART_COUNT": "few"}, "TORCHELASTIC_RESTART_COUNT"),
         ({"SYNCLINE_SERVERS": "8"}, "no worker.*SYNCLINE_SERVERS=8"),
     ],
 )

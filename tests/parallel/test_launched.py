@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import nodes_script as nodes
+import numpy as np
 import psutil
 import pytest
 import restarted_script as restarted
 import torch
+
+from mpi_launch import LIBRARIES, mpi_command
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -27,10 +34,12 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def started(command: list[str], environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """A launcher with its output; whatever of it is left at the end is killed."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    pipe, env = subprocess.PIPE, {**os.environ, **(environ or {})}
+    process = subprocess.Popen(
+        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env
+    )
     try:
         yield process
     finally:
@@ -53,9 +62,9 @@ def gone(pid: int, limit_s: float = LIMIT_S) -> bool:
     return not psutil.pid_exists(pid)
 
 
-def whole(command: list[str]) -> tuple[int, str]:
+def whole(command: list[str], environ: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run a launcher to its end: status and output; the processes it has named are gone."""
-    with started(command) as process:
+    with started(command, environ) as process:
         text, _ = process.communicate(timeout=LIMIT_S)
     pids = [int(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("running as")]
     assert all(gone(pid) for pid in pids)
@@ -128,11 +137,11 @@ def test_torchrun() -> None:
     assert "no secret is set" in text
 
 
-def torchrun_command(*arguments: str) -> list[str]:
+def torchrun_command(*arguments: str, place: tuple[str, ...] = ("--standalone",)) -> list[str]:
     torchrun = shutil.which("torchrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if torchrun is None:
         pytest.skip("there is no torchrun")
-    return [torchrun, "--standalone", *arguments]
+    return [torchrun, *place, *arguments]
 
 
 def test_the_workers_of_a_killed_torchrun_end() -> None:
@@ -169,6 +178,73 @@ def test_torchrun_restarts_a_script_at_its_checkpoint(tmp_path: Path, victim: in
     state = torch.load(tmp_path / "newest.pt")["model"]
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_under_torchrun_a_node_joins_and_is_killed(tmp_path: Path, address: str) -> None:
+    """The first one has restarted before, the second one never. The second one gets rank 0, and is then lost.
+
+    Neither a join nor a loss costs more than the step under way.
+    """
+    plan: Any = {"fails": [1, 1], "holds": [[1, 3]]}, {"holds": [[2, 6]]}
+    wait = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1,join_timeout=60"
+    place = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-conf", wait)
+    more = ("--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.1", "--rdzv-id", "nodes")
+
+    def node(number: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+        script = (str(HERE / "nodes_script.py"), str(tmp_path), json.dumps(plan[number]))
+        name = ("localhost", "127.0.0.1")[number]  # torchrun numbers nodes by their names
+        command = torchrun_command(*more, "--local-addr", name, *script, place=place)
+        return started(command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SYNCLINE_SECRET": "of the nodes"})
+
+    with node(0) as first:
+        await_file(tmp_path / "holds [1, 3]", first)
+        with node(1) as second:
+            await_file(tmp_path / "holds [2, 6]", second)
+            second.kill()
+            text, _ = first.communicate(timeout=LIMIT_S)
+    assert first.returncode == 0, text
+    check_steps(tmp_path, [1, 1, 1, 2, 2, 2, 1, 1])
+
+
+def check_steps(folder: Path, workers: list[int]) -> None:
+    """Each step was made once, by so many workers, and the weights are those of one process."""
+    steps = [[int(word) for word in line.split()] for line in (folder / "steps").read_text().splitlines()]
+    assert steps == [[number, step] for step, number in enumerate(workers)]
+    x, y, weights = nodes.problem()
+    rule, state = nodes.Momentum(), dict[str, Any]()
+    for step in range(nodes.STEPS):
+        batch = slice(step * nodes.BATCH, (step + 1) * nodes.BATCH)
+        rule.update(weights, nodes.gradient(x[batch], y[batch], weights), state)
+    np.testing.assert_allclose(np.load(folder / "weights.npy"), weights, rtol=1e-9, atol=1e-12)
+
+
+def await_file(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a process has made a file."""
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_lost_rank_ends_a_job_of_mpi_and_the_next_one_goes_on_with_more_ranks(tmp_path: Path, library: str) -> None:
+    def job(ranks: int, **plan: Any) -> tuple[int, str]:
+        command, environ = mpi_command(library, ranks)
+        script = [str(HERE / "nodes_script.py"), str(tmp_path), json.dumps(plan)]
+        return whole([*command, sys.executable, *script], environ)
+
+    status, text = job(2, init={"elastic": 2})
+    assert status, text
+    assert "its launcher lets no run go on when a worker is lost: start it with syncline run -n 2 --elastic 2" in text
+    status, text = job(2, fails=[2, 2])
+    assert status, text
+    assert "ValueError: the data of this worker are spoilt" in text
+    status, text = job(2, dies=[2, 5])
+    assert status, text
+    status, text = job(3)
+    assert status == 0, text
+    check_steps(tmp_path, [2, 2, 2, 2, 2, 3, 3, 3])
 
 
 @pytest.mark.parametrize("launcher", ["syncline", "torchrun"])

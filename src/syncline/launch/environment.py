@@ -45,8 +45,8 @@ class Environment:
 
     Rank 0 serves the meeting at ``address`` and ``port``; the address is empty if the launcher gives none. With
     ``agent_store`` torch's store is at that address, or it is ``store``; rank 0 writes the meeting's address to it.
-    ``meeting_fd`` is the listening socket that the launcher opened for rank 0, ``restart`` the number of restarts of
-    the run. The run's processes share ``secret``. ``servers`` and ``strategy`` are None unless the launcher sets them.
+    ``meeting_fd`` is the listening socket that the launcher opened for rank 0. The run's processes share ``secret``.
+    ``servers`` and ``strategy`` are None unless the launcher sets them.
     """
 
     launcher: str
@@ -57,7 +57,6 @@ class Environment:
     address: str = "127.0.0.1"
     port: int = 0
     run_id: str = ""
-    restart: int = 0
     agent_store: bool = False
     store: Any = field(default=None, repr=False, compare=False)
     meeting_fd: int | None = None
@@ -179,12 +178,14 @@ def _syncline(environ: Environ) -> Environment | None:
 
 
 def _torchrun(environ: Environ) -> Environment | None:
-    """``torchrun``: its agent serves the store unless told otherwise."""
+    """``torchrun``: its agent serves the store unless told otherwise.
+
+    TORCHELASTIC_RESTART_COUNT differs between nodes of which some have joined later, so nothing may depend on it.
+    """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    restart = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-    return _ranked(environ, "torchrun", run_id=environ["TORCHELASTIC_RUN_ID"], restart=restart, agent_store=agent)
+    return _ranked(environ, "torchrun", run_id=environ["TORCHELASTIC_RUN_ID"], agent_store=agent)
 
 
 def _variables(environ: Environ) -> Environment | None:

@@ -372,11 +372,14 @@ def _with_store(environment: Environment, limit_s: float, call: Callable[[Store]
     name = environment.store_name
     place = "there" if environment.store is None else f"in {name}"
     what = f"told {name} where to meet" if environment.rank == 0 else f"heard {place} where rank 0 is"
-    running = "is torchrun running there, and " if environment.store is None else ""
+    running, apart = "", ""
+    if environment.store is None:
+        running = "is torchrun running there, and "
+        apart = "; where nodes join or leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun"
     raise GroupError(
         f"rank {environment.rank} has not {what}{where} within {limit_s:.0f} s:"
         f" {str(answer).splitlines()[0] if str(answer) else type(answer).__name__}; {running}has rank 0 come this far?"
-        " see what it printed"
+        f" see what it printed{apart}"
     ) from answer
 
 

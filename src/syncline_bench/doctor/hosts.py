@@ -191,7 +191,7 @@ def findings(environment: Environment, timeout_s: float) -> list[Finding] | None
     end_with_launcher(environment)
     known, asked = interfaces(), os.environ.get(INTERFACE)
     here = way(environment, asked, known)
-    run = f"{environment.run_id}/{environment.restart}/doctor"
+    run = f"{environment.run_id}/doctor"
     point = Rendezvous(environment)
     with suppress(SynclineError):  # the check of limits says so
         make_room(environment.world)
