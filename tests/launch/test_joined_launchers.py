@@ -40,16 +40,22 @@ def command(script: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", TALK + BEGUN + script]
 
 
-@pytest.fixture
-def relay() -> Iterator[Relay]:
+@contextmanager
+def received(tls: str | None = None) -> Iterator[Relay]:
     """The relay of a run of one process, which may become four."""
     found = Relay(1, 1, 4)
-    found.reception = Reception(found, SECRET, "127.0.0.1")
+    found.reception = Reception(found, SECRET, "127.0.0.1", tls=tls)
     found.shared = {"SYNCLINE_SECRET": SECRET}
     yield found
     found.close()
     while GUESTS:
         GUESTS.pop().close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with received() as found:
+        yield found
 
 
 def place(relay: Relay) -> str:
@@ -168,15 +174,72 @@ def test_no_more_workers_join_than_the_most(relay: Relay, capfd: pytest.CaptureF
         assert asked(relay, run).numbers == (4,)  # nobody gets a number again
 
 
-def test_nobody_joins_a_run_that_is_over_or_encrypts(relay: Relay) -> None:
+def test_nobody_joins_a_run_that_is_over_or_writes_a_timeline(relay: Relay) -> None:
     with LocalRun(command(WAITS), 1, relay=relay) as run:
         relay.obey(0, {"done": 1})
         with pytest.raises(GroupError, match="its training has ended"):
             asked(relay, run)
         assert isinstance(relay.reception, Reception)
-        relay.reception._refuses = "it encrypts its connections"
-        with pytest.raises(GroupError, match=r"does not let these workers join: it encrypts its connections"):
+        relay.reception._refuses = "it writes a timeline"
+        with pytest.raises(GroupError, match=r"does not let these workers join: it writes a timeline"):
             asked(relay, run)
+
+
+@contextmanager
+def tapped(where: str, seen: list[bytes]) -> Iterator[str]:
+    """An address that leads to another one. All bytes of the first connection through it are ``seen``."""
+    host, _, port = where.rpartition(":")
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection((host, int(port))) as there:
+
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            with suppress(OSError):
+                while data := source.recv(1 << 16):
+                    seen.append(data)
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def serve() -> None:
+            with door.accept()[0] as here:
+                back = threading.Thread(target=carry, args=(there, here))
+                back.start()
+                carry(here, there)
+                back.join()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{door.getsockname()[1]}"
+        thread.join(LIMIT_S)
+
+
+@pytest.mark.parametrize("tls", [None, "on"])
+def test_with_tls_nobody_on_the_way_reads_what_launchers_say(tls: str | None) -> None:
+    pytest.importorskip("cryptography")
+    first = "assert hear() == {'from': 1, 'message': 'legible'}; send(to=1, message='answered'); assert hear()"
+    script = "send(join='legible'); assert hear() == {'from': 0, 'message': 'answered'}"
+    seen: list[bytes] = []
+    with received(tls) as relay, LocalRun(command(first), 1, relay=relay, env={"SYNCLINE_STRATEGY": "tree"}) as run:
+        relay._next_s = float("inf")  # no replacement is due meanwhile
+        with tapped(place(relay), seen) as between:
+            with serving(run):
+                guest = Guest.ask(between, 1, SECRET, tls)
+            with LocalRun(command(script), 1, relay=guest) as joined:
+                ends = both(run, joined)
+        assert [end.status for end in ends] == [0, 0], ends
+        said = b"".join(seen)
+        words = [b"legible", b"answered", b"tree", run._shared["SYNCLINE_RUN_ID"].encode()]
+        assert [word in said for word in words] == [tls is None] * len(words)
+        assert SECRET.encode() not in said
+
+
+@pytest.mark.parametrize(("tls", "other"), [(None, "on"), ("on", None)])
+def test_launchers_with_and_without_tls_do_not_meet(tls: str | None, other: str | None) -> None:
+    pytest.importorskip("cryptography")
+    its, own = ("without", "with") if other else ("with", "without")
+    why = f"does not let this one in: it runs {its} TLS, but this process {own} TLS: give all the same --tls"
+    with received(tls) as relay, LocalRun(command(WAITS), 1, relay=relay) as run:
+        with pytest.raises(GroupError, match=why):
+            asked(relay, run, tls=other)
+        assert run.poll() is None
 
 
 def called(relay: Relay) -> socket.socket:

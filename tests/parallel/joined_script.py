@@ -4,7 +4,7 @@
 
 PLAN is JSON: ``wanted`` has pairs of a step and the number of workers for which rank 0 waits from there on, before the
 step ``until``; ``die`` and ``hold`` have pairs of a process's number and the step before which it kills itself, or
-holds still. ``other`` has the numbers of processes with another model.
+holds still. ``other`` has the numbers of processes with another model, ``init`` the arguments of ``syncline.init``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
         return x, y, torch.nn.Sequential(model) if number in plan.get("other", []) else model, *rest
 
     torch.set_num_threads(1)
-    syncline.init()
+    syncline.init(**plan.get("init", {}))
     learnt = bodies.learn_all(happen, made)
     places = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     members = list(syncline.stats().members)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,25 @@ from typing import Any
 import pytest
 from test_elastic import members_of_steps, repeated
 
+from syncline.errors import UsageError
+from syncline_bench.lab import Lab
+
 LIMIT_S = 60.0
+PROMISED_S = 10.0
+"""From the loss of a machine to the next step of the others."""
 HERE = Path(__file__).parent
 
 
 class Launcher:
-    """A ``syncline run`` of ``joined_script`` with the lines that it and its workers print."""
+    """A ``syncline run`` of ``joined_script`` with the lines that it and its workers print.
 
-    def __init__(self, arguments: list[str], plan: Mapping[str, Any], secret: str = "of the run") -> None:
-        command = [sys.executable, "-c", "from syncline_bench.cli import main; main()", "run", *arguments]
+    ``host`` is the beginning of a command that runs it on another host.
+    """
+
+    def __init__(
+        self, arguments: list[str], plan: Mapping[str, Any], secret: str = "of the run", host: Sequence[str] = ()
+    ) -> None:
+        command = [*host, sys.executable, "-c", "from syncline_bench.cli import main; main()", "run", *arguments]
         paths = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [*command, str(HERE / "joined_script.py"), json.dumps(plan)],
@@ -49,14 +59,14 @@ class Launcher:
             self._ended = True
             self._came.notify_all()
 
-    def await_line(self, pattern: str) -> re.Match[str]:
+    def await_line(self, pattern: str, within_s: float = LIMIT_S) -> re.Match[str]:
         """Wait until it prints a line with this pattern."""
 
         def found() -> re.Match[str] | None:
             return next(filter(None, (re.search(pattern, line) for line in self.lines)), None)
 
         with self._came:
-            self._came.wait_for(lambda: found() or self._ended, LIMIT_S)
+            self._came.wait_for(lambda: found() or self._ended, within_s)
             match = found()
         assert match, self.text
         return match
@@ -82,7 +92,7 @@ class Launcher:
 
 
 @contextmanager
-def launched(*arguments: str, plan: Mapping[str, Any], **more: str) -> Iterator[Launcher]:
+def launched(*arguments: str, plan: Mapping[str, Any], **more: Any) -> Iterator[Launcher]:
     found = Launcher([*arguments], plan, **more)
     try:
         yield found
@@ -219,3 +229,56 @@ def test_the_loss_of_the_first_launcher_ends_the_others_with_an_error() -> None:
     assert (
         f"the launcher at {first.address}, whose run these workers have joined, has ended or cannot be" in second.text
     )
+
+
+@pytest.mark.slow
+def test_over_tls_a_worker_is_lost_and_others_join(tmp_path: Path) -> None:
+    """The first launcher starts one in its place, another launcher adds one. All connections are encrypted."""
+    pytest.importorskip("cryptography")
+    log, plan = tmp_path / "samples.jsonl", {"wanted": [[4, 3]], "die": [[1, 2]]}
+    how = ("--elastic", "1:3", "--tls", "on", "--strategy", "ring transport=tcp", "--samples", str(log))
+    with launched("-n", "2", *how, plan=plan) as first:
+        first.await_line("waits at 4")
+        with launched("--join", first.address, "--tls", "on", plan=plan) as second:
+            assert (first.end(), second.end()) == (0, 0), first.text + second.text
+    assert 0 in check(log, first, second)
+    assert len(members_of_steps(log)[-1]) == 3
+
+
+@pytest.fixture
+def hosts() -> Iterator[Lab]:
+    """Two of them."""
+    lab = Lab(2)
+    try:
+        lab.__enter__()
+    except UsageError as error:
+        pytest.skip(str(error))
+    yield lab
+    lab.close()
+
+
+def set_link(lab: Lab, host: int, state: str) -> None:
+    """Switch the link of a host on or off, at the switch: nobody is told."""
+    assert lab._switch is not None
+    words = [*lab._switch.enter(), "ip", "link", "set", f"p{host}", state]
+    subprocess.run(words, check=True, timeout=LIMIT_S)
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_without_a_machine_that_falls_silent(hosts: Lab, tmp_path: Path) -> None:
+    """Its worker is missed within ``liveness``. Its launcher ends its worker; another one joins from there later."""
+    log, plan = tmp_path / "samples.jsonl", {"wanted": [[2, 3]], "hold": [[2, 5]], "init": {"liveness": 2.0}}
+    arguments = ("-n", "2", "--elastic", "1:3", "--interface", hosts.address(0), "--samples", str(log))
+    with launched(*arguments, plan=plan, host=hosts.enter(0)) as first:
+        first.await_line("waits at 2")
+        with launched("--join", first.address, plan=plan, host=hosts.enter(1)) as second:
+            second.await_line("2 holds")
+            set_link(hosts, 1, "down")
+            first.await_line(r"2 workers go on \(view 3\)", PROMISED_S)
+            assert second.end() == 1
+        first.await_line("lost the launcher at .* with workers 2")
+        set_link(hosts, 1, "up")
+        with launched("--join", first.address, plan=plan, host=hosts.enter(1)) as third:
+            assert (first.end(), third.end()) == (0, 0), first.text + third.text
+    check(log, first, third)
+    assert "whose run these workers have joined, has ended or cannot be reached" in second.text

@@ -74,7 +74,7 @@ def test_a_rank_with_the_secret_gets_in_by_tls_13_and_unix_sockets_stay_plain() 
 def test_one_end_without_tls_is_told_so_on_both_sides(listening: bool, caplog: pytest.LogCaptureFixture) -> None:
     with opened(of(0) if listening else None) as door, caplog.at_level(logging.WARNING, "syncline.wire"):
         its, own = ("with", "without") if listening else ("without", "with")
-        with pytest.raises(HandshakeError, match=f"it runs {its} TLS, but this process {own} TLS: give all ranks"):
+        with pytest.raises(HandshakeError, match=f"it runs {its} TLS, but this process {own} TLS: give all the same"):
             called(door, None if listening else of(1))
         deadline = time.monotonic() + LIMIT_S  # the door's thread answers first
         while "127.0.0.1" not in caplog.text and time.monotonic() < deadline:

@@ -13,7 +13,8 @@ other one (``Reception``) gives each a number, and its ``Relay`` treats them as 
 the other one sees the end of the connection: the workers of a guest are lost to the run, and end with it.
 
 A frame is its length in four bytes, and a JSON object of at most ``FRAME_BYTES``. Neither end ever waits for the other:
-what a connection does not take is kept, up to a limit, beyond which the connection ends.
+what a connection does not take is kept, up to a limit, beyond which the connection ends. With ``tls`` both launchers
+encrypt the connection, as the workers do theirs. Neither secret nor keys are on it: each process makes its certificate.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..wire.bell import DescriptorBell
 from ..wire.handshake import Hello, run_id
 from ..wire.listener import Doors, dial, open_door
 from ..wire.reports import say
+from ..wire.tls import credentials
 from .relay import PACKET_BYTES, Lines, Relay
 
 FRAME_BYTES = PACKET_BYTES + 4096
@@ -49,15 +51,16 @@ TOLD = ("SYNCLINE_STRATEGY", "SYNCLINE_CHECK_REPLICAS", "SYNCLINE_CHECK_FINITE",
 _PURPOSE = "join"
 _ANY_RUN = run_id("syncline run --join")
 _LENGTH = struct.Struct("!I")
+_LAUNCHER = 0  # in the handshake, and in the certificates of launchers
 _ANSWER_S = 10.0
 _UNDECIDED = 16
 """So many callers may have proved the secret and not yet asked."""
 _ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 8_000),
 )  # fmt: skip
-"""A host that is gone without a word ends its connection after 20 s."""
+"""A host that falls silent loses its connection after 8 s, the default of ``liveness`` between workers."""
 
 Frame = Mapping[str, Any]
 
@@ -206,10 +209,11 @@ class Link:
 class Reception:
     """The place of a launcher at which others join its run: a listening socket at ``address``.
 
-    ``relay`` gets their workers. Callers prove the ``secret``.
+    ``relay`` gets their workers. Callers prove the ``secret``. ``tls`` is as in ``syncline.init``.
     """
 
-    def __init__(self, relay: Relay, secret: str, address: str, refuses: str = "") -> None:
+    def __init__(self, relay: Relay, secret: str, address: str, refuses: str = "", tls: str | None = None) -> None:
+        sealing = credentials(tls, secret.encode(), _ANY_RUN, _LAUNCHER)
         try:
             door = open_door(address)
         except OSError as error:
@@ -222,7 +226,8 @@ class Reception:
         self._came: deque[tuple[socket.socket, str]] = deque()
         self._bell = DescriptorBell()
         self._guests: dict[Link, set[int]] = {}  # the numbers of their workers
-        self._doors = Doors([door], _ANY_RUN, secret.encode(), 0, self._admit, check=_check_purpose)
+        proof = secret.encode()
+        self._doors = Doors([door], _ANY_RUN, proof, _LAUNCHER, self._admit, check=_check_purpose, tls=sealing)
 
     def _admit(self, said: Hello, sock: socket.socket, origin: str) -> None:  # noqa: ARG002
         """Take a caller that has proved the secret. Called by the thread of the doors."""
@@ -333,24 +338,27 @@ class Guest(Lines):
         self._over = False
 
     @classmethod
-    def ask(cls, where: str, workers: int, secret: str, timeout_s: float = _ANSWER_S) -> Guest:
-        """Ask the launcher at ``where`` for places for workers.
+    def ask(cls, where: str, workers: int, secret: str, tls: str | None = None, timeout_s: float = _ANSWER_S) -> Guest:
+        """Ask the launcher at ``where`` for places for workers. ``tls`` is as in ``syncline.init``.
 
         Raises UsageError for a text that is no address, and GroupError if that launcher cannot be reached, has another
-        secret, or lets the workers not join.
+        secret or no TLS, or lets the workers not join.
         """
         host, _, port = where.rpartition(":")
         if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
             raise UsageError(f"--join {where} is not HOST:PORT, the address that the launcher of the run has printed")
-        place = host.removeprefix("[").removesuffix("]"), int(port)
+        place, proof = (host.removeprefix("[").removesuffix("]"), int(port)), secret.encode()
+        sealing = credentials(tls, proof, _ANY_RUN, _LAUNCHER)
         try:
-            sock = dial(place, _ANY_RUN, secret.encode(), 0, 0, _PURPOSE, timeout_s)
+            sock = dial(place, _ANY_RUN, proof, _LAUNCHER, _LAUNCHER, _PURPOSE, timeout_s, tls=sealing)
         except SecretError as error:
             raise SecretError(
                 f"the launcher at {where} has another secret: set SYNCLINE_SECRET to that of its run"
             ) from error
-        except (HandshakeError, OSError) as error:
-            why = getattr(error, "strerror", None) or str(error)
+        except HandshakeError as error:
+            raise GroupError(f"the launcher at {where} does not let this one in: {error}") from error
+        except OSError as error:
+            why = error.strerror or str(error)
             raise GroupError(f"no launcher can be reached at {where} ({why}): does its run still go on?") from error
         link = Link(sock, where)
         try:

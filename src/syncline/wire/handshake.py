@@ -92,7 +92,7 @@ def _check(secret: bytes, side: bytes, said: Hello, nonce: bytes, tls: bool, pro
         return
     if hmac.compare_digest(proof, _mac(secret, side, said, nonce, not tls)):
         its, own = ("without TLS", "with TLS") if tls else ("with TLS", "without TLS")
-        raise HandshakeError(f"it runs {its}, but this process {own}: give all ranks the same tls= or SYNCLINE_TLS")
+        raise HandshakeError(f"it runs {its}, but this process {own}: give all the same --tls, SYNCLINE_TLS or tls=")
     raise SecretError("it does not know this run's secret")
 
 

@@ -6,7 +6,6 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,11 @@ def _check_script(script: str, module: bool) -> None:
 @click.option(
     "--check", is_flag=True, help="First check this machine as syncline doctor does, and end if a check fails."
 )
-@click.option("--tls", help="Encrypt the connections: on, or a folder with ca.pem, cert.pem and key.pem.")
+@click.option(
+    "--tls",
+    envvar="SYNCLINE_TLS",
+    help="Encrypt the connections: on, or a folder with ca.pem, cert.pem and key.pem; with --join, as in the run.",
+)
 @click.option(
     "--metrics",
     metavar="[HOST:]PORT[,error=N]",
@@ -121,7 +124,7 @@ def run(
     from syncline.launch.local import here, launch
 
     if where is not None:
-        _check_joining(tls, servers, elastic, timeline_path, check_replicas, check_finite)
+        _check_joining(servers, elastic, timeline_path, check_replicas, check_finite)
     elif workers is None:
         raise click.MissingParameter(param_hint="'-n' / '--workers'", param_type="option")
     workers = workers or 1
@@ -168,9 +171,9 @@ def run(
     lines: Lines | None = relay
     address: str | None
     if where is not None:
-        lines, address = _guest(where, workers, interface)
+        lines, address = _guest(where, workers, interface, tls)
     else:
-        address = _received(relay, interface, env, traced=assembly is not None)
+        address = _received(relay, interface, tls, traced=assembly is not None)
     env |= {} if interface is None else {"SYNCLINE_INTERFACE": interface}
     place = here if address is None else _at(address)
     outcome = launch(
@@ -238,18 +241,16 @@ def _relay(workers: int, servers: int, elastic: str | None, strategy: Strategy |
     return Relay(workers + servers, least, most, servers)
 
 
-def _check_joining(tls: str | None, *given: object) -> None:
+def _check_joining(*given: object) -> None:
     """Raise UsageError for options that a launcher decides whose run others join."""
     from syncline.errors import UsageError
 
     names = ("--servers", "--elastic", "--trace", "--check-replicas", "--check-finite")
     if wrong := [name for name, value in zip(names, given, strict=True) if value is not None]:
         raise UsageError(f"{wrong[0]} belongs to the launcher whose run these workers join: leave it out with --join")
-    if tls or os.environ.get("SYNCLINE_TLS"):
-        raise UsageError("--join works without TLS: leave --tls and SYNCLINE_TLS out, here and in the run")
 
 
-def _guest(where: str, workers: int, interface: str | None) -> tuple[Lines, str]:
+def _guest(where: str, workers: int, interface: str | None, tls: str | None) -> tuple[Lines, str]:
     """The lines of workers that join the run at an address, and this machine's address in it."""
     from syncline.errors import UsageError
     from syncline.launch.address import interface_address
@@ -258,11 +259,11 @@ def _guest(where: str, workers: int, interface: str | None) -> tuple[Lines, str]
     secret = os.environ.get("SYNCLINE_SECRET")
     if not secret:
         raise UsageError("--join needs the secret of the run: set SYNCLINE_SECRET to the same text as there")
-    guest = Guest.ask(where, workers, secret)
+    guest = Guest.ask(where, workers, secret, tls)
     return guest, guest.address if interface is None else interface_address(interface)
 
 
-def _received(relay: Relay | None, interface: str | None, env: Mapping[str, str], traced: bool) -> str | None:
+def _received(relay: Relay | None, interface: str | None, tls: str | None, traced: bool) -> str | None:
     """Let other launchers join an elastic run, if it has a secret that they can know.
 
     Returns the address at which its workers meet, or None for the default.
@@ -273,12 +274,9 @@ def _received(relay: Relay | None, interface: str | None, env: Mapping[str, str]
     secret = os.environ.get("SYNCLINE_SECRET")
     if relay is None or not relay.may_grow or not secret:
         return None
-    address, refuses = interface_address(interface or "127.0.0.1"), ""
-    if env.get("SYNCLINE_TLS") or os.environ.get("SYNCLINE_TLS"):
-        refuses = "it encrypts its connections (--tls), which others cannot join"
-    elif traced:
-        refuses = "it writes a timeline (--trace), which others cannot join"
-    reception = relay.reception = Reception(relay, secret, address, refuses)
+    address = interface_address(interface or "127.0.0.1")
+    refuses = "it writes a timeline (--trace), which others cannot join" if traced else ""
+    reception = relay.reception = Reception(relay, secret, address, refuses, tls)
     relay.shared = {"SYNCLINE_SECRET": secret}
     click.echo(f"syncline: more workers join by: syncline run --join {reception.place} ...", err=True)
     return address
