@@ -113,9 +113,12 @@ def test_values_of_numpy_come_back_if_a_view_breaks_before_it_begins(group: Any)
         lasting.copy_again(session, 1, True)
         assert (arrays["w"] == 7).all()
         assert (rule.lr, lasting.weights.states[0]["steps"]) == (0.25, 9)
+        trainer._steps.resume_at(5)  # as in a session that broke, whose source had made more steps
         put_back()
         assert (arrays["w"] == 0.5).all()
         assert (rule.lr, lasting.weights.states[0]["steps"]) == (0.5, 1)
+        lasting.copy_again(session, 0, True)
+        assert lasting._made == 1
 
     group("ring", 2, body)
 
