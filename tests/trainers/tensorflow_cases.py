@@ -19,6 +19,7 @@ from tensorflow_bodies import advance, begin, looped, loss_of, model
 import syncline
 import syncline.errors
 import syncline.tensorflow
+from syncline.process import process
 
 STEPS = 4
 keras.config.set_floatx("float64")
@@ -262,6 +263,13 @@ def _cut_file() -> None:
         syncline.tensorflow.Checkpoint(path).resume(made)
 
 
+def _lasting_average() -> None:
+    """As ``syncline.elastic`` asks."""
+    syncline.tensorflow.average(model())
+    (lasting,) = process.session.lasting
+    lasting.check_lasting(process.session.strategy)
+
+
 def _excluding() -> Any:
     made = keras.optimizers.AdamW(0.1)
     made.exclude_from_weight_decay(var_names=["bias"])
@@ -281,6 +289,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "no model": lambda: syncline.tensorflow.prepare(3, keras.optimizers.SGD(0.1)),
     "weight": lambda: syncline.prepare(model(), keras.optimizers.SGD(0.1), weight=2),
     "average": lambda: syncline.tensorflow.average(model()),
+    "elastic average": _lasting_average,
     "jit fit": lambda: _one_step("sgd", jit_compile=True),
     "jit loop": _compiled_by_xla,
     "compiled anew": _compiled_anew,

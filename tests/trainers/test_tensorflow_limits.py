@@ -83,6 +83,7 @@ RING = {
     ("ring", "half"): "there is no gradient of 'dense/kernel (2)'",
     ("ring", "shapes"): "but its variable has shape (5, 7) and type float64",
     ("ring", "not prepared"): "has not been prepared in this run",
+    ("ring", "elastic average"): "works with syncline.tensorflow.prepare(model, optimizer), not with average()",
     ("ring", "no such root"): "broadcast() from rank 2 of 2: choose one of 0 to 1",
     ("ring", "no state"): "this is not a result of syncline.tensorflow.state_dict()",
     ("ring", "no epochs"): "a checkpoint every 0 epochs: choose 1 or more",
