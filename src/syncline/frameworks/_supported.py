@@ -6,7 +6,7 @@ import importlib
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import NotBuiltError, UsageError
 from ..serving.owner import PushGroups, check_kept
@@ -69,18 +69,42 @@ def weight_of_batches(session: Session, weight: object) -> Callable[[], float] |
     return of_part
 
 
-def check_lasting(strategy: Strategy, framework: str) -> None:
-    """Raise NotBuiltError for an elastic run in which owners hold the weights, or workers exchange them."""
-    if isinstance(strategy.sync_mode(), Averages):
-        raise NotBuiltError(
-            f"syncline.elastic() works with models of {framework} under sync=bsp, not with"
-            f" sync={write('sync', strategy.sync)}"
-        )
-    if strategy.server_holds_weights:
-        raise NotBuiltError(
-            f"syncline.elastic() works with models of {framework} that each worker updates itself, not with"
-            f" {strategy}: use ring or another allreduce, or ps(on=workers, update=worker)"
-        )
+class LastsWhole:
+    """A model of which each worker has everything, and which outlives the sessions of an elastic run (``recovery``).
+
+    ``copy_again`` copies all that there is. The object ``counted`` calls its ``finished`` after every step.
+    """
+
+    framework: ClassVar[str]
+    shared = ()
+
+    @property
+    def counted(self) -> Any:
+        """The object that knows when a step has finished."""
+        return self
+
+    def check_lasting(self, strategy: Strategy) -> None:
+        """Raise NotBuiltError if owners hold the weights, or workers exchange them."""
+        if isinstance(strategy.sync_mode(), Averages):
+            raise NotBuiltError(
+                f"syncline.elastic() works with models of {self.framework} under sync=bsp, not with"
+                f" sync={write('sync', strategy.sync)}"
+            )
+        if strategy.server_holds_weights:
+            raise NotBuiltError(
+                f"syncline.elastic() works with models of {self.framework} that each worker updates itself, not with"
+                f" {strategy}: use ring or another allreduce, or ps(on=workers, update=worker)"
+            )
+
+    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
+        """Call ``finished`` after every update of the weights, until the returned call."""
+        counted = self.counted
+        counted.finished = finished
+
+        def end() -> None:
+            counted.finished = lambda: None
+
+        return end
 
 
 def check_schedule(strategy: Strategy, framework: str) -> None:

@@ -29,14 +29,13 @@ from ..nouns import Spec
 from ..serving.records import Elements, State
 from ..serving.shard import Groups, Holding
 from ..session.session import Session
-from ..strategy.strategy import Strategy
 from . import Handed
 from ._checkpoint import copy_states, load, load_alone, save, save_alone
 from ._flat import Array, FlatModel, OnHoldings, fits, flat_models, serve_flat, unfit
 from ._memory import check_writable, floating_array, host_array, overlapping
 from ._repeating import FlatSums
 from ._supported import (
-    check_lasting,
+    LastsWhole,
     check_options,
     check_schedule,
     decide_mode,
@@ -338,43 +337,6 @@ class Trainer:
         self._steps.load_state_dict(state)
 
 
-class Steps(Protocol):
-    """The steps of a trainer in one session."""
-
-    def give(self, name: str, gradient: Any, *, tells: bool) -> None:
-        """Take a gradient; ``tells``: backward is still running."""
-        ...
-
-    def step(self, rest: Mapping[str, Any]) -> None:
-        """Update the weights, with these gradients too."""
-        ...
-
-    def drop(self) -> None:
-        """As ``Trainer.drop``."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """As ``Trainer.state_dict``."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As ``Trainer.load_state_dict``."""
-        ...
-
-    def resume_at(self, step: int) -> None:
-        """Count on from that step."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory of a session that is over."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """The number of steps that have been made."""
-        ...
-
-
 class Together:
     """The steps of several workers."""
 
@@ -385,6 +347,7 @@ class Together:
         self._numbers = {name: number for number, name in enumerate(weights.arrays)}
 
     def give(self, name: str, gradient: Any, *, tells: bool) -> None:
+        """Take a gradient; ``tells``: backward is still running."""
         number = self._numbers.get(name)
         if number is None:
             raise self._model.fault(_unknown(name))
@@ -486,6 +449,10 @@ class Alone:
         np.multiply(gradient, 1.0, out=place)  # the same rounding as with several workers
 
 
+Steps = Together | Alone
+"""The steps of a trainer in one session."""
+
+
 class Values:
     """The numbers and texts among an optimizer's attributes, such as its rate, as an object with a state."""
 
@@ -506,8 +473,8 @@ class Values:
                 object.__setattr__(self._optimizer, name, value)
 
 
-class Arrays:
-    """A model of NumPy as it outlives the sessions of an elastic run (``recovery.Lasting``)."""
+class Arrays(LastsWhole):
+    """A model of NumPy as it outlives the sessions of an elastic run."""
 
     def __init__(self, session: Session, weights: ArrayWeights, weight: object) -> None:
         self.weights, self._weight = weights, weight
@@ -523,8 +490,12 @@ class Arrays:
         sums = FlatSums(session, self.weights.specs, self._weight == "batch") if os.environ.get(REPEATS) else None
         return Alone(session, self.weights, sums)
 
-    shared = ()
-    """An elastic run hands over nothing besides what ``copy_again`` copies."""
+    framework = "NumPy"
+
+    @property
+    def counted(self) -> ArrayWeights:
+        """The weights, which call ``finished`` after each update."""
+        return self.weights
 
     @property
     def described(self) -> str:
@@ -533,19 +504,6 @@ class Arrays:
         told = zlib.crc32(str([(spec, self._weight) for spec in specs]).encode())
         rule = described(self.weights.optimizer, values=False)
         return f"{len(specs)} arrays of {sum(spec.elements for spec in specs):,} elements with {rule} ({told:08x})"
-
-    def check_lasting(self, strategy: Strategy) -> None:
-        """Raise NotBuiltError if owners hold the weights."""
-        check_lasting(strategy, "NumPy")
-
-    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
-        """Call ``finished`` after every update, until the returned call."""
-        self.weights.finished = finished
-
-        def end() -> None:
-            self.weights.finished = lambda: None
-
-        return end
 
     def keep_values(self) -> Callable[[], None]:
         """Copy arrays, states and attributes. The returned call puts them back."""

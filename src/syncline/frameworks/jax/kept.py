@@ -14,19 +14,18 @@ import jax
 
 from ...errors import UsageError
 from ...session.session import Session
-from ...strategy.strategy import Strategy
-from .._supported import check_lasting
+from .._supported import LastsWhole
 from .run import run_of
 from .trees import broadcast, named, of_run, state_of
 
 
-class Kept:
+class Kept(LastsWhole):
     """Values that outlive the sessions of an elastic run (``recovery.Lasting``). UsageError without Syncline's state in
     them."""
 
     def __init__(self, session: Session, values: Any) -> None:
         self._values, self._run = values, run_of(values)
-        self._finished: Callable[[], object] = lambda: None
+        self.finished: Callable[[], object] = lambda: None
         session.lasting.append(self)
 
     @property
@@ -49,31 +48,17 @@ class Kept:
         state_of(values)
         if not self._run.repeats_part:
             self._values = values
-            self._finished()
+            self.finished()
 
     # What an elastic run does with it.
 
-    shared = ()
-    """An elastic run hands over nothing besides what ``copy_again`` copies."""
+    framework = "JAX"
 
     @property
     def described(self) -> str:
         """A text that differs between values of other names, shapes or types, and between other rules."""
         leaves = [(name, jax.numpy.shape(leaf), str(jax.numpy.result_type(leaf))) for name, leaf in named(self._values)]
         return f"{len(leaves)} values of JAX ({zlib.crc32(str(leaves).encode()):08x}), {self._run.rule}"
-
-    def check_lasting(self, strategy: Strategy) -> None:
-        """Raise NotBuiltError if owners hold the weights."""
-        check_lasting(strategy, "JAX")
-
-    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
-        """Call ``finished`` after every step that was kept, until the returned call."""
-        self._finished = finished
-
-        def end() -> None:
-            self._finished = lambda: None
-
-        return end
 
     def keep_values(self) -> Callable[[], None]:
         """Remember the values, which are never changed in place. The returned call puts them back."""

@@ -26,7 +26,7 @@ from ...strategy.strategy import Strategy
 from .._checkpoint import checked, load, load_alone, save, save_alone
 from .._computations import broadcast_into
 from .._repeating import FlatSums
-from .._supported import check_average, check_lasting, warn_of_plain_steps
+from .._supported import LastsWhole, check_average, warn_of_plain_steps
 from .run import Matching, Run, Unused
 from .variables import (
     KerasSlices,
@@ -50,7 +50,7 @@ Apply = Callable[..., None]
 """The original ``apply`` of a Keras optimizer."""
 
 
-class Prepared:
+class Prepared(LastsWhole):
     """A model in a run, with its optimizer if Keras made it. It outlives the sessions of an elastic run
     (``recovery.Lasting``).
 
@@ -126,8 +126,12 @@ class Prepared:
 
     # What an elastic run does with it.
 
-    shared = ()
-    """An elastic run hands over nothing besides what ``copy_again`` copies."""
+    framework = "TensorFlow"
+
+    @property
+    def counted(self) -> Run | None:
+        """The run, which calls ``finished`` in every step whose variables will change."""
+        return self.run
 
     @property
     def described(self) -> str:
@@ -140,22 +144,12 @@ class Prepared:
 
     def check_lasting(self, strategy: Strategy) -> None:
         """Raise NotBuiltError if owners hold the weights, or the script updates them."""
-        check_lasting(strategy, "TensorFlow")
+        super().check_lasting(strategy)
         if self.optimizer is None:
             raise NotBuiltError(
                 "syncline.elastic() works with syncline.tensorflow.prepare(model, optimizer), not with average(), which"
                 " leaves the update of the weights to the script"
             )
-
-    def count(self, finished: Callable[[], object]) -> Callable[[], None]:
-        """Call ``finished`` in every step whose variables will change, until the returned call."""
-        assert self.run is not None
-        run, run.finished = self.run, finished
-
-        def end() -> None:
-            run.finished = lambda: None
-
-        return end
 
     def keep_values(self) -> Callable[[], None]:
         """Copy all variables. The returned call puts them back."""
