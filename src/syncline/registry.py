@@ -226,7 +226,8 @@ def _same_source(known: Target, target: Target) -> bool:
 
 def parameters_of(target: Callable[..., Any]) -> tuple[Parameter, ...]:
     """The arguments that a text may give to a function or class, registered or not."""
-    hints = typing.get_type_hints(target.__init__ if _plain_class(target) else target)
+    fields = dataclasses.is_dataclass(target)
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) and not fields else target)
     if dataclasses.is_dataclass(target):
         return tuple(
             Parameter(item.name, hints[item.name], _default(item)) for item in dataclasses.fields(target) if item.init
@@ -236,11 +237,6 @@ def parameters_of(target: Callable[..., Any]) -> tuple[Parameter, ...]:
         for item in inspect.signature(target).parameters.values()
         if item.kind is inspect.Parameter.KEYWORD_ONLY
     )
-
-
-def _plain_class(target: Callable[..., Any]) -> bool:
-    """Whether a class takes the arguments of its ``__init__`` instead of its fields."""
-    return inspect.isclass(target) and not dataclasses.is_dataclass(target)
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

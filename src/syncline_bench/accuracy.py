@@ -223,12 +223,7 @@ def run_of(training: Training, row: Row) -> AccuracyRun:
 
 def resumed(fresh: AccuracyResult, path: Path) -> AccuracyResult:
     """``fresh`` with the finished trainings of the file. Raises UsageError if it is not of the same work."""
-    before = AccuracyResult.earlier(path)
-    if not before.same_work(fresh):
-        raise UsageError(
-            f"{path} is of another workload, number of workers, length, machine, or version of the code or its"
-            " libraries, so its rows cannot be compared with new ones: choose another file, or delete it"
-        )
+    before = fresh.earlier(path)
     kept = tuple(run for run in before.runs if run.finished)
     # Rows are compared with the old reference until the new reference has an accuracy.
     return replace(before, runs=kept).beside(fresh.reference)

@@ -250,7 +250,7 @@ def test_a_resumed_tuning_measures_nothing_twice(tmp_path: Path) -> None:
 def test_a_file_of_other_work_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     tuned(request_of(), Pretended(by_schedule)).save(path)
-    with pytest.raises(UsageError, match="is of another workload"):
+    with pytest.raises(UsageError, match="is of another number of workers"):
         request_of(workers=3, resume_path=path)
 
 

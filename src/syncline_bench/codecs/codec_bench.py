@@ -72,11 +72,6 @@ def request_of(
     return request
 
 
-def contestants_of(request: Request) -> int:
-    """The greatest number of contestants that take turns, the unit of progress."""
-    return 1 + (2 if request.torch else 1) * len(request.ways)
-
-
 def measure(request: Request, progress: Progress | None = None) -> CodecResult:
     """All rows of a request, in its order."""
     trials: list[Trial]
@@ -145,7 +140,7 @@ def run(
 ) -> None:
     """Measure codecs, all if ``texts`` is empty, as ``display.shown`` does."""
     request = request_of(texts, elements, repetitions, workers, device)
-    count = contestants_of(request)
+    count = 1 + (2 if request.torch else 1) * len(request.ways)  # at most so many contestants take turns
 
     def measured(display: Display) -> CodecResult:
         with display.task("codecs", (repetitions + 1) * count) as task:

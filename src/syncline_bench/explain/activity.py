@@ -249,7 +249,7 @@ def observe(run: RecordedRun) -> Activity:
     return Activity(
         title=printable(run.title),
         workers=tuple(
-            _with_thread(sides[int(process.notes["process"])], thread)
+            replace(sides[int(process.notes["process"])], thread=tuple(thread))
             for process, thread in zip(workers, threads, strict=True)
         ),
         servers=tuple(sides[int(process.notes["process"])] for process in run.processes if is_server(process)),
@@ -288,10 +288,6 @@ def _cores(run: RecordedRun, hosts: Mapping[int, str]) -> tuple[Cores, ...]:
 def is_server(process: ProcessSpans) -> bool:
     """Whether a process is a server."""
     return bool(process.notes.get("server", name_of(process).startswith("server")))
-
-
-def _with_thread(side: Side, thread: Sequence[Stretch]) -> Side:
-    return replace(side, thread=tuple(thread))
 
 
 # Training threads

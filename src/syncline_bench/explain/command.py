@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from syncline.errors import DataError, UsageError
+from syncline.timeline.flight import FORMAT
 from syncline.wire.meeting import printable
 
 from ..display import console_beside
@@ -16,7 +17,7 @@ from ..report.files import replace_text, result_paths
 from .activity import Activity, observe
 from .causes import busy_cores, judge
 from .changes import Outlook, outlook
-from .flights import explain_flight, is_flight
+from .flights import explain_flight
 from .path import critical_path
 from .reading import is_timeline, read_timeline
 from .results import explain_result
@@ -52,7 +53,8 @@ def explain(path: Path, only: str = "") -> Explanation:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is neither a timeline nor a result: it is not text") from None
-    return explain_flight(path) if is_flight(text) else explain_result(path, text, only)
+    is_flight = f'"format": "{FORMAT}"' in text[:100]
+    return explain_flight(path) if is_flight else explain_result(path, text, only)
 
 
 def explain_timeline(path: Path, only: str = "") -> Explanation:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, median_low
 
-from syncline.timeline.flight import FORMAT, FlightRecord, ProcessFlight, load
+from syncline.timeline.flight import FlightRecord, ProcessFlight, load
 from syncline.wire.meeting import printable
 
 from ..report import units
@@ -20,11 +20,6 @@ from ..report.explanation import Cause, Explanation
 from .causes import LEAST
 
 _LEAST_STEPS = 3
-
-
-def is_flight(text: str) -> bool:
-    """Whether a text begins like a flight record."""
-    return f'"format": "{FORMAT}"' in text[:100]
 
 
 def explain_flight(path: Path) -> Explanation:

@@ -99,6 +99,9 @@ class AccuracyResult(ResultFile):
 
     verb: ClassVar = "accuracy"
     lists: ClassVar = {"runs": lambda data: _run(data)}
+    work: ClassVar = {
+        "workload": "workload", "workers": "number of workers", "iterations": "length", "batch": "size of batches",
+    }  # fmt: skip
 
     workload: str
     workers: int
@@ -149,11 +152,6 @@ class AccuracyResult(ResultFile):
         if reference not in there and self.reference in there:
             return self
         return dataclasses.replace(self, reference=reference)
-
-    def same_work(self, other: AccuracyResult) -> bool:
-        """Whether both have the same work, machine, code and libraries."""
-        origin = ("machine", "cores", "versions", "source_sha256")
-        return self.same(other, *origin, "workload", "workers", "iterations", "batch")
 
     def content(self) -> dict[str, Any]:
         """All fields; ``rows`` is for programs and follows from ``runs``."""
@@ -262,13 +260,9 @@ def markdown(result: AccuracyResult) -> str:
         "" if result.commit is None else f", commit {result.commit[:10]}{' with changes' if result.modified else ''}"
     )
     origin = f"{result.machine}, {result.cores} cores; {versions}{commit}"
-    failed = "; ".join(_one_line(error) for error in shown.errors)
+    failed = "; ".join(error.partition("\n")[0].rstrip(".") for error in shown.errors)
     text = f"{title_of(result)}; {length_of(result)}. {origin}.\n\n{shown.markdown()}"
     return f"{text}\nFailed: {failed}.\n" if failed else text
-
-
-def _one_line(text: str) -> str:
-    return text.partition("\n")[0].rstrip(".")
 
 
 def title_of(result: AccuracyResult) -> str:

@@ -109,6 +109,7 @@ class BenchResult(ResultFile):
     """A whole bench."""
 
     verb: ClassVar = "bench"
+    work: ClassVar = {"commit": "commit"}
     lists: ClassVar = {"rows": reader(Measured)}
 
     rows: tuple[Measured, ...] = ()
@@ -117,10 +118,6 @@ class BenchResult(ResultFile):
         """This result with more rows, which replace earlier rows of the same measurements."""
         fresh = {row.key for row in rows}
         return dataclasses.replace(self, rows=(*(row for row in self.rows if row.key not in fresh), *rows))
-
-    def same_origin(self, other: BenchResult) -> bool:
-        """Whether both have the same machine, versions and code."""
-        return self.same(other, "machine", "cores", "versions", "commit", "source_sha256")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Table(Generic[Row]):
                 drawn.add_column(column.titled, justify="left" if text else "right", no_wrap=not text)
         before: list[Hashable] = []
         for row in self.rows:
-            section, style = self.section(row), self._style(row)
+            section, style = self.section(row), "" if self.style is None else self.style(row)
             fresh = [section] != before
             if before and fresh:
                 drawn.add_section()
@@ -171,9 +171,6 @@ class Table(Generic[Row]):
             if column.kind != "name"
         )
         return width - 2 - sum(taken)
-
-    def _style(self, row: Row) -> str:
-        return self.style(row) if self.style is not None else ""
 
 
 @dataclass(frozen=True)

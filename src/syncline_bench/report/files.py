@@ -115,6 +115,14 @@ _Row = TypeVar("_Row")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
+_ORIGIN = {
+    "machine": "machine",
+    "cores": "number of cores",
+    "versions": "version of a library",
+    "source_sha256": "version of the code",
+}
+
+
 @dataclass(frozen=True)
 class ResultFile:
     """The origin of a result: machine, versions, commit and time; the base class of each kind of result.
@@ -128,6 +136,8 @@ class ResultFile:
     """The command that made the result."""
     lists: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]]
     """The fields that are lists of dataclasses, each with a function that reads an item."""
+    work: ClassVar[Mapping[str, str]] = {}
+    """The fields that, beside those of the origin, must be equal in a result that is continued, with words for them."""
 
     machine: str = ""
     cores: int = 0
@@ -156,21 +166,27 @@ class ResultFile:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"this is not a result file of syncline {cls.verb}: {error!r}") from None
 
-    @classmethod
-    def earlier(cls: type[_R], path: Path) -> _R:
-        """The result file of an earlier run, to be continued. Raises UsageError if it cannot be read."""
+    def earlier(self: _R, path: Path) -> _R:
+        """The result file of an earlier run, to be continued as this one.
+
+        Raises UsageError if it cannot be read, and for one of other work, or of another origin.
+        """
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            found = self.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not text: choose another file") from None
         except DataError as error:
             raise UsageError(f"{path}: {error}; choose another file") from None
-
-    def same(self: _R, other: _R, *names: str) -> bool:
-        """Whether both are equal in these fields."""
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        words = {**self.work, **_ORIGIN}
+        others = [words[name] for name in words if getattr(found, name) != getattr(self, name)]
+        if others:
+            raise UsageError(
+                f"{path} is of another {', '.join(others)}, so its measurements cannot be compared with new ones:"
+                " choose another file, or delete it"
+            )
+        return found
 
     def save(self, path: Path) -> None:
         """Write the result file atomically, so that a reader never sees half of it."""

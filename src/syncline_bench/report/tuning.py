@@ -43,6 +43,10 @@ class Tuned(ResultFile):
 
     verb: ClassVar[str] = "tune"
     lists: ClassVar[Mapping[str, Any]] = {"tried": reader(Tried)}
+    work: ClassVar = {
+        "workload": "workload", "workers": "number of workers", "framework": "framework", "lab": "lab",
+        "default": "strategy",
+    }  # fmt: skip
 
     best: str = ""
     iteration_s: float | None = None
@@ -60,11 +64,6 @@ class Tuned(ResultFile):
     seed: int = 0
     loss: float | None = None
     networks: Mapping[str, Any] = field(default_factory=dict)
-
-    def same_work(self, other: Tuned) -> bool:
-        """Whether the measurements of both can be compared."""
-        origin = ("machine", "cores", "versions", "source_sha256")
-        return self.same(other, *origin, "workload", "workers", "framework", "lab", "default")
 
 
 _COLUMNS: tuple[Column[Tried], ...] = (

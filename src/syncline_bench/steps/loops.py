@@ -191,17 +191,13 @@ FRAMEWORKS: Final[dict[str, tuple[str, ...]]] = {
     "torch": ("torch",),
 }
 """The frameworks with the packages that each needs."""
-_LOOPS: Final[dict[str, Callable[[int, int], Loop]]] = {
+LOOPS: Final[dict[str, Callable[[int, int], Loop]]] = {
     "numpy": NumpySteps,
     "jax": JaxSteps,
     "tensorflow": TensorflowSteps,
     "torch": TorchSteps,
 }
-
-
-def loop_of(framework: str) -> Callable[[int, int], Loop]:
-    """The loop's class, for a number of tensors and of elements in each. Call it within a run."""
-    return _LOOPS[framework]
+"""The loops' classes, which take numbers of tensors and of elements in each. They are made within a run."""
 
 
 def check_framework(name: str) -> None:

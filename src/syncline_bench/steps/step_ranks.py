@@ -24,7 +24,7 @@ from syncline.session.session import Session
 from syncline.session.tickets import STEP, step_argument
 
 from ..ranks import Line
-from .loops import LEARNING_RATE, loop_of
+from .loops import LEARNING_RATE, LOOPS
 
 WARM_UP = 20
 QUIET = 5
@@ -77,7 +77,7 @@ def main(text: str, lines: str) -> None:
 def measure(work: Work, tensors: int) -> dict[str, Any]:
     """Medians over the repetitions, of the slowest rank in each, and whether the weights are right."""
     session = process.session
-    loop = loop_of(work.framework)(tensors, work.elements)
+    loop = LOOPS[work.framework](tensors, work.elements)
     exchange = BareExchange(session, tensors, work.elements)
     times = np.zeros((2, work.repetitions, 3))  # seconds, and seconds of the processor
     for repetition in range(-WARM_UP, work.repetitions):

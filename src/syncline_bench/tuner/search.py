@@ -168,18 +168,7 @@ def request_of_tuning(
         comparison, comparison.cases[-1], loaded, asked, budget_s, searcher, seed, loss if lossy else None,
         None if network is None else load_network(network),
     )  # fmt: skip
-    return request if resume_path is None else replace(request, before=_resumed(request, resume_path))
-
-
-def _resumed(request: Request, path: Path) -> Tuned:
-    """Read an earlier tuning. Raises UsageError if it is not of the same work."""
-    before = Tuned.earlier(path)
-    if not before.same_work(_empty(request)):
-        raise UsageError(
-            f"{path} is of another workload, number of workers, lab, strategy, machine, or version of the code, so its"
-            " measurements cannot be compared with new ones: choose another file, or delete it"
-        )
-    return before
+    return request if resume_path is None else replace(request, before=_empty(request).earlier(resume_path))
 
 
 def _empty(request: Request) -> Tuned:
