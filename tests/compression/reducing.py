@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from syncline import registry
 from syncline.codecs import Codec
+from syncline.compression.reducers import Flows, Traffic
+from syncline.plans.plan import Plan
 from syncline.strategy.grammar import read_part
 from syncline.strategy.words import build
 from syncline.testing.reducing import SHAPES
@@ -29,3 +33,18 @@ def gradients(workers: int, elements: int, seed: int, scale: float = 1.0) -> lis
 
 def can_be_served(text: str) -> bool:
     return codec(text).combine != "rounds"
+
+
+def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int], Plan]) -> np.ndarray:
+    """The bytes from every process (row) to every other (column).
+
+    ``plan(nbytes)`` is the plan that sums an array of that size.
+    """
+    found = np.zeros((processes, processes))
+    for step in (step for one in traffic for step in one):
+        if isinstance(step, Flows):
+            np.add.at(found, (step.src, step.dst), step.nbytes)
+        else:
+            summing = plan(step.nbytes)
+            np.add.at(found, (summing.src, summing.dst), summing.count * (step.nbytes / summing.chunks))
+    return found

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients
+from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients, moved_bytes
 from telling import Served
 
 from syncline.algorithms import spread
 from syncline.compression.reducers import levels, owners, ways
 from syncline.compression.reducers.owners import pull_traffic, push_traffic, share_out
-from syncline.compression.reducers.ways import moved_bytes, parts_of
+from syncline.compression.reducers.ways import parts_of
 from syncline.nouns import Group, Slice, numpy_dtype
 from syncline.testing.reducing import Ranks, as_predicted
 

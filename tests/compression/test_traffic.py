@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients
+from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients, moved_bytes
 from telling import Served
 
 from syncline.algorithms.ring import ring
 from syncline.codecs import Merges
 from syncline.compression.reducers import Flows, Operand, Participant, Summed, owners, ways
-from syncline.compression.reducers.ways import moved_bytes, parts_of
+from syncline.compression.reducers.ways import parts_of
 from syncline.nouns import Group, Slice, Spec
 from syncline.testing.reducing import Ranks, as_predicted, run
 from syncline.wire.scratch import Scratch

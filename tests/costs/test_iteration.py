@@ -66,7 +66,7 @@ TWO = alike(2, 3, 1.0, 1.0)  # 2 s forward, 2 s backward, and 3 s each on the li
 )
 def test_schedules_take_what_one_computes_by_hand(text: str, whole_s: float) -> None:
     found = predicted(text, TWO, ONE_PER_ELEMENT)
-    assert found == IterationTimes(pytest.approx(whole_s), pytest.approx(4.0), pytest.approx(6.0))
+    assert found == IterationTimes(pytest.approx(whole_s), pytest.approx(4.0))
     assert found.exposed_s == pytest.approx(whole_s - 4.0)
 
 
@@ -114,7 +114,7 @@ def test_a_computation_that_hides_all_but_the_last_exchange_is_what_an_iteration
 
 def test_a_sync_mode_that_exchanges_in_every_second_step_waits_in_these_only() -> None:
     found = predicted("fifo", TWO, ONE_PER_ELEMENT, Every(2))
-    assert found == IterationTimes(pytest.approx(4.0 + 6.0 / 2), pytest.approx(4.0), pytest.approx(3.0))
+    assert found == IterationTimes(pytest.approx(4.0 + 6.0 / 2), pytest.approx(4.0))
 
 
 models = st.lists(
@@ -132,8 +132,7 @@ def test_no_iteration_is_faster_than_its_computation_or_its_link(
 ) -> None:
     found, fifo = predicted(text, layers, cost), predicted("fifo", layers, cost)
     nbytes = sum(layer.spec.nbytes for layer in layers)
-    assert found.link_s == pytest.approx(cost.per_byte_s * nbytes)
-    assert found.whole_s >= max(found.computing_s, found.link_s) * (1 - 1e-9)
+    assert found.whole_s >= max(found.computing_s, cost.per_byte_s * nbytes) * (1 - 1e-9)
     assert fifo.whole_s == pytest.approx(found.computing_s + cost(nbytes))
     assert predicted(text, layers, cost) == found
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from syncline.timeline.chrome import RecordedRun
 from syncline.timeline.spans import ProcessSpans, TimedSpan
+from syncline_bench.explain.activity import observe
+from syncline_bench.explain.causes import judge
+from syncline_bench.report.explanation import Cause
 from timelines import process, span
 
 Times = Mapping[str, float]
@@ -148,3 +151,8 @@ class Planted:
 def slower(rank: int | None, stage: str, seconds: float) -> Callable[[int, str, int], float]:
     """One rank, or every rank, takes longer in a stage."""
     return lambda one, at, _: STAGES[at] + (seconds if at == stage and rank in (None, one) else 0.0)
+
+
+def causes(run: RecordedRun) -> list[Cause]:
+    """Why the iterations of a run are as slow as they are, the main cause first."""
+    return judge(observe(run))

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import STAGES, Planted, slower
+from planted import STAGES, Planted, causes, slower
 
 from syncline.engine.trace import Kind
 from syncline.errors import UsageError
 from syncline.timeline.chrome import RecordedRun
 from syncline.timeline.spans import TimedSpan
 from syncline_bench.explain.activity import AGREEING, Link, Message, common, observe, thread_of, total, union
-from syncline_bench.explain.causes import LEAST, _bytes_s, causes
+from syncline_bench.explain.causes import LEAST, _bytes_s
 from syncline_bench.explain.path import critical_path
 from syncline_bench.report.explanation import CAUSES
 from timelines import process, span

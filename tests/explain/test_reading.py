@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import Planted, slower
+from planted import Planted, causes, slower
 
 from syncline.errors import UsageError
 from syncline.timeline.chrome import RecordedRun, write
 from syncline_bench.explain import reading
-from syncline_bench.explain.causes import causes
 from syncline_bench.explain.command import explain
 from syncline_bench.explain.reading import read_timeline
 from timelines import process, span

@@ -1,4 +1,4 @@
-"""What a plan is made of, which faults the checker finds in it, what depends on what, and how it splits in halves.
+"""What a plan is made of, which faults the checker finds in it, and how it splits in halves.
 
 The order in which plans add: plans of one order give the same bits, wherever an element lies.
 """
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from syncline import registry
 from syncline.errors import PlanError
 from syncline.nouns import Group
-from syncline.plans.check import check, depends, order_of_additions, phases
+from syncline.plans.check import check, order_of_additions, phases
 from syncline.plans.plan import COPY, REDUCE, Plan, Transfer
 
 PAIR = [(0, 1, 0, 0, 1, REDUCE), (1, 0, 1, 0, 1, COPY)]
@@ -202,34 +202,6 @@ def test_gathers_and_broadcasts_only_copy_what_exists(head):
 
 def test_one_rank_has_nothing_to_do():
     check(Plan.of("alone", 1, 3, []))
-
-
-# Dependencies --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        ((0, 0, 1, 0, 1, REDUCE), (1, 1, 2, 0, 1, REDUCE), True),  # sends what was written
-        ((0, 0, 1, 0, 2, REDUCE), (1, 1, 2, 1, 2, REDUCE), True),  # in part
-        ((0, 0, 1, 0, 1, REDUCE), (1, 1, 2, 1, 1, REDUCE), False),  # other chunk
-        ((0, 0, 1, 0, 1, REDUCE), (0, 1, 2, 0, 1, REDUCE), False),  # same step
-        ((0, 0, 1, 0, 1, REDUCE), (1, 2, 0, 0, 1, COPY), True),  # overwrites what was read
-        ((0, 0, 1, 0, 1, REDUCE), (1, 2, 1, 0, 1, REDUCE), False),  # reduces commute
-        ((0, 0, 1, 0, 1, REDUCE), (1, 2, 1, 0, 1, COPY), True),  # overwrites what was written
-        ((0, 0, 1, 0, 1, COPY), (1, 2, 1, 0, 1, REDUCE), True),
-        ((0, 0, 1, 0, 1, REDUCE), (1, 0, 2, 0, 1, REDUCE), False),  # both only read
-    ],
-)
-def test_what_depends_on_what(first, second, expected):
-    assert depends(Plan.of("two", 3, 3, [first, second]), 0, 1) is expected
-
-
-def test_dependencies_are_asked_for_in_order():
-    plan = Plan.of("pair", 2, 1, PAIR)
-    for i, j in ((1, 0), (0, 0), (0, 2), (-1, 1)):
-        with pytest.raises(PlanError, match="are not in order"):
-            depends(plan, i, j)
 
 
 # Halves --------------------------------------------------------------------------------------------------------------

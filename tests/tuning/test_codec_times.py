@@ -20,12 +20,13 @@ from syncline.strategy.words import build
 from syncline.tuning import codec_times
 from syncline.tuning.codec_times import (
     ANY_LINK_BIT_PER_S,
+    Addition,
+    CodecTimes,
     CodedAllreduce,
     Trial,
     dense,
     every_codec,
     in_turn,
-    measure_codecs,
     told,
     variants,
 )
@@ -98,6 +99,13 @@ def test_a_merge_on_a_tree_sends_two_payloads_per_level() -> None:
 
 
 N = 5000
+
+
+def measure_codecs(texts: list[str], elements: int, repetitions: int) -> tuple[CodecTimes, ...]:
+    """Codecs beside each other, each as its text says."""
+    trials = [Trial(*told(text), elements) for text in texts]
+    (add_s,), *times_s = in_turn([Addition(elements), *trials], elements, repetitions)
+    return tuple(trial.result(found, add_s) for trial, found in zip(trials, times_s, strict=True))
 
 
 @pytest.mark.parametrize("text", every_codec())

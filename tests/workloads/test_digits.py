@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from passing import batches
 
 from syncline.errors import UsageError
 from syncline_bench.workloads import Workload, load
@@ -29,7 +30,7 @@ def train(workload: Workload, world: int, seed: int) -> torch.nn.Module:
     schedule = workload.schedule(optimizer, workload.epochs * workload.steps_per_epoch(workload.batch, world))
     assert schedule is not None
     for epoch in range(workload.epochs):
-        ranks = [workload.batches(rank, world, workload.batch, seed, epoch) for rank in range(world)]
+        ranks = [batches(workload, rank, world, workload.batch, seed, epoch) for rank in range(world)]
         for parts in zip(*ranks, strict=True):
             optimizer.zero_grad()
             total = sum(len(labels) for _, labels in parts)

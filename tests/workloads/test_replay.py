@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from passing import batches
 
 from syncline.errors import UsageError
 from syncline.frameworks.torch import prepare
@@ -107,9 +108,9 @@ def train(workload: Workload, rank: int, world: int, session: Session | None) ->
     optimizer = workload.optimizer(model)
     if session is not None:
         prepare(session, model, optimizer)
-    batches = workload.batches(rank, world, 8, seed=1, epoch=0)
+    passing = batches(workload, rank, world, 8, seed=1, epoch=0)
     for _ in range(5):
-        samples, target = map(torch.from_numpy, next(batches))
+        samples, target = map(torch.from_numpy, next(passing))
         workload.loss(model(samples), target).backward()
         optimizer.step()
         optimizer.zero_grad()

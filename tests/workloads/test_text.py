@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from passing import batches
 
 from syncline.errors import DataError, UsageError
 from syncline_bench.workloads import load
@@ -25,11 +26,11 @@ def test_the_standard_library_is_cut_into_sequences() -> None:
     workload, again = load("text"), load("text")
     assert workload.test is not None
     assert (len(workload.train), len(workload.test)) == (7680, 511)
-    characters, following = next(workload.batches(1, 2, 32, seed=3, epoch=0))
+    characters, following = next(batches(workload, 1, 2, 32, seed=3, epoch=0))
     assert characters.shape == following.shape == (16, 64)
     assert np.array_equal(characters[:, 1:], following[:, :-1])
     assert all(np.array_equal(one, other) for one, other in zip(
-        (characters, following), next(again.batches(1, 2, 32, seed=3, epoch=0)), strict=True))  # fmt: skip
+        (characters, following), next(batches(again, 1, 2, 32, seed=3, epoch=0)), strict=True))  # fmt: skip
 
 
 def test_a_file_is_taken_whole_and_what_is_not_ascii_is_one_character(path: Path) -> None:
@@ -69,7 +70,7 @@ def test_it_learns_and_accuracy_counts_characters(path: Path) -> None:
     model = workload.model(0)
     before = workload.evaluate(model)
     optimizer = workload.optimizer(model)
-    for characters, following in [*workload.batches(0, 1, 32, 0, 0), *workload.batches(0, 1, 32, 0, 1)]:
+    for characters, following in [*batches(workload, 0, 1, 32, 0, 0), *batches(workload, 0, 1, 32, 0, 1)]:
         optimizer.zero_grad()
         workload.loss(model(torch.from_numpy(characters)), torch.from_numpy(following)).backward()
         optimizer.step()

@@ -166,20 +166,14 @@ def to_device(state: State, device: Any) -> State:
     import torch
 
     try:
-        return _moved(state, lambda array: torch.from_numpy(array).to(device, copy=True))
+        moved: dict[str, Any] = {
+            name: None if array is None else torch.from_numpy(array).to(device, copy=True)
+            for name, array in {**state.memory, "": state.residual}.items()
+        }
+        return replace(state, residual=moved.pop(""), memory=moved)
     except RuntimeError as error:  # torch's OutOfMemoryError is one
         why = str(error).partition("\n")[0]
         raise UsageError(
             f"the codec's state of {state.spec.name!r} cannot be copied to {device}: {why}; {SWITCH}=off leaves codecs"
             " and their state to the processor"
         ) from error
-
-
-def to_host(state: State) -> State:
-    """The inverse of ``to_device``, for checkpoints. Waits for the device."""
-    return _moved(state, lambda tensor: tensor.cpu().numpy().copy())
-
-
-def _moved(state: State, move: Any) -> State:
-    residual = None if state.residual is None else move(state.residual)
-    return replace(state, residual=residual, memory={name: move(array) for name, array in state.memory.items()})

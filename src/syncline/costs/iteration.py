@@ -72,11 +72,6 @@ class Duties:
     iteration: Sequence[Stage] = ()
     averaging: Sequence[Stage] = ()
 
-    @property
-    def computing_s(self) -> float:
-        """Seconds of both passes."""
-        return sum(part.forward_s + part.backward_s for part in self.parts)
-
 
 @dataclass
 class TimeSpent:
@@ -205,11 +200,10 @@ _BEFORE, _COUNTED = 3, 4
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """Seconds of one steady iteration: the whole, its computation, and the link's work for it."""
+    """Seconds of one steady iteration: the whole, and its computation."""
 
     whole_s: float
     computing_s: float
-    link_s: float
 
     @property
     def exposed_s(self) -> float:
@@ -229,18 +223,13 @@ class VirtualLink:
 
     def __init__(self, spent: Callable[[BucketPhase], Spent], in_flight: int) -> None:
         self.clock = Clock()
-        self._link = Resource(self.clock, ranked=True)
+        link = Resource(self.clock, ranked=True)
 
         def chains(operation: BucketPhase) -> tuple[Chain, ...]:
             latency_s, bytes_s = spent(operation)
             return ((Stage(None, latency_s), Stage("link", bytes_s)),)
 
-        self.operations = Operations(self.clock, Chains(self.clock, {"link": self._link}, chains), in_flight)
-
-    @property
-    def carried_s(self) -> float:
-        """How long the link has carried bytes."""
-        return self._link.busy_s
+        self.operations = Operations(self.clock, Chains(self.clock, {"link": link}, chains), in_flight)
 
     @property
     def done_at(self) -> Mapping[BucketPhase, float]:
@@ -282,10 +271,7 @@ def predict_iteration(
     steps = Steps(len(layers), laid, schedule, mode)
     worker = VirtualWorker(link.clock, Duties(tuple(parts)), steps, Handed(link.operations.submit, lambda _: None))
     run(link.clock, worker.iterations(), {}, link.operations)
-    carried_s = []
-    for iterations in (_BEFORE, _BEFORE + _COUNTED):
-        link.clock.run(over=lambda wanted=iterations: len(worker.spent.ends_s) >= wanted)  # type: ignore[misc]
-        carried_s.append(link.carried_s)
+    link.clock.run(over=lambda: len(worker.spent.ends_s) >= _BEFORE + _COUNTED)
     whole_s = (worker.spent.ends_s[-1] - worker.spent.ends_s[_BEFORE - 1]) / _COUNTED
     computing_s = math.fsum(layer.forward_s + layer.backward_s for layer in layers)
-    return IterationTimes(whole_s, computing_s, (carried_s[1] - carried_s[0]) / _COUNTED)
+    return IterationTimes(whole_s, computing_s)

@@ -94,24 +94,6 @@ def check_mixing(plans: Sequence[Plan]) -> None:
         )
 
 
-def depends(plan: Plan, i: int, j: int) -> bool:
-    """Whether transfer j must wait for transfer i, where i < j.
-
-    It must if the two share a chunk, j belongs to a later step, and j sends what i wrote, overwrites what i reads, or
-    overwrites what i wrote while one of them is a copy. Two reduces into one chunk commute; running them in plan order
-    makes results repeatable bit for bit. Transfers of one step never depend on each other.
-    """
-    if not 0 <= i < j < len(plan):
-        raise PlanError(f"{plan.name}: transfers {i} and {j} are not in order, or not among its {len(plan)}")
-    first, second = plan[i], plan[j]
-    if first.step == second.step:
-        return False
-    if first.chunk >= second.chunk + second.count or second.chunk >= first.chunk + first.count:
-        return False
-    commute = first.op == second.op == "reduce"
-    return first.dst == second.src or first.src == second.dst or (first.dst == second.dst and not commute)
-
-
 def phases(plan: Plan) -> tuple[Plan, Plan]:
     """Split an allreduce into its reduce-scatter and its all-gather, both checked.
 

@@ -172,10 +172,6 @@ class Plan:
         columns = {title: getattr(self, title)[~self.natively] for title in COLUMNS}
         return replace(self, native=(), **columns)
 
-    def by_messages(self) -> Plan:
-        """The same plan with all transfers as messages."""
-        return replace(self, native=()) if self.native else self
-
     def bytes_sent(self, nbytes: float) -> NDArray[np.float64]:
         """The bytes that each rank sends when the array has ``nbytes``: float64, shape (world,), exact chunk shares."""
         return self._moved(self.src, nbytes)

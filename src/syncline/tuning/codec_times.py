@@ -171,17 +171,6 @@ class CodecTimes:
         )
 
 
-def measure_codecs(texts: Sequence[str], elements: int, repetitions: int = REPETITIONS) -> tuple[CodecTimes, ...]:
-    """Measure codecs beside each other, each exactly as its text says, with error feedback or not.
-
-    Raises UsageError for an invalid text. Takes some array passes per codec and repetition, and at most four arrays of
-    memory per codec.
-    """
-    trials = [Trial(*told(text), elements) for text in texts]
-    (add_s,), *times_s = in_turn([Addition(elements), *trials], elements, repetitions)
-    return tuple(trial.result(found, add_s) for trial, found in zip(trials, times_s, strict=True))
-
-
 def told(text: str) -> tuple[str, bool]:
     """Split a codec's text into the codec and whether error feedback surrounds it; raises UsageError.
 

@@ -116,16 +116,8 @@ class Row:
     samples: Samples
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Constants by name, and the relative excess of each row's median over the model."""
-
-    constants: Mapping[str, Estimate]
-    misfits: tuple[float, ...]
-
-
-def fit(rows: Sequence[Row]) -> Fit:
-    """Fit the constants to the rows, with intervals."""
+def fit(rows: Sequence[Row]) -> dict[str, Estimate]:
+    """Fit the constants to the rows, with intervals. Returns them by name."""
     table = _Table(rows)
     values = table.nearest(table.medians)
     expected = table.amounts @ values
@@ -143,7 +135,7 @@ def fit(rows: Sequence[Row]) -> Fit:
         counts = sum(len(samples.kept) for samples in of), sum(len(samples.far) for samples in of)
         value = float(values[place])
         found[name] = Estimate(value, min(float(ends[0, place]), value), max(float(ends[1, place]), value), *counts)
-    return Fit(found, tuple(misfits.tolist()))
+    return found
 
 
 def pieces(sizes: Sequence[int], rows_of: Callable[[Sequence[int]], Sequence[Row]]) -> tuple[int, ...]:

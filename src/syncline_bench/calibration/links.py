@@ -44,7 +44,7 @@ from syncline.plans.plan import COPY, Plan
 from syncline.session.session import Session
 
 from ..report import units
-from .fits import Estimate, Fit, Row, Samples, fit, pieces
+from .fits import Estimate, Row, Samples, fit, pieces
 
 Pattern = Literal["lone", "turns", "stream", "native"]
 
@@ -314,7 +314,7 @@ def fit_link(timed: Sequence[Timed]) -> LinkFit:
         return [Row(_amounts(one.cell, starts), one.times_s) for one in fitted_on]
 
     starts = pieces(sorted({one.cell.nbytes for one in fitted_on}), rows_of)
-    found = fit(rows_of(starts)).constants
+    found = fit(rows_of(starts))
     alpha, beta = (tuple(found[f"{name}{place}"] for place in range(len(starts))) for name in ("alpha", "beta"))
     off = {
         one.cell.nbytes: one.times_s.median / _sum(_amounts(one.cell, starts), found) - 1
@@ -334,7 +334,7 @@ def _sum(amounts: Mapping[str, float], constants: Mapping[str, Estimate]) -> flo
     return sum(amount * constants[name].value for name, amount in amounts.items())
 
 
-def fit_processor(timed: Sequence[Timed]) -> Fit:
+def fit_processor(timed: Sequence[Timed]) -> dict[str, Estimate]:
     """Fit ``bucket``, ``message`` and ``byte_cpu`` to the ranks' processor time in the steps of a ring."""
     rows = []
     for one in timed:

@@ -184,7 +184,7 @@ class _Estimates:
     def processor(self, timed: Sequence[Timed]) -> None:
         """Add the processor time per message, byte and bucket."""
         of = "processor time of a rank in the steps of a ring"
-        for key, estimate in fit_processor(timed).constants.items():
+        for key, estimate in fit_processor(timed).items():
             self._add(key, estimate, of)
 
     def steps(self, tensor: Estimate | str, slowdown: Estimate | str) -> Iterator[str]:

@@ -78,7 +78,7 @@ class _Measuring:
     """The rounds of one measurement; every rank executes them."""
 
     def __init__(self, session: Session, members: tuple[int, ...], rounds: int, told: Told) -> None:
-        self._session, self._members, self._rounds, self._told = session, members, rounds, told
+        self._session, self._rounds, self._told = session, rounds, told
         count = len(members)
         parts = [(place, 1) for place in range(count)]
         rows = [reduce_scatter_rows(members, parts, 0), all_gather_rows(members, parts, count - 1)]

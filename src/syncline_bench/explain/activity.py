@@ -156,7 +156,6 @@ class Activity:
     links: Mapping[tuple[int, int], Link]
     count: int
     strategy: str = ""
-    error_s: float = 0.0
     hosts: Mapping[int, str] = field(default_factory=dict)
     cores: tuple[Cores, ...] = ()
     """Empty if the recording does not tell, as of a run that was killed."""

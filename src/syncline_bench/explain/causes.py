@@ -26,7 +26,6 @@ import numpy as np
 
 from syncline.costs.cluster import Floats
 from syncline.plans.plan import ranks_text
-from syncline.timeline.chrome import RecordedRun
 
 from ..report import units
 from ..report.explanation import Cause
@@ -39,7 +38,6 @@ from .activity import (
     Side,
     Stage,
     common,
-    observe,
     together,
     total,
     union,
@@ -63,14 +61,6 @@ _TINY_BYTES, _LARGE_BYTES = 1024, 1 << 16
 _SMALL_BYTES = 1 << 20
 _MANY = 4
 """Buckets are many and small with more than this number of them and fewer bytes in the mean."""
-
-
-def causes(run: RecordedRun) -> list[Cause]:
-    """Why the iterations of a recorded run are as slow as they are, the main cause first; empty for a healthy run.
-
-    Raises UsageError for a run that cannot be explained.
-    """
-    return judge(observe(run))
 
 
 def judge(activity: Activity) -> list[Cause]:

@@ -54,11 +54,10 @@ torch, two for the probe of memory, and one for messages in flight."""
 
 @dataclass(frozen=True)
 class Form:
-    """A form: its name, its passes, a summary, and whether it divides by the number of ranks in a pass of its own."""
+    """A form: its name, its passes, and whether it divides by the number of ranks in a pass of its own."""
 
     name: str
     passes: int
-    summary: str
     divides_apart: bool = True
 
     def passes_at(self, ranks: int) -> int:
@@ -73,33 +72,16 @@ class Form:
 FORMS: Final = {
     form.name: form
     for form in (
-        Form(BARE, 0, "no gradient is moved: backward alone, and the exchange of one block", divides_apart=False),
-        Form(
-            CONTIGUOUS,
-            2,
-            "Syncline's storage: each gradient is moved once, into its place in the bucket",
-            divides_apart=False,
-        ),
-        Form(
-            "placed",
-            2,
-            "the same moves in a loop after backward, without Syncline's hooks and checks",
-            divides_apart=False,
-        ),
-        Form("accumulated", 4, "Syncline's storage with zero_grad(set_to_none=False): autograd adds in place"),
-        Form(
-            "copied:mul",
-            4,
-            "torch.mul(out=) into the block, torch._foreach_copy_ back, as DDP without views",
-            divides_apart=False,
-        ),
-        Form("copied:foreach", 4, "torch._foreach_copy_ into the block and back"),
-        Form("copied:cat", 4, "torch.cat(out=) into the block, torch._foreach_copy_ back"),
-        Form(
-            "copied:flatten", 4, "torch's _flatten_dense_tensors into a new block, which the transport stages, and back"
-        ),
-        Form("layerwise:all", 0, "an exchange per tensor, which the transport stages, all under way at once"),
-        Form("layerwise:one", 0, "an exchange per tensor, which the transport stages, one after the other"),
+        Form(BARE, 0, divides_apart=False),
+        Form(CONTIGUOUS, 2, divides_apart=False),
+        Form("placed", 2, divides_apart=False),
+        Form("accumulated", 4),
+        Form("copied:mul", 4, divides_apart=False),  # torch.mul(out=) in, torch._foreach_copy_ back: DDP without views
+        Form("copied:foreach", 4),  # torch._foreach_copy_ into the block and back
+        Form("copied:cat", 4),  # torch.cat(out=) into the block, torch._foreach_copy_ back
+        Form("copied:flatten", 4),  # torch's _flatten_dense_tensors into a new block, which the transport stages
+        Form("layerwise:all", 0),  # all under way at once
+        Form("layerwise:one", 0),  # one after the other
     )
 }
 """All forms, in the order of rows. ``bare`` is always measured: the time that a form adds is counted from it."""

@@ -161,26 +161,17 @@ class Workload:
         return chosen if self.global_batch else chosen * world
 
     def steps_per_epoch(self, batch: int, world: int) -> int:
-        """The number of steps that ``batches`` yields. ``batch`` is the global batch, of all ``world`` workers
-        together."""
+        """The number of steps of an epoch. ``batch`` is the global batch, of all ``world`` workers together."""
         _check_division(batch, world)
         full, rest = divmod(len(self.train), batch)
         return full + (rest >= world)
 
-    def batches(self, rank: int, world: int, batch: int, seed: int, epoch: int) -> Iterator[Part]:
-        """One epoch of this rank's parts.
-
-        ``batch`` is the global batch of all ``world`` workers; its parts differ by at most one sample. An incomplete
-        last batch is kept if it has a sample for every rank, else dropped.
-        """
-        _check_division(batch, world)
-        if not 0 <= rank < world:
-            raise UsageError(f"rank {rank} does not exist among {world} workers: ranks are 0 to {world - 1}")
-        passing = self.epoch(world, batch, seed, epoch)
-        return (passing.part(step, rank) for step in range(passing.steps))
-
     def epoch(self, world: int, batch: int, seed: int, epoch: int) -> Epoch:
-        """One pass over the training set, like ``batches``, with the parts of all workers."""
+        """One pass over the training set, with the parts of all workers.
+
+        ``batch`` is the global batch; its parts differ by at most one sample. An incomplete last batch is kept if it
+        has a sample for every rank, else dropped.
+        """
         if seed < 0 or epoch < 0:
             raise UsageError(f"seed and epoch cannot be negative, got {seed} and {epoch}")
         order = np.random.default_rng((seed, epoch)).permutation(len(self.train))

@@ -30,13 +30,11 @@ from functools import partial
 from itertools import zip_longest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...codecs import Applied, Codec, Combine, Floats, Rounds, State, Sums, codec_of
 from ...codecs.dense import Uncompressed
 from ...errors import UsageError
 from ...nouns import Bucket, Layer, Spec, numpy_dtype
-from ...plans.plan import Plan
 from . import Computing, Flows, Message, Operand, Participant, Reducer, Round, Sum, Summed, Traffic, Way, owners
 from .formats import (
     MessageFormat,
@@ -338,21 +336,6 @@ def parts_of(codec: Codec, layers: Sequence[Layer], bucket: Bucket, step: int | 
         spec = replace(layers[part.tensor].spec, dtype="float32")
         applied = codec_of(codec, spec)
         found.append(without_data(spec.name, codec_at(applied, step), spec, part.start, part.stop))
-    return found
-
-
-def moved_bytes(traffic: Sequence[Traffic], processes: int, plan: Callable[[int], Plan]) -> NDArray[np.float64]:
-    """The bytes from every process (row) to every other (column).
-
-    ``plan(nbytes)`` is the plan that sums an array of that size.
-    """
-    found = np.zeros((processes, processes))
-    for step in (step for one in traffic for step in one):
-        if isinstance(step, Flows):
-            np.add.at(found, (step.src, step.dst), step.nbytes)
-        else:
-            summing = plan(step.nbytes)
-            np.add.at(found, (summing.src, summing.dst), summing.count * (step.nbytes / summing.chunks))
     return found
 
 
