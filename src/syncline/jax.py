@@ -58,9 +58,7 @@ def distributed(optimizer: Any, *, weight: Weight = 1, group: WorkerGroup | None
 
 
 def broadcast(tree: Any, root: int = 0, *, group: WorkerGroup | None = None) -> Any:
-    """A tree of arrays and numbers with the values of rank ``root``. Collective among workers; servers keep their
-    own.
-    """
+    """A tree of arrays and numbers with the values of ``root``. Collective among workers; servers keep their own."""
     return adapter.broadcast(process.within(group), tree, root)
 
 

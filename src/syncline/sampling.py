@@ -96,8 +96,7 @@ class SampleOrder:
         return np.random.default_rng((self.seed, epoch)).permutation(self.samples)
 
     def positions(self, rank: int, world: int) -> NDArray[np.int64]:
-        """An equal share: every ``world``-th position from ``rank`` on. The first positions repeat to fill up the
-        shares."""
+        """An equal share: every ``world``-th position from ``rank`` on. The first ones repeat to fill up the shares."""
         return np.arange(rank, -(-self.samples // world) * world, world) % self.samples
 
     def piece(self, workers: int) -> int:

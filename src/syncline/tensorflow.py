@@ -77,9 +77,7 @@ def average(model: Any, *, unused: Unused = "error", group: WorkerGroup | None =
 
 
 def broadcast(variables: Any, root: int = 0, *, group: WorkerGroup | None = None) -> None:
-    """Set the variables of a model, of an optimizer, or in a list to the values of rank ``root``. Collective among
-    workers.
-    """
+    """Set the variables of a model, an optimizer or a list to the values of ``root``. Collective among workers."""
     adapter.broadcast(process.within(group), variables, root)
 
 

@@ -186,9 +186,7 @@ def _checked(found: int, payload: Payload, elements: int) -> int:
 
 
 def decode_pairs(payload: Payload, out: Floats, fewest: int, most: int, add: bool) -> None:
-    """Add the values of a payload to ``out``, or decode it into ``out``. Raises PayloadError before writing
-    anything.
-    """
+    """Add the values of a payload to ``out``, or decode it into ``out``. Raises PayloadError before it writes."""
     indices, values = read_pairs(payload, len(out), fewest, most)
     if not add:
         out[:] = 0

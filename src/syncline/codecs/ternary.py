@@ -67,8 +67,7 @@ class Ternary(Blocks):
 
     @property
     def contraction(self) -> bool:
-        """True with rounding to nearest. With stochastic rounding a small element's error can be as large as the
-        maximum."""
+        """True with rounding to nearest. With stochastic rounding an error can be as large as the maximum."""
         return not self.stochastic
 
     @property

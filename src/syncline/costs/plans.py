@@ -298,8 +298,7 @@ def _plan_outline(shape: ClusterShape, placement: ProcessPlacement, plan: Plan) 
 
 
 def flows_outline(shape: ClusterShape, placement: ProcessPlacement, flows: Flows) -> Outline:
-    """The outline of messages that travel at the same time, in bytes; the messages of one piece of a link are a
-    kind."""
+    """The outline of messages that travel at the same time, in bytes; those of one piece of a link are a kind."""
     if not len(flows.src):
         return Outline()
     size = flows.nbytes.astype(np.float64)

@@ -85,8 +85,7 @@ class Segment:
         self.spans: dict[int, Span]  # spans of the posted actions; only with an observer
 
     def first_waiting(self, i: int) -> int:
-        """The earliest of the arrived reductions that can share one pass with reduction ``i``; ``i`` itself if none
-        can."""
+        """The earliest arrived reduction that can share one pass with reduction ``i``; ``i`` itself if none can."""
         precedes = self.run.program.precedes
         while precedes[i] in self.arrived:
             i = precedes[i]
@@ -131,8 +130,7 @@ class TwoSided:
         self._cut_of = lru_cache(maxsize=1024)(self._cut)  # every step repeats the same cuts
 
     def cut(self, run: Run) -> None:
-        """Cut the array of a run into segments, possibly none. Raises UsageError for more segments than tags can
-        number."""
+        """Cut the array of a run into segments, possibly none. UsageError for more segments than tags can number."""
         run.cut = self._cut_of(run.program, run.array.size, run.array.dtype)
         segments = run.cut.segments
         if segments > MOST_SEGMENTS:

@@ -411,9 +411,7 @@ class OneSided:
         )
 
     def _check_peer(self, run: ScriptedRun, peer: int, gone: set[int]) -> None:
-        """Raise PeerLost if the awaited process has gone, unless the run is tolerant and the process has left in
-        order.
-        """
+        """Raise PeerLost if the awaited process has gone, unless the run is tolerant and it has left in order."""
         if peer not in gone:
             return
         if not (run.of.tolerant and self._has_left(peer)):

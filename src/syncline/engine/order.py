@@ -329,9 +329,7 @@ class Monitor:
     # Works
 
     def hand_in(self, task: Callable[[], None], tolerant: bool = False, announce: bool = True) -> None:
-        """Submit a work that ``task`` begins in the driving thread. With ``announce=False`` the caller drives it
-        soon.
-        """
+        """Submit a work that ``task`` begins in the driving thread. Without ``announce`` the caller drives it soon."""
         with self._lock:
             if tolerant:
                 self._tolerated += 1

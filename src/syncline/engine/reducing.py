@@ -105,9 +105,7 @@ class Reducing:
             self._finish()
 
     def open_another(self) -> bool:
-        """Open one more reducer, if the limit allows it. Between two openings the first one's messages should be
-        sent.
-        """
+        """Open one more reducer, if the limit allows it. Before the next one, send the messages of this one."""
         if self._opened - self._ended >= OPEN or self._opened == len(self._pieces):
             return False
         self._open()

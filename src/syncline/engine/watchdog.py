@@ -122,9 +122,7 @@ class Watchdog:
 
 
 class Stall:
-    """A stall, from its start until something moves. It becomes a fault after ``limit_s`` of polls of ``look_s``
-    each.
-    """
+    """A stall, until something moves. It becomes a fault after ``limit_s`` of polls of ``look_s`` each."""
 
     def __init__(self, limit_s: float, look_s: float, clock: Callable[[], float]) -> None:
         self.patience_s = look_s

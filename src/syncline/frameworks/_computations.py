@@ -91,7 +91,6 @@ def check_like_root(session: Session, what: str, named: Iterable[tuple[str, Arra
 
 
 def broadcast_into(session: Session, arrays: Iterable[Array], root: int = 0) -> None:
-    """Copy worker ``root``'s elements into contiguous arrays of any type; all workers must call it with the same
-    number."""
+    """Copy worker ``root``'s elements into contiguous arrays of any type; all workers call it with as many."""
     for array in arrays:
         session.broadcast(array.reshape(-1).view(np.uint8), root)

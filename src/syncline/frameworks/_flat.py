@@ -488,8 +488,7 @@ class FlatModel:
     # Between steps.
 
     def take_weights(self, values: Sequence[Array]) -> None:
-        """Set the weights, including their copy in the transport's memory. Owners in other processes are not
-        informed."""
+        """Set the weights, and their copy in the transport's memory. Owners in other processes are not informed."""
         self.weights.write(values)
         if self.held is not None:
             self.weights.read(self.held.tensors)

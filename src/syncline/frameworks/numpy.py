@@ -118,8 +118,7 @@ def _called(function: object) -> str:
 
 
 def _attributes(optimizer: Update) -> dict[str, Any]:
-    """The optimizer's attributes, including slots, and the numbers and texts of its classes, which attributes
-    override."""
+    """The optimizer's attributes and slots, and the numbers and texts of its classes, which attributes override."""
     if isinstance(optimizer, Rule):
         return vars(optimizer)
     found: dict[str, Any] = {}

@@ -171,8 +171,7 @@ class Process:
         return next((other.answer() for other in self.neighbours if other.index == peer), None)
 
     def explain(self, error: Exception) -> Exception:
-        """The error that the user sees for a fault in the progress thread. It names another process if that failed
-        first."""
+        """The error that the user sees for a fault in the progress thread. It names the process that failed first."""
         explained = self._explained(error)
         self._keep(explained)
         return explained
@@ -356,8 +355,7 @@ class Membership:
 
     @property
     def engine(self) -> Engine:
-        """The engine within the scope. Raises ClosedError after the end, in forked children, and for a single
-        worker."""
+        """The engine within the scope. ClosedError after the end, in forked children, and for a single worker."""
         process = self.process
         if process._closed or os.getpid() != process._pid:
             process.check_usable()  # raises

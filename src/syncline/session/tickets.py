@@ -115,8 +115,7 @@ _NUMBER_BITS, _RANKS_AT, _NAMED_RANKS = 16, 32, 32
 
 
 class Ticket(NamedTuple):
-    """A worker's part of the table at a collective call: the call's kind and number, the value that must agree, its
-    weight."""
+    """A worker's part of the table at a collective call: its kind and number, the value that must agree, its weight."""
 
     kind: int
     call: int

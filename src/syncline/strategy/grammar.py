@@ -217,9 +217,7 @@ def read_value(text: str, annotation: Any, what: str) -> Any:
 
 
 def check_value(value: Any, annotation: Any, what: str) -> Any:
-    """Validate a value from a program against the type of its argument; an int serves as a float. Raises
-    StrategyError.
-    """
+    """Validate a program's value against the type of its argument; an int serves as a float. Raises StrategyError."""
     inner, optional = _without_none(annotation)
     if value is None and optional:
         return None

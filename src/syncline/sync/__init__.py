@@ -53,9 +53,7 @@ class SyncMode(Protocol):
 
 @runtime_checkable
 class Applies(Protocol):
-    """A mode whose pushes are updates of their own and that defines how they are applied; the default is
-    ``Applied``.
-    """
+    """A mode whose pushes are updates of their own and that says how they are applied; the default is ``Applied``."""
 
     @property
     def rate(self) -> Rate:

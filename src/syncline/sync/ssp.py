@@ -22,8 +22,7 @@ from ._apart import Apart
 @register("sync", "ssp", examples=("ssp(staleness=0)", "ssp(staleness=3)", "ssp(staleness=1, momentum=dana)"))
 @dataclass(frozen=True)
 class Ssp(Apart):
-    """Stale synchronous: every push is an update by itself, and no worker begins a step more than ``staleness``
-    ahead."""
+    """Stale synchronous: every push is an update by itself, and no step begins more than ``staleness`` ahead."""
 
     staleness: int
     rate: Rate = "shared"

@@ -83,9 +83,7 @@ def check_algorithm(
 
 
 def node_shapes(workers: int) -> Iterator[tuple[int, ...]]:
-    """Node numbers of the workers: none, one node, blocks, interleaved, one worker per node, and several uneven
-    ones.
-    """
+    """Node numbers of the workers: none, one node, blocks, interleaved, a node for each, and several uneven ones."""
     yield ()
     yield (0,) * workers
     yield tuple(range(workers))

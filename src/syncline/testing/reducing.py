@@ -215,9 +215,7 @@ class Ranks:
         ]
 
     def step(self, inputs: Sequence[Sequence[NDArray[np.generic]]], alter: Alter = untouched) -> int:
-        """Exchange all buckets once. ``inputs`` are the gradients of every worker, by bucket. Returns the bytes
-        sent.
-        """
+        """Exchange all buckets of ``inputs``, every worker's gradients by bucket. Returns the bytes sent."""
         sent = 0
         for worker, gradients in enumerate(inputs):
             for array, gradient in zip(self.arrays[worker], gradients, strict=True):

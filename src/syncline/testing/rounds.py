@@ -118,9 +118,7 @@ LAWS: Laws[Codec, Together] = Laws()
 
 @LAWS.law(several)
 def rounds_are_as_declared(case: Together) -> None:
-    """``rounds`` predicts the elements of every sum and ``wire_bytes`` the total bytes, on all ranks and in all
-    steps.
-    """
+    """``rounds`` predicts the elements of every sum, ``wire_bytes`` the total bytes, on all ranks and in all steps."""
     declared, states = list(case.rounds.rounds(case.spec)), case.states()
     nbytes = 4 * sum(declared)
     require(case.codec.wire_bytes(case.spec) == (nbytes, nbytes), f"wire_bytes is not twice the {nbytes} of rounds()")

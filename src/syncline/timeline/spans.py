@@ -249,9 +249,7 @@ class SpanFile:
 
 
 def _in_place_of(path: Path) -> int:
-    """The descriptor of a new file. An earlier run's file is unlinked, not truncated, because others may have it
-    open.
-    """
+    """The descriptor of a new file. An earlier run's file is unlinked, because others may have it open."""
     path.unlink(missing_ok=True)
     return new_file(path)
 

@@ -211,9 +211,7 @@ def _run(queue: SimpleQueue[Task | None], carrier: Carrier) -> None:
 
 
 def _end(queues: Sequence[SimpleQueue[Task | None]], threads: Mapping[int, threading.Thread]) -> None:
-    """End the threads and wait for them: a thread that releases its group while the interpreter exits would abort
-    it.
-    """
+    """End the threads and wait: one that releases its group while the interpreter exits would abort it."""
     for queue in queues:
         queue.put(None)
     for thread in threads.values():

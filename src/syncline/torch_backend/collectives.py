@@ -78,8 +78,7 @@ class Call:
         return self.meeting.brought
 
     def finish(self, timeout_s: float) -> None:
-        """Wait in this thread until the call is done. PeerTimeout names the missing ranks or the limit after
-        ``timeout_s``."""
+        """Wait in this thread until the call is done. PeerTimeout after ``timeout_s`` names the missing ranks."""
         if isinstance(self.meeting, Single):
             _run_single(self.us, self.meeting, timeout_s)
             return

@@ -63,8 +63,7 @@ def create(options: Any, strategy: Any = None) -> SynclineGroup:
 def _communicator_for(
     store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], strategy: str | None
 ) -> tuple[Communicator, Callable[[], None]]:
-    """The communicator of a new group and the function that ends it. ``ranks`` are in the default group; empty for
-    itself."""
+    """The communicator of a new group, and its end. ``ranks`` are in the default group; empty for itself."""
     limit_s = timeout.total_seconds()
     if ranks and strategy is None and dist.is_initialized():
         default = dist.distributed_c10d._get_default_group()
@@ -121,9 +120,7 @@ def _serve(session: Session) -> None:
 
 
 def chosen(text: str | None) -> Strategy:
-    """The strategy of a group, by default SYNCLINE_STRATEGY. UsageError for strategies that process groups cannot
-    run.
-    """
+    """The strategy of a group, by default SYNCLINE_STRATEGY. UsageError for one that process groups cannot run."""
     found = Strategy.parse(text if text is not None else os.environ.get("SYNCLINE_STRATEGY", ""))
     remedy = "give the process group another strategy (SYNCLINE_STRATEGY or pg_options), or use syncline.prepare()"
     if found.servers or found.server_holds_weights:

@@ -507,9 +507,7 @@ def _types() -> dict[str, torch.dtype]:
 
 
 def _summable(array: NDArray[Any]) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A tensor that the libraries can add: the array's memory, or a wider copy; and the function that writes it
-    back.
-    """
+    """A tensor that the libraries can add: the array's memory, or a wider copy; and the call that writes it back."""
     import torch
 
     if array.dtype.name in ("int16", "uint16"):

@@ -65,8 +65,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of one search: the culprit, and the answer of each process that was asked, or None without an
-    answer."""
+    """The result of a search: the culprit, and the answer of each process that was asked, None if it gave none."""
 
     culprit: Culprit | None
     answers: Mapping[int, Answer | None]

@@ -202,8 +202,7 @@ def _inherited() -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[int | None]:
-    """The descriptor of the locked memory. None without memory, or if another process, maybe a stopped one, keeps it
-    locked."""
+    """The descriptor of the locked memory. None without memory, or while another process keeps it locked."""
     found = _inherited()
     if found is None or not _lock(found[0]):
         yield None

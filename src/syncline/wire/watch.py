@@ -287,8 +287,7 @@ class Watcher:
                 self._tell(peer, kind, text)
 
     def _end_beats(self) -> None:
-        """Stop the compiled heartbeats. Messages are written here from now on, after the rest of a frame sent in
-        part."""
+        """Stop the compiled heartbeats. Messages are written here from now on, after the rest of a frame."""
         with self._lock:
             if self._beats is not None:
                 self._unsent.update(self._beats.end())

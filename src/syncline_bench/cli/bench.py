@@ -112,9 +112,7 @@ def collectives(
 @click.option("--device", default="cpu", show_default=True, help="Where codecs work: cpu, or a GPU such as cuda.")
 @JSON
 def codecs(elements: int, codecs: tuple[str, ...], **options: Any) -> None:
-    """Measure the time of every codec on one core or on a GPU, and the link speed below which it makes an allreduce
-    faster.
-    """
+    """Measure the time of every codec, and the link speed below which it makes an allreduce faster."""
     from syncline.strategy.grammar import read_list
 
     from ..codecs import codec_bench

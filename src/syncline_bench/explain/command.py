@@ -27,9 +27,7 @@ _MOST_BYTES = 1 << 28
 
 
 def run(path: Path, only: str = "", json_path: Path | None = None, report_path: Path | None = None) -> None:
-    """Explain a file, print the lines, write the result and its page. Raises UsageError for files that cannot be
-    explained.
-    """
+    """Explain a file, print the lines, write the result and its page. UsageError for files without an explanation."""
     target, page = result_paths({"--json": json_path, "--report": report_path})
     found = explain(path, only)
     if target is not None:

@@ -38,8 +38,7 @@ class Layer(Protocol):
         ...
 
     def backward(self, back: Array, told: Told) -> Array:
-        """The gradient of the input from the gradient of the output. Reports the gradients of the weights, the bias's
-        first."""
+        """The gradient of the input from that of the output. Reports the gradients of the weights, the bias's first."""
         ...
 
 

@@ -63,8 +63,7 @@ class Ring(ABC):
 
 
 class PostedRing(Ring):
-    """A ring over a library whose receives are posted before their messages, so that no message is copied in
-    between."""
+    """A ring over a library whose receives are posted before their messages, so no message is copied in between."""
 
     def __init__(self, seat: Seat, version: str) -> None:
         super().__init__(seat, version)

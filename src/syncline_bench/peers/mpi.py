@@ -111,8 +111,7 @@ class MpiNative:
         self._result: Array = self._all
 
     def select(self, elements: int) -> Array:
-        """Memory of this process. The call is prepared, because looking it up would take nearly as long as MPI
-        itself."""
+        """Memory of this process. The call is prepared: to look it up would take nearly as long as MPI itself."""
         world, in_place = self._mpi.COMM_WORLD, self._mpi.IN_PLACE
         whole = self._result = self._all[:elements]
         match self._seat.collective:
@@ -208,8 +207,7 @@ class MpiWindows(Ring):
         self._go_round(self._copy, 0)
 
     def _go_round(self, take: Callable[[Array, int], None], behind: int) -> None:
-        """In each step, take the part that the previous rank has just finished. On return the reader of this rank has
-        ended."""
+        """In each step, take the part that the previous rank has finished. On return this rank's reader has ended."""
         for turn in range(1, self._ranks):
             self._window.Sync()
             self._world.Sendrecv(self._nothing, self._to, 1, self._nothing.copy(), self._source, 1)  # it is ready

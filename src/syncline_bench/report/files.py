@@ -74,8 +74,7 @@ def checked(path: str | Path | None) -> Path | None:
 
 
 def result_paths(paths: Mapping[str, str | Path | None]) -> tuple[Path | None, ...]:
-    """The paths of the files that ``--json``, ``--report`` and others name. Raises UsageError if one cannot be
-    written."""
+    """The paths of the files that ``--json``, ``--report`` and others name. UsageError if one cannot be written."""
     if paths.get("--report") is not None:
         missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
         if missing:

@@ -223,8 +223,7 @@ CONSTANTS: tuple[Column[Stated], ...] = (
 
 
 def findings(result: Prediction) -> list[str]:
-    """Bottlenecks at the largest number of workers, knees, winners and the links on which compression pays, in
-    words."""
+    """Bottlenecks with the most workers, knees, winners and the links on which compression pays, in words."""
     lines = []
     most = max(row.workers for row in result.rows)
     largest = [row for row in result.rows if row.workers == most]

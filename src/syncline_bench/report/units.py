@@ -15,8 +15,7 @@ _LEAST, _MOST = 1e-9, 1e15
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """``value`` with that many significant digits, thousands separated; in scientific notation only outside the usual
-    range."""
+    """``value`` with that many significant digits, thousands separated; scientific outside the usual range."""
     if value is None:
         return MISSING
     if value == 0 or not math.isfinite(value):

@@ -75,8 +75,7 @@ def blueprint(hidden: int = HIDDEN) -> Blueprint:
 
 
 def _rate(hidden: int) -> float:
-    """The learning rate. A step's effect on the scores grows with the number of neurons, so wide networks need a lower
-    one."""
+    """The learning rate, lower for wide networks: a step's effect on the scores grows with the number of neurons."""
     return LEARNING_RATE * min(1.0, HIDDEN / hidden)
 
 

@@ -41,8 +41,7 @@ MOST_WIDTH, MOST_LAYERS = 4096, 64
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of characters, (n, ``LENGTH`` + 1) of type uint8; the labels of a sample are its characters shifted by
-    one."""
+    """Sequences of characters, (n, ``LENGTH`` + 1) of type uint8; labels are the characters shifted by one."""
 
     symbols: NDArray[np.uint8]
 

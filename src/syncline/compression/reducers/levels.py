@@ -197,8 +197,7 @@ def traffic(
 
 
 class _Inside(NamedTuple):
-    """The exchange of a piece inside this process's host: its part before the exchange between hosts, and its part
-    after it."""
+    """The exchange of a piece inside this process's host: before the exchange between hosts, and after it."""
 
     up: Round | HostCollective | None
     down: Round | HostCollective | None

@@ -200,8 +200,7 @@ class Run:
         self._ready = True
 
     def _builder(self, params: Any) -> partial[OptaxSlices]:
-        """The constructor of an owner's optimizer. Raises UsageError for an optimizer that several processes cannot
-        use."""
+        """The constructor of an owner's optimizer. UsageError for an optimizer that several processes cannot use."""
         session, device = self._session, None
         if not session.alone:
             keeps = probe(self._optimizer, params) if self._held else True
@@ -350,8 +349,7 @@ class Run:
         return jax.tree.unflatten(self._structure, leaves)
 
     def _checked(self, model: FlatModel, updates: Any) -> list[Any]:
-        """The gradients as a list. If they do not fit the parameters, the run ends with an error that names this
-        rank."""
+        """The gradients as a list. If they do not fit the parameters, the run ends with an error of this rank."""
         found = named(updates)
         for pair in zip_longest(found, zip(self._names, self._specs, strict=True)):
             here, there = ("nothing" if one is None else _described(*one) for one in pair)

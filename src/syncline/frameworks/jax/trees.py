@@ -131,8 +131,7 @@ def broadcast(session: Session, tree: Any, root: int) -> Any:
 
 
 class SynclineState(NamedTuple):
-    """Syncline's part of an optimizer's state: the step, the run's number in this process, and the inner optimizer's
-    state."""
+    """Syncline's part of an optimizer's state: the step, the number of the run in this process, and the inner state."""
 
     step: Any
     run: Any

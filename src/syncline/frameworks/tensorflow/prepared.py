@@ -365,8 +365,7 @@ def _said(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 
 def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise UsageError for other objects than Keras optimizers, and for other variables. Builds the optimizer if
-    necessary."""
+    """Build the optimizer if necessary. UsageError for an object that is not of Keras, and for other variables."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
             f"the optimizer is {type(optimizer).__name__}: give an optimizer of Keras, such as"
@@ -413,8 +412,7 @@ def _exchange(run: Run, optimizer: Any, original: Apply, gradients: Sequence[Any
 
 
 def _keeps_none(optimizer: Any, variables: Sequence[Any]) -> bool:
-    """Whether the optimizer keeps no reference to a gradient. Keras' own do not, unless a gradient overwrites a
-    variable."""
+    """Whether the optimizer keeps no reference to a gradient: Keras' own do if a gradient overwrites a variable."""
     of_keras = all(type(one).__module__.startswith("keras.src.") for one in (optimizer, innermost(optimizer)))
     return of_keras and not any(getattr(one, "overwrite_with_gradient", False) for one in variables)
 

@@ -443,8 +443,7 @@ class Run:
 
 @cache
 def _order_of_all() -> Any:
-    """A variable that all models of a process share, so that all ranks make the exchanges of a graph in the same
-    order."""
+    """A variable of all models of a process, so that all ranks make the exchanges of a graph in the same order."""
     with tf.device("CPU"):
         return tf.Variable(0, trainable=False, dtype=tf.int64, name="syncline_order")
 

@@ -60,8 +60,7 @@ def trained(model: Any) -> list[Any]:
 
 
 def untrained(model: Any) -> list[Any]:
-    """The variables of a model that steps change by themselves, such as moving means, without the states of random
-    seeds."""
+    """The variables of a model that steps change by themselves, such as moving means, but not random seeds."""
     if isinstance(model, keras.Layer):
         return list(model.non_trainable_weights)
     return list(model.non_trainable_variables) if isinstance(model, tf.Module) else []
@@ -119,8 +118,7 @@ def specs_of(variables: Sequence[Any]) -> list[Spec]:
 
 
 def names_of(variables: Iterable[Any], parts: int = 2) -> list[str]:
-    """A name for each variable from the last parts of its path, the same in every process that creates the same
-    model."""
+    """A name for each variable from the end of its path, the same in every process that creates the same model."""
     found: list[str] = []
     for given in variables:
         path = given.path if isinstance(given, keras.Variable) else given.name.partition(":")[0]

@@ -279,8 +279,7 @@ class Averaging:
 
 
 def _load_own(tensor: torch.Tensor, of_ranks: Sequence[torch.Tensor | None], rank: int | None) -> None:
-    """Set a tensor to the value of ``rank``. Without a rank: to the mean, or to the first value if it is not floating
-    point."""
+    """Set a tensor to the value of ``rank``. Without a rank: to the mean, or to the first value if it is no float."""
     known = [value for value in of_ranks if value is not None]
     if not known:
         return

@@ -107,8 +107,7 @@ class Choosing:
 
     @property
     def _wants_another(self) -> bool:
-        """Whether rank 0 has to choose after the step that begins. At the end of a measurement the exchange asks by
-        itself."""
+        """Whether rank 0 has to choose after the step that begins. The exchange itself asks after a measurement."""
         if self._seen and self._overlaps_now:
             return True
         if self._phase == _TRYING:
@@ -128,8 +127,7 @@ class Choosing:
     def choose(
         self, layers: Sequence[Layer], cost: LinearCost | None, resumed: Layout | None, objected: bool, lay: Lay
     ) -> Layout:
-        """Make rank 0's choice. ``objected``: a rank objects now. ``resumed``: the layout in the state of a resumed
-        run."""
+        """Make rank 0's choice. ``objected``: a rank objects now. ``resumed``: the layout of a resumed state."""
         if resumed is not None and not (objected and self._overlaps_in(resumed)):
             return resumed
         if self._phase == _BEGUN and resumed is None:

@@ -32,8 +32,7 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _disabled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable compilation of ``call`` in PyTorch's way, but only once the compiler is loaded: loading it would take
-    long."""
+    """Disable compilation of ``call`` in PyTorch's way, once the compiler is loaded: loading it would take long."""
     disabled: list[Callable[..., Any]] = []
 
     def choose(*arguments: Any, **keywords: Any) -> Any:

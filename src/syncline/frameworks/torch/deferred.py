@@ -435,8 +435,7 @@ class DeferredUpdates:
 
 
 class LocalSteps:
-    """Moves ``parameters`` ahead of the shared weights and back. The learning rates come from the optimizer's
-    groups."""
+    """Moves ``parameters`` ahead of the shared weights and back, at the learning rates of the optimizer's groups."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self._parameters = parameters

@@ -60,8 +60,7 @@ class OwnValues:
         self.forget()
 
     def to_send(self, groups: Groups) -> list[dict[str, Any]]:
-        """The group values and attributes that the owners do not have yet. Without any attributes, their entry is
-        left out."""
+        """The group values and attributes that the owners do not have yet; no entry without any attributes."""
         *changed, self._sent = [
             {key: value for key, value in values.items() if key not in told or not same(told[key], value)}
             for values, told in zip((*groups, attributes(self._optimizer)), self._told, strict=True)
@@ -96,8 +95,7 @@ class OwnValues:
 
 
 def told(optimizer: torch.optim.Optimizer, number: int, own: Sequence[frozenset[str]]) -> dict[str, str]:
-    """The optimizer's own values in the place with that number, as texts. Raises UsageError for a text that is too
-    long."""
+    """The optimizer's own values in the place with that number, as texts. UsageError for a text that is too long."""
     values = places(optimizer)[number]
     texts = {key: json.dumps(plain(key, values[key])) for key in sorted(own[number] & values.keys())}
     for key, text in texts.items():
@@ -164,8 +162,7 @@ def is_read(optimizer: torch.optim.Optimizer, name: str) -> bool:
 
 
 def _read_by(optimizer: torch.optim.Optimizer) -> frozenset[str] | None:
-    """The names that ``_names_read`` finds in the optimizer's methods, the functions they call and the objects it
-    holds."""
+    """The names that ``_names_read`` finds in the optimizer's methods, the functions they call and its objects."""
     beside = [getattr(value, "__func__", value) for key, value in vars(optimizer).items() if key not in _of_all()]
     sources = [one if isinstance(one, FunctionType) else type(one) for one in beside]
     return _names_read((type(optimizer), *dict.fromkeys(one for one in sources if _of_scripts(one))))

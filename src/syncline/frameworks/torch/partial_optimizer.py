@@ -96,8 +96,7 @@ class SlicedOptimizer:
                     )
 
     def advanced(self) -> Groups:
-        """As texts. Groups without slices on this process return nothing, because an optimizer may skip them in its
-        counts."""
+        """As texts. Groups without slices here return nothing, because an optimizer may skip them in its counts."""
         groups = self._optimizer.param_groups
         of_some = any(group["params"] for group in groups)
         has_slices = [*(bool(group["params"]) for group in groups), of_some]
@@ -379,8 +378,7 @@ def _tried(
 
 
 def state_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
-    """A state like the optimizer's for a parameter of that group, empty if it has none. Adagrad creates it at
-    construction."""
+    """A state like the optimizer's for a parameter of that group, empty if it has none; Adagrad always has one."""
     known = _elementwise_keys(optimizer)
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)

@@ -222,8 +222,7 @@ class Guard:
             )
 
     def check_forms(self) -> None:
-        """Raise GradientError unless the parameters have their original form and the gradients lie in the original
-        memory."""
+        """Raise GradientError unless parameters have their original form, and gradients lie in the original memory."""
         if (changed := self.forms.changed()) is not None:
             raise self._fault(changed)
         if any(storage.moved for storage in self._storages):

@@ -503,8 +503,7 @@ def _whole(index: int, values: torch.Tensor) -> Record:
 
 
 class Pulling(DeferredUpdates):
-    """The steps of one model under pulls by layer. ``weights`` receives the pulls, and ``client`` talks to the
-    owners."""
+    """The steps of a model under pulls by layer. ``weights`` receives the pulls, ``client`` talks to the owners."""
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, client: Client, weights: Storage) -> None:
         super().__init__(replica, optimizer, type(optimizer), later=False, local=False)

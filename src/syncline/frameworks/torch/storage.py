@@ -72,8 +72,7 @@ _PINNED_BYTES = 1 << 30
 
 
 def _brought_down(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, to and from which the device copies directly. Unpinned new pages in each call cost
-    more."""
+    """A copy in pinned memory, to and from which the device copies directly; new pages in each call cost more."""
     if tensor.nbytes > _PINNED_BYTES:
         return tensor.cpu()
     # The script may have set a default device, which has no memory to pin: name the CPU.

@@ -252,8 +252,7 @@ def _check_by_itself(strategy: Strategy, groups: Groups, selection: Selection) -
 
 
 def check_own_values(strategy: Strategy, optimizer: torch.optim.Optimizer, own: Sequence[frozenset[str]]) -> None:
-    """Raise UsageError if the optimizer changes values or attributes itself and the strategy cannot send them to
-    workers."""
+    """Raise UsageError if the optimizer changes values itself and the strategy cannot send them to workers."""
     if not any(own):
         return
     why = ""

@@ -254,8 +254,7 @@ class Recording:
         self._copies.end_step()
 
     def _model(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-        """The module that the optimizer trains. Raises UsageError unless it is a single module that the script
-        calls."""
+        """The module that the optimizer trains. UsageError unless it is a single module that the script calls."""
         trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         found = [one for one in self._called.values() if any(id(tensor) in trained for tensor in one.parameters())]
         if len(found) != 1:
