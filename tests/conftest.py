@@ -8,18 +8,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from threads import run_group, run_sessions
 
-# A machine may be busy: how long an example takes says nothing.
-settings.register_profile("syncline", deadline=None)
+# A machine may be busy: how long an example takes says nothing. Other examples are drawn in every run.
+settings.register_profile("syncline", deadline=None, max_examples=50)
 settings.load_profile("syncline")
 
 # Without a GPU its kernels run in Triton's interpreter; Triton wants to know before it is imported.
@@ -66,6 +68,7 @@ FIRST = (
 
 
 LIBRARY = re.compile(r"\[.*\b(grpc|ucx|mpi|openmpi|mpich|tls)\b")
+CORES = len(os.sched_getaffinity(0))
 KERNELS = ("sparse", "onesided", "cast", "stochastic", "low_rank", "signs", "ternary", "linear")
 
 
@@ -75,9 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
     A process that runs tests has its own children begin with ``children/sitecustomize.py``.
     """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        with ThreadPoolExecutor(CORES) as threads:
             list(threads.map(compile_kernels, KERNELS))
-            list(threads.map(compile_tests, folders_to_compile()))
+        compile_tests(config)
     else:
         path = [str(Path(__file__).with_name("children")), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -88,19 +91,28 @@ def compile_kernels(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import syncline.kernels.{module}"], timeout=600, check=False)
 
 
-def folders_to_compile() -> list[list[str]]:
-    """Two halves of the folders of tests, unless pytest has stored their rewritten assertions already, or may not."""
+def compile_tests(config: pytest.Config) -> None:
+    """Store all tests with their assertions rewritten, unless pytest has stored some already, or may not."""
     root = Path(__file__).parent
     if sys.dont_write_bytecode or any(root.glob("*/__pycache__/test_*-pytest-*.pyc")):
-        return []
-    folders = sorted(str(path) for path in root.iterdir() if any(path.glob("test_*.py")))
-    return [folders[0::2], folders[1::2]]
+        return
+    paths = sorted([*root.rglob("test_*.py"), *root.rglob("*/conftest.py")])
+    fork = get_context("fork").Process  # whose arguments need not be pickled
+    processes = [fork(target=rewrite_tests, args=(config, paths[core::CORES])) for core in range(CORES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(600)
 
 
-def compile_tests(folders: list[str]) -> None:
-    """Collect tests in a process of its own. Rewriting all assertions takes a core ten seconds."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", *folders]
-    subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, check=False)
+def rewrite_tests(config: pytest.Config, paths: Sequence[Path]) -> None:
+    """Do what pytest does when it imports these files, and import none. All of them take a core ten seconds."""
+    state = config.stash[rewrite.assertstate_key]
+    for path in paths:
+        folder = rewrite.get_cache_dir(path)
+        if rewrite.try_makedirs(folder):
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, source, folder / f"{path.stem}{rewrite.PYC_TAIL}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -90,6 +90,7 @@ def test_a_state_that_is_none_is_an_error_with_the_remedy(error: Exception) -> N
         raise DataError("which says more")
 
 
+@pytest.mark.slow
 def test_the_largest_group_is_drawn() -> None:
     done = CliRunner().invoke(cli, ["show", "ring", "--ranks", "512"], prog_name="syncline")
     assert done.exit_code == 0

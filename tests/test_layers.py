@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -62,11 +64,45 @@ def package_of(module: str) -> str:
     return name if name in ROW or top == "syncline" else f"{top}."
 
 
-def files() -> Iterator[Path]:
+@cache
+def files() -> tuple[Path, ...]:
     """All files of both."""
-    return (path for root in ROOTS.values() for path in sorted(root.rglob("*.py")))
+    return tuple(path for root in ROOTS.values() for path in sorted(root.rglob("*.py")))
 
 
+@dataclass(frozen=True)
+class Source:
+    """The statements of a file that the tests ask about; ``first`` are imports that run when the file is imported."""
+
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    first: tuple[ast.Import | ast.ImportFrom, ...]
+    classes: tuple[str, ...]
+    threads: tuple[ast.Call, ...]
+
+
+@cache
+def source(path: Path) -> Source:
+    """A file, which is parsed once for all tests."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    return Source(
+        tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)),
+        tuple(node for node in at_the_top(tree.body) if isinstance(node, ast.Import | ast.ImportFrom)),
+        tuple(node.name for node in tree.body if isinstance(node, ast.ClassDef)),
+        tuple(node for node in nodes if isinstance(node, ast.Call) and is_thread(node.func)),
+    )
+
+
+def is_thread(function: ast.expr) -> bool:
+    """Whether it is ``threading.Thread``."""
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr == "Thread"
+        and ast.unparse(function) == "threading.Thread"
+    )
+
+
+@cache
 def module_of(path: Path) -> str:
     """The dotted name of a file."""
     (top,) = (name for name, root in ROOTS.items() if root in path.parents)
@@ -83,13 +119,13 @@ def imported_names(path: Path, lazy: bool = True) -> Iterator[tuple[int, str, st
     """As ``imports``, with what is imported from the module, or its name where it is the module."""
     module = tuple(module_of(path).split("."))
     package = module if path.name == "__init__.py" else module[:-1]
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if lazy else at_the_top(tree.body):
+    found = source(path)
+    for node in found.imports if lazy else found.first:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] in ROOTS:
                     yield node.lineno, alias.name, alias.name
-        elif isinstance(node, ast.ImportFrom):
+        else:
             name = tuple((node.module or "").split(".")) if node.module else ()
             base = package[: len(package) - node.level + 1] + name if node.level else name
             if base[0] not in ROOTS:
@@ -175,9 +211,9 @@ def classes() -> dict[str, set[str]]:
     """For every name of public classes the modules that define one."""
     found: dict[str, set[str]] = {}
     for path in files():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, set()).add(module_of(path))
+        for name in source(path).classes:
+            if not name.startswith("_"):
+                found.setdefault(name, set()).add(module_of(path))
     return found
 
 
@@ -222,10 +258,9 @@ def test_threads_of_our_own_are_known_by_their_names() -> None:
     for path in sorted(ROOTS["syncline"].rglob("*.py")):
         if "testing" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("threading.Thread"):
-                names = [ast.unparse(word.value) for word in node.keywords if word.arg == "name"]
-                assert "".join(names).lstrip("f").strip("'").startswith("syncline-"), f"{path}:{node.lineno}"
+        for node in source(path).threads:
+            names = [ast.unparse(word.value) for word in node.keywords if word.arg == "name"]
+            assert "".join(names).lstrip("f").strip("'").startswith("syncline-"), f"{path}:{node.lineno}"
 
 
 UNPICKLES = re.compile(

@@ -153,6 +153,7 @@ def test_without_torch_the_codecs_are_measured_alone(monkeypatch: pytest.MonkeyP
     assert [row.torch_s for row in rows] == [None, None]
 
 
+@pytest.mark.slow
 def test_codecs_on_a_device_have_the_same_rows() -> None:
     """The CPU stands in for it, and Triton's interpreter for its kernels."""
     pytest.importorskip("triton")

@@ -38,6 +38,7 @@ def test_mistakes_are_named_before_anything_is_measured(
     assert says in " ".join(done.output.split())
 
 
+@pytest.mark.slow
 def test_steps_are_measured_and_right(tmp_path: Path) -> None:
     """Those of JAX and TensorFlow are among the tests of trainers."""
     path = tmp_path / "steps.json"

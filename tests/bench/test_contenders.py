@@ -81,6 +81,7 @@ def test_what_cannot_leave_one_host_is_refused_in_a_lab() -> None:
         contender_of("ps(servers=3, on=workers)", 2, one_host=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("last", "status"), [("", 0), ("1 / 0", 1)])
 def test_a_process_that_has_left_gloo_calls_exit_functions_and_tells_how_it_ended(last: str, status: int) -> None:
     pytest.importorskip("torch")

@@ -24,6 +24,7 @@ from trained_apart import FRAMEWORKS, check_rows, compared, foreign, same_steps
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the digits are a file of scikit-learn")
 
 
+@pytest.mark.slow
 def test_pytorch_and_numpy_compute_the_same_steps(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     same_steps(tmp_path, "torch")

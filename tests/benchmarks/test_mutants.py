@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TOY = '''
 def more(one: int = 3) -> int:
@@ -39,6 +41,7 @@ def test_each_fault_replaces_one_text_of_a_function(program: Callable[[str], Mod
     assert [line for line, _, _ in found.values()] == [3, 5, 5, 5, 5, 6, 7, 7, 7, 8]
 
 
+@pytest.mark.slow
 def test_a_fault_that_a_weaker_test_misses_is_named(tmp_path: Path) -> None:
     for folder in ("src/syncline/toy", "tests/toy"):
         (tmp_path / folder).mkdir(parents=True)

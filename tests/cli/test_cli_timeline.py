@@ -80,6 +80,7 @@ def test_a_folder_without_parts_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_has_its_timeline(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

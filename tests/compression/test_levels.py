@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -51,11 +51,14 @@ def on_hosts(text: str, hosts: Hosts, **options: object) -> Ranks:
 
 @pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize(
-    ("hosts", "cut", "native"),
-    [*((hosts, cut, False) for hosts in PLACES for cut in (False, True)), (PLACES[2], True, True)],
+    ("text", "hosts", "cut", "native"),
+    [
+        (text, PLACES[(number + turn) % 3], bool((number + turn) % 2), native and (number + turn) % 3 == 2)
+        for number, text in enumerate(TEXTS)
+        for turn, native in ((0, False), (1, True))
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("text", TEXTS)
 def test_a_host_counts_as_one_worker(text: str, hosts: Hosts, native: bool) -> None:
     """The bits of as many workers as there are hosts, whose gradients are the hosts' sums; and what is kept back."""
     group, alone = on_hosts(text, hosts, native=native), Ranks(codec(text), len(hosts))
@@ -71,9 +74,15 @@ def test_a_host_counts_as_one_worker(text: str, hosts: Hosts, native: bool) -> N
 
 @pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize(
-    ("hosts", "cut", "native"), [(PLACES[1], False, False), (PLACES[2], True, False), (PLACES[2], True, True)], ids=str
+    ("text", "hosts", "cut", "native"),
+    [
+        (text, *case)
+        for text, case in zip(
+            TEXTS, cycle([(PLACES[1], False, False), (PLACES[2], True, False), (PLACES[2], True, True)])
+        )
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("text", TEXTS)
 def test_what_travels_is_known_without_data(text: str, hosts: Hosts, native: bool) -> None:
     group = on_hosts(text, hosts, native=native)
     for step in (0, 2):  # some codecs warm up
@@ -129,8 +138,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(text: str) -> None:
         assert first.results[0].tobytes() == other.results[0].tobytes()
 
 
-@pytest.mark.parametrize("hosts", [PLACES[1], PLACES[2], []], ids=str)
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("text", "hosts"), [*zip(TEXTS, cycle([PLACES[1], PLACES[2], []]))], ids=str)
 def test_other_hosts_and_workers_without_levels_take_all_that_was_kept(text: str, hosts: Hosts) -> None:
     """Ranks that sit elsewhere, more hosts, and the other way round one level."""
     first = on_hosts(text, TWO_BY_TWO)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 from reducing import ELEMENTS, TEXTS, can_be_served, codec, gradients
@@ -19,8 +21,10 @@ def keeps(text: str) -> bool:
     return all(codec_of(codec(text), Spec("p", shape))[0].contraction for shape in SHAPES)
 
 
-@pytest.mark.parametrize(("workers", "servers", "owners"), [(1, 1, 0), (3, 2, 0), (3, 0, 2)])
-@pytest.mark.parametrize("text", SERVABLE)
+@pytest.mark.parametrize(
+    ("text", "workers", "servers", "owners"),
+    [(row, *other) for row, other in zip(SERVABLE, cycle([(1, 1, 0), (3, 2, 0), (3, 0, 2)]))],
+)
 def test_all_workers_have_the_same_weights(text: str, workers: int, servers: int, owners: int) -> None:
     served = Served(text, workers, servers, owners)
     start = served.known[0].copy()
@@ -33,8 +37,7 @@ def test_all_workers_have_the_same_weights(text: str, workers: int, servers: int
     assert np.isfinite(served.held).all()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("text", SERVABLE)
+@pytest.mark.parametrize(("text", "dtype"), [*zip(SERVABLE, cycle(["float16", "bfloat16", "float64"]))])
 def test_weights_of_other_types_too(text: str, dtype: str) -> None:
     served = Served(text, 2, 0, 2, dtype=dtype)
     for seed in range(3):

@@ -153,7 +153,7 @@ def averages_out(text: str) -> bool:
     return not chosen.biased or codec_of(chosen, Spec("p", (4,)))[1]
 
 
-@pytest.mark.parametrize("text", [text for text in KEEPING if averages_out(text)])
+@pytest.mark.parametrize("text", {text.partition("(")[0]: text for text in KEEPING if averages_out(text)}.values())
 def test_many_steps_of_a_constant_gradient_have_the_right_mean(text: str) -> None:
     """Error feedback and unbiasedness alike: what a codec does to one step averages out."""
     chosen = codec(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,16 @@ def test_what_travels_is_known_without_data(text: str, workers: int, servers: in
 
 
 @pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize(("workers", "servers", "number", "cut"), [(1, 1, 1, False), (3, 2, 2, True), (3, 0, 3, True)])
-@pytest.mark.parametrize("text", [text for text in TEXTS if can_be_served(text) and "warmup" not in text])
+@pytest.mark.parametrize(
+    ("text", "workers", "servers", "number", "cut"),
+    [
+        (row, *other)
+        for row, other in zip(
+            [text for text in TEXTS if can_be_served(text) and "warmup" not in text],
+            cycle([(1, 1, 1, False), (3, 2, 2, True), (3, 0, 3, True)]),
+        )
+    ],
+)
 def test_pushes_and_pulls_are_known_without_data(text: str, workers: int, servers: int, number: int) -> None:
     served = Served(text, workers, servers, number)
     first = workers if servers else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,7 @@ class Versions:
         return int(said.nbytes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("text", SERVABLE)
+@pytest.mark.parametrize(("text", "dtype"), [*zip(SERVABLE, cycle(["float32", "float64", "bfloat16"]))])
 def test_whoever_has_come_to_a_version_has_the_same_bits(text: str, dtype: str) -> None:
     """One that pulls every update, one that pulls each third, and one that pulls once."""
     versions = Versions(text, 3, dtype)

@@ -7,6 +7,7 @@ may complete buckets in different orders: no run may need something that only th
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -22,12 +23,7 @@ from syncline.strategy.strategy import Strategy
 
 STEPS = 3
 STRATEGIES = ["ps(servers=1)", "ps(servers=2, on=workers)", "ps(servers=2, update=worker)", "ring", "direct", "tree"]
-CODECS = [
-    "ps(servers=1) codec=fp16",
-    "ps(servers=1) codec=topk(ratio=0.5)",
-    "ring codec=int8",
-    "ring codec=powersgd(rank=1)",
-]
+CODECS = ["ps(servers=1) codec=topk(ratio=0.5)", "ring codec=int8"]
 
 Check = Callable[..., None]
 
@@ -104,7 +100,7 @@ def check(trained: Callable[..., list[Any]]) -> Check:
     return equal
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ps(servers=1)", "direct"])
 def test_over_shared_memory(check: Check, strategy: str) -> None:
     check("shm", strategy, 2, SLOTS + 1)
 
@@ -116,15 +112,22 @@ def test_as_many_as_there_is_room_for_and_far_more(check: Check, layers: int) ->
 
 @pytest.mark.parametrize(
     ("strategy", "workers"),
-    [("ps(servers=1)", 1), ("ps(servers=2, update=worker)", 1), ("ps(servers=1)", 5), ("ps(servers=2, on=workers)", 5)],
+    [("ps(servers=1)", 1), ("ps(servers=2, on=workers)", 5)],
 )
 def test_at_other_world_sizes(check: Check, strategy: str, workers: int) -> None:
     """Three workers are below."""
     check("shm", strategy, workers, SLOTS + 1)
 
 
-@pytest.mark.parametrize("kind", ["inproc", "tcp", "auto-near", "auto-far", "torch"])
-@pytest.mark.parametrize("strategy", ["ps(servers=1)", "ps(servers=2, on=workers)", "ring"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *zip(
+            ["inproc", "tcp", "auto-near", "auto-far", "torch"],
+            cycle(["ps(servers=1)", "ps(servers=2, on=workers)", "ring"]),
+        )
+    ],
+)
 def test_over_every_transport(check: Check, kind: str, strategy: str) -> None:
     check(kind, strategy, 3, SLOTS + 1)
 
@@ -134,8 +137,7 @@ def test_ranks_may_complete_buckets_in_different_orders(check: Check, strategy: 
     check("shm", strategy, 3, SLOTS + 1, shuffled=True)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-@pytest.mark.parametrize("strategy", ["ps(servers=2, on=workers)", "ring"])
+@pytest.mark.parametrize(("kind", "strategy"), [*zip(["shm", "tcp"], cycle(["ps(servers=2, on=workers)", "ring"]))])
 def test_two_models_at_once(check: Check, kind: str, strategy: str) -> None:
     check(kind, strategy, 2, SLOTS + 1, models=2)
 

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -60,20 +61,21 @@ def check(found: list[Any]) -> None:
             np.testing.assert_array_equal(weights, joined(parts))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", [f"{FEW[0]} sync=asp", f"{FEW[1]} sync=ssp(staleness=1)"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [*zip(KINDS, cycle([f"{FEW[0]} sync=asp", f"{FEW[1]} sync=ssp(staleness=1)"]))]
+)
 def test_every_push_is_applied_once_over_every_transport(on: Run, kind: str, strategy: str) -> None:
     check(on(kind, strategy, train))
 
 
-@pytest.mark.parametrize("mode", ["asp", "ssp(staleness=0)", "ssp(staleness=1)"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "mode"), [*zip(PLACES, cycle(["asp", "ssp(staleness=0)", "ssp(staleness=1)"]))])
 def test_every_push_is_applied_once_wherever_owners_are(on: Run, place: str, mode: str) -> None:
     check(on("inproc", f"{place} sync={mode}", train))
 
 
-@pytest.mark.parametrize("kind", NEAR)
-@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=3)", "ps(servers=3, on=workers)"])
+@pytest.mark.parametrize(
+    ("kind", "place"), [*zip(NEAR, cycle(["ps(servers=1)", "ps(servers=3)", "ps(servers=3, on=workers)"]))]
+)
 def test_payloads_of_one_worker_are_its_push(on: Run, kind: str, place: str) -> None:
     """Of a codec that loses nothing here: it sends as they are all that are not 0."""
     check(on(kind, f"{place} sync=asp codec=topk(ratio=1)", train))
@@ -131,8 +133,10 @@ def took_in(on: Run, strategy: str, first: int) -> list[list[Any]]:
     return [seen for seen in on("inproc", strategy, body) if seen]
 
 
-@pytest.mark.parametrize("text", CODECS)
-@pytest.mark.parametrize(("place", "first"), [("ps(servers=2)", 7), ("ps(servers=2, on=workers)", 0)])
+@pytest.mark.parametrize(
+    ("text", "place", "first"),
+    [(row, *other) for row, other in zip(CODECS, cycle([("ps(servers=2)", 7), ("ps(servers=2, on=workers)", 0)]))],
+)
 def test_what_is_decoded_by_itself_adds_up_to_what_is_merged(on: Run, place: str, first: int, text: str) -> None:
     """The same payloads, also in a run that is resumed: those of one worker alone are its share."""
     try:
@@ -251,10 +255,21 @@ def test_a_slow_worker_stops_the_others_at_the_bound(on: Run, kind: str, place: 
     check(on(kind, f"{place} sync=ssp(staleness={by})", body))
 
 
-@pytest.mark.parametrize("kind", NEAR)
 @pytest.mark.parametrize(
-    ("strategy", "steps"),
-    [(f"{FEW[0]} sync=ssp(staleness=0)", 0), (f"{FEW[1]} sync=ssp(staleness=0)", 0), (f"{FEW[1]} sync=asp", 1)],
+    ("kind", "strategy", "steps"),
+    [
+        (row, *other)
+        for row, other in zip(
+            NEAR,
+            cycle(
+                [
+                    (f"{FEW[0]} sync=ssp(staleness=0)", 0),
+                    (f"{FEW[1]} sync=ssp(staleness=0)", 0),
+                    (f"{FEW[1]} sync=asp", 1),
+                ]
+            ),
+        )
+    ],
 )
 def test_who_does_not_come_is_named_when_nothing_has_moved_for_too_long(
     on: Run, kind: str, strategy: str, steps: int

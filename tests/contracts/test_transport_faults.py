@@ -127,7 +127,7 @@ def allowed(error: Exception | None) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(stream=streams, fds=st.lists(st.sampled_from(["sound", "holes", "bell", "file"]), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_bytes_are_messages_or_a_fault_of_their_sender(kind: str, stream: list[bytes], fds: list[str]) -> None:
     with attacked(kind) as (end, raw):
         handles = [

@@ -34,7 +34,7 @@ from syncline.transports import Handle
 from syncline.transports.inproc import Hub, InProc
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.data(), cases(), st.booleans())
 def test_every_algorithm_reaches_its_goal_in_any_order_of_events(
     data: st.DataObject, case: Case, start_late: bool
@@ -45,7 +45,7 @@ def test_every_algorithm_reaches_its_goal_in_any_order_of_events(
     check(case, inputs, outputs)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.data(), native_cases(), st.booleans())
 def test_a_library_sums_inside_groups_in_any_order_of_events(data: st.DataObject, case: Case, start_late: bool) -> None:
     inputs = case.inputs()

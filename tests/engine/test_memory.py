@@ -34,7 +34,7 @@ from syncline.transports.shm import Shm
 LIMIT_S = 30.0
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=40)
 @given(st.data(), cases(), st.integers(0, 511))
 def test_every_algorithm_gives_the_bits_of_messages_wherever_the_arrays_lie(
     data: st.DataObject, case: Case, places: int
@@ -59,7 +59,7 @@ def test_every_algorithm_gives_the_bits_of_messages_wherever_the_arrays_lie(
         assert all(exchange.labels == [] and exchange.waiting_for == {} for exchange in exchanges)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.data(), cases(), st.integers(2, 12))
 def test_runs_in_flight_may_start_in_another_order_on_every_rank(data: st.DataObject, case: Case, count: int) -> None:
     """Twice with the same keys: nobody takes an old run for the new one."""

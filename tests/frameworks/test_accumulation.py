@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -27,8 +28,7 @@ from toy import (
 from syncline.errors import GradientError, UsageError
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(("strategy", "to_none"), [*zip(STRATEGIES, cycle([True, False]))])
 def test_accumulation_under_no_sync_equals_one_big_batch(group: Any, strategy: str, to_none: bool) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         for step in range(3):
@@ -402,8 +402,7 @@ def test_a_pass_that_began_before_the_end_of_the_run_goes_on_alone(group: Any) -
         close(found, gradients(model))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("strategy", "workers"), [*zip(STRATEGIES, cycle([2, 3]))])
 def test_gradients_that_are_not_zeroed_are_added_to_as_on_one_worker(group: Any, strategy: str, workers: int) -> None:
     """Also under ``no_sync``, after a halving by the script, and where a later step begins with zeros."""
 
@@ -522,8 +521,7 @@ def test_gradients_may_be_zeroed_before_or_behind_the_forward_pass(
         same_as_alone(group, strategy, 2, sgd, body)
 
 
-@pytest.mark.parametrize("strategy", SERVED)
-@pytest.mark.parametrize("kept", range(4))
+@pytest.mark.parametrize(("kept", "strategy"), [*zip(range(4), cycle(SERVED))])
 def test_one_gradient_that_is_not_zeroed_is_added_to_as_on_one_worker(group: Any, strategy: str, kept: int) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         for step in range(4):

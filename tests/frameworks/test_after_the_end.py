@@ -8,7 +8,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -52,13 +52,17 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "how"),
     [
-        "ring",
-        "ps(servers=1)",
-        *(f"ring schedule={word}" for word in ("auto", "merged", "split", "priority", "delayed")),
+        *zip(
+            [
+                "ring",
+                "ps(servers=1)",
+                *(f"ring schedule={word}" for word in ("auto", "merged", "split", "priority", "delayed")),
+            ],
+            cycle(COPIES),
+        )
     ],
 )
 def test_a_copy_of_a_prepared_model_is_plain(group: Any, strategy: str, how: str) -> None:
@@ -186,15 +190,19 @@ TRACING = threading.Lock()
 """torch.fx traces for one thread at a time."""
 
 
+TOLD = [
+    *((kind, how) for kind in SAYING for how in (["deepcopy"] if "part" in kind else ["deepcopy", "pickle"])),
+    *(("part of Stated", how) for how in ("pickle", "torch.save", "copy")),
+    *((kind, "copy") for kind in ("torch.fx", "Reduced", "CopiedFlat")),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        *((kind, how) for kind in SAYING for how in (["deepcopy"] if "part" in kind else ["deepcopy", "pickle"])),
-        *(("part of Stated", how) for how in ("pickle", "torch.save", "copy")),
-        *((kind, "copy") for kind in ("torch.fx", "Reduced", "CopiedFlat")),
-    ],
+    ("kind", "how", "schedule"), [(*case, schedule) for case, schedule in zip(TOLD, cycle(("auto", "priority")))]
 )
-def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(group: Any, kind: str, how: str) -> None:
+def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(
+    group: Any, kind: str, how: str, schedule: str
+) -> None:
     """In the steps that are timed and behind them; what else its attributes are, and the user's own hooks, stay."""
     copied = COPIES.get(how, copy.copy)
 
@@ -235,8 +243,7 @@ def test_a_copy_of_a_model_whose_class_says_how_it_is_copied_is_plain(group: Any
             here.session.barrier()
             train(here, range(first, last))
 
-    on_group(group, "ring schedule=auto", 2, make, body)
-    on_group(group, "ring schedule=priority", 2, make, body)
+    on_group(group, f"ring schedule={schedule}", 2, make, body)
 
 
 def test_an_average_of_the_weights_follows_the_model(group: Any) -> None:
@@ -254,8 +261,7 @@ def test_an_average_of_the_weights_follows_the_model(group: Any) -> None:
         same_as_alone(group, strategy, 2, making("momentum"), body)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "how"), [*zip(STRATEGIES, cycle(["deepcopy", "pickle", "torch.save"]))])
 def test_a_copy_of_an_optimizer_is_plain_and_has_the_whole_state(group: Any, strategy: str, how: str) -> None:
     def body(here: Here) -> dict[str, Any]:
         train(here, range(2))
@@ -310,8 +316,15 @@ class Kept:
         return group(strategy, workers, body)[:workers]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("second", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])
-@pytest.mark.parametrize("first", ["ring", "ps(servers=2)", "ps(servers=1, on=workers)", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *zip(
+            ["ring", "ps(servers=2)", "ps(servers=1, on=workers)", "ps(servers=2, on=workers)"],
+            cycle(["ring", "ps(servers=1)", "ps(servers=2, on=workers)"]),
+        )
+    ],
+)
 def test_a_run_after_a_run_goes_on_with_the_same_model_and_optimizer(group: Any, first: str, second: str) -> None:
     """The scheduler, made before, is that of one worker; servers of the second run take rank 0's state."""
     kept = Kept(making("adam"), 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -73,8 +74,9 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ring sync=local(steps=2)", "ring codec=fp16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [*zip(KINDS, cycle(["ring", "ps(servers=1)", "ring sync=local(steps=2)", "ring codec=fp16"]))]
+)
 def test_memory_of_any_kind_is_updated_where_it_lies(group: Any, strategy: str, kind: str) -> None:
     make, values = KINDS[kind]
 

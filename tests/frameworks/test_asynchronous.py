@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -39,9 +40,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [*PLACES, PLACES[0] + STAGED, *(f"{place} schedule=priority codec=int8" for place in PLACES)]
+    ("strategy", "ends"),
+    [
+        *zip(
+            [*PLACES, PLACES[0] + STAGED, *(f"{place} schedule=priority codec=int8" for place in PLACES)],
+            cycle(["consolidate", "join", "state_dict"]),
+        )
+    ],
 )
-@pytest.mark.parametrize("ends", ["consolidate", "join", "state_dict"])
 def test_all_have_the_same_weights_at_the_end(group: Any, strategy: str, ends: str) -> None:
     """After different numbers of batches; the optimizer's state is that of all pushes."""
 
@@ -209,8 +215,15 @@ def test_pushes_of_all_move_weights_as_far_as_one_step_of_all(group: Any, place:
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("momentum", ["own", "dana", "auto"])
-@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=priority"])
+@pytest.mark.parametrize(
+    ("momentum", "strategy"),
+    [
+        *zip(
+            ["own", "dana", "auto"],
+            cycle(["ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=priority"]),
+        )
+    ],
+)
 def test_momenta_of_workers_that_wait_for_each_other_are_that_of_one(group: Any, strategy: str, momentum: str) -> None:
     """In the weights, and in the state that an optimizer without workers goes on from. SGD's is ``dana`` by default."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,8 +54,7 @@ def train(here: Here) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "ring schedule=wait_free"])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("strategy", "workers"), [*zip([*STRATEGIES, "ring schedule=wait_free"], cycle([2, 3]))])
 def test_n_workers_normalise_as_one_does(group: Any, strategy: str, workers: int) -> None:
     """Weights, and running means and variances."""
     wanted = alone(plain, train)

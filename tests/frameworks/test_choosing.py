@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -48,8 +49,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return answered(monkeypatch)
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("place", ["ring", "direct", "ps(servers=1, update=worker)", "ring" + STAGED])
+@pytest.mark.parametrize(
+    ("place", "make"), [*zip(["ring", "direct", "ps(servers=1, update=worker)", "ring" + STAGED], cycle([sgd, adam]))]
+)
 def test_iterations_overlap_when_no_rank_looks(group: Any, asked: Asked, place: str, make: Any) -> None:
     def body(here: Here) -> dict[str, torch.Tensor]:
         seen = []

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -167,10 +168,22 @@ def test_scripts_that_look_get_one_workers_weights(group: Any, look: Script) -> 
 
 
 @pytest.mark.parametrize(
-    "look",
-    [clips, scales, replaces_gradients, uses_a_closure, averages_weights, reads_the_state, reads_behind_a_failure],
+    ("look", "who"),
+    [
+        *zip(
+            [
+                clips,
+                scales,
+                replaces_gradients,
+                uses_a_closure,
+                averages_weights,
+                reads_the_state,
+                reads_behind_a_failure,
+            ],
+            cycle([0, 2]),
+        )
+    ],
 )
-@pytest.mark.parametrize("who", [0, 2])
 def test_one_look_of_one_rank_later_makes_all_go_back(group: Any, asked: Asked, look: Script, who: int) -> None:
     """In the step after the one whose ticket tells of it."""
     at = STEPS + 3
@@ -217,8 +230,9 @@ def test_iterations_overlap_again_when_no_rank_has_looked_for_long(
     assert asked == [True, False, True, False, False, True], asked
 
 
-@pytest.mark.parametrize("at", [STEPS, STEPS + 2])
-@pytest.mark.parametrize("keep", ["weights", "gradients", "memory of gradients"])
+@pytest.mark.parametrize(
+    ("keep", "at"), [*zip(["weights", "gradients", "memory of gradients"], cycle([STEPS, STEPS + 2]))]
+)
 def test_references_kept_during_overlap_are_found_in_the_same_step(
     group: Any, asked: Asked, keep: str, at: int
 ) -> None:

@@ -59,11 +59,11 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     "strategy",
     [
         "ring codec=feedback(bf16(sum=fp32))",
-        "ring codec=adaptive(threshold(ratio=0.3), small=64B) schedule=wait_free",
+        pytest.param("ring codec=adaptive(threshold(ratio=0.3), small=64B) schedule=wait_free", marks=pytest.mark.slow),
         "direct codec=topk(ratio=0.3) schedule=priority(slice=1KiB)",
-        "ps(servers=1, update=worker) codec=int4",
+        pytest.param("ps(servers=1, update=worker) codec=int4", marks=pytest.mark.slow),
         "ps(servers=2) codec=int8",
-        "ring codec=int8 sync=local(steps=2)",
+        pytest.param("ring codec=int8 sync=local(steps=2)", marks=pytest.mark.slow),
         "ring codec=fp16 schedule=delayed",
     ],
 )
@@ -74,7 +74,7 @@ def test_a_training_has_the_bits_of_one_on_the_processor(group: Any, strategy: s
         equal(one, other)
 
 
-@pytest.mark.parametrize("place", ["ring", "ps(servers=1)"])
+@pytest.mark.parametrize("place", ["ring", pytest.param("ps(servers=1)", marks=pytest.mark.slow)])
 def test_buckets_are_replaced_there(group: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """A tensor each, then two in a bucket: from the third step on, on both."""
     registry.names("schedules")
@@ -94,6 +94,7 @@ def test_ranks_on_a_device_and_on_the_processor_understand_each_other(group: Any
         equal(other, found)
 
 
+@pytest.mark.slow
 def test_weights_that_a_script_changes_are_the_ones_that_owners_add_to(group: Any) -> None:
     def body(session: Session, codes: bool) -> dict[str, torch.Tensor]:
         model = model_of()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -166,8 +167,10 @@ def test_a_local_step_is_of_the_last_backward_pass_alone(group: Any, given_up: b
         assert torch.equal(own, before)
 
 
-@pytest.mark.parametrize("codec", ["topk(ratio=0.4)", "onebit", "sign", "threshold(ratio=0.3, momentum=0.5)", "int8"])
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize(
+    ("codec", "local"),
+    [*zip(["topk(ratio=0.4)", "onebit", "sign", "threshold(ratio=0.3, momentum=0.5)", "int8"], cycle([True, False]))],
+)
 def test_delayed_steps_of_a_codec_are_their_recursion(group: Any, codec: str, local: bool) -> None:
     """What a step leaves goes into the next one, whichever of two buffers its gradients are in."""
     text = f"codec={codec} schedule=delayed(bucket=1B, local={'on' if local else 'off'})"

@@ -6,6 +6,7 @@ That is DistributedDataParallel's rule: the wanted gradients are the mean of wha
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -75,8 +76,7 @@ def mean_of_ranks(make: Any, loss: Loss, workers: int, passes: int = 1) -> dict[
     return found
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "strategy"), [*zip(CASES, cycle(REPLICAS))])
 def test_the_mean_is_over_ranks(group: Any, strategy: str, case: str) -> None:
     make, loss = CASES[case]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -95,8 +96,7 @@ GRADIENTS: dict[str, Callable[[torch.nn.Parameter], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", GRADIENTS)
-@pytest.mark.parametrize("strategy", SERVED)
+@pytest.mark.parametrize(("change", "strategy"), [*zip(GRADIENTS, cycle(SERVED))])
 def test_gradients_changed_after_the_owners_have_them_are_an_error_with_a_name(
     group: Any, strategy: str, change: str
 ) -> None:
@@ -110,8 +110,7 @@ def test_gradients_changed_after_the_owners_have_them_are_an_error_with_a_name(
         on_group(group, strategy, 2, making("sgd"), body)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("unused", ["error", "zeros"])
+@pytest.mark.parametrize(("strategy", "unused"), [*zip(STRATEGIES, cycle(["error", "zeros"]))])
 def test_gradients_that_a_script_keeps_are_not_overwritten(group: Any, strategy: str, unused: Any) -> None:
     """Whoever holds ``p.grad`` over ``zero_grad()`` has the old one, as in one process; it may also be written to."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -76,8 +77,7 @@ OPTIONS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "strategy"), [*zip(OPTIONS, cycle(KINDS))])
 def test_options_of_optimizers(group: Any, strategy: str, name: str) -> None:
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
         model = mlp()
@@ -157,8 +157,7 @@ def settled(layer: Any) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("strategy", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "strategy"), [*zip(MODELS, cycle(KINDS))])
 def test_models_of_every_kind(group: Any, strategy: str, name: str) -> None:
     def make(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: ARG001
         with _SEEDED:

@@ -24,11 +24,9 @@ CODED = ["ring codec=topk(ratio=0.3)", "ring codec=int8 schedule=priority(slice=
 CODED += ["ps(servers=1, on=workers) codec=int8", "ring codec=bf16", "ps(servers=2, local=on) codec=int8"]
 SUMMED = "ps(servers=1, update=worker) codec=int8"
 STAGED = ["ring schedule=wait_free", "ps(servers=1)", "ps(servers=2, on=workers)"]
-FORKED = ["ring", "direct schedule=wait_free", "tree schedule=fifo", "ring schedule=fixed(bucket=64B)"]
-FORKED += ["ring schedule=priority(slice=64B)", "ring schedule=split(slice=64B)"]
+FORKED = ["ring", "direct schedule=wait_free", "ring schedule=fixed(bucket=64B)", "ring schedule=priority(slice=64B)"]
 FORKED += ["ps(servers=2, on=workers, update=worker)"]
-FORKED += ["ps(servers=1, on=workers) schedule=wait_free transport=tcp"]
-FORKED += ["ps(servers=1)", "ps(servers=1, update=worker)", "ps(servers=1) schedule=wait_free"]
+FORKED += ["ps(servers=1, on=workers) schedule=wait_free transport=tcp", "ps(servers=1)"]
 
 
 def near(found: Any, wanted: Any, tolerance: float = 1e-9) -> None:
@@ -90,6 +88,7 @@ def test_runs_in_single_precision_are_equal_bit_for_bit(cell: Cell) -> None:
 
 TEXTS = [text for entry in registry.entries("codecs") for text in entry.capabilities.get("examples", (entry.name,))]
 FIRST = [entry.capabilities.get("examples", (entry.name,))[0] for entry in registry.entries("codecs")]
+FEEDBACK = "feedback(onebit, warmup=2)"
 PLACES = ["ring", "ps(servers=2, update=worker)", "ps(servers=2)", "ps(servers=1, on=workers) schedule=wait_free"]
 
 
@@ -111,9 +110,9 @@ def coded(codecs: Sequence[str], places: Sequence[str]) -> list[str]:
     numpy=[
         *((text, 2) for text in coded(FIRST, PLACES[:1])),
         *coded([text for text in TEXTS if text not in FIRST], PLACES[:1]),
-        *coded(FIRST, PLACES[1:]),
+        *(text for number, codec in enumerate(FIRST) for text in coded([codec], [PLACES[1 + number % 3]])),
     ],
-    torch=coded(["int8", "topk(ratio=0.3)", "powersgd(rank=2)", "feedback(onebit, warmup=2)"], PLACES),
+    torch=[*coded(["int8", "powersgd(rank=2)"], PLACES[::2]), *coded(["topk(ratio=0.3)", FEEDBACK], PLACES[1::2])],
     staged=["ring codec=int8", "ps(servers=1) codec=int8"],
 )
 def test_codecs_leave_all_workers_and_runs_equal(cell: Cell) -> None:
@@ -208,10 +207,10 @@ MIDDLE = [
         Run(f"{text} sync={sync}", "adam", workers or usual, last=last) for last in lasts
     ],
     numpy=CARRIED,
-    torch=CARRIED,
-    staged=MIDDLE,
-    jax=MIDDLE,
-    tensorflow=MIDDLE,
+    torch=CARRIED[::2],
+    staged=MIDDLE[::2],
+    jax=MIDDLE[::2],
+    tensorflow=MIDDLE[1::2],
 )
 def test_workers_that_train_by_themselves_meet_as_the_formulas_have_it(cell: Cell) -> None:
     """When a period has ended, in the middle of the next one, and after ``consolidate``: the mean, or the centre."""
@@ -237,7 +236,12 @@ def plain(sync: str, codec: str) -> str:
 
 @over(
     lambda workers, text: [Run(text, "sgd", workers, dtype="float32")],
-    numpy=[f"ring sync={sync} codec={codec}{plain(sync, codec)}" for sync in PERIODS for codec in COMPRESSED],
+    numpy=[
+        f"ring sync={sync} codec={codec}{plain(sync, codec)}"
+        for row, sync in enumerate(PERIODS)
+        for column, codec in enumerate(COMPRESSED)
+        if (row + column) % 2 == 0
+    ],
     torch=[f"ring sync={sync} codec=topk(ratio=0.1){plain(sync, 'topk(ratio=0.1)')}" for sync in PERIODS],
     staged=[f"ring sync={sync} codec=int8" for sync in PERIODS],
 )
@@ -254,8 +258,7 @@ PERIODIC = ["ring sync=local(steps=3)", "ring sync=diloco(steps=3) codec=int8", 
 PERIODIC += ["tree sync=post_local(after=3, steps=3)", "ring sync=gossip(steps=3)"]
 MORE = ["ring codec=randomk(ratio=0.3)", "ring sync=local(steps=2) codec=topk(ratio=0.3)"]
 MORE += ["ring sync=post_local(after=3, steps=2) codec=int8", "ring sync=diloco(steps=3)"]
-KEEPING = ["ring codec=int8", "ring codec=topk(ratio=0.3)", "ring sync=local(steps=3)", "ps(servers=1)"]
-KEEPING += ["ps(servers=1) codec=int8"]
+KEEPING = ["ring codec=topk(ratio=0.3)", "ring sync=local(steps=3)", "ps(servers=1) codec=int8"]
 
 
 @over(
@@ -263,10 +266,10 @@ KEEPING += ["ps(servers=1) codec=int8"]
         whole := Run(text, "adam", workers, last=9, saved=at),
         Run(text, "adam", workers, last=9, after=whole),
     ],
-    numpy=[*REDUCED, *SERVED, *CODED, *PERIODIC, *MORE, *((text, 3) for text in PERIODIC)],
-    torch=[*SERVED[1:], *CODED, *PERIODIC, *MORE, *((text, 3) for text in PERIODIC)],
+    numpy=[*REDUCED[::2], *SERVED, *CODED, *PERIODIC, *MORE],
+    torch=[*SERVED[1::2], *CODED[::2], *MORE[::2], *((text, 3) for text in PERIODIC)],
     staged=["ps(servers=1)", "ring sync=easgd(steps=3)", "ring sync=local(steps=2) codec=topk(ratio=0.3)"],
-    jax=[*KEEPING, "ps(servers=2, on=workers)", "ps(servers=1, on=workers) codec=int8"],
+    jax=[*KEEPING, "ps(servers=2, on=workers)"],
     tensorflow=KEEPING,
 )
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(cell: Cell) -> None:
@@ -276,7 +279,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(cell: Cell) -> None:
         assert np.array_equal(found.together, wanted.together)
 
 
-FEWER = [("ring", 1), ("ps(servers=1)", 1), ("ps(servers=1)", 3), ("ps(servers=1, on=workers)", 1)]
+FEWER = [("ring", 1), ("ps(servers=1)", 3), ("ps(servers=1, on=workers)", 1)]
 
 
 @over(
@@ -303,8 +306,8 @@ def test_a_run_goes_on_with_other_numbers_of_workers(cell: Cell) -> None:
         whole := Run(text, "adam", usual, last=9, saved=4),
         Run(text, "adam", workers, last=9, after=whole),
     ],
-    numpy=product([*CODED, *PERIODIC], (2, 4)),
-    torch=product([*CODED, *PERIODIC], (2,)),
+    numpy=[(text, 2 + number % 2 * 2) for number, text in enumerate([*CODED, *PERIODIC])],
+    torch=[(text, 2) for text in [*CODED[1::2], *PERIODIC[1::2]]],
     jax=[("ring codec=int8", 3), ("ring sync=local(steps=3)", 3)],
     tensorflow=[("ring codec=int8", 3), ("ring sync=local(steps=3)", 3)],
 )

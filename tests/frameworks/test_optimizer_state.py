@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -27,8 +28,7 @@ from toy import (
 )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "optimizer"), [*zip(STRATEGIES, cycle(OPTIMIZERS))])
 def test_the_optimizers_state_is_that_of_one_worker(group: Any, strategy: str, optimizer: str) -> None:
     def body(here: Here) -> dict[str, Any]:
         train(here, range(3))
@@ -40,8 +40,7 @@ def test_the_optimizers_state_is_that_of_one_worker(group: Any, strategy: str, o
         assert list(found["state"]) == list(wanted["state"])
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("strategy", SERVED)
+@pytest.mark.parametrize(("strategy", "optimizer"), [*zip(SERVED, cycle(["momentum", "adam"]))])
 def test_state_survives_torch_save_and_loads_into_a_plain_optimizer(group: Any, strategy: str, optimizer: str) -> None:
     """A run on servers goes on alone, as if it had been alone all the time."""
 
@@ -117,16 +116,21 @@ class WithScalars(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layer"),
+    ("kind", "layer", "strategy"),
     [
-        (torch.optim.Adam, True),
-        (torch.optim.Adam, False),
-        (torch.optim.Adagrad, False),
-        (torch.optim.NAdam, True),
-        (torch.optim.ASGD, True),
+        (*row, other)
+        for row, other in zip(
+            [
+                (torch.optim.Adam, True),
+                (torch.optim.Adam, False),
+                (torch.optim.Adagrad, False),
+                (torch.optim.NAdam, True),
+                (torch.optim.ASGD, True),
+            ],
+            cycle(SERVED),
+        )
     ],
 )
-@pytest.mark.parametrize("strategy", SERVED)
 def test_a_run_with_scalars_is_resumed(group: Any, strategy: str, kind: Any, layer: bool) -> None:
     """Whose momentum and whose count of steps have the same shape; loaded before prepare, which tries the state."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -49,8 +50,7 @@ def test_one_rank_may_look_alone(group: Any, strategy: str) -> None:
     close({name: other[name] for name in weights(mlp())}, {name: wanted[name] for name in weights(mlp())})
 
 
-@pytest.mark.parametrize("strategy", LAYERED)
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("strategy", "workers"), [*zip(LAYERED, cycle([2, 3]))])
 def test_lossless_schedules_give_the_weights_of_fifo(group: Any, strategy: str, workers: int) -> None:
     """To the bit with two ranks, whose sums have one order; with more to what the order of sums makes of them."""
     architecture = strategy.split()[0] if not strategy.startswith("ps") else "ps(servers=1, update=worker)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -246,8 +247,10 @@ def test_parameters_that_are_views_with_gaps(group: Any, strategy: str) -> None:
     same_as_alone(group, strategy, 2, make, body)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "ring schedule=fifo", "ring schedule=fixed(bucket=100B)"])
-@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "to_none"),
+    [*zip([*STRATEGIES, "ring schedule=fifo", "ring schedule=fixed(bucket=100B)"], cycle([True, False]))],
+)
 def test_gradients_are_views_of_contiguous_buckets_that_never_move(group: Any, strategy: str, to_none: bool) -> None:
     def body(here: Here) -> None:
         assert here.replica is not None

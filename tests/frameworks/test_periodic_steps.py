@@ -174,6 +174,7 @@ def test_accumulated_passes_and_those_of_one_closure_are_one_step(group: Any) ->
     assert on_group(group, "ring sync=local(steps=3)", 2, sgd, raising, weight=1) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb
 def test_compiled_models_train_as_others(group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -78,8 +79,7 @@ def test_bits_are_those_of_fifo(group: Any, strategy: str) -> None:
         close(found, other, 0.0)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("codec", ["int8", "onebit", "topk(ratio=0.4)", "ternary"])
+@pytest.mark.parametrize(("codec", "place"), [*zip(["int8", "onebit", "topk(ratio=0.4)", "ternary"], cycle(PLACES))])
 def test_a_codecs_bits_do_not_depend_on_the_schedule(group: Any, place: str, codec: str) -> None:
     """What it sees whole is in one bucket, wherever the schedule cuts it, and residuals are those of tensors."""
     wanted = on_group(group, f"{place} codec={codec} schedule=wait_free", 2, sgd, plain_of_fifo)
@@ -88,8 +88,7 @@ def test_a_codecs_bits_do_not_depend_on_the_schedule(group: Any, place: str, cod
         close(one, other, 0.0)
 
 
-@pytest.mark.parametrize("strategy", [LAYERED[1], LAYERED[2]])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "strategy"), [*zip(OPTIMIZERS, cycle([LAYERED[1], LAYERED[2]]))])
 def test_owners_know_what_one_optimizer_would(group: Any, strategy: str, optimizer: str) -> None:
     """Their state too, put together while weights are under way."""
 
@@ -268,21 +267,36 @@ def again(here: Here) -> None:
     loss_of(here.model(here.share(batch(3)))).backward()
 
 
-@pytest.mark.parametrize("strategy", [LAYERED[0], LAYERED[2], LAYERED[3]])
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "says", "strategy"),
     [
-        (faster, r"'lr' of the optimizer's group 0 was 0.1 at the first gradient of this step and is 0.2 at step\(\)"),
-        (clamped, r"'0.weight' were changed between the first gradient of this step and step\(\)"),
-        (loaded, r"'0.weight' were changed between the first gradient of this step and step\(\)"),
-        (clipped, r"the gradient of '0.weight' was changed between backward\(\) and step\(\)"),
-        (clipped_past_autograd, r"the gradient of '0.weight' was changed between backward\(\) and step\(\)"),
-        (clipped_by_owners, r"under schedule=priority owners of the weights update each bucket when it arrives"),
-        (lambda here: here.optimizer.state_dict(), r"optimizer.state_dict\(\) between backward\(\) and step\(\)"),
-        (saved_by_syncline, r"syncline.state_dict\(\) between backward\(\) and step\(\)"),
-        (loaded_by_syncline, r"syncline.load_state_dict\(\) between backward\(\) and step\(\)"),
-        (lambda here: here.optimizer.zero_grad(), r"the gradient of '0.weight' was changed"),
-        (again, r"a second backward\(\) before step\(\)"),
+        (*row, other)
+        for row, other in zip(
+            [
+                (
+                    faster,
+                    r"'lr' of the optimizer's group 0 was 0.1 at the first gradient of this step and is 0.2 at "
+                    r"step\(\)",
+                ),
+                (clamped, r"'0.weight' were changed between the first gradient of this step and step\(\)"),
+                (loaded, r"'0.weight' were changed between the first gradient of this step and step\(\)"),
+                (clipped, r"the gradient of '0.weight' was changed between backward\(\) and step\(\)"),
+                (clipped_past_autograd, r"the gradient of '0.weight' was changed between backward\(\) and step\(\)"),
+                (
+                    clipped_by_owners,
+                    r"under schedule=priority owners of the weights update each bucket when it arrives",
+                ),
+                (
+                    lambda here: here.optimizer.state_dict(),
+                    r"optimizer.state_dict\(\) between backward\(\) and step\(\)",
+                ),
+                (saved_by_syncline, r"syncline.state_dict\(\) between backward\(\) and step\(\)"),
+                (loaded_by_syncline, r"syncline.load_state_dict\(\) between backward\(\) and step\(\)"),
+                (lambda here: here.optimizer.zero_grad(), r"the gradient of '0.weight' was changed"),
+                (again, r"a second backward\(\) before step\(\)"),
+            ],
+            cycle([LAYERED[0], LAYERED[2], LAYERED[3]]),
+        )
     ],
 )
 def test_what_owners_cannot_take_into_account_is_refused(

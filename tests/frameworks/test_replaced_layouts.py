@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -127,8 +128,9 @@ def test_a_codec_forgets_nothing(group: Any, place: str, codec: str) -> None:
         close(found, wanted, 1e-6 if codec.startswith("powersgd") else 0.0)
 
 
-@pytest.mark.parametrize("place", ["ring", "ps(servers=2, update=worker)"])
-@pytest.mark.parametrize("counts", [[2, 5, 3], [5, 2, 2], [2, 2, 2]])
+@pytest.mark.parametrize(
+    ("counts", "place"), [*zip([[2, 5, 3], [5, 2, 2], [2, 2, 2]], cycle(["ring", "ps(servers=2, update=worker)"]))]
+)
 def test_ranks_without_batches_follow(group: Any, place: str, counts: list[int]) -> None:
     """Those that have run out take part; where nobody has a batch left, nothing is replaced before the next epoch."""
 
@@ -163,8 +165,10 @@ def wide(index: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # no
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8", "qsgd", "bf16"])
-@pytest.mark.parametrize("place", ["ring", "ps(servers=2)", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize(
+    ("codec", "place"),
+    [*zip(["int8", "fp8", "qsgd", "bf16"], cycle(["ring", "ps(servers=2)", "ps(servers=2, on=workers)"]))],
+)
 def test_a_tensor_may_be_cut_between_blocks_of_a_codec(group: Any, place: str, codec: str) -> None:
     """Its parts are in different buckets, of which a server may have nothing to do in one."""
 
@@ -282,8 +286,15 @@ def test_a_checkpoint_says_which_buckets_there_were(group: Any, remade: Asked, p
     assert len(remade) == 1
 
 
-@pytest.mark.parametrize("codec", ["topk(ratio=0.4)", "feedback(onebit, warmup=3)"])
-@pytest.mark.parametrize("place", ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize(
+    ("place", "codec"),
+    [
+        *zip(
+            ["ring", "ps(servers=1)", "ps(servers=2, on=workers)"],
+            cycle(["topk(ratio=0.4)", "feedback(onebit, warmup=3)"]),
+        )
+    ],
+)
 def test_a_run_is_resumed_whose_model_was_loaded_after_prepare(group: Any, place: str, codec: str) -> None:
     """Owners have their own weights again and not those that were loaded; payloads are those of the step."""
     kept = dict[int, Any]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -132,8 +133,7 @@ def test_every_gradient_counts_once_with_backup_workers(group: Any, strategy: st
         close(found, wanted)
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp(staleness=1)", "bsp(backup=1)"])
-@pytest.mark.parametrize("strategy", SINGLE)
+@pytest.mark.parametrize(("strategy", "sync"), [*zip(SINGLE, cycle(["asp", "ssp(staleness=1)", "bsp(backup=1)"]))])
 def test_a_push_counts_by_its_batch(group: Any, strategy: str, sync: str) -> None:
     """Once every owner has heard of all: a sum of pushes is the mean over their samples."""
     sizes = [1, 5]

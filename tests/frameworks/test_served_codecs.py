@@ -6,6 +6,7 @@ With codecs that change next to nothing training is that of one worker; float32 
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -70,8 +71,9 @@ def test_a_codec_that_loses_nothing_trains_as_one_worker_does(group: Any, make: 
         close(found, wanted, TOLERANCE)
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp16", "topk(ratio=0.5)"])
-@pytest.mark.parametrize("place", ["ps(servers=1)", "ps(servers=2)"])
+@pytest.mark.parametrize(
+    ("codec", "place"), [*zip(["int8", "fp16", "topk(ratio=0.5)"], cycle(["ps(servers=1)", "ps(servers=2)"]))]
+)
 def test_one_worker_alone_with_its_servers(group: Any, place: str, codec: str) -> None:
     def body(here: Here) -> float:
         train(here, range(30))

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -281,10 +282,20 @@ def two_groups(model: torch.nn.Module, made: type[Counting]) -> torch.optim.Opti
     return made([{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.05}])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("made", [Counting, Estimating])
 @pytest.mark.parametrize(
-    "strategy",
-    ["ps(servers=1)", "ps(servers=2)", "ps(on=workers)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=merged"],
+    ("strategy", "made"),
+    [
+        *zip(
+            [
+                "ps(servers=1)",
+                "ps(servers=2)",
+                "ps(on=workers)",
+                "ps(servers=2, on=workers)",
+                "ps(servers=2) schedule=merged",
+            ],
+            cycle([Counting, Estimating]),
+        )
+    ],
 )
 def test_what_an_optimizer_counts_in_its_groups_advances_and_is_told(
     group: Any, strategy: str, made: type[Counting]
@@ -469,9 +480,14 @@ class Alone(InDictionary):
 IN_ATTRIBUTES = [InAttribute, InDictionary, InList, InTensor, Alone]
 
 
-@pytest.mark.parametrize("made", IN_ATTRIBUTES)
 @pytest.mark.parametrize(
-    "strategy", ["ps(servers=1)", "ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=merged"]
+    ("made", "strategy"),
+    [
+        *zip(
+            IN_ATTRIBUTES,
+            cycle(["ps(servers=1)", "ps(servers=2)", "ps(servers=2, on=workers)", "ps(servers=2) schedule=merged"]),
+        )
+    ],
 )
 def test_what_an_optimizer_counts_in_an_attribute_advances_and_is_told(
     group: Any, strategy: str, made: type[InAttribute]

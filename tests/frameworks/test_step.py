@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -32,8 +33,10 @@ def clip(here: Here, max_norm: float) -> float:
     return float(torch.nn.utils.clip_grad_norm_(here.model.parameters(), max_norm))
 
 
-@pytest.mark.parametrize(("max_norm", "make"), [(0.3, sgd), (1e6, adam)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "max_norm", "make"),
+    [(row, *other) for row, other in zip(STRATEGIES, cycle([(0.3, sgd), (1e6, adam)]))],
+)
 def test_clipping_equals_that_of_one_worker(group: Any, strategy: str, max_norm: float, make: Any) -> None:
     """Clipped hard, and not at all; the norms are those of the averaged gradients."""
 
@@ -105,8 +108,7 @@ def small(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "clips"), [*zip(STRATEGIES, cycle([False, True]))])
 def test_one_ranks_overflow_makes_all_ranks_skip_the_step(group: Any, strategy: str, clips: bool) -> None:
     """Every rank sees the same gradients, or its scaler hears what owners have seen: scales stay equal."""
 
@@ -225,8 +227,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("strategy", ["ring", "ps(servers=2)", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize(
+    ("scheduler", "strategy"), [*zip(SCHEDULERS, cycle(["ring", "ps(servers=2)", "ps(servers=2, on=workers)"]))]
+)
 @pytest.mark.parametrize("before", [True, False])
 def test_learning_rate_schedulers_made_before_or_after_prepare(
     group: Any, strategy: str, scheduler: str, before: bool
@@ -370,8 +373,7 @@ def test_parameter_groups_cannot_be_added_to_a_served_optimizer(group: Any, stra
         on_group(group, strategy, 2, sgd, body)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(("strategy", "to_none"), [*zip(STRATEGIES, cycle([True, False]))])
 def test_gradients_may_be_cleared_in_either_way_and_before_or_after_forward(
     group: Any, strategy: str, to_none: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ def train(here: Here, steps: int = 3) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb
-@pytest.mark.parametrize("strategy", ["ring", "ps(servers=1)", "ring schedule=priority(slice=40B)"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "before"), [*zip(["ring", "ps(servers=1)", "ring schedule=priority(slice=40B)"], cycle([True, False]))]
+)
 def test_compiled_models(group: Any, strategy: str, before: bool) -> None:
     """Compiled before prepare, the hooks are on the wrapper; after it, dynamo meets them in the model."""
     wanted = alone(sgd, train)
@@ -193,8 +195,7 @@ def of_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
 
 
-@pytest.mark.parametrize("strategy", CALLED)
-@pytest.mark.parametrize("made", [of_parameters, of_tensors])
+@pytest.mark.parametrize(("strategy", "made"), [*zip(CALLED, cycle([of_parameters, of_tensors]))])
 def test_calls_with_other_weights_are_the_scripts_own(group: Any, strategy: str, made: Any) -> None:
     """Their gradients too, by backward(), by torch.func.grad and for each sample; some may be the model's own."""
 

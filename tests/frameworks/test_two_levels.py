@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ def some_steps(here: Here) -> dict[str, torch.Tensor]:
     return weights(here.model)
 
 
-@pytest.mark.parametrize("nodes", NODES, ids=str)
-@pytest.mark.parametrize("codec", [*CODECS, "adaptive(topk(ratio=0.4), small=64B)", "feedback(onebit, warmup=2)"])
+@pytest.mark.parametrize(
+    ("codec", "nodes"),
+    [*zip([*CODECS, "adaptive(topk(ratio=0.4), small=64B)", "feedback(onebit, warmup=2)"], cycle(NODES))],
+    ids=str,
+)
 def test_replicas_learn_the_same_in_every_run(group: Any, codec: str, nodes: tuple[int, ...]) -> None:
     strategy = f"hierarchical codec={codec} schedule=wait_free"
     first, again = (on_group(group, strategy, len(nodes), adam, some_steps, nodes) for _ in range(2))
@@ -48,14 +52,14 @@ def test_a_model_on_a_device_is_staged_on_two_levels_too(group: Any) -> None:
         close(found, plain[0], 0.0)
 
 
-@pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "nodes"),
     [
-        *(f"hierarchical codec={codec}" for codec in CODECS),
-        "ps(servers=2, local=on) codec=int8",
-        "ps(servers=2, on=workers, update=worker, local=on) codec=onebit",
+        *zip((f"hierarchical codec={codec}" for codec in CODECS), cycle(NODES)),
+        ("ps(servers=2, local=on) codec=int8", NODES[1]),
+        ("ps(servers=2, on=workers, update=worker, local=on) codec=onebit", NODES[0]),
     ],
+    ids=str,
 )
 def test_replaced_layouts_forget_nothing(
     group: Any, strategy: str, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -18,10 +18,10 @@ from syncline.session.session import Session
 
 STAGED = " staged"
 """After a strategy: the model lives on a device, for which the CPU stands in, and is copied to and fro."""
-REPLICAS = ["ring", "direct", "ps(servers=2, update=worker)", "ring schedule=wait_free" + STAGED]
-SERVED = ["ps(servers=1)", "ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)"]
-SERVED += ["ps(servers=1)" + STAGED, "ps(servers=2, on=workers)" + STAGED]
+REPLICAS = ["direct", "ps(servers=2, update=worker)", "ring schedule=wait_free" + STAGED]
+SERVED = ["ps(servers=2) schedule=wait_free", "ps(servers=2, on=workers)", "ps(servers=1)" + STAGED]
 STRATEGIES = REPLICAS + SERVED
+"""Each way in which an adapter can work, once; ``matrix`` has the combinations."""
 
 Make = Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]]
 

@@ -28,9 +28,7 @@ def failures(group: Group, *parts: str) -> None:
     ("strategy", "world"),
     [
         ("ring transport=shm", 2),
-        ("ring transport=tcp", 2),
         ("direct transport=shm", 3),
-        ("ring transport=tcp", 3),
         ("double_tree transport=tcp", 4),
     ],
 )
@@ -41,9 +39,7 @@ def test_collectives(pool: Pool, address: str, strategy: str, world: int) -> Non
     assert sum(sent) >= sum(received) > 0  # the last acknowledgements may not have been read
 
 
-@pytest.mark.parametrize(
-    "strategy", ["direct transport=shm", "ring transport=shm", "ring transport=tcp", "ring transport=torch"]
-)
+@pytest.mark.parametrize("strategy", ["direct transport=shm", "ring transport=tcp"])
 def test_rows_and_columns_of_a_grid_communicate_beside_all_workers(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.grid, everyone(4, address, strategy)) as group:
         found = group.results()
@@ -52,6 +48,7 @@ def test_rows_and_columns_of_a_grid_communicate_beside_all_workers(pool: Pool, a
         assert sums == [{sum(10.0**other for other in ranks)} for ranks in (range(4), row, column)]
 
 
+@pytest.mark.slow
 def test_collectives_over_a_slow_line(pool: Pool, address: str) -> None:
     case = everyone(3, address, "ring transport=tcp(rate=2Gbit, delay=1ms)")
     with pool.start(bodies.collectives, case) as group:

@@ -64,6 +64,7 @@ def needs(package: str) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.slow
 def test_numpy_goes_on_alone_and_takes_in_others(tmp_path: Path) -> None:
     """Worker 1 dies in the middle of a step and worker 0 before one, so that one is alone until others join it."""
     found = survivors(tmp_path, "numpy", "ring schedule=wait_free", "1:3,0:6", "4")

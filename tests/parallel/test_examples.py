@@ -35,28 +35,6 @@ def pool() -> Iterator[Pool]:
     found.close()
 
 
-@pytest.mark.slow
-def test_training_script() -> None:
-    """By the launcher, with all of torch; without a strategy it runs in the tests of launchers, under torchrun."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    environment.pop("SYNCLINE_STRATEGY", None)
-    options = ["-n", "2", "--strategy", "ps(servers=1, on=workers) transport=tcp"]
-    done = subprocess.run(
-        [sys.executable, "-m", "syncline", "run", *options, str(EXAMPLES / "train.py")],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    strategy, _, right = done.stdout.strip().partition(": ")
-    assert strategy.startswith("ps(servers=1, on=workers)")
-    assert float(right.partition("%")[0]) > 80
-
-
 def printed(pool: Pool, address: str, processes: int, script: str, *arguments: str) -> str:
     """What rank 0 prints of a script that all run, as processes of a launcher."""
     case = [[[index, processes, address], str(EXAMPLES / script), *arguments] for index in range(processes)]
@@ -119,7 +97,10 @@ def test_large_batch(pool: Pool, address: str) -> None:
 
 @pytest.mark.parametrize(
     ("script", "what"),
-    [("pipeline_by_data.py", "2 stages x 2 replicas"), ("tensor_by_data.py", "2 halves x 2 replicas")],
+    [
+        ("pipeline_by_data.py", "2 stages x 2 replicas"),
+        pytest.param("tensor_by_data.py", "2 halves x 2 replicas", marks=pytest.mark.slow),
+    ],
 )
 def test_data_parallelism_beside_another_one(pool: Pool, address: str, script: str, what: str) -> None:
     """The weights are those of one process."""
@@ -130,7 +111,10 @@ def test_data_parallelism_beside_another_one(pool: Pool, address: str, script: s
 
 @pytest.mark.parametrize(
     ("options", "strategy"),
-    [(["-n", "2"], "ring codec=topk(ratio=0.1)"), (["-n", "2", "--servers", "1"], "ps(servers=1) codec=int8")],
+    [
+        pytest.param(["-n", "2"], "ring codec=topk(ratio=0.1)", marks=pytest.mark.slow),
+        (["-n", "2", "--servers", "1"], "ps(servers=1) codec=int8"),
+    ],
 )
 def test_numpy_loop_without_torch(tmp_path: Path, options: list[str], strategy: str) -> None:
     """Where a framework that is not there would be imported, the script ends with that error."""
@@ -238,7 +222,7 @@ def shorter(text: str, epochs: int = 1) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem == "predict" else [])
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page != FIRST else [])
         for page in sorted(LESSONS.glob("*.md"))
         if page != SURVIVE
     ],

@@ -34,11 +34,8 @@ CASES = [
     (f"{strategy} transport={transport}", victim, number)
     for strategy, victims in (("ring", [1]), (SERVED, [1, WORKERS]))
     for victim in victims
-    for transport, number in (("shm", signal.SIGKILL), ("tcp", signal.SIGSTOP), ("tcp", signal.SIGKILL))
-] + [
-    (f"{SERVED} codec=int8 transport=tcp", 1, signal.SIGKILL),
-    (f"{SERVED} codec=int8 transport=shm", WORKERS, signal.SIGKILL),
-]
+    for transport, number in (("shm", signal.SIGKILL), ("tcp", signal.SIGSTOP))
+] + [(f"{SERVED} codec=int8 transport=tcp", 1, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize(("strategy", "victim", "number"), CASES)
@@ -101,9 +98,7 @@ def test_the_others_end_in_the_time_that_is_promised(
     assert any(in_time() for _ in range(TRIES))
 
 
-@pytest.mark.parametrize(
-    ("victim", "at"), [(0, "control"), (1, "control"), (2, "control"), (1, "data"), (2, "through")]
-)
+@pytest.mark.parametrize(("victim", "at"), [(0, "control"), (2, "control"), (1, "data"), (2, "through")])
 def test_a_process_that_is_stopped_while_the_group_connects_is_named(
     pool: Pool, address: str, victim: int, at: str
 ) -> None:
@@ -199,9 +194,10 @@ FAILURES = [
     (strategy, fault, (row + column) % 3)
     for row, strategy in enumerate(STRATEGIES)
     for column, fault in enumerate(FAULTS)
-    if "asp" not in strategy or fault != "other call"  # whose workers need not be at the same call
+    if (strategy == "ring" or (row + column) % 2 == 0)
+    and ("asp" not in strategy or fault != "other call")  # whose workers need not be at the same call
 ]
-"""Every fault under every strategy, and every rank that fails under each strategy and by each fault."""
+"""Every fault under the first strategy, and half of them under each other one; every rank fails somewhere."""
 
 BLAMED = re.compile(r"rank (\d+) \([^)]*\) (?:died|failed|left the run|is stopped|has given no sign|is to blame)")
 
@@ -226,14 +222,16 @@ def test_nobody_blames_anybody_else(pool: Pool, address: str, strategy: str, fau
             assert blamed == (set() if rank == victim else {str(victim)}), text
 
 
-# Of the ends of a kind, one is tried at once and all in time.
+# Of each kind two ends are tried, one of them in time; each end meets kinds of all sorts.
+ENDS = (
+    ("is killed", "call"), ("raises", "call"), ("is killed", "exit"), ("exits", "call"), ("is killed", "exception")
+)  # fmt: skip
 ENDINGS: list[Any] = [
-    pytest.param(kind, "is killed", end, marks=[pytest.mark.slow] * ((number + place) % 3 > 0))
+    pytest.param(kind, *ENDS[(number + turn) % len(ENDS)], marks=[pytest.mark.slow] * (turn > 0))
     for number, kind in enumerate(fault_bodies.KINDS)
-    for place, end in enumerate(("call", "exit", "exception"))
+    for turn in (0, 2)
 ]
-ENDINGS += [(kind, fault, "call") for kind in fault_bodies.KINDS for fault in ("raises", "exits")]
-ENDINGS += [(f"ring schedule={word}", "is stopped", end) for word in ("split", "delayed") for end in ("call", "exit")]
+ENDINGS += [("ring schedule=split", "is stopped", "call"), ("ring schedule=delayed", "is stopped", "exit")]
 
 
 @pytest.mark.parametrize(("kind", "fault", "end"), ENDINGS)

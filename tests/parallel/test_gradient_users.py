@@ -18,7 +18,7 @@ def wanted(pool: Pool, addresses: Callable[[], str]) -> list[dict[str, list[int]
     return results
 
 
-@pytest.mark.parametrize("strategy", ["ring schedule=fixed(bucket=1KiB)", "ring"])
+@pytest.mark.parametrize("strategy", ["ring schedule=fixed(bucket=1KiB)", pytest.param("ring", marks=pytest.mark.slow)])
 def test_what_is_kept_of_gradients_is_as_with_ddp(
     pool: Pool, address: str, wanted: list[dict[str, list[int]]], strategy: str
 ) -> None:

@@ -32,7 +32,7 @@ def equal_to_one_process(number: int, found: list[np.ndarray], tolerance: float 
         assert np.abs(mine - other).max() <= tolerance * max(1.0, np.abs(other).max())
 
 
-@pytest.mark.parametrize("strategy", ["ring transport=tcp", "direct schedule=wait_free", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize("strategy", ["direct schedule=wait_free", "ps(servers=2, on=workers) transport=tcp"])
 def test_two_groups_train_two_language_models_at_once(pool: Pool, address: str, strategy: str, tmp_path: Path) -> None:
     """Equal to one process each, and the timeline says whose each exchange is."""
     path = tmp_path / "timeline.json"
@@ -79,7 +79,7 @@ def test_every_call_takes_a_group(pool: Pool, address: str) -> None:
         assert found["samples"] == [rank, rank + 3, rank + 6]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "syncline"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "syncline"])
 def test_dimensions_of_a_mesh_are_groups(pool: Pool, addresses: Callable[[], str], backend: str) -> None:
     with pool.start(bodies.meshes, everyone(4, addresses(), backend)) as group:
         for rank, (number, first, again, place, gathered, several, wrong) in enumerate(group.results()):
@@ -93,7 +93,7 @@ def test_dimensions_of_a_mesh_are_groups(pool: Pool, addresses: Callable[[], str
             assert wrong.startswith("group= takes the result of syncline.new_group()")
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ring transport=tcp", "ps(servers=2, on=workers)"])
+@pytest.mark.parametrize("strategy", ["ring", "ps(servers=2, on=workers) transport=tcp"])
 def test_a_worker_that_dies_in_a_group_is_named_in_all(pool: Pool, address: str, strategy: str) -> None:
     """By its rank in the run and its host, also where it was in another group."""
     with pool.start(bodies.killed, everyone(4, address, strategy)) as group:

@@ -68,8 +68,6 @@ def test_a_host_pushes_and_pulls_once(pool: Pool, address: str, local: str, time
         ("ring", [0, 0, 1, 1]),
         ("direct", [0, 1, 1]),
         ("hierarchical", [0, 0, 1, 1]),
-        ("double_tree", [0, 1, 1]),
-        ("hierarchical(inside=native)", [0, 0, 1, 1]),
         ("hierarchical(inside=native)", [0, 1, 1, 0, 1]),
         ("hierarchical(inside=native)", [0, 0, 0]),
     ],
@@ -90,13 +88,11 @@ CASES = [["momentum", "float64"], ["adam", "float32"], ["adam", "float32"]]
     ("strategy", "nodes", "workers"),
     [
         ("auto", [0, 0, 1, 1], 4),
-        ("auto schedule=wait_free", [0, 1, 0], 3),
         ("ps(servers=1)", [0, 1, 1], 2),
         ("ps(servers=2, update=worker)", [0, 0, 0, 1], 2),
         ("ps(servers=1, local=on)", [0, 0, 1, 1, 2], 4),
         ("ps(servers=2, on=workers, local=on) schedule=wait_free", [0, 0, 1, 1], 4),
-        ("hierarchical(inside=native) schedule=wait_free", [0, 1, 1], 3),
-        ("hierarchical(inside=native) schedule=split(slice=64B)", [0, 0, 1, 1], 4),
+        ("hierarchical(inside=native) schedule=split(slice=64B)", [0, 1, 1], 3),
         ("hierarchical(inside=native) schedule=priority(slice=64B)", [0, 0, 1, 1], 4),
     ],
 )
@@ -154,7 +150,7 @@ def test_a_run_on_two_levels_is_resumed_with_the_same_bits(pool: Pool, address: 
             assert found == [[True, True, True]] * len(strategies)
 
 
-@pytest.mark.parametrize(("victim", "strategy"), [(1, "auto"), (3, "auto"), (3, "hierarchical(inside=native)")])
+@pytest.mark.parametrize(("victim", "strategy"), [(1, "auto"), (3, "hierarchical(inside=native)")])
 def test_who_dies_is_named_on_all_hosts(pool: Pool, address: str, victim: int, strategy: str) -> None:
     with pool.start(host_bodies.dies, everyone(4, address, [0, 0, 1, 1], victim, strategy)) as group:
         group.end()

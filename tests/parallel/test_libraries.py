@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ MESSAGES = ["torch", "grpc", "ucx", "zmq"]
 
 
 def over_each(*strategies: str) -> list[str]:
-    return [f"{strategy} transport={library}" for library in MESSAGES for strategy in strategies]
+    """One of the strategies over each library, in turn."""
+    return [f"{strategy} transport={library}" for library, strategy in zip(MESSAGES, cycle(strategies))]
 
 
 @pytest.mark.parametrize("strategy", [*NATIVE, *over_each("ring", "ps(servers=1)", "ps(servers=2, on=workers)")])

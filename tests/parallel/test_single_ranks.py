@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import cycle
 
 import numpy as np
 import push_bodies as bodies
@@ -17,8 +18,15 @@ PLACES = [("ps(servers=2)", 2), ("ps(servers=2, on=workers)", 0)]
 CARRIED = ["transport=shm", "transport=tcp", "transport=shm codec=topk(ratio=1)"]
 
 
-@pytest.mark.parametrize(("place", "servers"), PLACES)
-@pytest.mark.parametrize("carried", [*(f"sync=asp {one}" for one in CARRIED), "sync=bsp(backup=1) transport=tcp"])
+@pytest.mark.parametrize(
+    ("carried", "place", "servers"),
+    [
+        (row, *other)
+        for row, other in zip(
+            [*(f"sync=asp {one}" for one in CARRIED), "sync=bsp(backup=1) transport=tcp"], cycle(PLACES)
+        )
+    ],
+)
 def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: int, carried: str) -> None:
     processes = WORKERS + servers
     case = [[[index, processes, address], f"{place} {carried}"] for index in range(processes)]
@@ -29,8 +37,10 @@ def test_every_push_counts_once(pool: Pool, address: str, place: str, servers: i
         np.testing.assert_array_equal(weights, -bodies.LR * np.sum(pushed, 0) / WORKERS)
 
 
-@pytest.mark.parametrize(("place", "servers"), PLACES)
-@pytest.mark.parametrize("schedule", ["fixed", "priority(slice=64B)"])
+@pytest.mark.parametrize(
+    ("place", "servers", "schedule"),
+    [(*row, other) for row, other in zip(PLACES, cycle(["fixed", "priority(slice=64B)"]))],
+)
 def test_models_of_torch_train_as_one_when_all_wait_for_the_slowest(
     pool: Pool, address: str, place: str, servers: int, schedule: str
 ) -> None:
@@ -44,9 +54,15 @@ def test_models_of_torch_train_as_one_when_all_wait_for_the_slowest(
 
 
 @pytest.mark.parametrize(
-    ("place", "victim"), [("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0), ("ps(servers=1, on=workers)", 2)]
+    ("place", "victim", "transport"),
+    [
+        (*row, other)
+        for row, other in zip(
+            [("ps(servers=1)", 1), ("ps(servers=1, on=workers)", 0), ("ps(servers=1, on=workers)", 2)],
+            cycle(["shm", "tcp"]),
+        )
+    ],
 )
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_everyone_names_who_dies(pool: Pool, address: str, place: str, victim: int, transport: str) -> None:
     """Whether others wait for it or not: a worker, and one that owns the weights."""
     strategy = f"{place} sync=asp transport={transport}"

@@ -24,9 +24,7 @@ def everyone(world: int, address: str, *case: Any) -> list[list[Any]]:
     ("strategy", "nodes", "workers"),
     [
         ("direct transport=shm", [0, 0, 0], 3),
-        ("ring schedule=wait_free transport=tcp", [0, 0, 0], 3),
-        ("auto", [0, 0, 1], 3),
-        ("ps(servers=1) transport=shm", [0, 0, 0], 2),
+        ("ring schedule=wait_free", [0, 0, 1], 3),
         ("ps(servers=2, on=workers) transport=tcp", [0, 0], 2),
     ],
 )

@@ -211,7 +211,7 @@ def test_ranks_that_list_the_same_transfers_in_another_order_never_add_up_wrongl
         assert "leaves shuffled out" in text
 
 
-@pytest.mark.parametrize("how", ["lacks", "another", "wrong"])
+@pytest.mark.parametrize("how", ["another", pytest.param("lacks", marks=pytest.mark.slow), "wrong"])
 def test_what_not_all_ranks_have_alike_is_left_out(
     pool: Pool, addresses: Callable[[], str], environ: Environ, how: str
 ) -> None:

@@ -247,7 +247,7 @@ def test_every_algorithm_reaches_its_goal_in_any_order(name: str, workers: int, 
         check_goal(plan, play(plan, seed))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(random_plans(), st.integers(0, 2**32))
 def test_any_transfers_keep_the_meaning_of_their_steps(plan: Plan, seed: int) -> None:
     prove(plan)

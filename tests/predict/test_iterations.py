@@ -175,7 +175,7 @@ def test_one_port_and_no_latency_is_the_model_that_choices_ask(
 
 
 @given(rows, schedules, st.sampled_from([2, 3, 8]), st.data())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_a_better_network_is_never_slower(
     given_rows: list[tuple[int, float, float]], schedule: str, workers: int, data: st.DataObject
 ) -> None:

@@ -193,7 +193,12 @@ def drawings(few: Result) -> int:
     return read(comparison_page(few)).tags["svg"]
 
 
-BAD = (float("inf"), -float("inf"), float("nan"), 1e308, 5e-324)
+BAD = [
+    float("inf"),
+    float("nan"),
+    1e308,
+    *(pytest.param(number, marks=pytest.mark.slow) for number in (-float("inf"), 5e-324)),
+]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,9 @@ def test_workers_and_servers_know_their_places(group: Any, strategy: str, worker
     assert results[workers:] == [(workers - 1, workers, False, f"server rank {workers + k}") for k in range(servers)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "uint8"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("dtype", "strategy"), [*zip(["float32", "float64", "float16", "bfloat16", "int64", "uint8"], cycle(STRATEGIES))]
+)
 def test_allreduce_sums_and_averages(group: Any, strategy: str, dtype: str) -> None:
     kind = numpy_dtype(dtype)
 

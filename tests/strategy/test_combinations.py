@@ -360,7 +360,7 @@ _ELASTIC = (
     ),
     ("bsp", "bsp(backup=1)", "asp", "ssp(staleness=2)", "local(steps=4)"),
     ("none", "int8", "onebit"),
-    ("auto", "fixed", "merged", "delayed"),
+    ("auto", "merged", "delayed"),
     ("auto", "grpc"),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, cycle
 from typing import Any
 
 import pytest
@@ -76,8 +76,7 @@ def test_modes_that_exchange_weights_keep_all_laws() -> None:
     assert check_sync(Trained(), examples=10) == LAWS.names
 
 
-@pytest.mark.parametrize("merges", [False, True])
-@pytest.mark.parametrize("staleness", [0, 2, float("inf")])
+@pytest.mark.parametrize(("staleness", "merges"), [*zip([0, 2, float("inf")], cycle([False, True]))])
 def test_modes_with_and_without_a_bound_keep_all_laws(staleness: float, merges: bool) -> None:
     assert check_sync(Mode(staleness, merges=merges), examples=10) == LAWS.names
     assert check_sync(Applied(staleness), examples=2) == LAWS.names

@@ -200,6 +200,7 @@ models = st.lists(
 ).map(lambda rows: [Layer(Spec(str(i), (size,)), forward, back) for i, (size, forward, back) in enumerate(rows)])
 
 
+@settings(max_examples=25)
 @given(models, st.builds(LinearCost, st.floats(0, 0.01), st.floats(1e-12, 1e-8)), st.booleans())
 def test_the_simplest_counts_of_those_that_are_predicted_to_be_as_fast_as_the_best(
     layers: list[Layer], cost: LinearCost, overlap: bool
@@ -215,7 +216,7 @@ def test_the_simplest_counts_of_those_that_are_predicted_to_be_as_fast_as_the_be
     assert fast[0] == mine
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(models, st.builds(LinearCost, st.floats(0, 0.01), st.floats(1e-12, 1e-8)), st.booleans())
 def test_what_runs_without_trials_is_tried_first_and_then_what_is_predicted_not_to_be_far_behind(
     layers: list[Layer], cost: LinearCost, overlap: bool

@@ -73,6 +73,7 @@ def test_samples_are_normalised(digits):
     assert (labels.min().item(), labels.max().item()) == (0, 9)
 
 
+@pytest.mark.slow
 def test_one_and_four_workers_learn_digits_alike(digits):
     results = [digits.evaluate(train(digits, world, seed=1)) for world in (1, 4)]
     (alone, _), (together, _) = results
