@@ -38,8 +38,8 @@ def members(most: int = 0) -> Iterator[Members]:
     ("strategy", "words"),
     [
         ("ps(servers=1, on=workers)", r"state, .*: use 'ps\(servers=1, on=workers, replicas=1\) "),
-        ("ps(servers=1, on=workers) sync=asp", "make their steps together, without backup"),
-        ("ps(servers=1, on=workers) sync=bsp(backup=1)", "make their steps together, without backup"),
+        ("ps(servers=1, on=workers) sync=asp", "with server processes, or replicas=1, if each worker"),
+        ("ps(servers=1, on=workers) sync=bsp(backup=1)", "with server processes, or replicas=1, if each worker"),
         ("ring transport=inproc", "over transport=auto, shm and tcp"),
     ],
 )
@@ -67,7 +67,7 @@ def test_followers_need_buckets_that_stay(group: Any) -> None:
     group("ps(servers=2, on=workers, replicas=1) schedule=merged", 2, body)
 
 
-@pytest.mark.parametrize("strategy", ["ps", "ps(on=workers) sync=asp", "ps sync=ssp(staleness=2)"])
+@pytest.mark.parametrize("strategy", ["ps", "ps(on=workers)"])
 def test_every_process_refuses_at_init_and_waits_for_no_other(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     """Nobody listens where rank 0 should be, and the script may never come to ``syncline.elastic``."""
     monkeypatch.setenv(VARIABLE, "9999:1:2:1:0")

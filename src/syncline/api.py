@@ -13,7 +13,7 @@ from . import checkpoint, recovery
 from .errors import NotBuiltError, UsageError
 from .global_batches import GlobalBatches, global_batches_of
 from .process import Arguments, process
-from .sampling import SampleOrder, Sampler, sampler_of
+from .sampling import PoolBatches, SampleOrder, Sampler, sampler_of
 from .saving import Checkpoints
 from .session.groups import WorkerGroup
 from .session.groups import new_group as make_group
@@ -394,7 +394,7 @@ def sampler(
     seed: int = 0,
     shuffle: bool = True,
     group: Group | None = None,
-) -> Sampler: ...
+) -> Sampler | PoolBatches: ...
 
 
 @overload
@@ -418,7 +418,7 @@ def sampler(
     seed: int = 0,
     shuffle: bool = True,
     group: Group | None = None,
-) -> Sampler | GlobalBatches:
+) -> Sampler | PoolBatches | GlobalBatches:
     """The samples of ``dataset`` (or a number of samples) that this worker trains on. Collective.
 
     With ``global_batch`` a step of all workers together trains on that many samples: the same ones in every step for

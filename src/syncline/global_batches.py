@@ -262,6 +262,11 @@ class GlobalBatches:
         if self.step == self.order.steps:
             self._place(self.epoch + 1, 0)
 
+    @property
+    def where(self) -> str:
+        """The position in words."""
+        return f"step {self.step} of epoch {self.epoch}"
+
     def set_epoch(self, epoch: int) -> None:
         """Move to the beginning of that epoch, counted from 0. In the present epoch the position stays."""
         check_epoch(epoch)

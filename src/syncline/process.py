@@ -177,6 +177,7 @@ class Process:
                     elastic="" if self.range is None else str(self.range),
                 )
                 self._variables.count_workers(environment, chosen.servers)
+        self.joined.elastic = allowed() is not None
         if metrics is not None:
             self._serve(metrics)
         self._watch_the_end(environment)  # registered last, so that it runs first at exit

@@ -36,7 +36,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 from .errors import GroupError, NotBuiltError, PeerLost, RollCallError, SynclineError, UsageError, ViewEnds
-from .global_batches import GlobalBatches, RepeatedBatches, go_on
+from .global_batches import SAMPLES, GlobalBatches, RepeatedBatches, go_on
 from .launch.relay import Name, RelayLine
 from .membership import (
     JOINING,
@@ -54,8 +54,9 @@ from .membership import (
     to_plain,
 )
 from .process import Seat, process
+from .sampling import PoolBatches
 from .saving import packed, unpacked
-from .serving.owner import share_parts
+from .serving.owner import HeldParts, share_parts
 from .session.session import Session
 from .strategy.strategy import Strategy, check_elastic
 from .training.model import nothing
@@ -196,8 +197,7 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
         while True:
             try:
                 result = train()
-                if not process.session.alone:
-                    process.session.barrier()
+                _meet(process.session)
                 members.tell_done()
                 return result
             except SynclineError as error:
@@ -217,6 +217,16 @@ def run(train: Callable[[], T], state: Sequence[Stateful] = ()) -> T:
         for end_count in counters:
             end_count()
         members.end_call()
+
+
+def _meet(session: Session) -> None:
+    """Wait until all workers have finished. Where each goes at its own pace, all then have the same weights."""
+    if session.strategy.sync_mode().merges:
+        if not session.alone:
+            session.barrier()
+        return
+    for consolidate in session.consolidates.values():  # nobody waits for the steps of a worker that is there
+        consolidate()
 
 
 def _members() -> Members | None:
@@ -289,7 +299,7 @@ class Members:
             self._keeper = ViewKeeper.joining(line.name(line.number), [_LAUNCHER], {}, **limits)
         else:
             self._keeper = ViewKeeper(peers[line.number], View(1, peers, len(peers)), {}, **limits)
-            self._keeper.newest = not apart
+            self._keeper.newest = not apart or _goes_on_from_the_newest(process.session.strategy)
         self.given: list[Lasting] = []
         """The prepared models, with their optimizers."""
         self._trained = frozenset[int]() if line.joins else self._keeper.view.numbers  # the members of the last session
@@ -303,7 +313,7 @@ class Members:
         self._state: Sequence[Stateful] = ()
         self._mark: _Mark | None = None  # in the present session
         self._steps = self._counted = 0  # the steps before the present session, and the finished ones of the keeper
-        self._held: dict[int, Any] = {}  # of a server: its parts after the last steps, by step
+        self._held = HeldParts()  # of a server: its parts after the last steps
         self._told = self._done = 0  # the calls of ``syncline.elastic`` that a server knows, and those that are over
 
     @property
@@ -366,7 +376,7 @@ class Members:
         of_torch = [*(made.given for made in process.prepared), *(session.lone or [])]
         self.given = [*of_torch, *session.lasting] or self.given
         check_elastic(strategy, joins=bool(self._line.most))
-        self._keeper.newest = strategy.roles is None or not strategy.server_holds_weights
+        self._keeper.newest = _goes_on_from_the_newest(strategy)
         if len(session.family) > 1:
             raise NotBuiltError("syncline.elastic() works without groups of workers")
         if (self.joins or not session.alone) and len(self.given) != 1:
@@ -378,10 +388,7 @@ class Members:
             given.check_lasting(strategy)
         if any(made.replica.normalises_over_ranks for made in process.prepared):
             raise NotBuiltError("syncline.elastic() works with BatchNorm, not with SyncBatchNorm")
-        if not session.global_batches:
-            raise UsageError(
-                "syncline.elastic() needs to know where to go on: take the batches from syncline.sampler(global_batch=)"
-            )
+        _check_samplers(session)
         self._keeper.state(
             {
                 "version": __version__,
@@ -498,7 +505,7 @@ class Members:
         held: list[Held | None] = [made.hold_parts(earlier) for made, earlier in before]
         held = held or [None] * len(self.given)
         if process.joined.serving is not None:
-            self._held = {self._earlier[0] + clock: parts for clock, parts in process.joined.serving().items()}
+            self._held = process.joined.serving().count_from(self._earlier[0])
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
             view = self._agree(actions, ended)
@@ -659,37 +666,43 @@ class Members:
                 raise PeerLost(f"process {peer.name} has ended before all were connected", rank=rank)
 
     def _restore(
-        self, view: View, held: Sequence[Held | None], samplers: Sequence[GlobalBatches], mark: _Mark | None
+        self,
+        view: View,
+        held: Sequence[Held | None],
+        samplers: Sequence[GlobalBatches | PoolBatches],
+        mark: _Mark | None,
     ) -> None:
         """Give all members the values of the view's source, and what they have ``held`` of each model in parts."""
         session = process.session
         if not session.is_worker:
-            if missing := share_parts(session, self._held.get(view.step, {}), [0])[1]:
-                raise _PartsLost(_lost_with("servers", missing))
+            if missing := share_parts(session, self._held, view.step, [0])[1]:
+                raise _PartsLost(_lost_with("servers", missing, session))
             return
         root = [peer.number for peer in self._seated(view)].index(view.source)
         for given, parts in zip(self.given, held, strict=True):
             given.copy_again(session, root, parts is None)
             if parts is not None and (missing := parts.put_together_again(session, view.step)):
-                raise _PartsLost(_lost_with("servers" if session.group.servers else "workers", missing))
+                raise _PartsLost(_lost_with("servers" if session.group.servers else "workers", missing, session))
             again = given.prepare_again(session)
             if again is not None:
                 process.prepared.append(again)
         shared = self._shared()
         repairs = self._repairs + len(self._trained - view.numbers - self._keeper.servers)
-        states = [[one.state_dict() for one in each] for each in (shared, samplers)]
+        divided = [one for one in samplers if isinstance(one, GlobalBatches)]
+        states = [[one.state_dict() for one in each] for each in (shared, divided)]
         mine = packed([*states, repairs, self._steps])
         told = mine if session.alone else session.tell_all(mine, root)
         values, positions, session.repairs, self._steps = unpacked(told)
         for one, found in zip(shared, values, strict=True):
             one.load_state_dict(found)
-        go_on(session, samplers, positions)
+        go_on(session, divided, positions)
+        _hand_out_again(session, samplers)
         for number, made in enumerate(process.prepared):
             same = mark is not None and mark.finished == view.step
             made.take_over(root, self._steps, mark.models[number] if mark is not None and same else None)
         self._watch(session)
         if session.rank == 0:
-            where = ", ".join(f"step {sampler.step} of epoch {sampler.epoch}" for sampler in samplers)
+            where = ", ".join(sampler.where for sampler in samplers)
             left, new = session.world_size, len(view.numbers - self._trained)
             some = session.group.servers
             beside = f" and {some} server{'s' if some > 1 else ''}" if some else ""
@@ -698,8 +711,50 @@ class Members:
             say(f"syncline: {who} (view {view.number}) at {where}\n")
 
 
-def _lost_with(who: str, parts: Sequence[int]) -> str:
-    return f"both {who} with the optimizer's state of part {parts[0]} are lost: start again from your last checkpoint"
+def _hand_out_again(session: Session, samplers: Sequence[GlobalBatches | PoolBatches]) -> None:
+    """Let pools of batches begin with what the weights do not contain. Worker 0 knows it from the owners."""
+    pools = [one for one in samplers if isinstance(one, PoolBatches)]
+    if pools and not session.alone:
+        session.counted = unpacked(session.tell_all(packed(list(session.counted)), 0))
+    for pool in pools:
+        pool.enter(session)
+
+
+def _lost_with(who: str, parts: Sequence[int], session: Session) -> str:
+    roles, again = session.strategy.roles, "start again from your last checkpoint"
+    if roles is None or not roles.replicas:
+        return f"the server with part {parts[0]} of the weights is lost: {again}"
+    return f"both {who} with the optimizer's state of part {parts[0]} are lost: {again}"
+
+
+def _goes_on_from_the_newest(strategy: Strategy) -> bool:
+    """Whether a view begins with the most steps that a member has finished, instead of the fewest.
+
+    Where each push is an update by itself no step is undone: owners know which ones the weights contain.
+    """
+    return not strategy.server_holds_weights or not strategy.sync_mode().merges
+
+
+def _check_samplers(session: Session) -> None:
+    """Raise UsageError or NotBuiltError unless a sampler tells where to go on."""
+    together = session.strategy.sync_mode().merges
+    if not session.global_batches:
+        raise UsageError(
+            "syncline.elastic() needs to know where to go on: take the batches from syncline.sampler("
+            f"{'global_batch=' if together else 'batch_size='})"
+        )
+    if together:
+        return
+    if len(session.global_batches) > 1:
+        raise NotBuiltError(
+            f"syncline.elastic() works with one sampler under sync={session.strategy.sync.name}, where a push names the"
+            f" batch that it was computed from: this script has {len(session.global_batches)}"
+        )
+    if os.environ.get(SAMPLES):
+        raise NotBuiltError(
+            f"--samples writes steps of all workers together, and under sync={session.strategy.sync.name} each worker"
+            " makes its own: leave it out"
+        )
 
 
 def _join_in(packet: dict[str, Any]) -> Join | None:

@@ -7,7 +7,9 @@ is needed: PyTorch's ``DataLoader`` accepts any iterable of indices, or of lists
 
 ``Pool`` is a pure state machine. Every position of an epoch is handed out once, to whichever worker asks. A slow worker
 thus does fewer batches and delays no one, and an epoch ends for all workers when nothing of it is left. Positions that
-were handed out count as done: a worker that leaves returns nothing. Workers may be in different epochs and only move
+were handed out count as done: a worker that leaves returns nothing. In an elastic run a pool begins with what the
+weights do not contain (``serving.turns``), so after a loss it hands out again what was in somebody's hands
+(``PoolBatches``). Workers may be in different epochs and only move
 forward. An epoch that all workers have passed is forgotten.
 
 ``Pools`` serves the pools to all workers. Worker 0 keeps them and answers in its progress thread, even while its
@@ -20,6 +22,7 @@ ends the run.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,8 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .engine.order import Work
-from .errors import MismatchError, UsageError
+from .errors import MismatchError, NotBuiltError, UsageError
 from .serving.messages import check_fields, nonsense, read_message
+from .serving.turns import Account
 from .session.session import Session
 
 MOST_SAMPLES = 1 << 48
@@ -143,6 +147,12 @@ class Split:
         return (positions[start : start + step] for start in range(0, len(positions), step))
 
 
+_NO_LENGTH = (
+    "a sampler from a pool has no length: the number of a worker's batches depends on the speed of the others; all"
+    " workers together get the batches of the whole data set"
+)
+
+
 class Sampler:
     """Indices for one worker; with a batch size, lists of them for ``DataLoader(dataset, batch_sampler=)``.
 
@@ -159,10 +169,18 @@ class Sampler:
         """Whether batches come from a pool, so that their number per worker is not known in advance."""
         return self._shares.size is None
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration."""
+        return self._epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that epoch, counted from 0."""
         check_epoch(epoch)
         self._epoch = epoch
+
+    def commit(self) -> None:
+        """Do nothing: only an elastic run counts what was used, so that a script may be the same in both."""
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
@@ -171,10 +189,7 @@ class Sampler:
     def __len__(self) -> int:
         size = self._shares.size
         if size is None:
-            raise TypeError(
-                "a sampler from a pool has no length: the number of a worker's batches depends on the speed of the"
-                " others; all workers together get the batches of the whole data set"
-            )
+            raise TypeError(_NO_LENGTH)
         return size if self._order.batch_size is None else -(-size // self._order.batch_size)
 
     def _walk(self, epoch: int, parts: Iterator[range | NDArray[np.int64]]) -> Iterator[Any]:
@@ -193,7 +208,123 @@ def check_epoch(epoch: object) -> None:
         raise UsageError(f"set_epoch() takes a whole number from 0 to {MOST_EPOCHS - 1}, got {epoch!r}")
 
 
-def sampler_of(session: Session, order: SampleOrder) -> Sampler:
+class PoolBatches:
+    """A worker's batches from a pool in an elastic run, for ``DataLoader(dataset, batch_sampler=)``.
+
+    ``epoch`` is the first one that is not used up, as far as this worker knows. An iteration yields batches of it until
+    none is left. Call ``commit`` after every ``optimizer.step()``, whose push names the batch. After a loss the pool
+    hands out again what is not in the weights, and ``epoch`` may go back. A new iteration begins with the batches that
+    no ``commit`` has counted.
+    """
+
+    pooled = True
+    """As in ``Sampler``."""
+
+    def __init__(self, order: SampleOrder, session: Session) -> None:
+        if order.batch_size is None:
+            raise NotBuiltError(
+                "sampler(): an elastic run whose workers go at their own pace counts batches: give batch_size=, and the"
+                " sampler as DataLoader(dataset, batch_sampler=)"
+            )
+        self.order, self._first = order, 0
+        self.enter(session)
+
+    def enter(self, session: Session) -> None:
+        """Take batches from the pool of a session, which begins with what the weights do not contain."""
+        if session.pools is None:
+            session.pools = Pools(session)
+        self._pools, self._number = session.pools, session.pools.enter(self.order).number
+        self._alone = session.alone  # and updates the weights itself
+        self._used = Account(session.counted)
+        self._place(self._first)
+        session.next_samples = self._next_samples
+        session.global_batches.append(self)
+
+    def _place(self, epoch: int) -> None:
+        self.epoch = self._used.first_left(epoch, self.order.samples)
+        self._kept: tuple[int, NDArray[np.int64]] | None = None  # an epoch and its order
+        self._open: deque[range] = deque()  # the batches that were yielded and not committed
+        self._pushed = False  # whether the first of them is in a push
+        self._asked: Work | range | None = None
+        self._empty = False  # whether the pool has nothing left of this epoch
+        self._walking: object = None  # the iteration that counts
+
+    @property
+    def where(self) -> str:
+        """The position in words."""
+        left = sum(map(len, self._used.left(self.epoch, self.order.samples)))
+        return f"epoch {self.epoch}, of which {left} samples are left"
+
+    def __len__(self) -> int:
+        raise TypeError(_NO_LENGTH)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._empty:
+            raise UsageError(
+                f"sampler(): no commit() counts {len(self._open)} batches of epoch {self.epoch} that were used: call"
+                " sampler.commit() after every optimizer.step()"
+            )
+        self._walking = walk = object()
+        return self._walk(walk, self.epoch)
+
+    def _walk(self, walk: object, epoch: int) -> Iterator[list[int]]:
+        for piece in tuple(self._open):
+            yield self._indices(epoch, piece)
+        while walk is self._walking:
+            asked = self._pools.ask(self._number, epoch) if self._asked is None else self._asked
+            self._asked = None
+            if not (piece := self._pools.hear(self._number, asked)):
+                self._empty = True
+                self._go_on()
+                return
+            self._asked = self._pools.ask(self._number, epoch)
+            self._open.append(piece)
+            yield self._indices(epoch, piece)
+
+    def _indices(self, epoch: int, piece: range) -> list[int]:
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = epoch, self.order.indices(epoch)
+        found: list[int] = self._kept[1][piece.start : piece.stop].tolist()
+        return found
+
+    def _next_samples(self) -> tuple[int, int, int]:
+        """The samples of a step that is about to be pushed."""
+        if self._pushed or not self._open:
+            why = "a second time without commit()" if self._pushed else "without a batch of this run's sampler"
+            raise UsageError(
+                f"optimizer.step() {why}: an elastic run whose workers go at their own pace makes a step of each batch,"
+                " with sampler.commit() after it"
+            )
+        self._pushed = True
+        return self.epoch, self._open[0].start, self._open[0].stop
+
+    def commit(self, steps: int = 1) -> None:
+        """Count the next batch as done: its step is over. UsageError if there was none, or for several at once."""
+        if steps != 1 or not (self._pushed or (self._alone and self._open)):
+            raise UsageError(
+                f"commit({'' if steps == 1 else steps}) takes one batch, after its optimizer.step(): where each push is"
+                " an update by itself, every batch of an elastic run is a step"
+            )
+        self._open.popleft()
+        self._pushed = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin the next epoch if this worker is done with this one."""
+        if self._empty and not self._open:
+            self._place(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the beginning of that epoch, counted from 0. In the present epoch the position stays."""
+        check_epoch(epoch)
+        if epoch < self.epoch:
+            raise UsageError(f"set_epoch({epoch}) after epoch {self.epoch}: a pool goes forward only")
+        if epoch > self.epoch:
+            self._first = epoch
+            self._place(epoch)
+
+
+def sampler_of(session: Session, order: SampleOrder) -> Sampler | PoolBatches:
     """This worker's sampler. Collective: all workers call it with the same order at the same point of their scripts.
 
     Raises MismatchError if a worker has another order. A server, which does not train, gets the last worker's shares.
@@ -202,6 +333,8 @@ def sampler_of(session: Session, order: SampleOrder) -> Sampler:
         if session.is_worker:
             order.check_alike(session)
         shares: Shares = Split(order, session.rank, session.world_size)
+    elif session.elastic:
+        return PoolBatches(order, session)
     else:
         if session.pools is None:
             session.pools = Pools(session)
@@ -210,12 +343,15 @@ def sampler_of(session: Session, order: SampleOrder) -> Sampler:
 
 
 class Pool:
-    """Positions 0 to ``samples`` of every epoch, in pieces of ``piece``, for ``workers`` workers."""
+    """Positions 0 to ``samples`` of every epoch, in pieces of ``piece``, for ``workers`` workers.
 
-    def __init__(self, samples: int, piece: int, workers: int) -> None:
-        self._samples, self._piece = samples, piece
+    Those that are ``used`` are left out.
+    """
+
+    def __init__(self, samples: int, piece: int, workers: int, used: Account | None = None) -> None:
+        self._samples, self._piece, self._used = samples, piece, used or Account()
         self._at = dict.fromkeys(range(workers), -1)  # the epoch of each worker that has not left
-        self._taken: dict[int, int] = {}  # the number of samples handed out per epoch
+        self._left: dict[int, list[range]] = {}  # what is left of each epoch that has begun
 
     @property
     def over(self) -> bool:
@@ -228,13 +364,18 @@ class Pool:
             raise ValueError("it has left")
         if not self._at[worker] <= epoch < MOST_EPOCHS:
             raise ValueError(f"it asks for epoch {epoch} after epoch {self._at[worker]}")
-        if epoch not in self._taken and len(self._taken) == MOST_OPEN:
-            raise ValueError(f"it begins epoch {epoch} while {MOST_OPEN} are open")
+        if epoch not in self._left:
+            if len(self._left) == MOST_OPEN:
+                raise ValueError(f"it begins epoch {epoch} while {MOST_OPEN} are open")
+            self._left[epoch] = self._used.left(epoch, self._samples)
         self._at[worker] = epoch
-        start = self._taken.get(epoch, 0)
-        stop = self._taken[epoch] = min(start + self._piece, self._samples)
+        left, piece = self._left[epoch], range(0)
+        if left:
+            piece, left[0] = left[0][: self._piece], left[0][self._piece :]
+            if not left[0]:
+                del left[0]
         self._forget()
-        return range(start, stop)
+        return piece
 
     def leave(self, worker: int) -> None:
         """Record that a worker makes no more requests. ValueError if it has left already."""
@@ -246,8 +387,8 @@ class Pool:
     def _forget(self) -> None:
         """Drop the epochs that all workers have passed."""
         least = min(self._at.values(), default=MOST_EPOCHS)
-        for epoch in [epoch for epoch in self._taken if epoch < least]:
-            del self._taken[epoch]
+        for epoch in [epoch for epoch in self._left if epoch < least]:
+            del self._left[epoch]
 
 
 ASKED, GIVEN = 1 << 8, (1 << 8) + 1
@@ -284,7 +425,7 @@ class Pools:
             )
         self._orders.append(order)
         if self._session.rank == KEEPER:  # before any worker can know that all have joined
-            self._kept.append(Pool(order.samples, order.piece(workers), workers))
+            self._kept.append(Pool(order.samples, order.piece(workers), workers, Account(self._session.counted)))
         order.check_alike(self._session)
         return Pooled(self, number)
 
@@ -362,7 +503,7 @@ class Pooled:
     """Not known in advance."""
 
     def __init__(self, pools: Pools, number: int) -> None:
-        self._pools, self._number = pools, number
+        self._pools, self.number = pools, number
         self._last = -1
 
     def parts(self, epoch: int) -> Iterator[range]:
@@ -376,9 +517,9 @@ class Pooled:
                 f" set_epoch() with {self._last + 1} or more"
             )
         self._last = epoch
-        return self._parts(epoch, self._pools.ask(self._number, epoch))
+        return self._parts(epoch, self._pools.ask(self.number, epoch))
 
     def _parts(self, epoch: int, asked: Work | range) -> Iterator[range]:
-        while piece := self._pools.hear(self._number, asked):
-            asked = self._pools.ask(self._number, epoch)
+        while piece := self._pools.hear(self.number, asked):
+            asked = self._pools.ask(self.number, epoch)
             yield piece

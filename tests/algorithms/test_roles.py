@@ -32,6 +32,22 @@ def test_a_push_and_a_pull_are_between_one_worker_and_the_owners(workers: int, o
         np.testing.assert_allclose(push.bytes_sent(owners)[worker], len(others))
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("owners", [1, 2, 3])
+@pytest.mark.parametrize("on", ["ranks", "workers"])
+def test_owners_send_the_push_of_one_worker_on_to_their_followers(workers: int, owners: int, on: str) -> None:
+    strategy = Strategy.parse(f"ps(servers={owners}, on={on}, replicas=1)")
+    roles, group = strategy.roles, Group(workers, strategy.servers)
+    assert roles is not None
+    for worker in range(workers if on == "ranks" or owners <= workers else 0):
+        push, pull = roles.halves_of(group, worker)
+        check(push)
+        check(pull)
+        copies = {(push[i].src, push[i].dst, push[i].chunk) for i in range(len(push)) if push[i].op == "copy"}
+        both = zip(roles.places(group), roles.followers(group), range(owners), strict=False)
+        assert copies == {(place, follower, part) for place, follower, part in both if follower != worker}
+
+
 @pytest.mark.parametrize("local", ["false", "true"])
 @pytest.mark.parametrize("nodes", [(0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1, 2, 2)])
 def test_every_owner_has_a_follower_of_its_own(nodes: tuple[int, ...], local: str) -> None:

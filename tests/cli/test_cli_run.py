@@ -94,7 +94,7 @@ def test_metrics_of_a_run_are_shown_by_top_and_a_taken_port_ends_it_before_its_t
         (["-n", "2", "--strategy", "ps", "--elastic", "1:2"], "use 'ps(servers=1, on=workers, update=worker)'"),
         (
             ["-n", "2", "--strategy", "ps(servers=1, on=workers) sync=asp", "--elastic", "1"],
-            "with sync modes whose workers make their steps together, without backup workers, not with",
+            "with server processes, or replicas=1, if each worker goes at its own pace, not with",
         ),
         (["-n", "1", "--samples", "/nowhere/samples.jsonl"], "there is no folder /nowhere for samples.jsonl"),
     ],

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from ends import KINDS
-from pushes import LR, Training, expected, joined, on_group
+from pushes import LR, Sgd, Training, expected, joined, on_group
 
 from syncline import registry
 from syncline.errors import MismatchError, PeerTimeout, ProtocolError, StrategyError, SynclineError, UsageError
+from syncline.nouns import Group
 from syncline.session.session import Session
 from syncline.strategy.strategy import Strategy
 
@@ -98,6 +99,41 @@ def test_every_codec_under_which_owners_update_goes_with_single_pushes(on: Run, 
         for weights, versions in seen:
             np.testing.assert_array_equal(weights, by_versions.setdefault(tuple(versions), weights))
         np.testing.assert_array_equal(seen[-1][0], found[0][1][-1][0])
+
+
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize("place", ["ps(servers=2, replicas=1)", "ps(servers=3, replicas=1)"])
+@pytest.mark.parametrize("on_workers", [False, True])
+@pytest.mark.parametrize("mode", ["asp", "ssp(staleness=1)", "asp(compensate=0.5)"])
+def test_followers_make_the_same_updates_in_the_same_order(
+    on: Run, kind: str, place: str, on_workers: bool, mode: str
+) -> None:
+    """The momentum depends on the order, and so does the compensation: all bits are those of the owner."""
+    text = place.replace("replicas", "on=workers, replicas") if on_workers else place
+    strategy = f"{text} sync={mode}"
+
+    def body(session: Session) -> list[Sgd]:
+        training, made = Training(session), list[Sgd]()
+
+        def build(holdings: Any) -> Sgd:
+            made.append(Sgd(holdings))
+            return made[-1]
+
+        training.build = build  # type: ignore[method-assign]
+        worker = training.start()
+        for step in range(STEPS if worker else 0):
+            training.step(worker, step, momentum=0.5)
+        session.shutdown()
+        return made
+
+    found = on(kind, strategy, body)
+    roles, group = Strategy.parse(strategy).roles, Group(WORKERS, Strategy.parse(strategy).servers)
+    assert roles is not None
+    for owner, follower in zip(roles.places(group), roles.followers(group), strict=True):
+        (own, *_), (*_, follows) = found[owner], found[follower]
+        assert len(own.history) == WORKERS * STEPS + 1
+        for one, other in zip(own.history, follows.history, strict=True):
+            assert [weights.tolist() for weights in one] == [weights.tolist() for weights in other]
 
 
 def took_in(on: Run, strategy: str, first: int) -> list[list[Any]]:

@@ -25,7 +25,9 @@ from syncline.launch import relay
 from syncline.membership import ViewKeeper
 from syncline.process import process
 from syncline.serving.owner import Owner
+from syncline.serving.owners import RemoteOwners
 from syncline.session.session import Session
+from syncline.strategy.strategy import Strategy
 from syncline.training.owners import OwnedModel
 
 WAIT_S = 60.0
@@ -108,7 +110,7 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     recovery._CONNECT_S = plan.get("connect_s", recovery._CONNECT_S)
     recovery._LOOK_S = math.inf  # it looks for new workers where the plan says so
     for what, step in happenings:
-        if what in ("updates", "updated", "late"):
+        if what in ("updates", "updated", "late", "pushed"):
             in_step(what, step)
     syncline.init(plan["strategy"], secret=SECRET, liveness=2.0, elastic=plan.get("asks"))
 
@@ -124,7 +126,8 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
             atexit.register(lambda: print(f"{norm.num_batches_tracked} batches"))
         return x, y, model, *rest
 
-    learnt = learn_all(happen, made)
+    together = Strategy.parse(plan["strategy"]).sync_mode().merges
+    learnt = learn_all(happen, made) if together else learn_at_own_pace(happen)
     stats = syncline.stats()
     line.send([*learnt, syncline.rank(), list(stats.members), stats.repairs, points.passed])
     syncline.shutdown()
@@ -133,9 +136,10 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
 def in_step(what: str, when: int) -> None:
     """Die when about to make an update of a step (``updates``), or once it is made and the follower may lack it.
 
-    ``late``: begin the pulls of the step after the others have made it and one of them has died.
+    ``late``: begin the pulls of the step after the others have made it and one of them has died. ``pushed``: die with a
+    push that the owners may have applied.
     """
-    traced, pulls = Owner._traced, OwnedModel._pulls
+    traced, pulls, told = Owner._traced, OwnedModel._pulls, RemoteOwners.tell
 
     def update(owner: Owner, action: Any, bucket: int) -> None:
         if what == "updated" or action.clock != when + 1:
@@ -148,7 +152,15 @@ def in_step(what: str, when: int) -> None:
             time.sleep(0.7)
         return pulls(owned)
 
-    if what == "late":
+    def tell(owners: RemoteOwners, clock: int, *rest: Any) -> None:
+        told(owners, clock, *rest)
+        if clock == when + 1 and what == "pushed":
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if what == "pushed":
+        RemoteOwners.tell = tell  # type: ignore[method-assign]
+    elif what == "late":
         OwnedModel._pulls = pull  # type: ignore[method-assign]
     else:
         Owner._traced = update  # type: ignore[method-assign]
@@ -235,3 +247,42 @@ def learn_all(
     syncline.elastic(course, [scheduler])
     weights = [parameter.detach().reshape(-1).tolist() for parameter in model.parameters()]
     return [weight for tensor in weights for weight in tensor], optimizer.param_groups[0]["lr"], calls
+
+
+RATE = 1 / 32
+PIECE = 2
+
+
+def numbers() -> torch.Tensor:
+    """Data whose sums are exact in any order."""
+    return torch.randint(-8, 9, (SAMPLES, 5), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def learn_at_own_pace(happen: Callable[[str, int], None]) -> list[Any]:
+    """Steps at each worker's own pace, whose gradients do not depend on the weights: these tell which samples are in
+    them how often. Returns the weights, the steps of this worker and the greatest staleness of one."""
+    x, model = numbers(), torch.nn.Linear(5, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    syncline.prepare(model, optimizer)
+    sampler = syncline.sampler(SAMPLES, batch_size=PIECE, seed=4)
+    steps = ahead = 0
+
+    def course() -> None:
+        nonlocal steps, ahead
+        while sampler.epoch < EPOCHS:
+            for batch in sampler:
+                happen("before", steps)
+                share = (
+                    1 if "rate=own" in syncline.stats().strategy else syncline.world_size()
+                )  # else each push has 1/N
+                (share * model(x[batch]).sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                happen("after", steps)
+                sampler.commit()
+                steps += 1
+                ahead = max([ahead, *syncline.stats().staleness])
+
+    syncline.elastic(course)
+    return [model.weight.reshape(-1).tolist(), steps, ahead]

@@ -69,7 +69,7 @@ class Asking(RuleBasedStateMachine):
     def it_remembers_only_epochs_that_somebody_may_ask_for(self) -> None:
         if hasattr(self, "pool"):
             least = min(self.pool._at.values(), default=MOST_EPOCHS)
-            assert all(epoch >= least for epoch in self.pool._taken)
+            assert all(epoch >= least for epoch in self.pool._left)
             assert self.pool.over == (not self.epochs)
 
     def teardown(self) -> None:

@@ -89,8 +89,8 @@ class TestCombinations:
                 r"all workers make them; .* is 'ps\(servers=2, on=workers, update=worker\)'",
             ),
             (
-                "ps(servers=1, on=workers, replicas=1) sync=ssp(staleness=2)",
-                r"must be one, .* is 'ps\(servers=1, on=workers, replicas=1\)'",
+                "ps(servers=1, on=workers, replicas=1) sync=bsp(backup=1)",
+                r"not yet those with backup workers; .* is 'ps\(servers=1, on=workers, replicas=1\)'",
             ),
             ("ps(on=workers, replicas=1) codec=qsgd", r"get payloads; .* is 'ps\(servers=1, on=workers, replicas=1\)'"),
             ("ps(on=workers, replicas=2)", "replicas of ps"),

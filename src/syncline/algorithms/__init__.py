@@ -69,15 +69,17 @@ class Roles:
         return next(apart, turns[0])
 
     def halves_of(self, group: Group, worker: int) -> tuple[Plan, Plan]:
-        """The plans of push and pull for one worker alone. The part that it owns itself does not travel.
+        """The plans of push and pull for one worker alone. The part that it owns itself does not travel to the owner.
 
         Messages start with the owner after the worker's own number, so that not all workers address the same owner
-        first.
+        first. Owners send a push on to their followers.
         """
         places = self.places(group)
         parts = [(worker + k) % self.owners for k in range(self.owners)]
         others = [part for part in parts if places[part] != worker]
         pushes = [(0, worker, places[part], part, 1, REDUCE) for part in others]
+        followed = [(part, follower) for part, follower in enumerate(self.followers(group)) if follower != worker]
+        pushes += [(1, places[part], follower, part, 1, COPY) for part, follower in followed]
         pulls = [(0, places[part], worker, part, 1, COPY) for part in others]
         what = f"rank {worker}'s"
         return (

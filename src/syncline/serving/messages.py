@@ -18,8 +18,9 @@ BODY_PIECE_BYTES = 64 * 1024 * 1024
 
 _MOST_BODY_BYTES = 1 << 56
 
-REQUESTS, ANSWERS = range(2)
-"""Topics. They differ because a process that is both worker and owner sends both to the same peer."""
+REQUESTS, ANSWERS, TURNS = range(3)
+"""Topics. They differ because a process that is both worker and owner sends all of them to the same peer. Owners tell
+each other of ``turns``."""
 
 
 def read_message(session: Session, source: int, label: str, data: bytes, fields: Mapping[str, type]) -> dict[str, Any]:

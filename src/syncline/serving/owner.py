@@ -24,9 +24,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,9 +36,10 @@ from ..kernels.cpu import BLOCK_BYTES
 from ..session.layout import REPLACING
 from ..session.session import Session
 from ..sync import Kept, SyncMode, alone, application_of, backup_of, no_look_ahead
-from .protocol import ALL, Add, Apply, Ledger, Measure, Release, Request
+from .protocol import ALL, Action, Add, Apply, Ledger, Measure, Release, Request
 from .records import Array, Record, pack, unpack
-from .shard import Build, Groups, Holding, Pushes, Shard
+from .shard import Build, Groups, Holding, Pushes, Shard, Update
+from .turns import Account, Turns, apart
 
 MOST_WEIGHT = 1e18
 """The largest weight of a push; larger ones would make sums overflow."""
@@ -81,17 +82,27 @@ class Owner:
         self._applied = PushGroups(mode, session.group.workers, session.strategy.sync.name, session.momentum)
         self.version = 0
         self.lags = [0] * session.group.workers
-        factor = application_of(mode).compensate
-        self._compensation = Compensation(shard.holdings, session.group.workers, factor) if factor else None
         self._leaving: tuple[bytes, bytes | None] = b"", None  # packed state and weights for the new owners
         self.follows = follows
+        factor = application_of(mode).compensate
+        self._compensation = Compensation(self.holdings, session.group.workers, factor) if factor else None
         self._since, self._last = 0, 0  # the steps before the shards' first update and after the last one told
         self._updating, self._ended = threading.Lock(), False
+        self._merges, self._account = mode.merges, Account(session.counted)
 
     def handle(self, request: Request) -> None:
         """Handle a worker's message; raises MismatchError if it is out of turn or contradicts another worker's."""
+        if self._merges:
+            self._carry_out(request)
+            return
+        with self._updating:
+            if not self._ended:
+                self._carry_out(request)
+
+    def _carry_out(self, request: Request) -> None:
         pushes, answers = self.pushes, self._answers
         for action in self.ledger.handle(request):
+            self._count(action)
             if isinstance(action, Measure):
                 pushes.settle(action.worker)
                 answers.tell_norm(action.workers, self.shard.squared_norm())
@@ -116,6 +127,21 @@ class Owner:
         """The shards that this process updates: its own, and the one that it follows."""
         return [self.shard] if self.follows is None else [self.shard, self.follows]
 
+    @property
+    def holdings(self) -> list[Holding]:
+        """The slices of the ``shards``."""
+        return [held for one in self.shards for held in one.holdings]
+
+    def _count(self, action: Action) -> None:
+        """Count the samples that an action puts into the weights."""
+        try:
+            self._account.note(action)
+        except ValueError as error:
+            worker = getattr(action, "worker", ALL)
+            who = "a worker" if worker == ALL else self._session.name(worker)
+            number = -1 if worker == ALL else self._session.member.number(worker)
+            raise ProtocolError(f"the push of {who} makes no sense: {error}", rank=number) from error
+
     def hold(self) -> dict[int, list[list[Record] | None]]:
         """End all updates. Returns the contents of the ``shards`` after each of the last two steps, by step.
 
@@ -125,6 +151,30 @@ class Owner:
             self._ended = True
         return {clock: [one.after(clock, self._since) for one in self.shards] for clock in self._recent}
 
+    # Where each push is an update by itself, none is ever undone, and an owner may have to make some after the session.
+
+    def outlive(self, workers: Iterable[int]) -> None:
+        """End all updates, and keep copies of everything, and of the arrived pushes of these workers."""
+        with self._updating:
+            self._ended = True
+            arrived = {}
+            for worker in workers:
+                self.pushes.settle(worker)
+                arrived[worker] = [held.gradient.copy() for held in self.holdings]
+            self.shard = self.shard.detached()
+            self.follows = None if self.follows is None else self.follows.detached()
+            if self._compensation is not None:
+                self._compensation.holdings = self.holdings
+            self.pushes = self._answers = _Afterwards(self, arrived)
+
+    def catch_up(self, request: Request) -> None:
+        """Handle a message whose turn came at other owners before the session ended."""
+        self._carry_out(request)
+
+    def contents(self) -> list[list[Record]]:
+        """Weights and state of each of the ``shards``, with the samples that they contain."""
+        return [[*one.weights(), *one.state(), self._account.record(number)] for number, one in enumerate(self.shards)]
+
     @property
     def _recent(self) -> range:
         return range(max(0, self._last - 2), self._last + 1)
@@ -132,7 +182,10 @@ class Owner:
     def _update(self, action: Apply, bucket: int) -> None:
         """Apply an update. With replicas, keep what it changes, because a loss may break the step elsewhere."""
         roles = self._session.strategy.roles
-        if roles is None or not roles.replicas:
+        if not self._merges and self._ended:
+            self._apply(action, bucket)
+            return
+        if roles is None or not roles.replicas or not self._merges:
             self._traced(action, bucket)
             return
         with self._updating:
@@ -208,47 +261,147 @@ class Owner:
             yield from unpack(told, session.name(process), session.member.number(process))
 
 
-Parts = dict[tuple[int, int, int], list[Record]]
-"""Weights and state of parts: by the view of their session, the number of all parts there, and the part's own."""
+class _Afterwards:
+    """Pushes that arrived before a session ended, as copies, and answers that nobody waits for any more."""
+
+    def __init__(self, owner: Owner, arrived: Mapping[int, Sequence[Array]]) -> None:
+        self._owner, self._arrived = owner, arrived
+
+    def settle(self, worker: int) -> None:
+        """Copy the push into the gradients."""
+        for held, gradient in zip(self._owner.holdings, self._arrived[worker], strict=True):
+            np.copyto(held.gradient, gradient)
+
+    def add(self, worker: int, bucket: int, scale: float) -> None:
+        """Never called: a single owner makes the updates of backup workers."""
+        raise NotImplementedError
+
+    def update(self, worker: int, bucket: int, update: Update) -> None:
+        """Update at once."""
+        self.settle(worker)
+        update(bucket)
+
+    def tell_norm(self, workers: Sequence[int], squared: float) -> None:
+        """Do nothing."""
+
+    def release(self, released: Release) -> None:
+        """Do nothing."""
 
 
-def parts_of(session: Session, owner: Owner) -> dict[int, Parts]:
-    """The parts that a process owns or follows, once all updates of its ``owner`` have ended.
+Part = tuple[int, int, int]
+"""A part of the weights: the view of its session, the number of all parts there, and its own."""
 
-    By step: all parts for the last step that this process has finished, and for the step before unless an update of the
-    next has begun here.
-    """
+Parts = dict[Part, list[Record]]
+"""Weights and state of parts."""
+
+
+def _parts_here(session: Session) -> list[Part | None]:
+    """The part that this process owns, and the one that it follows."""
     roles, group = session.strategy.roles, session.group
     assert roles is not None
-    mine = [
-        one.index(session.index) if session.index in one else None
+    return [
+        (session.view, roles.owners, one.index(session.index)) if session.index in one else None
         for one in (roles.places(group), roles.followers(group))
     ]
-    return {
-        clock: {
-            (session.view, roles.owners, part): one
-            for part, one in zip(mine, found, strict=False)
-            if part is not None and one is not None
-        }
-        for clock, found in owner.hold().items()
-    }
 
 
-def share_parts(session: Session, held: Parts, receivers: Sequence[int]) -> tuple[list[Record], list[int]]:
-    """The records of all parts, of whoever holds them, on the ``receivers``. All processes call it.
+class HeldParts:
+    """The parts that a process owned or followed in a session that has ended."""
+
+    def __init__(self, by_step: Mapping[int, Parts] | None = None) -> None:
+        self._by_step = by_step or {}
+
+    @classmethod
+    def of(cls, session: Session, owner: Owner) -> HeldParts:
+        """End the updates of this process's ``owner``.
+
+        By step: all parts for the last step that this process has finished, and for the step before unless an update of
+        the next has begun here.
+        """
+        mine = _parts_here(session)
+        return cls(
+            {
+                clock: {
+                    part: one for part, one in zip(mine, found, strict=False) if part is not None and one is not None
+                }
+                for clock, found in owner.hold().items()
+            }
+        )
+
+    def count_from(self, earlier: int) -> HeldParts:
+        """The first ``earlier`` steps of the run did not count so far."""
+        self._by_step = {earlier + clock: found for clock, found in self._by_step.items()}
+        return self
+
+    def keys(self, step: int) -> list[Part]:
+        """The parts of which this process has the values after that step."""
+        return sorted(self._by_step.get(step, {}))
+
+    def after(self, step: int) -> Parts:
+        """These values."""
+        return self._by_step.get(step, {})
+
+    turns: Turns | None = None
+    """The order of pushes at this process, where each is an update by itself."""
+
+    def catch_up(self, taken: int, recent: Sequence[int]) -> None:
+        """Make the updates of the turns that another owner of the same session had."""
+
+
+class HeldShards(HeldParts):
+    """As above, where each push is an update by itself: the values after the last push, whatever the step.
+
+    ``requests`` are the messages that this process holds, by worker.
+    """
+
+    def __init__(self, session: Session, owner: Owner, turns: Turns, requests: Mapping[int, Request]) -> None:
+        super().__init__()
+        self._owner, self.turns, self._requests = owner, turns, dict(requests)
+        self._mine = _parts_here(session)
+        owner.outlive([worker for worker, request in requests.items() if request.kind == "push"])
+
+    def keys(self, step: int) -> list[Part]:  # noqa: ARG002
+        """All parts of this process."""
+        return sorted(part for part in self._mine if part is not None)
+
+    def after(self, step: int) -> Parts:  # noqa: ARG002
+        """Their values."""
+        both = zip(self._mine, self._owner.contents(), strict=False)
+        return {part: records for part, records in both if part is not None}
+
+    def catch_up(self, taken: int, recent: Sequence[int]) -> None:
+        """With the pushes that this process holds."""
+        assert self.turns is not None
+        for worker in self.turns.missing(taken, recent):
+            self.turns.take(worker)
+            self._owner.catch_up(self._requests.pop(worker))
+
+
+def share_parts(
+    session: Session, held: HeldParts, step: int, receivers: Sequence[int]
+) -> tuple[list[Record], list[int]]:
+    """The records of all parts after a step, of whoever holds them, on the ``receivers``. All processes call it.
 
     Second are the parts that nobody has: then there are no records. Owner and follower of a part have the same: the
-    first process gives it.
+    first process gives it. The session then knows the samples whose pushes the parts contain.
     """
     if session.alone:
-        division, missing = _division_of(held)
-        return [one for key in sorted(held) if key[:2] == division and not missing for one in held[key]], missing
+        parts = held.after(step)
+        division, missing = _division_of(parts)
+        found = [one for key in sorted(parts) if key[:2] == division and not missing for one in parts[key]]
+        return _without_samples(session, found), missing
     label, processes = "sharing the parts of the weights", range(session.group.processes)
-    mine = json.dumps(sorted(held)).encode()
-    known: dict[tuple[int, int, int], int] = {}  # the first process that has a part
-    for process, told in enumerate(session.everyone.share(processes, mine, label)):
-        for view, count, part in json.loads(told):
+    mine: dict[str, Any] = {"parts": held.keys(step)}
+    if held.turns is not None:
+        mine |= {"taken": held.turns.taken, "recent": held.turns.recent}
+    known: dict[Part, int] = {}  # the first process that has a part
+    ahead: dict[int, tuple[int, list[int]]] = {}  # the most turns of each view, and the last of them
+    for process, data in enumerate(session.everyone.share(processes, json.dumps(mine).encode(), label)):
+        told = json.loads(data)
+        for view, count, part in told["parts"]:
             known.setdefault((view, count, part), process)
+            if "taken" in told:
+                ahead[view] = max(ahead.get(view, (-1, [])), (told["taken"], told["recent"]))
     division, missing = _division_of(known)
     if missing:
         with contextlib.suppress(SynclineError):  # a process that ends must not disturb the others' exchange
@@ -259,10 +412,22 @@ def share_parts(session: Session, held: Parts, receivers: Sequence[int]) -> tupl
     joined = sorted({*receivers, *givers.values()})
     if session.index not in joined:
         return [], []
-    data = pack(record for key, process in sorted(givers.items()) if process == session.index for record in held[key])
+    if division[0] in ahead and session.index in givers.values():
+        held.catch_up(*ahead[division[0]])
+    parts = held.after(step)
+    data = pack(record for key, process in sorted(givers.items()) if process == session.index for record in parts[key])
     each = zip(joined, session.everyone.share(joined, data, label), strict=True)
     name, number = session.name, session.member.number
-    return [record for process, one in each for record in unpack(one, name(process), number(process))], []
+    found = [record for process, one in each for record in unpack(one, name(process), number(process))]
+    return _without_samples(session, found), []
+
+
+def _without_samples(session: Session, records: Iterable[Record]) -> list[Record]:
+    try:
+        found, session.counted = apart(records)
+    except ValueError as error:
+        raise ProtocolError(f"sharing the parts of the weights: {error}", rank=-1) from error
+    return found
 
 
 def _division_of(known: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int], list[int]]:
@@ -373,7 +538,7 @@ class Compensation:
     """Keeps the weights that each worker was sent; ``factor`` is the lambda of the paper."""
 
     def __init__(self, holdings: Sequence[Holding], workers: int, factor: float) -> None:
-        self._holdings, self._factor = holdings, factor
+        self.holdings, self._factor = holdings, factor
         self._sent = [[_told(held).copy() for held in holdings] for _ in range(workers)]
 
     def note(self, workers: Iterable[int], bucket: int) -> None:
@@ -388,7 +553,7 @@ class Compensation:
             compensate(held.gradient, held.weights, sent, self._factor * scale)
 
     def _of(self, worker: int, bucket: int) -> Iterator[tuple[Array, Holding]]:
-        for sent, held in zip(self._sent[worker], self._holdings, strict=True):
+        for sent, held in zip(self._sent[worker], self.holdings, strict=True):
             if bucket in (ALL, held.bucket):
                 yield sent, held
 

@@ -18,11 +18,12 @@ from ..session.session import Session
 from ..session.tickets import CALLS, COMMIT, NORM, Meeting
 from .merged import Updating
 from .messages import ANSWERS, nonsense, read_message, receive_body, send_body
-from .owner import Owner, Parts, parts_of
+from .owner import HeldParts, Owner
 from .protocol import Kind, Release, Request
 from .records import Record, pack, unpack
 from .server import REPLY_BYTES, REQUEST_BYTES, check_values
 from .shard import Shard, StepValues, Told, Traffic, Update
+from .turns import SAMPLES
 
 NOTHING: Mapping[str, type] = {}
 
@@ -77,6 +78,11 @@ class Owners(Protocol):
     @property
     def shard(self) -> Shard | None:
         """This process's own shard, if the merged gradients arrive in its own gradients."""
+        ...
+
+    @property
+    def hold(self) -> Callable[[], HeldParts]:
+        """A call after a loss: it ends all updates of this process, and returns the parts that this has."""
         ...
 
     def ask(self, what: Told) -> list[Record]:
@@ -236,9 +242,9 @@ class LocalOwners:
     def _shards(self) -> list[Shard]:
         return [] if self._owner is None else self._owner.shards
 
-    def hold(self) -> dict[int, Parts]:
-        """End all updates. Returns the parts that this rank owns or follows after the last steps, by step."""
-        return {} if self._owner is None else parts_of(self._session, self._owner)
+    def hold(self) -> HeldParts:
+        """End all updates. Returns the parts that this rank owns or follows after the last steps."""
+        return HeldParts() if self._owner is None else HeldParts.of(self._session, self._owner)
 
     def resume(self, step: int, weights: list[Record]) -> None:  # noqa: ARG002 - the workers know the step themselves
         """Every owner keeps its own slices."""
@@ -266,8 +272,9 @@ class RemoteOwners:
         self._session = session
         roles = session.strategy.roles
         assert roles is not None
-        self._servers = roles.places(session.group)
+        self._servers = sorted({*roles.places(session.group), *roles.followers(session.group)})
         self.count = len(self._servers)
+        self.hold: Callable[[], HeldParts] = HeldParts  # of the owner beside this worker, if there is one
         self._merges = session.strategy.sync_mode().merges
         self._versions = [0] * self.count  # the version of the weights that each server sent last
         self._replies: list[Work] = []  # answers to the last step told
@@ -292,7 +299,9 @@ class RemoteOwners:
         self.told()
         if not self._merges:
             self._session.coordination.begun(self._ahead)
-        told = {**values, "changed weights": changed}
+        told: dict[str, Any] = {**values, "changed weights": changed}
+        if self._session.next_samples is not None:
+            told[SAMPLES] = self._session.next_samples()
         self._replies = self._begin({"kind": "push", "clock": clock, "values": told}, self._each())
 
     def told(self) -> None:

@@ -19,25 +19,29 @@ from typing import Any, NamedTuple
 
 from ..compression.compression import Compression
 from ..engine.order import CodedOrder, Order, Work
-from ..errors import ProtocolError
+from ..errors import PeerTimeout, ProtocolError
 from ..nouns import Bucket
 from ..plans.messages import Program
 from ..session.communicator import Heard, compiled
 from ..session.layout import LABEL, REPLACING, Layout, Passed, Recompressing, copy_weights, hear_layout
 from ..session.session import Session
 from .merged import Coded, Planned, coded_posts, planned_posts
-from .messages import ANSWERS, check_fields, nonsense, read_message, receive_body, send_body
-from .owner import MOST_WEIGHT, Owner, Parts, parts_of, shard_of
+from .messages import ANSWERS, TURNS, check_fields, nonsense, read_message, receive_body, send_body
+from .owner import MOST_WEIGHT, HeldParts, HeldShards, Owner, shard_of
 from .protocol import ALL, Release, Request
 from .records import Array, Record, pack, unpack
 from .shard import Build, Model, Shard, Traffic
 from .single import Single
+from .turns import SAMPLES, Take, Tell, Turns, are_samples
 
 REQUEST_BYTES = 1 << 20
 """The longest request of a worker, with the values of its parameter groups."""
 
 REPLY_BYTES = 1 << 10
 """The longest answer of a server."""
+
+_LAST_UPDATE_S = 60.0
+"""The time for an update that was under way when the session failed."""
 
 _FIELDS: dict[str, dict[str, type]] = {
     "advanced": {},
@@ -109,7 +113,17 @@ class Server:
         self._messages: dict[int, dict[str, Any]] = {}  # requests that have arrived and wait for gradients
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
         self._heard = None if relay is None else session.everyone.listen(LABEL)
+        self._turns = Turns(session.index, self._owners_in_turn(), session.group.workers)
+        self._held: dict[int, Request] = {}  # messages of workers whose turn has not come
+        self._told_turns = {owner: self._listen_to(owner) for owner in self._turns.heard}
         session.engine.expect(self._expects)
+
+    def _owners_in_turn(self) -> Sequence[int]:
+        """The processes that handle pushes in the same order: in an elastic run, or with followers, all of them."""
+        session, roles = self._session, self._session.strategy.roles
+        if self._merges or roles is None or not (session.elastic or roles.replicas):
+            return [session.index]
+        return sorted({*roles.places(session.group), *roles.followers(session.group)})
 
     def serve(self) -> None:
         """Serve until every worker has left; raises the run's fault if there is one."""
@@ -118,7 +132,11 @@ class Server:
             coming = [work for worker in self._requests for work in self._next(worker)]
             if self._heard is not None:
                 coming.append(self._heard.work)
+            coming += self._told_turns.values()
             engine.wait_any(coming, until=self._all_left)
+            for owner, told in list(self._told_turns.items()):
+                if told.done:
+                    self._hear_of_turns(owner, told)
             for worker in workers:
                 if worker in self._requests and any(work.done for work in self._next(worker)):
                     self._take(worker)
@@ -177,9 +195,11 @@ class Server:
         left = self._gone | self._session.member.left_already()
         return left.issuperset(range(self._session.group.workers))
 
-    def hold(self) -> dict[int, Parts]:
-        """End all updates. Returns the parts that this server owns or follows after the last steps, by step."""
-        return parts_of(self._session, self._owner)
+    def hold(self) -> HeldParts:
+        """End all updates. Returns the parts that this server owns or follows after the last steps."""
+        if self._merges:
+            return HeldParts.of(self._session, self._owner)
+        return HeldShards(self._session, self._owner, self._turns, self._held)
 
     # As ``Answers``.
 
@@ -227,6 +247,8 @@ class Server:
         check_fields(self._session, worker, label, message, fields)
         if message["kind"] == "push":
             check_values(self._session, worker, label, message["values"])
+            if SAMPLES in message["values"] and not are_samples(message["values"][SAMPLES]):
+                raise nonsense(self._session, worker, label, f"its samples are {message['values'][SAMPLES]!r:.100}")
         if len(message.get("call", "")) > _MOST_CALL:
             raise nonsense(self._session, worker, label, f"its call is {message['call']!r:.100}")
         if "version" in fields and message["version"] != self._told[worker]:
@@ -251,7 +273,12 @@ class Server:
         if kind in _OF_STEPS or kind == "meet":
             self._waiting[worker].since = time.perf_counter()
             values = {"call": message["call"]} if kind == "meet" else message.get("values", {})
-            self._owner.handle(Request(kind, worker, message["clock"], values))
+            request = Request(kind, worker, message["clock"], values)
+            if kind == "norm" or self._merges:
+                self._owner.handle(request)
+            else:
+                self._held[worker] = request
+                self._take_turns(self._turns.hold(worker))
             return
         if kind != "load":  # the only request that does not touch the weights
             self._exchanges.rest()
@@ -316,6 +343,36 @@ class Server:
     def _listen(self, worker: int) -> Work:
         return self._session.recv(worker, f"a request of {self._session.called(worker)}", REQUEST_BYTES, tolerant=True)
 
+    # The order of pushes.
+
+    def _listen_to(self, owner: int) -> Work:
+        label = f"the turns that {self._session.name(owner)} tells of"
+        return self._session.recv(owner, label, REPLY_BYTES, tolerant=True, topic=TURNS)
+
+    def _hear_of_turns(self, owner: int, told: Work) -> None:
+        """Another owner has told of a worker's message."""
+        worker = read_message(self._session, owner, told.label, told.result, {"worker": int})["worker"]
+        try:
+            if worker >= self._session.group.workers:
+                raise ValueError(f"there is no worker {worker}")
+            actions = self._turns.hear(owner, worker)
+            if any(isinstance(one, Take) and one.worker not in self._held for one in actions):
+                raise ValueError(f"worker {worker} has sent nothing")
+        except ValueError as error:
+            raise nonsense(self._session, owner, told.label, str(error)) from error
+        self._told_turns[owner] = self._listen_to(owner)
+        self._take_turns(actions)
+
+    def _take_turns(self, actions: Sequence[Tell | Take]) -> None:
+        for action in actions:
+            if isinstance(action, Tell):
+                label = f"the turn of {self._session.called(action.worker)}"
+                data = json.dumps({"worker": action.worker}).encode()
+                self._session.send(action.to, data, label, TURNS, tolerant=True)
+            else:
+                self._turns.take(action.worker)
+                self._owner.handle(self._held.pop(action.worker))
+
     def _reply(self, worker: int, message: dict[str, object]) -> None:
         self._session.send(
             worker, json.dumps(message).encode(), f"an answer to {self._session.called(worker)}", ANSWERS
@@ -359,10 +416,16 @@ def serve(
         server.serve()
 
 
-def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
-    """Serve in a thread beside this worker; the work ends when every worker has left, this one included."""
+def serve_beside(
+    session: Session, shard: Shard, traffic: Traffic, follows: Shard | None = None
+) -> tuple[Work, Callable[[], HeldParts]]:
+    """Serve in a thread beside this worker. The work ends when every worker has left, this one included.
+
+    The call is ``Server.hold``, for a session that has failed: it waits for the thread.
+    """
     engine = session.engine
-    server, over = Server(session, shard, traffic), engine.promise("the others' last steps", tolerant=True)
+    server = Server(session, shard, traffic, follows=follows)
+    over = engine.promise("the others' last steps", tolerant=True)
 
     def run() -> None:
         try:
@@ -374,8 +437,17 @@ def serve_beside(session: Session, shard: Shard, traffic: Traffic) -> Work:
         finally:
             engine.fulfil(over)
 
-    threading.Thread(target=run, name="syncline-owner", daemon=True).start()
-    return over
+    def hold() -> HeldParts:
+        thread.join(_LAST_UPDATE_S)
+        if thread.is_alive():
+            raise PeerTimeout(
+                f"an update of the weights has taken {_LAST_UPDATE_S:g} s since the run lost a process", rank=-1
+            )
+        return server.hold()
+
+    thread = threading.Thread(target=run, name="syncline-owner", daemon=True)
+    thread.start()
+    return over, hold
 
 
 class Summing:

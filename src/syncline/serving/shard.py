@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -174,6 +174,12 @@ class Shard:
             else:
                 return None
         return found
+
+    def detached(self) -> Shard:
+        """A copy in memory of its own, which outlives the session's."""
+        copies = [replace(held, weights=held.weights.copy(), gradient=held.gradient.copy()) for held in self.holdings]
+        workers = max((len(optimizers) for _, optimizers in self._parts.values()), default=1)
+        return Shard(copies, self.build, _copies(self.state()), apart=self.apart, workers=workers)
 
     def _of(self, number: int) -> list[Record]:
         """Weights and state of a part."""

@@ -51,8 +51,8 @@ class Single:
     def __init__(self, session: Session, model: Model) -> None:
         self._session, self.buckets, coded = session, len(model.layout.buckets), model.compression
         self._carrier = Plans(session, model) if coded is None else Payloads(session, model, coded)
-        mine = self._carrier.mine
-        self._owned = None if mine is None else _Owned(session, model, self._carrier, mine)
+        serves = self._carrier.mine is not None or self._carrier.followed is not None
+        self._owned = _Owned(session, model, self._carrier) if serves else None
 
     def push(self, number: int, when: When) -> Work:
         """Start the carrier's push, and tell this process's owner."""
@@ -77,11 +77,12 @@ class Single:
 
     def holdings(self) -> list[Holding] | None:
         """With separate weights if the owner is also a worker."""
-        return None if self._owned is None else self._owned.holdings()
+        return None if self._owned is None or self._carrier.mine is None else self._owned.holdings(self._carrier.mine)
 
     def followed(self) -> list[Holding]:
-        """Empty: pushes are not merged."""
-        return []
+        """Beside those."""
+        followed = self._carrier.followed
+        return [] if self._owned is None or followed is None else self._owned.holdings(followed)
 
     def know(self, records: Sequence[Record]) -> None:
         """Do nothing: the next pull sends whole weights, or updates of weights that the owner knows."""
@@ -92,17 +93,20 @@ class Single:
 
 
 class _Owned:
-    """An owner's buckets, with each worker's pushes and pulls."""
+    """An owner's buckets, with each worker's pushes and pulls. A follower gets the pushes too, and sends no weights."""
 
-    def __init__(self, session: Session, model: Model, carrier: Carrier, mine: Sequence[slice]) -> None:
-        self._session, self._model, self._carrier, self._mine = session, model, carrier, mine
+    def __init__(self, session: Session, model: Model, carrier: Carrier) -> None:
+        self._session, self._model, self._carrier, self._mine = session, model, carrier, carrier.mine
+        both = [parts for parts in (carrier.mine, carrier.followed) if parts is not None]
+        self._touched = list(zip(*both, strict=True))  # by bucket: the owned part, and the followed one
         self._workers = [worker for worker in range(session.group.workers) if worker != session.index]
         self._gradients, self._weights = list(model.gradients), list(model.weights)
         if session.is_worker:  # the model's arrays belong to the worker, so the owner needs its own
             self._gradients = [np.zeros(array.size, array.dtype) for array in model.gradients]
             self._weights = [np.zeros(array.size, array.dtype) for array in model.weights]
-            for own, array, part in zip(self._weights, model.weights, mine, strict=True):
-                own[part] = array[part]
+            for own, array, parts in zip(self._weights, model.weights, self._touched, strict=True):
+                for part in parts:
+                    own[part] = array[part]
         self._sent = carrier.hold(self._weights)
         self._pushes: dict[int, list[Work]] = {}  # the next pushes of each worker, by bucket
         self._sends: dict[tuple[int, int], Work] = {}  # the last send of each bucket to each worker
@@ -110,10 +114,10 @@ class _Owned:
         self._owing: dict[int, Work] = {}  # the same, until the weights are given
         self._added: set[int] = set()  # buckets whose gradients hold a sum of pushes
 
-    def holdings(self) -> list[Holding]:
-        """The owned slices, tensor by tensor."""
+    def holdings(self, parts: Sequence[slice]) -> list[Holding]:
+        """The slices of these parts of the buckets, tensor by tensor."""
         found = []
-        for number, (bucket, part) in enumerate(zip(self._model.layout.buckets, self._mine, strict=True)):
+        for number, (bucket, part) in enumerate(zip(self._model.layout.buckets, parts, strict=True)):
             arrays = self._gradients[number], self._weights[number], self._sent[number]
             found += held(number, bucket, arrays[0], arrays[1], part.start, part.stop, arrays[2])
         return found
@@ -122,9 +126,9 @@ class _Owned:
         """Post this owner's part in the first push of every worker."""
         self._carrier.begin(self._workers)
         for worker in self._workers:
-            self._pushes[worker] = [self._expect(worker, number, None) for number in range(len(self._mine))]
+            self._pushes[worker] = [self._expect(worker, number, None) for number in self._numbers(ALL)]
         if self._session.is_worker:
-            self._pushes[self._session.index] = [self._promise(number) for number in range(len(self._mine))]
+            self._pushes[self._session.index] = [self._promise(number) for number in self._numbers(ALL)]
 
     def produced(self, number: int, gate: Work | None) -> None:
         """Announce that this process's worker has a bucket's gradients once ``gate`` is done.
@@ -152,11 +156,13 @@ class _Owned:
     def settle(self, worker: int, bucket: int = ALL) -> None:
         """Copy the push into the optimizer's gradients."""
         for number in self._numbers(bucket):
-            part, came = self._mine[number], self._carrier.pushed(worker, number)
-            np.copyto(self._gradients[number][part], came[part], casting="same_kind")
+            came = self._carrier.pushed(worker, number)
+            for part in self._touched[number]:
+                np.copyto(self._gradients[number][part], came[part], casting="same_kind")
 
     def add(self, worker: int, bucket: int, scale: float) -> None:
         """Adds in the order in which pushes arrive."""
+        assert self._mine is not None
         for number in self._numbers(bucket):
             part = self._mine[number]
             total, came = self._gradients[number][part], self._carrier.pushed(worker, number)[part]
@@ -182,14 +188,15 @@ class _Owned:
         """Copy the current weights and start sending them; then expect the next push."""
         for worker in workers:
             for number in self._numbers(bucket):
-                self._carrier.put(worker, number, self._mine[number])
+                if self._mine is not None:
+                    self._carrier.put(worker, number, self._mine[number])
                 if worker != self._session.index:
                     self._pushes[worker][number] = self._give(worker, number)
                 else:
                     self._give_own(number)
 
     def _numbers(self, bucket: int) -> Sequence[int]:
-        return range(len(self._mine)) if bucket == ALL else (bucket,)
+        return range(len(self._touched)) if bucket == ALL else (bucket,)
 
     made: Work | None = None
 
@@ -268,6 +275,9 @@ class Carrier:
         """The elements that this process owns of every bucket, None if it is no owner."""
         raise NotImplementedError
 
+    followed: Sequence[slice] | None = None
+    """The elements of which it makes the updates of another owner, None if it follows nobody."""
+
     def push(self, number: int, when: When) -> Work:
         """Start this worker's push of a bucket."""
         return self._session.engine.start(self._push[number], when)
@@ -314,8 +324,10 @@ class Plans(Carrier):
         super().__init__(session, model)
         roles = session.strategy.roles
         assert roles is not None
-        self._places = roles.places(session.group)
-        wanted = range(session.group.workers) if session.index in self._places else [session.index]
+        self._places, followers = roles.places(session.group), roles.followers(session.group)
+        self.followed = self._chunks_of(followers)
+        serves = session.index in {*self._places, *followers}
+        wanted = range(session.group.workers) if serves else [session.index]
         plans = {worker: roles.halves_of(session.group, worker) for worker in wanted}
         self._programs = {
             worker: tuple(compiled(half, session.index) for half in halves) for worker, halves in plans.items()
@@ -344,15 +356,21 @@ class Plans(Carrier):
     @property
     def mine(self) -> list[slice] | None:
         """One chunk of each bucket."""
-        if self._session.index not in self._places:
+        return self._chunks_of(self._places)
+
+    def _chunks_of(self, processes: Sequence[int]) -> list[slice] | None:
+        """The chunks at this process's place among these."""
+        if self._session.index not in processes:
             return None
-        chunk = self._places.index(self._session.index)
+        chunk = processes.index(self._session.index)
         edges = [chunk_edges(bucket.elements, len(self._places)) for bucket in self._model.layout.buckets]
         return [slice(one[chunk], one[chunk + 1]) for one in edges]
 
     def begin(self, workers: Sequence[int]) -> None:
         """Allocates one array for both directions: a worker pushes only after it has pulled."""
-        found = rooms(self._session, self._model.gradients, self.mine or (), len(workers))
+        both = zip(*(parts for parts in (self.mine, self.followed) if parts is not None), strict=True)
+        spans = [slice(min(one.start for one in parts), max(one.stop for one in parts)) for parts in both]
+        found = rooms(self._session, self._model.gradients, spans, len(workers))
         self._rooms = dict(zip(workers, found, strict=True))
         for worker, room in self._rooms.items():
             self._expect[worker], self._send[worker] = self._orders(worker, room, room, owner=True)

@@ -86,6 +86,13 @@ class Session(Communicator):
         """The processes' numbers in an elastic run whose members have changed; None if they are the ranks."""
         self.serving: Callable[[], Any] | None = None
         """On a server that owns weights: ends all updates, and returns the parts that it has."""
+        self.elastic = False
+        """Whether the launcher lets the run go on when a process is lost."""
+        self.counted: Sequence[tuple[int, int, int]] = ()
+        """Where each push is an update by itself: the samples whose pushes earlier sessions have put into the weights.
+        """
+        self.next_samples: Callable[[], Sequence[int]] | None = None
+        """There and in an elastic run: the samples of this worker's next push."""
         self.view = 1
         """The number of this group of members in an elastic run."""
         self.repairs = 0
@@ -101,7 +108,7 @@ class Session(Communicator):
         """What a call of this session has raised because a worker joins the run: a framework may pass on only its text.
         """
         self.global_batches: list[Any] = []
-        """The samplers with global batches."""
+        """The samplers with a position that outlives the session."""
         self.coordination = Coordination()
         """The timing of this worker's steps relative to the others."""
         self.paces: dict[int, Pace] = {}

@@ -23,7 +23,17 @@ from ..errors import PlanError, UsageError
 from ..nouns import Group, Layer, Spec
 from ..plans.check import phases
 from ..schedules import Application, GoesAhead, Phases, Release, Schedule
-from ..sync import TESTED_STEPS, Agrees, Averages, Mixes, SyncMode, alone, exchanges_gradients, wrong_application
+from ..sync import (
+    TESTED_STEPS,
+    Agrees,
+    Averages,
+    Mixes,
+    SyncMode,
+    alone,
+    backup_of,
+    exchanges_gradients,
+    wrong_application,
+)
 from .grammar import Part
 from .words import AUTO, BSP, NONE, WORDS, bind_word, build, roles_of, write
 
@@ -201,8 +211,8 @@ def _replicas_follow_merged_pushes(given: Combination) -> Fault | None:
     without = variants(given.architecture, lambda roles: not roles.replicas)
     if not roles.holds_weights:
         return f"{reason}, but with update=worker all workers make them", without
-    if not build("sync", given.sync).merges:
-        return f"{reason}, for which all pushes of a step must be one, but {_apart(given)}", [{"sync": BSP}, *without]
+    if backup_of(build("sync", given.sync)):
+        return f"{reason}, but not yet those with backup workers", [{"sync": BSP}, *without]
     if given.codec != NONE:
         why = f"from sums of gradients, but under codec={given.codec.name} owners get payloads"
         return f"{reason} {why}", [{"codec": NONE}, *without]
@@ -576,8 +586,10 @@ def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
     A reason completes "an elastic run works".
     """
     if not build("sync", given.sync).merges:
-        return "with sync modes whose workers make their steps together, without backup workers", [{"sync": BSP}]
-    if given.roles is not None and (fault := _lost_owners_are_replaced(given, given.roles, joins)) is not None:
+        fault = _servers_count_the_samples(given, joins)
+    else:
+        fault = None if given.roles is None else _lost_owners_are_replaced(given, given.roles, joins)
+    if fault is not None:
         return fault
     if given.collective is not None or given.native_inside:
         return "with plans of Syncline, without collectives of a message library", [{"architecture": AUTO}]
@@ -588,6 +600,25 @@ def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
         return "over transport=auto, shm and tcp", [{"transport": AUTO}]
     if given.schedule != AUTO and build("schedules", given.schedule).apply != "step":
         return "with schedules whose steps end in their iteration", [{"schedule": Part("fixed")}]
+    return None
+
+
+def _servers_count_the_samples(given: Combination, joins: bool) -> Fault | None:
+    """Where each push is an update by itself: a server has all of a push, or nothing, and so its samples."""
+    if joins:
+        return "with sync=bsp if workers can join it", [{"sync": BSP}]
+    roles = given.roles
+    if roles is None or not (roles.apart or roles.replicas):
+        followed = variants(given.architecture, lambda found: found.holds_weights and bool(found.replicas))
+        apart = variants(given.architecture, lambda found: found.holds_weights and found.apart)
+        why = "with server processes, or replicas=1, if each worker goes at its own pace"
+        return why, [*followed, *apart, {"architecture": Part("ps")}, {"sync": BSP}]
+    if roles.owners > 1 and backup_of(build("sync", given.sync)):
+        one = {"architecture": with_arguments(given.architecture, servers=1)}
+        return "with backup workers and one server process", [one, {"sync": BSP}]
+    if roles.replicas and roles.apart and roles.owners == 1:
+        two = {"architecture": with_arguments(given.architecture, servers=2)}
+        return "with two server processes or more, which follow each other", [two, {"sync": BSP}]
     return None
 
 

@@ -263,11 +263,12 @@ def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Recor
     holdings, followed = traffic.holdings(), traffic.followed()
     updates = holdings is not None or followed
     shard = shard_of(session, holdings or [], build, learnt, apart=apart) if updates else None
+    follows = shard_of(session, followed, build, learnt, apart=apart) if followed else None
     if together:
-        follows = shard_of(session, followed, build, learnt, apart=apart) if followed else None
         return LocalOwners(session, shard, traffic.buckets, follows)
-    remote = RemoteOwners(session)
-    over = None if shard is None else serve_beside(session, shard, traffic)
+    remote, over = RemoteOwners(session), None
+    if shard is not None:
+        over, remote.hold = serve_beside(session, shard, traffic, follows)
     session.process.before_end.append(partial(remote.leave, over))
     return remote
 

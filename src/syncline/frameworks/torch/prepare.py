@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from ...errors import NotBuiltError, SynclineError, UsageError
-from ...serving.owner import Parts, check_kept, share_parts
-from ...serving.owners import LocalOwners
+from ...serving.owner import HeldParts, check_kept, share_parts
 from ...serving.records import pack, unpack
 from ...serving.shard import WEIGHTS
 from ...session.layout import decide_layout
@@ -165,9 +164,7 @@ class Prepared:
         """
         if self.client is None:
             return None
-        owned = self.client.owned
-        parts = owned.owners.hold() if isinstance(owned.owners, LocalOwners) else {}
-        return Held(self.client, self.optimizer, {earlier + clock: records for clock, records in parts.items()})
+        return Held(self.client, self.optimizer, self.client.owned.owners.hold().count_from(earlier))
 
     def mark(self) -> Mark:
         """Remember the values that the next step may change before it breaks."""
@@ -406,11 +403,11 @@ def _copy_optimizer(
 
 @dataclass(frozen=True)
 class Held:
-    """Weights and optimizer state of the parts that a worker owns or follows, by the number of finished steps."""
+    """Weights and optimizer state of the parts that a worker owns or follows."""
 
     client: Client
     optimizer: torch.optim.Optimizer | None
-    parts: Mapping[int, Parts]
+    parts: HeldParts
 
     def put_together_again(self, session: Session, step: int) -> list[int]:
         """Give the released model and its optimizer the weights and the state of all parts after ``step`` steps.
@@ -418,7 +415,8 @@ class Held:
         Returns the parts that nobody has.
         """
         workers = range(session.world_size)
-        records, missing = share_parts(session, self.parts.get(step, {}), workers if not session.group.servers else [0])
+        receivers = workers if not session.group.servers else [0]
+        records, missing = share_parts(session, self.parts, step, receivers)
         if missing or not records:  # the other workers get the weights of rank 0, and have no state
             return missing
         whole = whole_state(records, self.client.parameters)

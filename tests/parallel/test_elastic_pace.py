@@ -1,0 +1,100 @@
+"""Elastic runs whose workers go at their own pace: every sample is in the weights once per epoch, whoever is lost when.
+
+The gradients do not depend on the weights and are exact, so the weights at the end tell which samples are in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import elastic_bodies as bodies
+import pytest
+from test_elastic import LIMIT_S, lose, started
+
+from pool import Group, Pool
+from syncline.strategy.strategy import Strategy
+
+
+def check(group: Group, survivors: list[int], staleness: int | None = 1) -> None:
+    """The survivors have the weights of a run in which every sample counts once per epoch, and kept the bound."""
+    group.hear(1, among=survivors, timeout_s=LIMIT_S)
+    expected = (-bodies.RATE * bodies.EPOCHS * bodies.numbers().sum(0)).tolist()
+    for rank, index in enumerate(survivors):
+        weights, _, ahead, new_rank, members, *_ = group.ranks[index].said[-1]
+        assert weights == expected
+        assert (new_rank, members) == (rank, survivors)
+        assert staleness is None or ahead <= staleness
+    group.end(LIMIT_S, among=survivors)
+    assert [group.ranks[index].status for index in survivors] == [0] * len(survivors)
+
+
+APART, TWO = "ps(servers=1)", "ps(servers=2)"
+FOLLOWED, ON_WORKERS = "ps(servers=2, replicas=1)", "ps(servers=2, on=workers, replicas=1)"
+BOUND = "sync=ssp(staleness=1, rate=own) transport=tcp"
+
+
+@contextmanager
+def lost(pool: Pool, address: str, strategy: str, workers: int, **plan: Any) -> Iterator[tuple[Group, list[int]]]:
+    """A run in which some processes are lost as planned, and the workers that are left."""
+    servers = Strategy.parse(strategy).servers
+    with started(pool, address, workers + servers, strategy=strategy, servers=servers, **plan) as (group, relay):
+        for victim in plan:
+            lose(group, relay, int(victim))
+        yield group, [rank for rank in range(workers) if str(rank) not in plan]
+        left = [rank for rank in range(workers, workers + servers) if str(rank) not in plan]
+        group.end(LIMIT_S, among=left)
+        assert [group.ranks[index].status for index in left] == [0] * len(left)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plan"),
+    [
+        (f"{APART} {BOUND}", {"0": ("pushed", 3), "2": ("before", 6)}),
+        (f"{APART} sync=asp(rate=own)", {"1": ("after", 1)}),
+        (f"{TWO} {BOUND}", {"1": ("pushed", 3)}),
+        (f"{FOLLOWED} {BOUND}", {"3": ("updated", 3), "1": ("pushed", 6)}),
+        (f"{ON_WORKERS} {BOUND}", {"0": ("pushed", 3), "1": ("updated", 6)}),
+    ],
+)
+def test_processes_are_lost_and_no_sample_is(pool: Pool, address: str, strategy: str, plan: dict[str, Any]) -> None:
+    """With a batch in hand, with a push under way, with one that is answered and not counted yet, and with an update
+    that other owners may lack."""
+    with lost(pool, address, strategy, 3, **plan) as (group, survivors):
+        check(group, survivors, 1 if "ssp" in strategy else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        f"{APART} sync=ssp(staleness=0, rate=own)",
+        f"{APART} sync=bsp(backup=1)",
+        f"{TWO} {BOUND}",
+        f"{FOLLOWED} {BOUND}",
+        f"{ON_WORKERS} {BOUND}",
+        f"ps(servers=1, on=workers, replicas=1) {BOUND}",
+    ],
+)
+@pytest.mark.parametrize(("what", "when"), [("before", 0), ("pushed", 0), ("pushed", 4), ("after", 4)])
+def test_a_worker_is_lost_at_any_step(pool: Pool, address: str, strategy: str, what: str, when: int) -> None:
+    with lost(pool, address, strategy, 3, **{"0": (what, when)}) as (group, survivors):
+        check(group, survivors, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [3, 4])
+@pytest.mark.parametrize(("what", "when"), [("updates", 0), ("updated", 0), ("updates", 4), ("updated", 4)])
+def test_a_server_is_lost_at_any_step(pool: Pool, address: str, server: int, what: str, when: int) -> None:
+    with lost(pool, address, f"{FOLLOWED} {BOUND}", 3, **{str(server): (what, when)}) as (group, survivors):
+        check(group, survivors, 1)
+
+
+def test_the_server_is_lost(pool: Pool, address: str) -> None:
+    """Nobody else has the weights."""
+    with started(pool, address, 3, strategy=f"{APART} {BOUND}", servers=1, **{"2": ("updated", 3)}) as (group, relay):
+        lose(group, relay, 2)
+        group.end(LIMIT_S)
+        for rank in group.ranks[:2]:
+            assert "start again from your last checkpoint" in rank.printed()
