@@ -90,6 +90,7 @@ def test_authors_of_parts_need_no_test_framework() -> None:
     assert not loaded & (HEAVY | {"pytest", "hypothesis"})
 
 
+@pytest.mark.slow
 def test_replayed_networks_are_counted_without_torchs_compiler() -> None:
     """Which takes seconds to import, in every rank."""
     names = "alexnet", "googlenet", "resnet50"

@@ -18,7 +18,8 @@ COMMAND = [*CALIBRATE, "--transport", "tcp"]
 LIMIT_S = 120.0
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "torch"])
 def test_two_ranks_write_a_network_that_can_be_read(tmp_path: Path, transport: str) -> None:
     """The process with its children; nothing but the file is left."""
     path = tmp_path / "mine.json"

@@ -315,6 +315,7 @@ class Networked(Pretended):
         return replace(super().train(*arguments, **options), layers=LAYERS)
 
 
+@pytest.mark.slow
 def test_codecs_that_are_predicted_to_be_fast_are_measured_first() -> None:
     """Those too whose payloads only one architecture takes, which is then the one that was left open."""
 

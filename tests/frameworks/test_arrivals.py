@@ -157,7 +157,7 @@ def equal(found: list[list[torch.Tensor]], wanted: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [text for text in SCHEDULES if not text.startswith("delayed")])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_lossless_schedules_give_one_workers_weights_whoever_is_early(
     group: Any, schedule: str, data: st.DataObject
@@ -171,7 +171,7 @@ def test_lossless_schedules_give_one_workers_weights_whoever_is_early(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_two_runs_of_one_layout_give_the_same_bits_whoever_is_early(
     group: Any, schedule: str, data: st.DataObject

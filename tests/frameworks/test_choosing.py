@@ -141,9 +141,18 @@ def test_what_one_rank_cannot_do_none_does(group: Any, asked: Asked, caplog: Any
     assert not caplog.text
 
 
-@pytest.mark.parametrize("at", [1, 5, STEPS + 1, STEPS + 3])
-@pytest.mark.parametrize("look", [step, clips])
-@pytest.mark.parametrize("codec", ["none", "topk(ratio=0.4)"])
+@pytest.mark.parametrize(
+    ("at", "look", "codec"),
+    [
+        (1, step, "none"),
+        (5, step, "topk(ratio=0.4)"),
+        (5, clips, "none"),
+        (STEPS + 1, step, "none"),
+        (STEPS + 1, clips, "topk(ratio=0.4)"),
+        (STEPS + 3, step, "topk(ratio=0.4)"),
+        (STEPS + 3, clips, "none"),
+    ],
+)
 def test_a_resumed_run_goes_on_with_what_was_chosen(
     group: Any, asked: Asked, at: int, look: Script, codec: str
 ) -> None:

@@ -74,7 +74,8 @@ def test_a_training_has_the_bits_of_one_on_the_processor(group: Any, strategy: s
         equal(one, other)
 
 
-@pytest.mark.parametrize("place", ["ring", pytest.param("ps(servers=1)", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["ring", "ps(servers=1)"])
 def test_buckets_are_replaced_there(group: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """A tensor each, then two in a bucket: from the third step on, on both."""
     registry.names("schedules")

@@ -43,8 +43,16 @@ def trained(session: Session, copier: HostCopier | None, dtype: torch.dtype, ste
         made.replica.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("schedule", ["wait_free", "priority(slice=1KiB)", "delayed", "fixed(bucket=1B)"])
+@pytest.mark.parametrize(
+    ("dtype", "schedule"),
+    [
+        *zip(
+            [torch.float32, torch.float64, torch.bfloat16, torch.float32],
+            ["wait_free", "priority(slice=1KiB)", "delayed", "fixed(bucket=1B)"],
+            strict=True,
+        )
+    ],
+)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_training_has_the_bits_of_direct(group: Any, dtype: torch.dtype, schedule: str, ranks: int) -> None:
     """Buckets of one element have parts without any, with more ranks than elements."""

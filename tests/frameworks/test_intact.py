@@ -61,7 +61,7 @@ def with_no_grad(here: Here) -> list[torch.Tensor]:
 
 EVERYWHERE = ("in place", "other memory")
 """Changes that are tried with every strategy; the others where weights are replicas, staged, and owned by workers."""
-OF_EACH_KIND = ("ring", "ps(servers=1)" + STAGED, "ps(servers=2, on=workers)")
+OF_EACH_KIND = ("ring schedule=wait_free" + STAGED, "ps(servers=1)" + STAGED, "ps(servers=2, on=workers)")
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def test_a_released_model_has_one_set_of_weights(group: Any, strategy: str) -> N
     close(one, other, 0.0)
 
 
-@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("released", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_model_that_goes_on_in_another_group_leaves_its_place_to_others(group: Any, released: bool) -> None:
     """One past what a run can have at a time, each begun by all and finished by pairs; then all are begun once more."""
     most = BUCKET_KEYS // MODEL_KEYS

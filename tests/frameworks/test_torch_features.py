@@ -29,7 +29,12 @@ def train(here: Here, steps: int = 3) -> dict[str, torch.Tensor]:
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.filterwarnings("ignore")  # the compiler filters its own warnings, which threads disturb
 @pytest.mark.parametrize(
-    ("strategy", "before"), [*zip(["ring", "ps(servers=1)", "ring schedule=priority(slice=40B)"], cycle([True, False]))]
+    ("strategy", "before"),
+    [
+        ("ring", True),
+        ("ring schedule=priority(slice=40B)", False),
+        pytest.param("ps(servers=1)", True, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_models(group: Any, strategy: str, before: bool) -> None:
     """Compiled before prepare, the hooks are on the wrapper; after it, dynamo meets them in the model."""

@@ -75,6 +75,7 @@ def test_checkpoint(pool: Pool, address: str, tmp_path: Path) -> None:
     assert whole.partition(": ")[2] == resumed.partition(": ")[2]
 
 
+@pytest.mark.slow
 def test_asynchronous(pool: Pool, address: str) -> None:
     """Which worker trains on which image is a matter of time; each is trained on once in every epoch."""
     found = printed(pool, address, 2, "asynchronous.py").strip()
@@ -89,6 +90,7 @@ def test_elastic(pool: Pool, address: str) -> None:
     assert float(found.partition(": ")[2].partition("%")[0]) > 80
 
 
+@pytest.mark.slow
 def test_large_batch(pool: Pool, address: str) -> None:
     batch, _, right = printed(pool, address, 2, "large_batch.py").strip().partition(": ")
     assert batch == "batches of 120"

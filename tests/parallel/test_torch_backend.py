@@ -151,7 +151,7 @@ def test_groups_that_torch_does_not_split_are_made_anew(pool: Pool, address: str
             assert world == 1
 
 
-@pytest.mark.parametrize("strategy", ["ring", "direct", "halving_doubling", "direct transport=tcp"])
+@pytest.mark.parametrize("strategy", ["direct", "halving_doubling", "ring transport=tcp"])
 def test_sums_and_tables_are_right_again_and_again(pool: Pool, address: str, strategy: str) -> None:
     with pool.start(bodies.sums, everyone(3, address), {"SYNCLINE_STRATEGY": strategy}) as group:
         assert group.results() == [[]] * 3

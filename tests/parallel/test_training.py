@@ -28,10 +28,8 @@ STRATEGIES = {  # and the processes that only serve
     ("strategy", "workers", "transport"),
     [
         *((strategy, *case) for strategy, case in zip(STRATEGIES, cycle(((3, "tcp"), (4, "shm"))))),
-        ("ring", 4, "shm"),
         ("ps(servers=1)", 2, "shm"),
         ("tree", 2, "shm"),
-        ("direct", 4, "tcp"),
     ],
 )
 def test_processes_train_as_one(pool: Pool, address: str, strategy: str, workers: int, transport: str) -> None:

@@ -186,7 +186,7 @@ def test_ranks_that_hash_differently_choose_from_the_same_plans(tmp_path: Path) 
     assert not re.search("star|palm|teak|mast", printed[0])  # what comes with Syncline goes first
 
 
-@pytest.mark.parametrize("strategy", ["transport=tcp", "shuffled transport=tcp"])
+@pytest.mark.parametrize("strategy", ["transport=tcp", pytest.param("shuffled transport=tcp", marks=pytest.mark.slow)])
 def test_ranks_that_list_the_same_transfers_in_another_order_never_add_up_wrongly(
     tmp_path: Path, strategy: str
 ) -> None:

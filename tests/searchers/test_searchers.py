@@ -135,6 +135,7 @@ def biased(candidate: Candidate) -> float:
     return truth(candidate) * wrong * (1.25 if candidate.get("bucket") == 4 else 1.0)
 
 
+@pytest.mark.slow
 def test_bayes_corrects_a_prediction_that_is_biased_on_an_axis() -> None:
     space = Space(AXES, valid, biased)
     needed = {name: mean(first_hit(name, space, seed) for seed in range(4)) for name in NAMES}
