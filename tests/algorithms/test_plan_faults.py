@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from syncline import registry
 from syncline.errors import PlanError
 from syncline.nouns import Group
-from syncline.plans.check import check, depends
+from syncline.plans.check import check
 from syncline.plans.plan import Plan
 from syncline.sync.gossip import Gossip
 
@@ -91,6 +91,17 @@ def test_a_transfer_done_again_later_is_found(plan, data):
     again[0] = data.draw(st.integers(again[0] + 1, int(plan.step[-1]) + 1))
     with pytest.raises(PlanError, match=NAMES_RANKS):
         check(changed(plan, [*plan.rows.tolist(), again]))
+
+
+def depends(plan, i, j):
+    """Whether transfer j must wait for transfer i, which stands before it: two reduces into one chunk commute."""
+    first, second = plan[i], plan[j]
+    if first.step == second.step or first.chunk >= second.chunk + second.count:
+        return False
+    if second.chunk >= first.chunk + first.count:
+        return False
+    commute = first.op == second.op == "reduce"
+    return first.dst == second.src or first.src == second.dst or (first.dst == second.dst and not commute)
 
 
 @given(right_plans(), st.data())

@@ -30,7 +30,7 @@ from unittest import mock
 import numpy as np
 from attacks import LARGE, attacked
 from mutations import MOST_BYTES
-from planted import Planted
+from planted import Planted, causes
 from plays import member
 from test_tls import write
 from test_transport_faults import Scripted, frame
@@ -100,7 +100,6 @@ from syncline.wire.tls import FILES, Credentials, credentials
 from syncline_bench import messages, top
 from syncline_bench.doctor.checks import Finding, Way
 from syncline_bench.doctor.hosts import Links, Offset, Seen, judged, read_reached
-from syncline_bench.explain.causes import causes
 from syncline_bench.explain.flights import explain_flight
 from syncline_bench.explain.reading import read_timeline
 from syncline_bench.explain.results import explain_result
