@@ -63,7 +63,7 @@ from syncline.launch.relay import Name, Relay
 from syncline.membership import Accept, Accepted, Commit, Join, Outbid, Peer, Prepare, Promise, Refused, Report, View
 from syncline.nouns import Bucket, Layer, Rate, Seconds, Size, Slice, Spec
 from syncline.sampling import Pool, Pools, SampleOrder
-from syncline.serving import records
+from syncline.serving import records, turns
 from syncline.serving.messages import read_message
 from syncline.session import layout, tickets
 from syncline.session.layout import Layout
@@ -608,6 +608,16 @@ def records_of_owners() -> tuple[list[bytes], Parse]:
         assert all(one.slice.start <= one.slice.stop for one in records.unpack(data, "rank 1", 1))
 
     return [packed, table], parse
+
+
+@parser(ValueError)
+def samples_in_the_weights() -> tuple[list[bytes], Parse]:
+    account = turns.Account([(0, 0, 40), (1, 0, 8), (1, 12, 16)])
+
+    def parse(data: bytes) -> None:
+        assert turns.Account(turns.read_counted(data.decode())).first_left(0, 40) >= 0
+
+    return [str(account.record(0).value).encode()], parse
 
 
 @parser(ProtocolError, UsageError)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from typing import Any
 
 import elastic_bodies as bodies
@@ -89,6 +90,46 @@ def test_a_worker_is_lost_at_any_step(pool: Pool, address: str, strategy: str, w
 def test_a_server_is_lost_at_any_step(pool: Pool, address: str, server: int, what: str, when: int) -> None:
     with lost(pool, address, f"{FOLLOWED} {BOUND}", 3, **{str(server): (what, when)}) as (group, survivors):
         check(group, survivors, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "workers"), [(FOLLOWED, 3), (ON_WORKERS, 4)])
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "before go_on 1",
+        "before send Promise 1",
+        "after begin_again 1",
+        "after put_together_again 1",
+        "after restored 1",
+    ],
+)
+def test_a_second_process_is_lost_while_the_others_agree(
+    pool: Pool, address: str, strategy: str, workers: int, rank: int, point: str
+) -> None:
+    """The first owner, or server. It survives if it does not come to this point."""
+    servers = 2 if strategy == FOLLOWED else 0
+    plan: dict[str, Any] = {"2": ("before", 4), "die": {str(rank): point}, "servers": servers}
+    strategy = f"{strategy} {BOUND}"
+    with started(pool, address, workers + servers, strategy=strategy, **plan) as (group, relay):
+        lose(group, relay, 2)
+        waiting, survivors = {*range(workers), rank} - {2}, list[int]()
+        while waiting:
+            ready = connection.wait([group.ranks[index].line for index in waiting], LIMIT_S)
+            assert ready, [rank.printed() for rank in group.ranks]
+            for index in [index for index in sorted(waiting) if group.ranks[index].line in ready]:
+                waiting.remove(index)
+                try:
+                    group.ranks[index].said.append(group.ranks[index].line.recv())
+                    survivors.append(index)
+                except EOFError:
+                    assert index == rank, f"{point}: {group.ranks[index]}"
+                    if index < workers or point.startswith("before go_on"):
+                        lose(group, relay, index)
+                    else:
+                        relay.note_end(index, group.end(LIMIT_S, among=[index])[index] or 0)
+        check(group, sorted(survivors), 1)
 
 
 def test_the_server_is_lost(pool: Pool, address: str) -> None:

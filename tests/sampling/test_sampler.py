@@ -10,8 +10,8 @@ import pytest
 
 import syncline
 from syncline import sampling
-from syncline.errors import MismatchError, ProtocolError, SynclineError, UsageError
-from syncline.sampling import ASKED, MOST_EPOCHS, SampleOrder, Sampler, sampler_of
+from syncline.errors import MismatchError, NotBuiltError, ProtocolError, SynclineError, UsageError
+from syncline.sampling import ASKED, MOST_EPOCHS, PoolBatches, SampleOrder, Sampler, sampler_of
 from syncline.session.session import Session
 
 POOLED, SPLIT = "ps(servers=1, on=workers) sync=asp", "ring"
@@ -238,3 +238,111 @@ def test_a_run_has_so_many_samplers(group: Any, monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(UsageError, match="up to 1 samplers"):
         group(POOLED, 2, body)
+
+
+# In an elastic run: batches that pushes name.
+
+
+def counting(session: Session, samples: int, batch_size: int | None = 4) -> PoolBatches:
+    session.elastic = True
+    sampler = sampler_of(session, SampleOrder(samples, batch_size, shuffle=False))
+    assert isinstance(sampler, PoolBatches)
+    return sampler
+
+
+def used(session: Session) -> tuple[int, int, int]:
+    """What the next push names."""
+    assert session.next_samples is not None
+    epoch, start, stop = session.next_samples()
+    return epoch, start, stop
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_pushes_of_an_elastic_run_name_each_sample_once_per_epoch(group: Any, workers: int) -> None:
+    """Also those of a loader that fetches ahead, as far as it can."""
+
+    def body(session: Session) -> Any:
+        sampler, found = counting(session, 22), []
+        while sampler.epoch < 3:
+            for batch in list(sampler) if session.rank == 0 else sampler:
+                epoch, start, stop = used(session)
+                assert (epoch, list(range(start, stop))) == (sampler.epoch, batch)
+                found += [(epoch, index) for index in batch]
+                sampler.commit()
+        session.barrier()
+        return found
+
+    names = [name for worker in group(POOLED, workers, body) for name in worker]
+    assert sorted(names) == [(epoch, index) for epoch in range(3) for index in range(22)]
+
+
+def test_a_pool_begins_with_what_the_weights_do_not_contain(group: Any) -> None:
+    def body(session: Session) -> None:
+        sampler = counting(session, 12)
+        assert next(iter(sampler)) == [0, 1, 2, 3]
+        session.pools, session.counted = None, [(0, 0, 12), (1, 0, 3), (1, 5, 8), (2, 0, 12)]
+        sampler.enter(session)
+        found = []
+        while sampler.epoch < 4:
+            assert sampler.where.startswith(f"epoch {sampler.epoch}, of which ")
+            for batch in sampler:
+                found.append((*used(session), batch))
+                sampler.commit()
+        assert found[:3] == [(1, 3, 5, [3, 4]), (1, 8, 12, [8, 9, 10, 11]), (3, 0, 4, [0, 1, 2, 3])]
+
+    group(POOLED, 1, body)
+
+
+def test_a_batch_comes_again_until_it_is_committed(group: Any) -> None:
+    def body(session: Session) -> None:
+        sampler = counting(session, 12)
+        first, second = (batch for batch, _ in zip(sampler, range(2), strict=False))
+        assert used(session) == (0, 0, 4)
+        sampler.commit()
+        again = iter(sampler)
+        assert next(again) == second != first
+        assert used(session) == (0, 4, 8)
+        with pytest.raises(UsageError, match="a second time without commit"):
+            used(session)
+        sampler.commit()
+        with pytest.raises(UsageError, match="takes one batch"):
+            sampler.commit(2)
+        assert list(again) == [[8, 9, 10, 11]]
+        with pytest.raises(UsageError, match=r"no commit.. counts 1 batches of epoch 0 that were used"):
+            iter(sampler)
+        used(session)
+        sampler.commit()
+        assert sampler.epoch == 1
+        with pytest.raises(UsageError, match="without a batch of this run's sampler"):
+            used(session)
+        with pytest.raises(UsageError, match="takes one batch, after its"):
+            sampler.commit()
+        sampler.set_epoch(4)
+        next(iter(sampler))
+        assert used(session)[0] == 4
+        with pytest.raises(UsageError, match="a pool goes forward only"):
+            sampler.set_epoch(3)
+        with pytest.raises(TypeError, match="no length"):
+            len(sampler)
+
+    group(POOLED, 1, body)
+
+
+def test_an_elastic_run_counts_batches(group: Any) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(NotBuiltError, match="give batch_size="):
+            counting(session, 12, None)
+
+    group(POOLED, 2, body)
+
+
+def test_a_script_for_elastic_runs_works_in_others(group: Any) -> None:
+    def body(session: Session) -> None:
+        sampler, epochs = sampler_of(session, SampleOrder(10, 2)), []
+        assert isinstance(sampler, Sampler)
+        while sampler.epoch < 2:
+            epochs.append(sum(map(len, sampler)))
+            sampler.commit()
+        assert epochs == [10, 10]
+
+    group(POOLED, 1, body)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from syncline.sampling import Pool
 from syncline.serving.protocol import ALL, Add, Apply, Ledger, Release, Request
-from syncline.serving.turns import SAMPLES, Account, Take, Tell, Turns, apart
+from syncline.serving.turns import SAMPLES, Account, Take, Tell, Turns, apart, read_counted
 from syncline.sync.ssp import Ssp
 
 # The account.
@@ -57,6 +57,9 @@ def test_added_pushes_count_with_the_update_that_contains_them() -> None:
     assert (records, Account(counted).counted) == ([], account.counted)
     with pytest.raises(ValueError, match="different samples"):
         apart([account.record(0), Account().record(0)])
+    for text in ("{}", "[1]", "[[0, 0]]", "[[0, 2, 1]]", "[[0, 0, true]]", "[[0, 0, 2], [0, 1, 3]]", "[" * 9999, "x"):
+        with pytest.raises(ValueError, match=r".+"):
+            read_counted(text)
 
 
 # All together: workers, owners and the pool of batches, in any order of events, with losses.

@@ -175,13 +175,27 @@ def are_samples(value: Any) -> bool:
 
 
 def apart(records: Iterable[Record]) -> tuple[list[Record], Counted]:
-    """Records of weights and state, and the samples that these contain. ValueError if parts contain different ones."""
-    found, texts = [], set()
+    """Records of weights and state, and the samples that these contain.
+
+    ValueError if parts contain different ones, and for what is no account.
+    """
+    found, texts = [], set[str]()
     for record in records:
         if record.key == _IN_THE_WEIGHTS:
-            texts.add(record.value)
+            texts.add(str(record.value))
         else:
             found.append(record)
     if len(texts) > 1:
         raise ValueError("parts of the weights contain the pushes of different samples")
-    return found, [(epoch, start, stop) for text in texts for epoch, start, stop in json.loads(str(text))]
+    return found, [counted for text in texts for counted in read_counted(text)]
+
+
+def read_counted(text: str) -> Counted:
+    """The inverse of what ``Account.record`` writes. ValueError for anything else."""
+    try:
+        listed = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(listed, list) or not all(are_samples(one) for one in listed):
+        raise ValueError(f"no list of samples: {text:.200}")
+    return Account([(epoch, start, stop) for epoch, start, stop in listed]).counted
