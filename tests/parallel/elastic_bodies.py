@@ -89,7 +89,7 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     happenings = [happenings] if happenings and isinstance(happenings[0], str) else happenings
 
     def happen(now: str, step: int) -> None:
-        points.on = step in Points.STEPS
+        points.on = step in Points.STEPS or "whenever" in plan
         if [now, step] in happenings:
             if now == "raise":
                 raise RuntimeError("a bug of one worker")
