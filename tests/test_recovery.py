@@ -51,14 +51,6 @@ def test_what_cannot_go_on_is_refused(group: Any, strategy: str, words: str) -> 
     group(strategy, 2, body)
 
 
-def test_nobody_joins_workers_that_hold_parts_of_the_state(group: Any) -> None:
-    def body(session: Session) -> None:
-        with members(most=3) as found, pytest.raises(NotBuiltError, match="only if no worker can join"):
-            found.check(session)
-
-    group("ps(servers=2, on=workers, replicas=1)", 2, body)
-
-
 def test_followers_need_buckets_that_stay(group: Any) -> None:
     def body(session: Session) -> None:
         with members() as found, pytest.raises(NotBuiltError, match=r"keep their buckets, .*: use .* schedule=fixed'"):
@@ -284,7 +276,7 @@ def test_a_new_worker_is_left_out_unless_an_older_one_is_lost(
 
 def test_a_message_of_another_version_is_refused() -> None:
     with members(most=3) as found:
-        packet = {"from": 7, "message": ["Join", "7@host:1", [], -1, "a field of a newer version"]}
+        packet = {"from": 7, "message": ["Join", "7@host:1", [], -1, False, "a field of a newer version"]}
         (sent,) = found._heard(packet)
         assert isinstance(sent, Send)
         assert (sent.to.name, type(sent.message)) == ("7@elsewhere:0", Refused)
@@ -307,7 +299,7 @@ def test_a_member_with_a_name_that_no_launcher_gives_is_not_taken_over() -> None
 )
 def test_nobody_joins_under_another_name_than_the_senders(name: str) -> None:
     with members(most=3) as found:
-        packet = {"from": 7, "message": ["Join", name, [], -1]}
+        packet = {"from": 7, "message": ["Join", name, [], -1, False]}
         assert (_join_in(packet) is not None) == (name == "7@h:65535")
         found._heard(packet)
         assert found._keeper.view.number == 1

@@ -18,7 +18,7 @@ caller reports finished steps, suspected members, received messages and timeouts
     Train                                 Train
 
 Each change of views is one decision of Paxos among the members of the present view: a proposal that a quorum may have
-accepted is proposed again by every later coordinator. The coordinator is the member with the lowest number that is not
+accepted is proposed again by every later coordinator. The coordinator is the worker with the lowest number that is not
 suspected. If it is silent, a timeout makes another one propose with a higher ballot; two coordinators at once are safe.
 
 Rules
@@ -31,8 +31,11 @@ Rules
   A member counts these steps once it has them (``restored``): the source may be lost before.
 * Numbers of members are never used twice. A member that the others have excluded learns that, and stops. Its process
   may join anew, and gets another number.
+* Servers are members that train nothing: they never have the weights of a view, and do not count as left. A view has a
+  number of workers between two limits, and up to a number of servers.
 * Whoever asks to join states terms (version, model, strategy). Other terms are refused, and nothing changes for the
-  run. The caller has authenticated every sender before: here a message's sender is who it says.
+  run. A server may leave some out. The caller has authenticated every sender before: here a message's sender is who it
+  says.
 
 Members that fail stop: a process that has forgotten its promises must not come back under its number.
 
@@ -55,10 +58,11 @@ JOINING = -1
 
 @dataclass(frozen=True, order=True)
 class Peer:
-    """A process. ``number`` is its own for the whole run; ``name`` says how to reach it."""
+    """A process. ``number`` is its own for the whole run; ``name`` says how to reach it. A server ``serves``."""
 
     number: int
     name: str
+    serves: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class View:
     def numbers(self) -> frozenset[int]:
         """The numbers of the members."""
         return frozenset(peer.number for peer in self.members)
+
+    @property
+    def servers(self) -> frozenset[int]:
+        """The numbers of those members that are servers."""
+        return frozenset(peer.number for peer in self.members if peer.serves)
 
     def peer(self, number: int) -> Peer:
         """The member with that number."""
@@ -152,11 +161,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Join:
-    """A process asks to become a member. ``number`` is ``JOINING``."""
+    """A process asks to become a member, as a worker or as a server. ``number`` is ``JOINING``."""
 
     name: str
     terms: tuple[tuple[str, str], ...]
     number: int = JOINING
+    serves: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,9 +211,15 @@ def _text(value: Any) -> str:
     return value
 
 
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError
+    return value
+
+
 def _view(data: Any) -> View:
     number, members, fresh, step, source = data
-    peers = tuple(Peer(_number(one), _text(name)) for one, name in members)
+    peers = tuple(Peer(_number(one), _text(name), _flag(serves)) for one, name, serves in members)
     view = View(_number(number), peers, _number(fresh), _number(step), _number(source))
     if not peers or list(view.members) != sorted(view.members) or source not in view.numbers:
         raise ValueError
@@ -228,8 +244,11 @@ _READ: Mapping[str, Callable[..., Message]] = {
     "Outbid": lambda base, ballot: Outbid(_number(base), _ballot(ballot)),
     "Commit": lambda view: Commit(_view(view)),
     "Report": lambda base, suspects: Report(_number(base), frozenset(map(_number, suspects))),
-    "Join": lambda name, terms, number: Join(
-        _text(name), tuple(sorted({_text(key): _text(value) for key, value in terms}.items())), _number(number)
+    "Join": lambda name, terms, number, serves: Join(
+        _text(name),
+        tuple(sorted({_text(key): _text(value) for key, value in terms}.items())),
+        _number(number),
+        _flag(serves),
     ),
     "Refused": lambda reason: Refused(_text(reason)),
 }
@@ -298,8 +317,9 @@ class ViewKeeper:
 
     A founder gets the first view, and trains. A process that joins gets an empty view whose members are those to ask
     (``joining``), and trains once ``Train`` comes. ``terms`` must be those of the other members. A view has ``least``
-    to ``most`` members. Messages without an answer are sent again at ``patience`` timeouts before the silent members
-    are suspected. With ``newest=False`` a view begins with the fewest steps that a member has finished.
+    to ``most`` workers, and at most ``servers`` servers. Messages without an answer are sent again at ``patience``
+    timeouts before the silent members are suspected. With ``newest=False`` a view begins with the fewest steps that a
+    member has finished.
     """
 
     def __init__(
@@ -312,41 +332,42 @@ class ViewKeeper:
         most: int = 1 << 16,
         patience: int = 1,
         newest: bool = True,
-        servers: Iterable[int] = (),
+        servers: int = 0,
     ) -> None:
         self.me, self.view, self.newest = me, view, newest
         self.halted = me.number == JOINING
         """Whether no step may be begun or finished."""
         self.stopped = ""
         """Why this process has left the run; empty for a member."""
-        self.servers = frozenset(servers)
-        """The members that train nothing: they never have the weights of a view, and do not count as left."""
-        self.finished = -1 if me.number == JOINING or me.number in self.servers else view.step
+        self.finished = -1 if me.number == JOINING or me.serves else view.step
         """The number of steps that this process's weights contain; -1 without weights."""
         self.ready = me.number != JOINING
         """Whether this process has the weights of the view's source."""
         self.suspected: frozenset[int] = frozenset()
         self.state(terms)
-        self._least, self._most, self._patience = least, most, patience
+        self._least, self._most, self._servers, self._patience = least, most, servers, patience
         self._promised: Ballot = _NO_BALLOT
         self._accepted: tuple[Ballot, View] | None = None
         self._highest = 0  # the highest number of a ballot that this process has seen
         self._favoured: frozenset[int] = frozenset()
-        self._joining: tuple[str, ...] = ()
+        self._joining: tuple[Peer, ...] = ()
         self._requests = 0  # of this process to join
         self._round: _Round | None = None
         self._leader = me.number  # the last one to propose, as far as this process has heard
         self._waited = 0  # timeouts for its decision
 
     @classmethod
-    def joining(cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str], **limits: Any) -> ViewKeeper:
+    def joining(
+        cls, name: str, contacts: Iterable[Peer], terms: Mapping[str, str], *, serves: bool = False, **limits: Any
+    ) -> ViewKeeper:
         """A process that asks ``contacts`` to let it join. Its first timeout sends the first request."""
-        return cls(Peer(JOINING, name), View(0, tuple(contacts), 0), terms, **limits)
+        return cls(Peer(JOINING, name, serves), View(0, tuple(contacts), 0), terms, **limits)
 
     @property
     def coordinator(self) -> int:
-        """The number of the member that should propose."""
-        return min(self.view.numbers - self.suspected)
+        """The number of the member that should propose: a worker, if one is left, because servers know no terms."""
+        left = self.view.numbers - self.suspected
+        return min(left - self.view.servers or left)
 
     def state(self, terms: Mapping[str, str]) -> None:
         """From now on a process that joins must have these terms in common with this one."""
@@ -358,7 +379,7 @@ class ViewKeeper:
         """This process has the weights of the view's source. ValueError if it should not train."""
         if self.halted or self.stopped:
             raise ValueError("weights were restored after Halt")
-        self.finished, self.ready = -1 if self.me.number in self.servers else self.view.step, True
+        self.finished, self.ready = -1 if self.me.serves else self.view.step, True
 
     def finish(self) -> None:
         """A step is finished: the weights contain it. ValueError if it must not be."""
@@ -400,7 +421,7 @@ class ViewKeeper:
             if self._requests > self._patience:
                 return self._stop("no member of the run has answered the request to join")
             self._requests += 1
-            join = Join(self.me.name, self._terms)
+            join = Join(self.me.name, self._terms, serves=self.me.serves)
             return [Send(peer, join) for peer in self.view.members]
         if self._round is None:
             return [] if self._yields() else self._propose()
@@ -498,7 +519,7 @@ class ViewKeeper:
         self.suspected &= view.numbers
         self._promised, self._accepted, self._highest = _NO_BALLOT, None, 0
         self._favoured, self._round, self._leader = frozenset(), None, found.number
-        self._joining = tuple(name for name in self._joining if view.named(name) is None)
+        self._joining = tuple(peer for peer in self._joining if view.named(peer.name) is None)
         train: list[Action] = [Train(view)]
         if self.suspected or (self._joining and self.coordinator == self.me.number):
             return [*train, *self._halt(), *self._react()]
@@ -516,11 +537,13 @@ class ViewKeeper:
         """Why a process that is not a member cannot become one; empty if it can."""
         if message.number != JOINING:
             return f"number {message.number} belongs to a member that the others have excluded: join without a number"
-        if message.terms != self._terms:
-            return self._difference(dict(message.terms))
-        others = {name for name in self._joining if name != message.name}
-        if len(self.view.numbers - self.suspected) + len(others) >= self._most:
-            return f"the run has {self._most} members already"
+        if difference := self._difference(message):
+            return difference
+        others = [peer for peer in self._joining if peer.name != message.name]
+        others += [peer for peer in self.view.members if peer.number not in self.suspected]
+        most, kind = (self._servers, "server") if message.serves else (self._most, "worker")
+        if sum(peer.serves == message.serves for peer in others) >= most:
+            return f"the run has {most} {kind}{'s' * (most != 1)} already"
         return ""
 
     def _join(self, message: Join) -> list[Action]:
@@ -530,19 +553,25 @@ class ViewKeeper:
         asker = Peer(message.number, message.name)
         if message.number == JOINING and self.view.named(message.name) is not None:
             return [Send(asker, Commit(self.view))]  # it has not heard that it has joined
+        first = self.view.peer(self.coordinator)
+        if self.me.serves and first != self.me:  # which knows the terms
+            return [Send(first, message)]
         if reason := self._refusal(message):
             return [Send(asker, Refused(reason))]
-        if self.coordinator != self.me.number:
-            return [Send(self.view.peer(self.coordinator), message)]
-        if message.name in self._joining:
+        if first != self.me:
+            return [Send(first, message)]
+        if any(peer.name == message.name for peer in self._joining):
             return []
-        self._joining += (message.name,)
+        self._joining += (Peer(JOINING, message.name, message.serves),)
         return [*self._halt(), *self._react()]
 
-    def _difference(self, theirs: Mapping[str, str]) -> str:
-        mine = dict(self._terms)
-        name = next(name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name))
-        return f"this run has {name} {mine.get(name)!r}, but the process that joins has {theirs.get(name)!r}"
+    def _difference(self, message: Join) -> str:
+        """How the terms of a process that joins differ from those of this run; empty if they do not."""
+        mine, theirs = dict(self._terms), dict(message.terms)
+        for name in sorted(theirs.keys() if message.serves else mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                return f"this run has {name} {mine.get(name)!r}, but the process that joins has {theirs.get(name)!r}"
+        return ""
 
     # As coordinator.
 
@@ -621,7 +650,7 @@ class ViewKeeper:
         view = max(before, key=lambda one: one[0])[1] if before else self._next(made, answered)
         if view.step < 0:
             return self._stop("nobody who is left has the weights")
-        if (left := len(view.numbers - self.servers)) < self._least:
+        if (left := len(view.numbers - view.servers)) < self._least:
             return self._stop(f"{left} member{'s are' if left > 1 else ' is'} left, and this run needs {self._least}")
         self._accepted = made.ballot, view
         self._round = replace(made, view=view, accepted=frozenset({self.me.number}), resent=0)
@@ -634,8 +663,12 @@ class ViewKeeper:
         source = min(number for number in answered if steps[number] == step)
         fresh = self.view.fresh
         stay = tuple(peer for peer in self.view.members if peer.number in answered)
-        come = tuple(Peer(fresh + i, name) for i, name in enumerate(self._joining[: self._most - len(stay)]))
-        return View(self.view.number + 1, stay + come, fresh + len(come), step, source)
+        come: list[Peer] = []
+        for serves, most in ((False, self._most), (True, self._servers)):
+            room = max(0, most - sum(peer.serves == serves for peer in stay))
+            come += [peer for peer in self._joining if peer.serves == serves][:room]
+        new = tuple(replace(peer, number=fresh + i) for i, peer in enumerate(come))
+        return View(self.view.number + 1, stay + new, fresh + len(new), step, source)
 
     def _commit(self, view: View) -> list[Action]:
         everyone = {*self.view.members, *view.members} - {self.me}

@@ -21,7 +21,7 @@ from .errors import ClosedError, PeerError, SynclineError, UsageError
 from .launch.child import end_with_launcher
 from .launch.connecting import alone, connect_session
 from .launch.environment import REPEATS, Environment, Variables, worker_places
-from .launch.relay import Range, allowed, joins, may_grow, range_asked
+from .launch.relay import Range, allowed, joins, joins_to_serve, may_grow, range_asked
 from .launch.rendezvous import Rendezvous, secret_bytes
 from .session.checks import Finite, asked_for
 from .session.groups import WorkerGroup, found_group
@@ -153,8 +153,8 @@ class Process:
         checks.check_fit(chosen)
         metrics = None if lone else _asked_metrics()
         with self._recorded(environment.rank, unless=lone) as recording, self._kept(environment) as flight:
-            if environment.world == 1 and chosen.servers == 0:
-                self.joined = alone(chosen, recording)
+            if lone or (environment.world == 1 and chosen.servers == 0):
+                self.joined = alone(chosen, recording, serves=lone and joins_to_serve())
                 self.joined.lone = [] if lone or may_grow() else None
                 if checks.asked:
                     log.warning("%s is without effect: a run of one worker exchanges nothing", checks.asked)

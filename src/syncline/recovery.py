@@ -20,8 +20,8 @@ A worker that joins runs the script alone up to ``run``, and asks there. Rank 0 
 the end of the session in its ticket of a step. All end it before the next step, agree on a view with the new worker,
 and go on as after a loss. If a view with a new worker does not begin, the others go on without that worker.
 
-Server processes are members too (``served``). They serve in ``syncline.prepare()``, which begins again in each session.
-The launcher tells them when the workers are in ``run``.
+Server processes are members too (``served``). They serve in ``syncline.prepare()``, which begins again in each session,
+and where a new server joins. The launcher tells them when the workers are in ``run``.
 
 Agreement needs the training threads of all survivors. A worker that is busy outside Syncline is waited for.
 """
@@ -129,6 +129,10 @@ class Lasting(Protocol):
 
     def copy_again(self, session: Session, root: int, whole: bool) -> None:
         """Take over the weights of ``root``, and the optimizer's state if each worker has the ``whole`` of it."""
+        ...
+
+    def hold_whole(self, view: int, step: int) -> Held:
+        """The model of a worker that is alone, as the only part of its view. Called only if other owners may follow."""
         ...
 
     def prepare_again(self, session: Session) -> Any:
@@ -242,13 +246,20 @@ def _members() -> Members | None:
 def served(prepare: Callable[[], T | None]) -> T | None:
     """The result of ``prepare``, which is None on a server that is not needed any more.
 
-    A server of an elastic run calls it again in the next session after each loss.
+    A server of an elastic run calls it again in the next session after each loss. A new one is alone in its first call,
+    and joins the others after it.
     """
     while True:
         session = process.session
         try:
             found = prepare()
-            if session.is_worker or (members := _members()) is None or not members.serves:
+            if session.is_worker or (members := _members()) is None:
+                return found
+            if members.joins:
+                members.state_of_server(session)
+                _join(members)
+                continue
+            if not members.serves:
                 return found
             ended = PeerLost("all workers have left in the middle of their training", rank=-1)
         except SynclineError as error:
@@ -268,7 +279,7 @@ def _join(members: Members) -> None:
     try:
         members.join()
     except _AllDone:
-        say("syncline: this worker ends: all others had finished before it could join\n")
+        say(f"syncline: {members.me} ends: all others had finished before it could join\n")
         process.leave()
 
 
@@ -291,18 +302,21 @@ class Members:
 
     def __init__(self, line: RelayLine) -> None:
         self._line = line
-        peers = tuple(Peer(number, line.name(number)) for number in range(line.processes))
-        apart = 0 if process.joined is None else process.joined.group.servers
-        limits: dict[str, Any] = {"least": line.least, "most": max(line.most, line.processes), "patience": _PATIENCE}
-        limits["servers"] = range(line.processes - apart, line.processes)
+        session = process.joined
+        self._servers = 0 if session is None else session.group.servers  # at the start
+        workers = line.processes - self._servers
+        peers = tuple(Peer(number, line.name(number), number >= workers) for number in range(line.processes))
+        limits: dict[str, Any] = {"least": line.least, "most": max(line.most, workers), "servers": self._servers}
+        limits["patience"] = _PATIENCE
         if line.joins:
-            self._keeper = ViewKeeper.joining(line.name(line.number), [_LAUNCHER], {}, **limits)
+            serves = session is not None and not session.is_worker
+            self._keeper = ViewKeeper.joining(line.name(line.number), [_LAUNCHER], {}, serves=serves, **limits)
         else:
             self._keeper = ViewKeeper(peers[line.number], View(1, peers, len(peers)), {}, **limits)
-            self._keeper.newest = not apart or _goes_on_from_the_newest(process.session.strategy)
+        self._keeper.newest = session is None or _goes_on_from_the_newest(session.strategy)
         self.given: list[Lasting] = []
         """The prepared models, with their optimizers."""
-        self._trained = frozenset[int]() if line.joins else self._keeper.view.numbers  # the members of the last session
+        self._trained = self._keeper.view  # of the last session; a process that joins has had none with the others
         self._over: set[int] = set()  # the numbers of processes that have ended
         self._asked, self._look_s = False, 0.0
         self._run = os.environ.get("SYNCLINE_RUN_ID", "")
@@ -313,7 +327,7 @@ class Members:
         self._state: Sequence[Stateful] = ()
         self._mark: _Mark | None = None  # in the present session
         self._steps = self._counted = 0  # the steps before the present session, and the finished ones of the keeper
-        self._held = HeldParts()  # of a server: its parts after the last steps
+        self._held = HeldParts()  # of a server: its parts after the last steps, until the next update
         self._told = self._done = 0  # the calls of ``syncline.elastic`` that a server knows, and those that are over
 
     @property
@@ -343,6 +357,11 @@ class Members:
     def joins(self) -> bool:
         """Whether this process is no member yet."""
         return self._keeper.me.number == JOINING
+
+    @property
+    def me(self) -> str:
+        """This process in messages."""
+        return "this server" if self._keeper.me.serves else "this worker"
 
     def count(self, *_: object) -> None:
         """Count an update of the weights: the hook of the optimizer. One of this worker alone does not count."""
@@ -389,22 +408,21 @@ class Members:
         if any(made.replica.normalises_over_ranks for made in process.prepared):
             raise NotBuiltError("syncline.elastic() works with BatchNorm, not with SyncBatchNorm")
         _check_samplers(session)
-        self._keeper.state(
-            {
-                "version": __version__,
-                "strategy": process.strategy,
-                "elastic": str(process.range),
-                "model": "; ".join(given.described for given in self.given),
-                "data": "; ".join(str(sampler.order) for sampler in session.global_batches),
-                "state": ", ".join(type(one).__name__ for one in state),
-                "call of syncline.elastic()": str(self._calls),
-            }
-        )
+        terms = {
+            "data": "; ".join(str(sampler.order) for sampler in session.global_batches),
+            "state": ", ".join(type(one).__name__ for one in state),
+            "call of syncline.elastic()": str(self._calls),
+        }
+        self._keeper.state(_terms_of(self.given) | terms)
         _stay(session)
         self._watch(session)
         self._count_from_here()
         earlier = self._earlier[0] if self._earlier else 0  # of one model
         self._line.send({"begun": self._calls, "in": self._keeper.view.number, "earlier": earlier})
+
+    def state_of_server(self, session: Session) -> None:
+        """State what a server that joins must have in common with the others."""
+        self._keeper.state(_terms_of([*(session.lone or []), *session.lasting]))
 
     def _count_from_here(self) -> None:
         """Note the steps that were finished before those of the owners' clocks."""
@@ -423,6 +441,7 @@ class Members:
     def join(self) -> None:
         """Become a member of the run, with the values of the others. RollCallError if they do not take this process."""
         self._begin_view(self._keeper.timeout, None)
+        self._told = 1  # nobody joins a later call
 
     def _watch(self, session: Session) -> None:
         """Note what happens to the models of a session, and let it end when a worker joins."""
@@ -497,15 +516,13 @@ class Members:
                 process.joined.barrier()  # a worker that is busy is waited for as in a step, and is not suspected
         actions = first()
         self._asked = False
-        before = zip(process.prepared, self._earlier, strict=True) if process.joined.is_worker else ()
         mark = self._mark
         if process.prepared and (mark is None or mark.finished != self._keeper.finished):
             mark = self._marked()
         self._count_steps(mark)
-        held: list[Held | None] = [made.hold_parts(earlier) for made, earlier in before]
-        held = held or [None] * len(self.given)
+        held = self._hold(process.joined)
         if process.joined.serving is not None:
-            self._held = process.joined.serving().count_from(self._earlier[0])
+            self._held = process.joined.serving().count_from(self._earlier[0]).beside(self._held)
         process.lose()
         for _ in range(self._line.processes + _ATTEMPTS):
             view = self._agree(actions, ended)
@@ -529,7 +546,7 @@ class Members:
             else:
                 self._keeper.restored()
                 self._mark, self._counted = None, view.step
-                self._trained, self._repairs = view.numbers, process.session.repairs
+                self._trained, self._repairs = view, process.session.repairs
                 self._count_from_here()
                 return
         raise self._failed(ended, "the workers that are left cannot connect")
@@ -539,6 +556,13 @@ class Members:
         alone = self._keeper.finished - self._counted
         self._steps = self._steps + alone if mark is None else mark.models[0].steps
 
+    def _hold(self, session: Session) -> list[Held | None]:
+        """What this worker has of each model in parts; None for a model that every worker has whole."""
+        if session.alone and session.strategy.server_holds_weights:
+            return [given.hold_whole(self._keeper.view.number, self._keeper.finished) for given in self.given]
+        before = zip(process.prepared, self._earlier, strict=True) if session.is_worker else ()
+        return [made.hold_parts(earlier) for made, earlier in before] or [None] * len(self.given)
+
     def _blamed(self, view: View, error: SynclineError) -> frozenset[int]:
         """Whom to leave out after a view broke before it began: those that have ended, or else those that were new.
 
@@ -547,7 +571,7 @@ class Members:
         """
         self._look_for_ends()
         over = frozenset(peer.number for peer in view.members if _process(peer.name) in self._over)
-        new = view.numbers - self._trained if self._trained else frozenset[int]()
+        new = view.numbers - self._trained.numbers if self._trained.number else frozenset[int]()
         if isinstance(error, PeerLost) and 0 <= error.rank < len(view.members):
             new = new if self._seated(view)[error.rank].number in new else frozenset()
         return over or (frozenset() if self._is_followed() else new)
@@ -556,7 +580,7 @@ class Members:
         """The error of a process that does not go on."""
         if isinstance(ended, PeerLost):
             return PeerLost(f"{ended}; {why}", rank=ended.rank, host=ended.host)
-        return RollCallError(f"this worker cannot join the run: {why}") if ended is None else GroupError(why)
+        return RollCallError(f"{self.me} cannot join the run: {why}") if ended is None else GroupError(why)
 
     def _agree(self, actions: list[Action], ended: Exception | None) -> View:
         """Carry out actions and wait for packets, until a view is decided."""
@@ -604,7 +628,7 @@ class Members:
         if _is_number(packet.get("view")) and isinstance(half, list) and all(type(one) is int for one in half):
             return keeper.favoured(packet["view"], half)
         self._note_call(packet)
-        if keeper.me.number in keeper.servers and self._told <= self._done:
+        if keeper.me.serves and not self.joins and self._told <= self._done:
             raise _AllDone
         if "done" in packet and (self.joins or (self._member(packet["done"]) and packet.get("call") == self._calls)):
             raise _AllDone
@@ -618,7 +642,7 @@ class Members:
 
     def _seated(self, view: View) -> list[Peer]:
         """The members of a view by their places in its session: servers come last."""
-        return sorted(view.members, key=lambda peer: (peer.number in self._keeper.servers, peer.number))
+        return sorted(view.members, key=lambda peer: (peer.serves, peer.number))
 
     def _look_for_ends(self) -> None:
         """Note the ends of processes of which the launcher has told. Does not wait."""
@@ -633,8 +657,8 @@ class Members:
 
     def _begin(self, view: View) -> None:
         """Begin the session of a view."""
-        members, servers = self._seated(view), len(view.numbers & self._keeper.servers)
-        if self._keeper.servers and not servers:
+        members, servers = self._seated(view), len(view.servers)
+        if self._servers and not servers:
             raise _PartsLost("all servers are lost: start again from your last checkpoint")
         rank, run = members.index(self._keeper.me), f"{self._run}.{view.number}"
         names = [name for peer in members if (name := Name.read(peer.name)) is not None]
@@ -645,7 +669,12 @@ class Members:
         process.begin_again(place, run, number, _CONNECT_S, self._check_members)
         process.session.numbers = tuple(name.number for name in names)
         process.session.view = view.number
+        process.session.updated = self._forget_held
         _stay(process.session)
+
+    def _forget_held(self) -> None:
+        """Free the parts of the earlier sessions: no server needs them after an update."""
+        self._held = HeldParts()
 
     def _is_followed(self) -> bool:
         """Whether another member proposes the next view: one more worker has asked to join. Does not wait."""
@@ -687,7 +716,7 @@ class Members:
             if again is not None:
                 process.prepared.append(again)
         shared = self._shared()
-        repairs = self._repairs + len(self._trained - view.numbers - self._keeper.servers)
+        repairs = self._repairs + len(self._trained.numbers - self._trained.servers - view.numbers)
         divided = [one for one in samplers if isinstance(one, GlobalBatches)]
         states = [[one.state_dict() for one in each] for each in (shared, divided)]
         mine = packed([*states, repairs, self._steps])
@@ -703,7 +732,7 @@ class Members:
         self._watch(session)
         if session.rank == 0:
             where = ", ".join(sampler.where for sampler in samplers)
-            left, new = session.world_size, len(view.numbers - self._trained)
+            left, new = session.world_size, len(view.numbers - self._trained.numbers)
             some = session.group.servers
             beside = f" and {some} server{'s' if some > 1 else ''}" if some else ""
             goes = "go" if left > 1 or some else "goes"
@@ -755,6 +784,12 @@ def _check_samplers(session: Session) -> None:
             f"--samples writes steps of all workers together, and under sync={session.strategy.sync.name} each worker"
             " makes its own: leave it out"
         )
+
+
+def _terms_of(given: Sequence[Lasting]) -> dict[str, str]:
+    """What all processes must have in common, workers and servers."""
+    model = "; ".join(one.described for one in given)
+    return {"version": __version__, "strategy": process.strategy, "elastic": str(process.range), "model": model}
 
 
 def _join_in(packet: dict[str, Any]) -> Join | None:

@@ -91,7 +91,7 @@ def test_metrics_of_a_run_are_shown_by_top_and_a_taken_port_ends_it_before_its_t
         *((["-n", "2", "--elastic", text], "is not LEAST or LEAST:MOST") for text in ("0:2", "0", "1:", ":2", "two")),
         (["-n", "2", "--servers", "1", "--elastic", "1"], "use 'ps(servers=1, on=workers, replicas=1)'"),
         (["-n", "2", "--strategy", "ps(servers=2)", "--elastic", "1"], "use 'ps(servers=2, replicas=1)'"),
-        (["-n", "2", "--strategy", "ps", "--elastic", "1:2"], "use 'ps(servers=1, on=workers, update=worker)'"),
+        (["-n", "2", "--strategy", "ps", "--elastic", "1:2"], "use 'ps(servers=1, on=workers, replicas=1)'"),
         (
             ["-n", "2", "--strategy", "ps(servers=1, on=workers) sync=asp", "--elastic", "1"],
             "with server processes, or replicas=1, if each worker goes at its own pace, not with",

@@ -792,7 +792,7 @@ def welcomes() -> tuple[list[bytes], Parse]:
             guest.close()
 
     told = {"SYNCLINE_STRATEGY": "ring"}
-    welcome = {"numbers": [1, 2], "run": "r", "told": told, "processes": 1, "least": 1, "most": 4}
+    welcome = {"numbers": [1, 2], "run": "r", "told": told, "processes": 1, "least": 1, "most": 4, "servers": 0}
     return [in_frame(welcome), in_frame({"refused": "why"})], parse
 
 

@@ -463,15 +463,18 @@ def test_the_largest_packet_fits_a_frame() -> None:
         Frames().feed(in_frame({"m": "x" * (FRAME_BYTES + 1 - len(full))}))
 
 
+LIMITS = {"processes": 1, "least": 1, "most": 2, "servers": 0}
+
+
 @pytest.mark.parametrize(
     "answer",
     [
-        {}, {"numbers": [1, 2], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
-        {"numbers": [1.0], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
-        {"numbers": [1], "run": "r", "told": {"LD_PRELOAD": "x"}, "processes": 1, "least": 1, "most": 2},
-        {"numbers": [1], "run": "r", "told": {"SYNCLINE_STRATEGY": 1}, "processes": 1, "least": 1, "most": 2},
-        {"numbers": [1, 1], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
-        {"numbers": [-1], "run": "r", "told": {}, "processes": 1, "least": 1, "most": 2},
+        {}, {"numbers": [1, 2], "run": "r", "told": {}, **LIMITS},
+        {"numbers": [1.0], "run": "r", "told": {}, **LIMITS},
+        {"numbers": [1], "run": "r", "told": {"LD_PRELOAD": "x"}, **LIMITS},
+        {"numbers": [1], "run": "r", "told": {"SYNCLINE_STRATEGY": 1}, **LIMITS},
+        {"numbers": [1, 1], "run": "r", "told": {}, **LIMITS},
+        {"numbers": [-1], "run": "r", "told": {}, **LIMITS},
     ],
 )  # fmt: skip
 def test_an_answer_that_no_launcher_gives_is_refused(answer: dict[str, Any]) -> None:

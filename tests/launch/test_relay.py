@@ -118,6 +118,7 @@ def test_a_line_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SERVED = "5:0:4:2:8"  # 4 processes, of 2 to 8 members
 CLOSED = "5:0:4:2:0"  # nobody joins
+APART = "5:0:6:2:8:2:0"  # two processes more, which are servers
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ CLOSED = "5:0:4:2:0"  # nobody joins
         ((2, 8), SERVED, (2, 8)),
         ((3, 6), SERVED, (3, 6)),
         ([2, 4], CLOSED, (2, 4)),
+        ((4, 4), APART, (4, 4)),
         (2, SERVED, (2, None)),
         ((2, None), CLOSED, (2, None)),
     ],
@@ -397,6 +399,23 @@ def test_no_more_processes_live_than_the_most(replaced: Replaced) -> None:
     assert replaced.relay.due(1e9) is None
     replaced.relay.note_end(0, 0, 300.0)
     assert replaced.relay.due(1e9) is None
+
+
+def test_a_server_takes_the_place_of_a_server() -> None:
+    """Servers do not count as workers, of which two live already."""
+    found = Relay(4, 1, 2, servers=2)
+    found._obey(0, {"begun": 1})
+    assert found.environ(3)[relays.VARIABLE].endswith(":3:4:1:2:2:0")
+    found.note_end(3, 9, 0.0)
+    assert found.refusal(1).startswith("it has 2 of at most 2 workers")
+    assert found.due(1.0) == 0.0
+    assert (found.replace(1.0), found.serves(4), found.due(9.0)) == (4, True, None)
+    assert found.environ(4)[relays.VARIABLE].endswith(":4:4:1:2:2:1")
+    found._obey(0, {"view": 2, "members": [0, 1, 2, 4]})
+    found.note_end(1, 9, 10.0)
+    assert (found.replace(11.0), found.serves(5), found.due(19.0)) == (5, False, None)
+    assert found.environ(5)[relays.VARIABLE].endswith(":5:4:1:2:2:0")
+    found.close()
 
 
 def test_nobody_is_replaced_unless_that_is_asked_for() -> None:

@@ -31,15 +31,15 @@ TERMS = {"version": "1", "strategy": "ring"}
 LAUNCHER = -1
 
 
-def founders(count: int, kind: type[ViewKeeper] = ViewKeeper, **limits: Any) -> list[ViewKeeper]:
-    """The members of a first view."""
-    peers = tuple(Peer(number, f"p{number}") for number in range(count))
-    return [kind(peer, View(1, peers, count), TERMS, **limits) for peer in peers]
+def founders(count: int, kind: type[ViewKeeper] = ViewKeeper, servers: int = 0, **limits: Any) -> list[ViewKeeper]:
+    """The members of a first view. The last ones are servers."""
+    peers = tuple(Peer(number, f"p{number}", number >= count - servers) for number in range(count))
+    return [kind(peer, View(1, peers, count), TERMS, servers=servers, **limits) for peer in peers]
 
 
-def joiner(name: str, contacts: Sequence[Peer]) -> ViewKeeper:
+def joiner(name: str, contacts: Sequence[Peer], **limits: Any) -> ViewKeeper:
     """A process that asks these to let it join."""
-    return ViewKeeper.joining(name, contacts, TERMS)
+    return ViewKeeper.joining(name, contacts, TERMS, **limits)
 
 
 class World(NamedTuple):
@@ -235,7 +235,7 @@ class Explorer:
             keeper = self.keeper(world, i)
             if not keeper.halted and not keeper.ready:
                 yield f"{i} restores the weights", self._after(world, i, "restore", None, world.net)
-            elif not keeper.halted and keeper.finished - keeper.view.step < self._steps:
+            elif not keeper.halted and not keeper.me.serves and keeper.finished - keeper.view.step < self._steps:
                 yield f"{i} finishes a step", self._after(world, i, "finish", None, world.net)
             if world.timeouts and keeper.halted:
                 later = world._replace(timeouts=world.timeouts - 1)

@@ -74,6 +74,15 @@ def test_members_go_back_by_one_step_at_most(members: int, faults: int, timeouts
     assert any(keeper.finished > keeper.view.step for keeper in keepers if keeper.view.number > 1 and not keeper.ready)
 
 
+def test_servers_are_members_without_weights() -> None:
+    """Another one takes the place of a lost one. The only worker may be lost as well: then nobody goes on."""
+    group = founders(2, servers=1, newest=False)
+    group.append(joiner("new", [keeper.me for keeper in group], serves=True, servers=1, newest=False))
+    explorer = Explorer(group, faults=2, timeouts=0, kinds=CRASHES)
+    found = explored(explorer)
+    assert any(explorer.keeper(world, 2).me == Peer(2, "new", serves=True) for world in found)
+
+
 @pytest.mark.parametrize(
     ("members", "faults", "kinds", "steps"),
     [(1, 2, ALL, 1), (2, 1, CRASHES, 0), (1, 2, "cr", 1), (2, 1, "r", 0)],
@@ -201,10 +210,11 @@ class Run:
         """The views of the members that are left."""
         return {keeper.view for name, keeper in self.keepers.items() if name not in self.gone}
 
-    def ask(self, name: str, **terms: str) -> ViewKeeper:
-        """Let a process ask all members to join."""
+    def ask(self, name: str, serves: bool = False, **terms: str) -> ViewKeeper:
+        """Let a process ask all members to join. A server knows the version only."""
         peers = [keeper.me for other, keeper in self.keepers.items() if other not in self.gone]
-        self.keepers[name] = ViewKeeper.joining(name, peers, TERMS | terms)
+        known = {"version": TERMS["version"]} if serves else TERMS
+        self.keepers[name] = ViewKeeper.joining(name, peers, known | terms, serves=serves)
         self.gone.discard(name)
         self.carry_out(name, self.keepers[name].timeout())
         return self.keepers[name]
@@ -338,8 +348,22 @@ def test_who_has_other_terms_is_refused_and_the_run_goes_on(terms: dict[str, str
 
 
 def test_a_full_run_refuses() -> None:
-    assert Run(2, most=2).ask("new").stopped == "the run has 2 members already"
+    assert Run(2, most=2).ask("new").stopped == "the run has 2 workers already"
     assert not Run(2, most=3).ask("new").stopped
+
+
+def test_servers_and_workers_are_counted_apart() -> None:
+    run = Run(3, servers=1, most=2)
+    assert run.ask("new").stopped == "the run has 2 workers already"
+    assert run.ask("new", serves=True).stopped == "the run has 1 server already"
+    run.lose("p2")
+    assert run.ask("new", serves=True, version="2").stopped.startswith("this run has version '1', but the process")
+    assert run.ask("new", serves=True).me == Peer(3, "new", serves=True)
+    run.lose("p0")
+    assert run.ask("newer").me == Peer(4, "newer")
+    run.lose("p1")  # the worker proposes, not the server, whose number is less
+    assert run.keepers["newer"].view.numbers == {3, 4}
+    assert run.ask("newest").me == Peer(5, "newest")
 
 
 def test_who_was_excluded_stops_and_joins_anew_under_another_number() -> None:
@@ -359,7 +383,7 @@ def test_who_was_excluded_stops_and_joins_anew_under_another_number() -> None:
     assert len({keeper.view for keeper in run.keepers.values()}) == 1
 
 
-peers = st.builds(Peer, st.integers(0, 99), st.text(max_size=3))
+peers = st.builds(Peer, st.integers(0, 99), st.text(max_size=3), st.booleans())
 views = st.lists(peers, min_size=1, max_size=3, unique_by=lambda peer: peer.number).flatmap(
     lambda members: st.builds(
         View,
@@ -379,7 +403,7 @@ messages = st.one_of(
     st.builds(Outbid, st.integers(0, 9), ballots),
     st.builds(Commit, views),
     st.builds(Report, st.integers(0, 9), st.frozensets(st.integers(0, 9))),
-    st.builds(Join, st.text(), st.just((("a", "b"),)), st.integers(-1, 9)),
+    st.builds(Join, st.text(), st.just((("a", "b"),)), st.integers(-1, 9), st.booleans()),
     st.builds(Refused, st.text()),
 )
 
@@ -393,8 +417,9 @@ def test_messages_are_the_same_after_a_way_as_text(message: Message) -> None:
     "data",
     [
         None, [], {}, "Commit", ["Nothing"], ["Commit"], ["Commit", None], ["Accepted", "1", [1, 2]],
-        ["Accepted", True, [1, 2]], ["Commit", [1, [[0, "a"]], 1, 0, 5]], ["Commit", [1, [], 1, 0, 0]],
-        ["Commit", [1, [[1, "a"], [0, "b"]], 2, 0, 0]], ["Refused", 3], ["Report", 1, ["x"]], ["Accepted", 1, [1]],
+        ["Accepted", True, [1, 2]], ["Commit", [1, [[0, "a", False]], 1, 0, 5]], ["Commit", [1, [], 1, 0, 0]],
+        ["Commit", [1, [[1, "a", False], [0, "b", False]], 2, 0, 0]], ["Commit", [1, [[0, "a", 0]], 1, 0, 0]],
+        ["Refused", 3], ["Report", 1, ["x"]], ["Accepted", 1, [1]],
     ],
 )  # fmt: skip
 def test_nonsense_is_no_message(data: Any) -> None:

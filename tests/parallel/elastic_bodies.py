@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import os
 import select
@@ -74,11 +75,12 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     host, _, port = address.rpartition(":")
     number, joins = str(index), index >= processes
     place, all_of_them = ("0", "1") if joins else (number, str(processes))
-    servers = 0 if joins else plan.get("servers", 0)
+    servers, apart = (0 if joins else plan.get("servers", 0)), plan.get("servers", 0)
     rank, world = min(int(place), int(all_of_them) - servers - 1), int(all_of_them) - servers
     numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     numbers["SYNCLINE_SERVERS"] = servers
     variable = f"{fd}:{index}:{processes}:{least}:{plan.get('most', 0)}"
+    variable += f":{apart}:{int(plan.get('serves', False))}" if apart else ""
     os.environ.update(
         {relay.VARIABLE: variable, "SYNCLINE_LAUNCHER": str(os.getppid())},
         **{name: str(number) for name, number in numbers.items()},
@@ -112,6 +114,8 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
     for what, step in happenings:
         if what in ("updates", "updated", "late", "pushed"):
             in_step(what, step)
+        elif what == "loading":
+            die_loading(step)
     syncline.init(plan["strategy"], secret=SECRET, liveness=2.0, elastic=plan.get("asks"))
 
     def made() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -127,7 +131,12 @@ def train(line: Connection, index: int, processes: int, address: str, least: int
         return x, y, model, *rest
 
     together = Strategy.parse(plan["strategy"]).sync_mode().merges
-    learnt = learn_all(happen, made) if together else learn_at_own_pace(happen)
+    try:
+        learnt = learn_all(happen, made) if together else learn_at_own_pace(happen)
+    except SystemExit:
+        held = process.elastic._held._by_step if process.elastic else ()
+        print("this server has parts of", len(held), "steps before")
+        raise
     stats = syncline.stats()
     line.send([*learnt, syncline.rank(), list(stats.members), stats.repairs, points.passed])
     syncline.shutdown()
@@ -164,6 +173,18 @@ def in_step(what: str, when: int) -> None:
         OwnedModel._pulls = pull  # type: ignore[method-assign]
     else:
         Owner._traced = update  # type: ignore[method-assign]
+
+
+def die_loading(when: int) -> None:
+    """Die when about to tell the servers the optimizer's state for the given time."""
+    load, count = RemoteOwners.load, itertools.count(1)
+
+    def loading(owners: RemoteOwners, records: list[Any]) -> None:
+        if next(count) == when:
+            die()
+        load(owners, records)
+
+    RemoteOwners.load = loading  # type: ignore[method-assign]
 
 
 class Points:

@@ -5,6 +5,8 @@
 PLAN is JSON: ``wanted`` has pairs of a step and the number of workers for which rank 0 waits from there on, before the
 step ``until``; ``die`` and ``hold`` have pairs of a process's number and the step before which it kills itself, or
 holds still. ``other`` has the numbers of processes with another model, ``init`` the arguments of ``syncline.init``.
+``updated`` has the number of a server, and the step whose update is its last; rank 0 waits for another one before the
+step ``serves``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 
 import syncline
 from syncline import recovery
+from syncline.process import process
 
 HOLD_S = 60.0
 
@@ -40,7 +43,8 @@ def main() -> None:
             wanted = max(
                 (workers for at, workers in plan.get("wanted", []) if at <= step < plan.get("until", 99)), default=0
             )
-            if syncline.world_size() < wanted:
+            served = len(plan.get("updated", [])) > process.session.group.servers and step >= plan["serves"]
+            if syncline.world_size() < wanted or served:
                 say(f"waits at {step}")
                 bodies.await_a_join()
         if now == "before" and [number, step] in plan.get("die", []):
@@ -53,6 +57,8 @@ def main() -> None:
         x, y, model, *rest = bodies.problem()
         return x, y, torch.nn.Sequential(model) if number in plan.get("other", []) else model, *rest
 
+    if [number] == plan.get("updated", [])[:1]:
+        bodies.in_step("updated", plan["updated"][1])
     torch.set_num_threads(1)
     syncline.init(**plan.get("init", {}))
     learnt = bodies.learn_all(happen, made)

@@ -59,11 +59,12 @@ def started(pool: Pool, address: str, processes: int, least: int = 1, **plan: An
 
 
 def replace(group: Group, relay: Relay, first: int, address: str, processes: int, least: int = 1, **plan: Any) -> None:
-    """Start a new worker, as a launcher does, once the ``first`` member waits for it."""
+    """Start a process for a lost one, as a launcher does, once the ``first`` member waits for it."""
     group.hear(1, among=[first], timeout_s=LIMIT_S)
     assert group.ranks[first].said.pop() == "waits"
     number = relay.replace(0.0)
-    rank = group.add(bodies.train, [number, processes, address, least, {"strategy": "ring", **plan}])
+    how = {"strategy": "ring", **plan, "serves": relay.serves(number)}
+    rank = group.add(bodies.train, [number, processes, address, least, how])
     send_handle(rank.line, relay.inherited(number), rank.pid)
 
 
@@ -324,10 +325,76 @@ def test_a_server_is_lost_and_its_part_goes_on_at_its_follower(pool: Pool, addre
         lose(group, relay, 1)
         check(group, [0, 2], 3, log)
         assert group.end(LIMIT_S, among=[4])[4] == 0
+        assert "this server has parts of 0 steps before" in group.ranks[4].printed()
     text = log.read_text()
     assert "ps(servers=1, replicas=1)" in text
     log.write_text(text.replace("ps(servers=1,", "ps(servers=2,"))
     assert group.ranks[0].said[-1][0] == repeated(log)
+
+
+def test_a_new_worker_gets_the_parts_that_it_owns_and_follows(pool: Pool, address: str, tmp_path: Path) -> None:
+    """One of two owners is lost, a new worker joins the one that has everything, and then goes on alone with that."""
+    log = tmp_path / "samples.jsonl"
+    happens = {"1": ("before", 2), "0": [("join", 4), ("before", 7)]}
+    plan: dict[str, Any] = {"strategy": REPLICAS, "samples": str(log), "most": 2, **happens}
+    with started(pool, address, 2, **plan) as (group, relay):
+        lose(group, relay, 1)
+        replace(group, relay, 0, address, 2, **plan)
+        lose(group, relay, 0)
+        check(group, [2], 2, log)
+    assert members_of_steps(log) == [[0, 1]] * 2 + [[0]] * 3 + [[0, 2]] * 2 + [[2]] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owners", [2, 3])
+def test_parts_are_divided_anew_when_a_worker_joins(pool: Pool, address: str, tmp_path: Path, owners: int) -> None:
+    """With two owners the new worker holds nothing."""
+    log, strategy = tmp_path / "samples.jsonl", REPLICAS.replace("servers=2", f"servers={owners}")
+    happens = {"1": ("before", 2), "0": ("join", 4), "2": ("updated", 3)}  # of its last view
+    plan: dict[str, Any] = {"strategy": f"{strategy} transport=tcp", "samples": str(log), "most": 3, **happens}
+    with started(pool, address, 3, **plan) as (group, relay):
+        lose(group, relay, 1)
+        replace(group, relay, 0, address, 3, **plan)
+        lose(group, relay, 2)
+        check(group, [0, 3], [4, 2], log)
+
+
+def test_a_worker_joins_a_run_with_servers(pool: Pool, address: str, tmp_path: Path) -> None:
+    """It goes on with the servers alone in the end."""
+    log = tmp_path / "samples.jsonl"
+    happens = {"1": ("before", 2), "0": [("join", 4), ("before", 7)]}
+    plan: dict[str, Any] = {"strategy": SERVERS, "samples": str(log), "most": 2, "servers": 2, **happens}
+    with started(pool, address, 4, **plan) as (group, relay):
+        lose(group, relay, 1)
+        replace(group, relay, 0, address, 4, **plan)
+        lose(group, relay, 0)
+        check(group, [4], 2, log)
+        assert group.end(LIMIT_S, among=[2, 3])[2:4] == [0, 0]
+
+
+def test_a_server_takes_the_place_of_a_lost_one(pool: Pool, address: str, tmp_path: Path) -> None:
+    """Then the other of the first servers is lost: the new one has its part, and its state."""
+    log = tmp_path / "samples.jsonl"
+    happens = {"2": ("updated", 2), "0": ("join", 5), "3": ("updated", 4)}  # of its last view
+    plan: dict[str, Any] = {"strategy": SERVERS, "samples": str(log), "most": 2, "servers": 2, **happens}
+    with started(pool, address, 4, **plan) as (group, relay):
+        lose(group, relay, 2)
+        replace(group, relay, 0, address, 4, **plan)
+        lose(group, relay, 3)
+        check(group, [0, 1], 4, log)
+        assert group.end(LIMIT_S, among=[4])[4] == 0
+
+
+def test_a_worker_is_lost_before_the_server_that_is_left_has_its_state(
+    pool: Pool, address: str, tmp_path: Path
+) -> None:
+    """Rank 0, which would tell the server the state of the optimizer in the view after the loss of the other server."""
+    log = tmp_path / "samples.jsonl"
+    plan: dict[str, Any] = {"3": ("updated", 5), "0": ("loading", 2), "samples": str(log), "servers": 2}
+    with started(pool, address, 5, strategy=SERVERS, **plan) as (group, relay):
+        lose(group, relay, 3)
+        lose(group, relay, 0)
+        check(group, [1, 2], 2, log)
 
 
 @pytest.mark.slow
@@ -461,6 +528,26 @@ def test_a_minority_and_too_few_workers_stop(pool: Pool, address: str) -> None:
             lose(group, relay, rank)
         assert "2 members are left, and this run needs 3" in group.ranks[0].printed()
         assert not relay.succeeded
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_a_server_for_a_lost_one() -> None:
+    lines: list[str] = []
+    plan = {"updated": [3, 2], "serves": 5}
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "joined_script.py"), json.dumps(plan)]
+    paths = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env, relay = {"PYTHONPATH": paths, "SYNCLINE_STRATEGY": SERVERS}, Relay(4, 1, 2, 2)
+    with LocalRun(command, 4, servers=2, env=env, relay=relay, on_output=lambda _, line: lines.append(line)) as run:
+        outcome = run.wait(LIMIT_S)
+    assert (outcome.status, outcome.text) == (0, "rank 3 (server 1) was killed by SIGKILL"), lines
+    assert "server 4 (a replacement)" in {ending.name for ending in outcome.endings}
+    assert any("2 workers and 1 server go on (view 2)" in line for line in lines)
+    assert any("2 workers and 2 servers go on, 1 of them new, (view 3)" in line for line in lines)
+    learnt = [json.loads(line.removeprefix("learnt ")) for line in lines if line.startswith("learnt ")]
+    assert [one[0] for one in sorted(learnt)] == [0, 1]
+    for one in learnt:
+        np.testing.assert_allclose(one[4], expected()[0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -84,11 +84,11 @@ def in_process(
     return sessions
 
 
-def alone(strategy: Strategy, recording: SessionSpans | None = None) -> Session:
-    """The session of a single worker, which exchanges nothing."""
-    group = Group(1)
+def alone(strategy: Strategy, recording: SessionSpans | None = None, *, serves: bool = False) -> Session:
+    """The session of a single process, which exchanges nothing: of a worker, or of a server before it joins others."""
+    group = Group(1, strategy.servers)
     observer = None if recording is None else recording.file
-    member = Membership(Process(group, 0, None, observer=observer))
+    member = Membership(Process(group, int(serves), None, observer=observer))
     session = Session(strategy.resolve(group), member, left_open=strategy.architecture == AUTO)
     if recording is not None:
         recording.attach(session)

@@ -328,9 +328,9 @@ class Guest(Lines):
                 raise GroupError(f"the run at {link.name} does not let these workers join: {why}")
             case {
                 "numbers": list(numbers), "run": str(run), "told": dict(told),
-                "processes": int(processes), "least": int(least), "most": int(most),
+                "processes": int(processes), "least": int(least), "most": int(most), "servers": int(servers),
             } if _are_numbers(numbers, workers) and _are_texts(told):  # fmt: skip
-                super().__init__(numbers, processes, least, most)
+                super().__init__(numbers, processes, least, most, servers)
             case _:
                 raise ProtocolError(f"the launcher at {link.name} gives an answer that no launcher gives", rank=-1)
         self.shared = {**told, "SYNCLINE_RUN_ID": run, "SYNCLINE_SECRET": secret}

@@ -350,9 +350,11 @@ class LocalRun:
             reports.say(f"syncline: {self._relay.note_no_start(time.monotonic(), error, rank)}\n")
 
     def _start_alone(self, rank: int) -> None:
-        """Start a process that joins a run: a worker without others until then."""
+        """Start a process that joins a run: a worker or server without others until then."""
+        assert self._relay is not None
         (seat,) = worker_places([""], 0)
-        self._start_ranked(rank, {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", **seat})
+        own = {"SYNCLINE_PROCESS": "0", "SYNCLINE_PROCESSES": "1", "SYNCLINE_SERVERS": "0", **seat}
+        self._start_ranked(rank, own | ({"MASTER_PORT": NO_GROUP} if self._relay.serves(rank) else {}))
 
     def _start_one(self, rank: int, environ: Mapping[str, str], fds: Sequence[int]) -> None:
         placement = self._placements[rank]
@@ -468,7 +470,8 @@ class LocalRun:
         if self._relay is not None and self._relay.joins:
             return f"worker {rank}"
         if rank not in self._numbers:
-            return f"worker {rank} ({', '.join(filter(None, ['a replacement', *notes]))})"
+            role = "server" if self._relay is not None and self._relay.serves(rank) else "worker"
+            return f"{role} {rank} ({', '.join(filter(None, ['a replacement', *notes]))})"
         workers = self._processes - self._servers
         if rank >= workers:
             notes.append(f"server {rank - workers}")

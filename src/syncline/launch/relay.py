@@ -17,7 +17,7 @@ import selectors
 import socket
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -25,10 +25,11 @@ from ..errors import GroupError, UsageError
 
 VARIABLE = "SYNCLINE_ELASTIC"
 """The environment variable with the descriptor of a process's end and numbers: its own, the number of processes at the
-start, and the least and the greatest number of members (0: nobody joins). A user may set it to LEAST or LEAST:MOST,
-which then holds for ``syncline run`` and for ``syncline.init``."""
+start, and the least and the greatest number of workers (0: nobody joins). In a run with servers two more follow: the
+number of these at the start, and 1 for a server that joins. A user may set it to LEAST or LEAST:MOST, which then holds
+for ``syncline run`` and for ``syncline.init``."""
 
-_LINE = re.compile(r"\d{1,9}(:\d{1,9}){4}", re.ASCII)
+_LINE = re.compile(r"\d{1,9}(:\d{1,9}){4}(:\d{1,9}:[01])?", re.ASCII)
 _NAME = re.compile(r"([0-9]{1,9})@([^@\s]{1,300}):([0-9]{1,5})")
 
 PACKET_BYTES = 1 << 16
@@ -95,13 +96,13 @@ def _check_served(asked: Range) -> None:
             f"{called}, but its launcher lets no run go on when a worker is lost: start it with syncline run -n"
             f" {most or least} --elastic {wanted}, or leave elastic= and {VARIABLE} out"
         )
-    *_, processes, fewest, allowed = numbers
-    if fewest > least:
-        why = f"the launcher ends it when fewer than {fewest} are left"
-    elif most is not None and most > max(allowed, processes):
-        why = f"the launcher lets at most {max(allowed, processes)} take part"
-    elif processes > (most or processes) or processes < least:
-        raise UsageError(f"{called}, but {processes} were started: use syncline run -n {most or least}")
+    workers = numbers.processes - numbers.servers
+    if numbers.least > least:
+        why = f"the launcher ends it when fewer than {numbers.least} are left"
+    elif most is not None and most > max(numbers.most, workers):
+        why = f"the launcher lets at most {max(numbers.most, workers)} take part"
+    elif workers > (most or workers) or workers < least:
+        raise UsageError(f"{called}, but {workers} were started: use syncline run -n {most or least}")
     else:
         return
     raise UsageError(f"{called}, but {why}: use syncline run --elastic {wanted}")
@@ -120,15 +121,19 @@ _SIGNALLED = 128
 
 
 class Lines:
-    """A launcher's ends of the lines of its processes, whose numbers at the start are ``numbers``."""
+    """A launcher's ends of the lines of its processes, whose numbers at the start are ``numbers``.
+
+    The last ``servers`` of the run's ``processes`` at the start are servers.
+    """
 
     joins = False
     """Whether the processes join the run of another launcher."""
     failed = 0
     """The status of the first member that has ended with an error."""
 
-    def __init__(self, numbers: Sequence[int], processes: int, least: int, most: int | None) -> None:
+    def __init__(self, numbers: Sequence[int], processes: int, least: int, most: int | None, servers: int = 0) -> None:
         self.numbers, self._processes, self._least, self._most = tuple(numbers), processes, least, most
+        self._servers = servers
         self.shared: Mapping[str, str] = {}
         """Variables for the environment of all processes."""
         self._pairs: dict[int, tuple[socket.socket, socket.socket]] = {}  # by number
@@ -175,7 +180,13 @@ class Lines:
 
     def environ(self, rank: int) -> dict[str, str]:
         """The variables for the environment of a process."""
-        return {VARIABLE: f"{self.inherited(rank)}:{rank}:{self._processes}:{self._least}:{self._most or 0}"}
+        numbers = [self.inherited(rank), rank, self._processes, self._least, self._most or 0]
+        numbers += [self._servers, rank >= self._processes and self.serves(rank)] if self._servers else []
+        return {VARIABLE: ":".join(str(int(number)) for number in numbers)}
+
+    def serves(self, number: int) -> bool:
+        """Whether a process is a server."""
+        return self._processes - self._servers <= number < self._processes
 
     def packets(self, number: int) -> Iterator[Mapping[str, Any]]:
         """The packets of a process that have come. A process may send nonsense, which is left out."""
@@ -250,15 +261,15 @@ class Visited(Protocol):
 
 
 class Relay(Lines):
-    """The launcher's side. The run goes on as long as ``least`` processes are left.
+    """The launcher's side. The run goes on as long as ``least`` workers are left.
 
-    With ``most`` lost processes are replaced, until as many are members as at the start; at most so many live at once.
-    With a ``reception`` other launchers may add processes. The last ``servers`` processes count in neither number.
+    With ``most`` lost processes are replaced, until as many are members as at the start; at most so many workers live
+    at once. With a ``reception`` other launchers may add workers. The last ``servers`` processes are servers.
     """
 
     def __init__(self, processes: int, least: int, most: int | None = None, servers: int = 0) -> None:
-        super().__init__(range(processes), processes, least, most)
-        self._servers = range(processes - servers, processes)
+        super().__init__(range(processes), processes, least, most, servers)
+        self._serving = set(range(processes - servers, processes))  # the numbers of servers
         self._far: dict[int, Callable[[Mapping[str, Any]], None]] = {}  # ways to processes of other launchers
         self._fresh = processes  # the first number that no process has had
         self._favoured: dict[int, list[int]] = {}  # by view
@@ -292,7 +303,16 @@ class Relay(Lines):
     @property
     def limits(self) -> dict[str, int]:
         """The numbers that all processes of the run know."""
-        return {"processes": self._processes, "least": self._least, "most": self._most or 0}
+        numbers = {"processes": self._processes, "least": self._least, "most": self._most or 0}
+        return {**numbers, "servers": self._servers}
+
+    def serves(self, number: int) -> bool:
+        """Also of a replacement."""
+        return number in self._serving
+
+    def _living(self, numbers: Iterable[int], serves: bool) -> int:
+        """How many of these processes live and are servers, or workers."""
+        return sum(self._lives(number) and self.serves(number) == serves for number in numbers)
 
     def attach(
         self, selector: selectors.BaseSelector, environ: Mapping[str, str], stop: Callable[[int, int], None]
@@ -308,8 +328,8 @@ class Relay(Lines):
         return self._most is not None
 
     def refusal(self, workers: int) -> str:
-        """Why so many processes cannot be added; empty if they can."""
-        living = sum(map(self._lives, (*self._pairs, *self._far)))
+        """Why so many workers cannot be added; empty if they can."""
+        living = self._living((*self._pairs, *self._far), serves=False)
         if self._finished or self.is_over:
             return "its training has ended"
         if living + workers > (self._most or 0):
@@ -339,14 +359,21 @@ class Relay(Lines):
         self._look_who_stays(now_s)
         if self._most is None or self._failures >= _FAILURES or self._finished or self.is_over:
             return None
-        living = sum(map(self._lives, self._pairs)) + self.away
-        members = sum(map(self._lives, self.members)) + len(self._started - self._joined.keys())
-        return max(0.0, self._next_s - now_s) if members < self._processes and living < self._most else None
+        return max(0.0, self._next_s - now_s) if self._lacks(True) or self._lacks(False) else None
+
+    def _lacks(self, serves: bool) -> bool:
+        """Whether fewer servers, or workers, than at the start are members or about to join, and one more may live."""
+        first = self._servers if serves else self._processes - self._servers
+        most = self._servers if serves else self._most or 0
+        members = self._living({*self.members, *(self._started - self._joined.keys())}, serves)
+        return members < first and self._living((*self._pairs, *self._far), serves) < most
 
     def replace(self, now_s: float) -> int:
-        """Make a line for a replacement, which is started now. Returns its number."""
+        """Make a line for a replacement, which is started now: of a server, if one is lacking. Returns its number."""
         self._add(self._fresh)
         number, self._fresh = self._fresh, self._fresh + 1
+        if self._lacks(True):
+            self._serving.add(number)
         self._started.add(number)
         self._next_s = now_s + _PAUSE_S
         return number
@@ -400,7 +427,7 @@ class Relay(Lines):
             self._tell(int(packet["to"]), {"from": rank, "message": packet["message"]})
         elif "begun" in packet:
             self._begun = True
-            for server in self._servers:  # they know nothing of the script's calls
+            for server in self._serving:  # they know nothing of the script's calls
                 self._tell(server, packet)
         elif "done" in packet:
             self._finished = True
@@ -418,6 +445,7 @@ class Relay(Lines):
             members = [int(member) for member in packet["members"]]
             if members and all(0 <= member < self._fresh for member in members):
                 self._view, self._order, self.members = view, members, set(members)
+                self._serving &= {*members, *self._pairs}
                 self._joined |= dict.fromkeys(self._started & self.members - self._joined.keys())
 
     def _favour(self, view: int, half: list[int]) -> list[int]:
@@ -457,7 +485,7 @@ class Relay(Lines):
         living = sum(map(self._lives, self.members))
         left = {rank for rank in self.members if self._lives(rank) or self._ended.get(rank) == 0}
         early = not self._begun and self.failed
-        workers = len(left.difference(self._servers))
+        workers = len(left - self._serving)
         return not living or bool(early) or workers < self._least or 2 * len(left) < len(self.members)
 
     @property
@@ -468,7 +496,7 @@ class Relay(Lines):
     @property
     def succeeded(self) -> bool:
         """Whether a member of the latest view has ended with status 0."""
-        return any(self._ended.get(rank) == 0 for rank in self.members.difference(self._servers))
+        return any(self._ended.get(rank) == 0 for rank in self.members - self._serving)
 
     def _tell_others(self, rank: int, packet: Mapping[str, Any]) -> None:
         for other in (*self._pairs, *self._far):
@@ -496,7 +524,13 @@ def is_relayed() -> bool:
 def joins() -> bool:
     """Whether the launcher has started this process as a replacement, which joins a run under way."""
     numbers = _numbers()
-    return numbers is not None and numbers[1] >= numbers[2]
+    return numbers is not None and numbers.number >= numbers.processes
+
+
+def joins_to_serve() -> bool:
+    """Whether it has started this process in place of a lost server."""
+    numbers = _numbers()
+    return numbers is not None and bool(numbers.serves)
 
 
 def allowed() -> Range | None:
@@ -505,19 +539,31 @@ def allowed() -> Range | None:
     Without a greatest number nobody joins.
     """
     numbers = _numbers()
-    return None if numbers is None else (numbers[3], numbers[4] or None)
+    return None if numbers is None else (numbers.least, numbers.most or None)
 
 
 def may_grow() -> bool:
     """Whether other workers may join this one."""
     numbers = _numbers()
-    return numbers is not None and numbers[4] > 1
+    return numbers is not None and numbers.most > 1
 
 
-def _numbers() -> list[int] | None:
-    """The descriptor and the numbers in the variable. None without a valid one."""
+class _Numbers(NamedTuple):
+    """The descriptor and the numbers in the variable."""
+
+    fd: int
+    number: int
+    processes: int
+    least: int
+    most: int
+    servers: int = 0
+    serves: int = 0
+
+
+def _numbers() -> _Numbers | None:
+    """Those of this process. None without a valid variable."""
     text = os.environ.get(VARIABLE, "")
-    return list(map(int, text.split(":"))) if _LINE.fullmatch(text) else None
+    return _Numbers(*map(int, text.split(":"))) if _LINE.fullmatch(text) else None
 
 
 class Name(NamedTuple):
@@ -544,7 +590,7 @@ class Name(NamedTuple):
 
 class RelayLine:
     """A process's side: its ``number``, the number of ``processes`` at the start, and the ``least`` and ``most``
-    members with which the run goes on. A process with a higher number than those at the start ``joins`` the run.
+    workers with which the run goes on. A process with a higher number than those at the start ``joins`` the run.
     """
 
     def __init__(self, sock: socket.socket, number: int, processes: int, least: int, most: int) -> None:
@@ -571,14 +617,13 @@ class RelayLine:
         numbers = _numbers()
         if numbers is None:
             return None
-        fd, *rest = numbers
         try:
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            if not stat.S_ISSOCK(os.fstat(numbers.fd).st_mode):
                 return None
-            os.set_inheritable(fd, False)
+            os.set_inheritable(numbers.fd, False)
             port = os.environ.get("SYNCLINE_MEETING_PORT", "")
             host = os.environ.get("MASTER_ADDR", "") or "127.0.0.1"
-            found = cls(socket.socket(fileno=fd), *rest)
+            found = cls(socket.socket(fileno=numbers.fd), *numbers[1:5])
             found.place = host, int(port) if _is_number(port) else 0
             return found
         except OSError:

@@ -333,6 +333,13 @@ class HeldParts:
         self._by_step = {earlier + clock: found for clock, found in self._by_step.items()}
         return self
 
+    def beside(self, older: HeldParts) -> HeldParts:
+        """These parts and those of an earlier session, if others may need them: not all may have these ones yet."""
+        if not self._by_step:
+            return older
+        steps = self._by_step.keys() | older._by_step.keys()
+        return HeldParts({step: {**older.after(step), **self.after(step)} for step in steps})
+
     def keys(self, step: int) -> list[Part]:
         """The parts of which this process has the values after that step."""
         return sorted(self._by_step.get(step, {}))
@@ -359,6 +366,10 @@ class HeldShards(HeldParts):
         self._owner, self.turns, self._requests = owner, turns, dict(requests)
         self._mine = _parts_here(session)
         owner.outlive([worker for worker, request in requests.items() if request.kind == "push"])
+
+    def beside(self, older: HeldParts) -> HeldParts:  # noqa: ARG002
+        """These alone: all owners have theirs before the first push."""
+        return self
 
     def keys(self, step: int) -> list[Part]:  # noqa: ARG002
         """All parts of this process."""

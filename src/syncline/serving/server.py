@@ -110,6 +110,8 @@ class Server:
         self._waiting = [_WaitingWorker() for _ in range(session.group.workers)]
         self._told = [0] * session.group.workers  # the version of the weights that each worker was sent last
         self._gone: set[int] = set()  # workers that have announced their end
+        # Whether it has the optimizer's state with which the session begins. Owners beside workers have it at once.
+        self._loaded = not session.group.servers
         self._messages: dict[int, dict[str, Any]] = {}  # requests that have arrived and wait for gradients
         self._requests = {worker: self._listen(worker) for worker in range(session.group.workers)}
         self._heard = None if relay is None else session.everyone.listen(LABEL)
@@ -196,10 +198,15 @@ class Server:
         return left.issuperset(range(self._session.group.workers))
 
     def hold(self) -> HeldParts:
-        """End all updates. Returns the parts that this server owns or follows after the last steps."""
+        """End all updates. Returns the parts that this server owns or follows after the last steps.
+
+        None before it has the optimizer's state of its parts.
+        """
         if self._merges:
-            return HeldParts.of(self._session, self._owner)
-        return HeldShards(self._session, self._owner, self._turns, self._held)
+            found = HeldParts.of(self._session, self._owner)
+        else:
+            found = HeldShards(self._session, self._owner, self._turns, self._held)
+        return found if self._loaded else HeldParts()
 
     # As ``Answers``.
 
@@ -210,6 +217,8 @@ class Server:
 
     def release(self, released: Release) -> None:
         """Send the weights; with the last part of a step, answer the worker."""
+        if self._session.updated is not None:
+            self._session.updated()
         self._exchanges.release(released.workers, released.bucket)
         for worker, ahead in zip(released.workers, released.ahead, strict=True):
             waiting = self._waiting[worker]
@@ -293,6 +302,7 @@ class Server:
         if kind == "load":
             for one in self._owner.shards:
                 one.load(records)
+            self._loaded = True
         else:
             self._take_weights(worker, kind, records)
         if kind == "resume":

@@ -86,6 +86,8 @@ class Session(Communicator):
         """The processes' numbers in an elastic run whose members have changed; None if they are the ranks."""
         self.serving: Callable[[], Any] | None = None
         """On a server that owns weights: ends all updates, and returns the parts that it has."""
+        self.updated: Callable[[], object] | None = None
+        """On such a server: called after an update, which all servers can make only once they have their parts."""
         self.elastic = False
         """Whether the launcher lets the run go on when a process is lost."""
         self.counted: Sequence[tuple[int, int, int]] = ()

@@ -588,7 +588,7 @@ def elastic_fault_of(given: Combination, *, joins: bool) -> Fault | None:
     if not build("sync", given.sync).merges:
         fault = _servers_count_the_samples(given, joins)
     else:
-        fault = None if given.roles is None else _lost_owners_are_replaced(given, given.roles, joins)
+        fault = None if given.roles is None else _lost_owners_are_replaced(given, given.roles)
     if fault is not None:
         return fault
     if given.collective is not None or given.native_inside:
@@ -622,11 +622,9 @@ def _servers_count_the_samples(given: Combination, joins: bool) -> Fault | None:
     return None
 
 
-def _lost_owners_are_replaced(given: Combination, roles: Roles, joins: bool) -> Fault | None:
+def _lost_owners_are_replaced(given: Combination, roles: Roles) -> Fault | None:
     here = variants(given.architecture, lambda found: not found.apart)
     summing = variants(given.architecture, lambda found: not found.apart and not found.holds_weights)
-    if roles.holds_weights and joins:  # a worker that joins has no state of the optimizer
-        return "with owners of the optimizer's state only if no worker can join it", [*summing, *here]
     if roles.apart and not roles.holds_weights:
         return "without server processes that only add up", here
     if roles.holds_weights and not roles.replicas:

@@ -439,11 +439,11 @@ def check_elastic(strategy: Strategy, *, joins: bool) -> None:
         words: dict[str, Any] = {} if found is None else dict(found.parts())
         return str(Strategy(**words))
 
-    use = repr(advice(fault, joins))
+    use = best = repr(advice(fault, joins))
     kept = elastic_fault_of(strategy, joins=False)
     if joins and strategy.server_holds_weights:
         as_it_is = str(strategy) if kept is None else advice(kept, joins=False)
-        if Strategy.parse(as_it_is).server_holds_weights:
+        if Strategy.parse(as_it_is).server_holds_weights and repr(as_it_is) != best:
             use += f", or {as_it_is!r} and --elastic LEAST without a greatest number"
     raise NotBuiltError(
         f"an elastic run works {fault[0]}, not with {str(strategy)!r}: use {use}; or leave --elastic out"

@@ -254,7 +254,9 @@ def _owners(session: Session, traffic: Traffic, build: Build, learnt: list[Recor
     together = session.strategy.sync_mode().merges
     if session.group.servers:
         remote = RemoteOwners(session)
-        if learnt and session.rank == 0:  # like the weights, rank 0's state replaces a server's own
+        # Like the weights, rank 0's state replaces a server's own. In an elastic run servers wait for it, even if it is
+        # none: what they have then counts if a process is lost.
+        if session.rank == 0 and (learnt or session.elastic):
             remote.load(learnt)
         if not together:
             session.barrier()  # no push may be applied before the state is loaded

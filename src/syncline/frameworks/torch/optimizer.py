@@ -277,6 +277,11 @@ def own_class(optimizer: Any) -> type:
     return type(optimizer).__mro__[2]
 
 
+def plain_class(optimizer: Any) -> type:
+    """The user's class, whether the optimizer's has a mixin or not."""
+    return own_class(optimizer) if isinstance(optimizer, Served | Stepping | Parted) else type(optimizer)
+
+
 def _restore(optimizer: Any, state: Mapping[Any, Any] | None = None) -> None:
     """Restore the own class of an optimizer with a mixin, with this state if there is one."""
     optimizer.__class__ = own_class(optimizer)

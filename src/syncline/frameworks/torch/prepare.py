@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from ...errors import NotBuiltError, SynclineError, UsageError
+from ...nouns import Slice
 from ...serving.owner import HeldParts, check_kept, share_parts
-from ...serving.records import pack, unpack
+from ...serving.records import Record, pack, unpack
 from ...serving.shard import WEIGHTS
 from ...session.layout import decide_layout
 from ...session.session import Session
@@ -44,13 +45,23 @@ from .optimizer import (
     end_deferred_steps,
     forget_pieces,
     give_back,
+    plain_class,
     put_together,
     take_over,
     take_state,
 )
 from .options import Named, Options, Selection
 from .own_values import OwnValues, copy_with, name_of
-from .partial_optimizer import Probed, SlicedOptimizer, probe, records_of, updates_alone, whole_state
+from .partial_optimizer import (
+    Probed,
+    SlicedOptimizer,
+    as_elements,
+    in_memory_order,
+    probe,
+    records_of,
+    updates_alone,
+    whole_state,
+)
 from .passes import TrainedReplica
 from .replica import Forms
 from .served import Client, pull_by_layer
@@ -75,7 +86,7 @@ class Given:
         parts += [f"{name} {type(module).__qualname__}" for name, module in self.model.named_modules()]
         digest = zlib.crc32("\n".join([*parts, *self.options.agreed]).encode())
         elements = sum(tensor.numel() for _, tensor in tensors)
-        kind, made = type(self.model).__name__, type(self.optimizer).__name__
+        kind, made = type(self.model).__name__, plain_class(self.optimizer).__name__
         return f"{kind} of {elements:,} elements in {len(tensors)} tensors, with {made} ({digest:08x})"
 
     # What an elastic run does with it (``recovery.Lasting``).
@@ -135,6 +146,19 @@ class Given:
         if self.optimizer is not None and whole:
             _copy_optimizer(session, self.optimizer, [parameter for _, parameter in selection.trained()], root)
 
+    def hold_whole(self, view: int, step: int) -> Held:
+        """The model of a worker that is alone, with its optimizer's state, as the only part of that view.
+
+        ``step`` is the number of finished steps; -1 for a worker that has none of the run's values.
+        """
+        parameters, records = [parameter for _, parameter in Selection(self.model, self.options).trained()], []
+        for index, parameter in enumerate(parameters if step >= 0 else []):
+            whole = as_elements(in_memory_order(parameter.detach(), parameter))
+            records.append(Record(Slice(index, 0, parameter.numel()), WEIGHTS, whole))
+        if self.optimizer is not None and step >= 0:
+            records += records_of(self.optimizer, parameters)
+        return Held(parameters, self.optimizer, HeldParts({step: {(view, 1, 0): records}} if step >= 0 else {}))
+
     def prepare_again(self, session: Session) -> Prepared | None:
         """Make the released model and its optimizer part of another session. None if this worker is alone."""
         return None if session.alone else prepare(session, self.model, self.optimizer, self.options)
@@ -164,7 +188,7 @@ class Prepared:
         """
         if self.client is None:
             return None
-        return Held(self.client, self.optimizer, self.client.owned.owners.hold().count_from(earlier))
+        return Held(self.client.parameters, self.optimizer, self.client.owned.owners.hold().count_from(earlier))
 
     def mark(self) -> Mark:
         """Remember the values that the next step may change before it breaks."""
@@ -405,7 +429,7 @@ def _copy_optimizer(
 class Held:
     """Weights and optimizer state of the parts that a worker owns or follows."""
 
-    client: Client
+    parameters: Sequence[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer | None
     parts: HeldParts
 
@@ -419,7 +443,7 @@ class Held:
         records, missing = share_parts(session, self.parts, step, receivers)
         if missing or not records:  # the other workers get the weights of rank 0, and have no state
             return missing
-        whole = whole_state(records, self.client.parameters)
+        whole = whole_state(records, self.parameters)
         with torch.no_grad():
             for parameter, state in whole.items():
                 parameter.copy_(state.pop(WEIGHTS))
