@@ -68,10 +68,7 @@ class SecretError(HandshakeError):
 
 
 class PeerError(SynclineError):
-    """Another process of the group failed.
-
-    ``rank`` is the culprit's process index in the group and ``host`` its host name.
-    """
+    """Another process of the group failed. ``rank`` is the culprit's process index, ``host`` its host name."""
 
     def __init__(self, message: str, *, rank: int, host: str = "") -> None:
         super().__init__(message)

@@ -48,10 +48,7 @@ def reduce_scatter(group: Group) -> Plan:
 
 @register("algorithms", "all_gather", goal="all_gather")
 def all_gather(group: Group) -> Plan:
-    """All-gather around a ring: part r starts at rank r and ends everywhere.
-
-    Cost: (N-1)a + (N-1)/N nb (Patarasuk and Yuan 2009).
-    """
+    """All-gather around a ring: part r starts at rank r and ends everywhere, for (N-1)a + (N-1)/N nb."""
     ranks, parts = _whole_ring(group)
     rows = all_gather_rows(ranks, parts, 0)
     return Plan.of("all_gather", group, group.workers, rows, goal="all_gather", owners=ranks)

@@ -153,10 +153,7 @@ class Resource:
 
 
 class Share:
-    """The lanes of one user of a shared resource, under names of its own.
-
-    Each lane stands for ``alike`` lanes.
-    """
+    """The lanes of one user of a shared resource, under names of its own. Each lane stands for ``alike`` lanes."""
 
     def __init__(self, resource: Resource, name: str, alike: int = 1) -> None:
         self._resource, self._name, self._alike = resource, name, alike

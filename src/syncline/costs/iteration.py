@@ -242,10 +242,7 @@ class VirtualLink:
         self.operations.submit(submit)
 
     def carry_until(self, wanted: BucketPhase) -> float:
-        """Advance time until an operation is done; return that time.
-
-        Raises UsageError if no operation in progress leads to it.
-        """
+        """Advance time until an operation is done; return that time. UsageError if nothing in progress leads to it."""
         self.clock.run(over=lambda: wanted in self.done_at)
         if wanted not in self.done_at:
             raise UsageError(f"the worker waits for {wanted}, but no operation in progress completes it")

@@ -156,10 +156,7 @@ class TwoSided:
         return Cut(program, size, max(1, nbytes // dtype.itemsize), adds)
 
     def waiting_for(self, run: Run) -> dict[int, str]:
-        """Peer -> label of a run that waits for it. A tolerant run waits only once a peer has joined it.
-
-        Callable from any thread.
-        """
+        """Peer -> label of a run that waits for it; a tolerant run waits once a peer has joined it. For any thread."""
         if run.tolerant and not has_begun(run):
             return {}
         found: dict[int, str] = {}

@@ -66,10 +66,7 @@ class Window(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of this rank's slots.
-
-    ``users`` counts, per slot, the ranks that read its last content; None while the slot is in use.
-    """
+    """This rank's slots. ``users`` counts, per slot, the ranks that read its last content; None while it is in use."""
 
     address: int
     words: Words

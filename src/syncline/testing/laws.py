@@ -39,10 +39,7 @@ class Law(Generic[PartT, CaseT]):
 
 
 class Laws(Generic[PartT, CaseT]):
-    """The laws of one kind of part (``parts``), in the order in which they run.
-
-    Laws that others depend on come first.
-    """
+    """The laws of a kind of part (``parts``), in the order in which they run: first those that others depend on."""
 
     def __init__(self, *parts: Laws[PartT, Any]) -> None:
         self._laws: list[Law[PartT, CaseT]] = [law for part in parts for law in part]

@@ -88,10 +88,7 @@ class Written:
 
 
 def write(path: Path, runs: Iterable[RecordedRun]) -> Written:
-    """Write a timeline to ``path`` atomically, compressed if the name ends with ``.gz``.
-
-    Raises UsageError if that is impossible.
-    """
+    """Write a timeline to ``path`` atomically, compressed if it ends with ``.gz``. UsageError if that is impossible."""
     written, about = Written(), dict[str, Any]()
     try:
         with _replacing(path) as file:

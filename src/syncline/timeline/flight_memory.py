@@ -43,10 +43,7 @@ def flight_target(path: str | Path) -> Path:
 
 
 class FlightMemory:
-    """A launcher's memory for the records of this number of processes, which must inherit ``fds``.
-
-    There is none for 0.
-    """
+    """A launcher's memory for this number of processes' records, none for 0. They must inherit ``fds``."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes

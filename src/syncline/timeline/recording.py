@@ -106,10 +106,7 @@ class _Cores:
 
 
 class SessionSpans:
-    """This process's part in the recording of its session ``number``.
-
-    ``target`` is None if a launcher collects the parts.
-    """
+    """This process's part in the recording of session ``number``; ``target`` is None if a launcher collects parts."""
 
     def __init__(self, file: SpanFile, folder: Path, target: Path | None, number: int) -> None:
         self.file, self._number = file, number

@@ -108,10 +108,7 @@ class Transport(Protocol):
         ...
 
     def poll(self, timeout: float) -> list[Handle]:
-        """Move data and return the completed handles, after at most ``timeout`` seconds.
-
-        Failed handles carry their errors.
-        """
+        """Move data for at most ``timeout`` seconds. Returns the completed handles; failed ones have their errors."""
         ...
 
     @property

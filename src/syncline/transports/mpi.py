@@ -156,10 +156,7 @@ class Window:
         self._free: dict[int, list[int]] = {}  # places by size
 
     def take(self, nbytes: int) -> Bytes | None:
-        """Zeroed memory that other processes can read, owned until it is garbage collected.
-
-        None if the window is full.
-        """
+        """Zeroed memory that other processes can read, until it is garbage collected. None if the window is full."""
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         free = self._free.get(size)
         if free:

@@ -43,10 +43,7 @@ def is_wanted(asked: Strategy, workers: int) -> bool:
 
 
 def choose_codec(session: Session, asked: Strategy) -> None:
-    """Give the session the fastest codec; all workers call this together.
-
-    ``session.reason`` says in words why.
-    """
+    """Give the session the fastest codec; all workers call this together. ``session.reason`` says in words why."""
     with session.engine.uncounted():  # a run's start does not count as the training's communication
         _choose(session, asked)
 

@@ -93,10 +93,7 @@ class CodedAllreduce:
         return encodes * self.encode_s + decodes * self.decode_s + adds * share * self.add_s
 
     def pays_below_bit_per_s(self, workers: int) -> float | None:
-        """The link speed below which this beats the dense allreduce; None if it never does.
-
-        At most ``ANY_LINK_BIT_PER_S``.
-        """
+        """The link speed below which this beats the dense allreduce, at most ``ANY_LINK_BIT_PER_S``; None if never."""
         without = dense(self.elements, self.add_s)
         saved_bits = without.sent_bits(workers) - self.sent_bits(workers)
         extra_s = self.computing_s(workers) - without.computing_s(workers)

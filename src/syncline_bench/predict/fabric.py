@@ -48,10 +48,7 @@ def max_min_rates(flows: Sequence[Sequence[Hashable]], capacity: Mapping[Hashabl
 
 
 def shared_s(alone_s: Sequence[float]) -> list[float]:
-    """The end times of exchanges that start together and share one link fairly.
-
-    ``alone_s`` are their times with the whole link.
-    """
+    """The ends of exchanges that start together and share a link fairly; ``alone_s`` are their times alone."""
     order = sorted(range(len(alone_s)), key=alone_s.__getitem__)
     ends, now, served = [0.0] * len(alone_s), 0.0, 0.0
     for done, which in enumerate(order):

@@ -136,10 +136,7 @@ Reducer = Generator[Round | Sum | HostCollective, Lengths, None]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An owner's weights, in the type and size of the known weights.
-
-    ``keeps`` leaves encoding errors to later payloads.
-    """
+    """An owner's weights, like the known weights. ``keeps`` leaves encoding errors to later payloads."""
 
     weights: NDArray[Any]
     keeps: bool

@@ -72,10 +72,7 @@ def pushing(parts: Sequence[Operand], me: Participant) -> list[Callable[[], Redu
 
 
 def taking(parts: Sequence[Operand], me: Participant, worker: int) -> list[Callable[[], Reducer]]:
-    """One reducer per piece, for an owner that takes the payloads of ``worker`` alone.
-
-    ``parts`` are the parts of the payloads.
-    """
+    """One reducer per piece of ``parts``, for an owner that takes the payloads of ``worker`` alone."""
     return [partial(take, piece, me, worker) for piece in divide(share_out(parts, len(me.owners)))]
 
 

@@ -322,10 +322,7 @@ class CudaCopier:
         return not reason
 
     def run(self, direction: Direction, act: Callable[[], None], behind: torch.cuda.Event | None = None) -> None:
-        """Queue the device work of ``act`` in a stream, after a point in the training stream.
-
-        Callable in any thread.
-        """
+        """Queue the device work of ``act`` in a stream, after a point in the training stream. For any thread."""
         stream = self._down if direction == "down" else self._up
         if behind is not None:
             stream.wait_event(behind)
