@@ -4,8 +4,8 @@ As in its tutorial, ``TF_CONFIG`` names all workers, variables are created in th
 ring over gRPC sums gradients inside the step. Keras also averages a step's results over the workers, along a first
 dimension that its numbers do not have (3.15 fails there), so this file adds one. Waits and bytes are not counted.
 
-The library needs the addresses of all workers at its start: each rank sends rank 0 one line over TCP, and rank 0
-answers with the list. Syncline's own start does not use this.
+The library needs the addresses of all workers at its start: the ranks tell each other over a session of Syncline, which
+has ended when the library starts.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
-from syncline.errors import GroupError
+from syncline.launch.address import listen_address
+from syncline.launch.connecting import connect_session
 from syncline.launch.environment import Environment
+from syncline.launch.rendezvous import Rendezvous
 from syncline.registry import register
+from syncline.strategy.strategy import Strategy
 
 from ..sides import NoCounts, Placed
 
 _TIMEOUT_S = 120.0
-_RETRY_S = 0.05
 
 
 @register("peers", "multiworker", trains=True, framework="tensorflow")
@@ -43,7 +44,7 @@ class Member(Placed):
         import tensorflow as tf
 
         super().__init__()
-        workers = all_addresses(self.environment, int(os.environ["MASTER_PORT"]), _TIMEOUT_S)
+        workers = all_addresses(self.environment, _TIMEOUT_S)
         task = {"type": "worker", "index": self.rank()}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
         ring = tf.distribute.experimental.CommunicationImplementation.RING
@@ -80,55 +81,21 @@ class Member(Placed):
         self.barrier()
 
 
-def all_addresses(environment: Environment, port: int, timeout_s: float) -> list[str]:
-    """An address with a free port for each process, in rank order. All ranks call this; rank 0 listens at ``port``.
+def all_addresses(environment: Environment, timeout_s: float) -> list[str]:
+    """An address with a free port for each process, in rank order. All ranks call this.
 
     Raises GroupError if not all ranks have called within ``timeout_s``.
     """
-    due = time.monotonic() + timeout_s
+    point = Rendezvous(environment)
     try:
-        if environment.rank == 0:
-            return _gathered(environment.address, port, environment.world, due)
-        with _called(environment.address, port, due) as line, line.makefile("rw", encoding="utf-8") as file:
-            file.write(json.dumps([environment.rank, _free(line.getsockname()[0])]) + "\n")
-            file.flush()
-            found: list[str] = json.loads(file.readline())
-            return found
-    except (OSError, ValueError) as error:
-        raise GroupError(
-            f"rank {environment.rank} of {environment.world} has not met the others at {environment.address}:{port}"
-            f" within {timeout_s:.0f} s: {error}"
-        ) from error
-
-
-def _gathered(address: str, port: int, world: int, due: float) -> list[str]:
-    """Rank 0's side: collect the address of every rank and send all of them to every rank."""
-    found, files = {0: _free(address)}, []
-    with ExitStack() as stack:
-        door = stack.enter_context(socket.create_server((address, port)))
-        while len(found) < world:
-            door.settimeout(max(0.1, due - time.monotonic()))
-            line = stack.enter_context(door.accept()[0])
-            line.settimeout(max(0.1, due - time.monotonic()))
-            file = stack.enter_context(line.makefile("rw", encoding="utf-8"))
-            rank, said = json.loads(file.readline())
-            found[int(rank)] = str(said)
-            files.append(file)
-        every = [found[rank] for rank in range(world)]
-        for file in files:
-            file.write(json.dumps(every) + "\n")
-            file.flush()
-    return every
-
-
-def _called(address: str, port: int, due: float) -> socket.socket:
-    while True:
+        run = f"{environment.run_id}/multiworker"
+        session = connect_session(Strategy.parse("direct transport=tcp"), point, run, timeout=timeout_s)
         try:
-            return socket.create_connection((address, port), max(0.1, due - time.monotonic()))
-        except OSError:
-            if time.monotonic() > due:
-                raise
-            time.sleep(_RETRY_S)
+            return [said.decode() for said in session.gather(_free(listen_address(environment, None)).encode())]
+        finally:
+            session.shutdown()
+    finally:
+        point.close()
 
 
 def _free(host: str) -> str:
